@@ -1,0 +1,1 @@
+"""The exact integrals: quadrature along the path, per-layer gradients, Gram blocks."""

@@ -1,0 +1,175 @@
+"""Watch and redirect a network's use of its weights, whatever modules it is written with.
+
+A forward pass under one of these modes calls the same functions as ever; the modes see every call that takes a weight
+(through `torch.overrides.TorchFunctionMode`), so that a weight used twice, outside its module or inside a function is
+never missed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+# Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
+JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
+    F.linear: {1: "weight", 2: "bias"},
+    F.bilinear: {2: "weight", 3: "bias"},
+    F.embedding: {1: "weight"},
+    F.layer_norm: {2: "weight", 3: "bias"},
+    F.group_norm: {2: "weight", 3: "bias"},
+    F.batch_norm: {3: "weight", 4: "bias"},
+    F.instance_norm: {3: "weight", 4: "bias"},
+    F.rms_norm: {2: "weight"},
+    **{
+        function: {1: "weight", 2: "bias"}
+        for function in (
+            F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        )
+    },
+}  # fmt: skip
+LINEAR = F.linear
+CONVOLUTIONS = (F.conv1d, F.conv2d)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a linear or convolution function with a trained weight.
+
+    Attributes:
+        function: `F.linear`, `F.conv1d` or `F.conv2d`.
+        weight: Name of its weight.
+        bias: Name of its bias, None without a trained one.
+        input: What the layer saw, (E, ...), detached.
+        fixed_input: The input does not depend on the weights.
+        options: stride, padding, dilation, groups, by name.
+        edge: Where the gradient with respect to the call's output is to be had.
+    """
+
+    function: Callable[..., Any]
+    weight: str
+    bias: str | None
+    input: Tensor
+    fixed_input: bool
+    options: dict[str, Any]
+    edge: GradientEdge
+
+
+class Uses(TorchFunctionMode):
+    """List which function takes which weights: `calls` holds (function, names, whether one is the input argument)."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """Watch the given tensors."""
+        super().__init__()
+        self.names = {id(value): name for name, value in weights.items()}
+        self.calls: list[tuple[Callable[..., Any], tuple[str, ...], bool]] = []
+        self.elements = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Note the call, then make it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [value for value in _flat((result,)) if isinstance(value, Tensor)]
+        if not tensors:  # a shape, a dtype: nothing that depends on a weight's value
+            return result
+        self.elements += sum(tensor.numel() for tensor in tensors)
+        found = tuple(self.names[id(value)] for value in _flat((args, kwargs)) if id(value) in self.names)
+        if found:
+            slots = JOINTLY_LINEAR.get(func, {})
+            in_slots = [name for name in (_argument(slot, s, args, kwargs) for slot, s in slots.items()) if name is not None]
+            proper = sum(id(value) in self.names for value in in_slots) == len(found)
+            self.calls.append((func, found, proper))
+        return result
+
+
+class Tape(TorchFunctionMode):
+    """Keep inputs and gradient edges of the linear and convolution calls with the given weights."""
+
+    def __init__(self, weights: Mapping[str, Tensor], factored: Iterable[str]) -> None:
+        """Watch `factored`, a subset of the named weights."""
+        super().__init__()
+        self.names = {id(value): name for name, value in weights.items()}
+        self.factored = frozenset(factored)
+        self.calls: list[LayerCall] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call; tape it if it is a layer's."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is LINEAR or func in CONVOLUTIONS:
+            weight = self.names.get(id(_argument(1, "weight", args, kwargs)))
+            if weight in self.factored:
+                names = ("stride", "padding", "dilation", "groups")
+                options = {**dict(zip(names, args[3:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+                x = _argument(0, "input", args, kwargs)
+                self.calls.append(
+                    LayerCall(
+                        function=func,
+                        weight=weight,
+                        bias=self.names.get(id(_argument(2, "bias", args, kwargs))),
+                        input=x.detach(),
+                        fixed_input=not x.requires_grad,
+                        options=options,
+                        edge=get_gradient_edge(result),
+                    )
+                )
+        return result
+
+
+class Line(TorchFunctionMode):
+    """Evaluate row e at weights w + t_e d: each jointly linear function is called once with w and once with d."""
+
+    def __init__(self, weights: Mapping[str, Tensor], direction: Mapping[str, Tensor], t: Tensor) -> None:
+        """Set the line.
+
+        Args:
+            weights: w by name, the very tensors that the network will be called with.
+            direction: d by name.
+            t: (E,) places on the line, one per row; may carry a tangent or require a gradient.
+        """
+        super().__init__()
+        self.direction = {id(weights[name]): value for name, value in direction.items()}
+        self.t = t
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call, and add t times the call along the direction."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        slots = JOINTLY_LINEAR.get(func)
+        if slots is None:
+            return result
+        along, moved, trained = list(args), dict(kwargs), False
+        for slot, name in slots.items():
+            value = _argument(slot, name, args, kwargs)
+            if value is None:
+                continue
+            trained |= id(value) in self.direction
+            turned = self.direction.get(id(value))
+            turned = torch.zeros_like(value) if turned is None else turned
+            if isinstance(slot, int) and slot < len(args):
+                along[slot] = turned
+            else:
+                moved[name] = turned
+        if not trained:
+            return result
+        return result + self.t.view(-1, *[1] * (result.ndim - 1)) * func(*along, **moved)
+
+
+def _argument(slot: int | str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(slot, int) and slot < len(args):
+        return args[slot]
+    return kwargs.get(name)
+
+
+def _flat(values: Any) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        elif isinstance(value, dict):
+            yield from _flat(value.values())
+        else:
+            yield value

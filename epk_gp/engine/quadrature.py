@@ -1,0 +1,112 @@
+"""Quadrature rules on [0, 1], as values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class QuadratureRule:
+    """Nodes and positive weights on [0, 1]; one rule for both arguments of the kernel keeps it positive semi-definite.
+
+    Attributes:
+        name: What tables call it.
+        nodes: Q distinct points in [0, 1].
+        weights: Q positive weights that sum to 1.
+    """
+
+    name: str
+    nodes: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a rule that would not give a kernel.
+
+        Raises:
+            ValueError: Different lengths, nodes outside [0, 1], weights that are not positive or do not sum to 1.
+        """
+        if len(self.nodes) != len(self.weights) or not self.nodes:
+            raise ValueError(f"a rule needs as many weights as nodes: got {len(self.nodes)} and {len(self.weights)}.")
+        if not all(0 <= t <= 1 for t in self.nodes):
+            raise ValueError(f"nodes must lie in [0, 1]: got {min(self.nodes)}..{max(self.nodes)}.")
+        if not all(weight > 0 for weight in self.weights):
+            raise ValueError(
+                f"weights must be positive, or the Gram matrix is not positive semi-definite: got {min(self.weights)}."
+            )
+        if abs(sum(self.weights) - 1) > 1e-12:
+            raise ValueError(f"weights must sum to 1: got {sum(self.weights)}.")
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        """Go through (node, weight)."""
+        return iter(zip(self.nodes, self.weights, strict=True))
+
+    def __len__(self) -> int:
+        """Count the nodes, Q."""
+        return len(self.nodes)
+
+
+@dataclass(frozen=True)
+class AdaptiveRule:
+    """Gauss-Legendre on segments of [0, 1] chosen for each point and step by the free residual (theory, section 3).
+
+    Attributes:
+        tol: Aim for the absolute error of an output, summed over all steps.
+        order: Gauss-Legendre nodes per segment.
+    """
+
+    tol: float
+    order: int
+
+    def __post_init__(self) -> None:
+        """Refuse a tolerance or order that means nothing.
+
+        Raises:
+            ValueError: `tol` is not positive and finite, or `order` is below 1.
+        """
+        if not 0 < self.tol < float("inf"):
+            raise ValueError(f"tol must be positive and finite: got {self.tol}.")
+        if self.order < 1:
+            raise ValueError(f"order must be at least 1: got {self.order}.")
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"adaptive Gauss-Legendre {self.order}, tol {self.tol:g}"
+
+
+Rule = QuadratureRule | AdaptiveRule
+
+
+def gauss_legendre(n: int) -> QuadratureRule:
+    """Gauss-Legendre with n nodes: exact for polynomials of degree 2n - 1."""
+    _check_count(n)
+    x, w = np.polynomial.legendre.leggauss(n)
+    return QuadratureRule(f"Gauss-Legendre {n}", tuple(((1 + x) / 2).tolist()), tuple((w / w.sum()).tolist()))
+
+
+def left_endpoint() -> QuadratureRule:
+    """One node at t = 0: the discrete path kernel (DPK)."""
+    return QuadratureRule("left endpoint", (0.0,), (1.0,))
+
+
+def left_riemann(n: int) -> QuadratureRule:
+    """Left Riemann sum with n nodes: Algorithm 1 of Bell et al. (2023) with T = n."""
+    _check_count(n)
+    return QuadratureRule(f"left Riemann {n}", tuple(k / n for k in range(n)), (1 / n,) * n)
+
+
+def midpoint(n: int) -> QuadratureRule:
+    """Composite midpoint rule with n nodes."""
+    _check_count(n)
+    return QuadratureRule(f"midpoint {n}", tuple((k + 0.5) / n for k in range(n)), (1 / n,) * n)
+
+
+def adaptive(tol: float = 1e-12, *, order: int = 4) -> AdaptiveRule:
+    """Adaptive Gauss-Legendre; see `AdaptiveRule`."""
+    return AdaptiveRule(tol, order)
+
+
+def _check_count(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"a rule needs at least 1 node: got {n}.")

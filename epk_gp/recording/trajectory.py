@@ -1,0 +1,337 @@
+"""The trajectory: a read-only view of a recorded run."""
+
+import copy
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from epk_gp.recording import losses, store
+from epk_gp.recording.losses import CrossEntropy, Loss, MeanSquaredError
+from epk_gp.recording.networks import Head, Skeleton, apply_head, call, check_head, constants_of, skeleton_of, unflatten
+from epk_gp.recording.optimizers import GradientDescent, Law
+from epk_gp.recording.store import Chunk, Step
+
+NUM_PROBES = 4
+
+
+class States(Protocol):
+    """Weight states w_0 .. w_S, each flat, (P,)."""
+
+    def __len__(self) -> int:
+        """Count the states, S + 1."""
+
+    def __getitem__(self, state: int, /) -> Float[Tensor, " P"]:
+        """Read one state."""
+
+
+@dataclass(frozen=True)
+class StoredStates:
+    """Weight states mapped from a run's chunks."""
+
+    path: Path
+    chunks: tuple[Chunk, ...]
+
+    def __len__(self) -> int:
+        """Count the states, S + 1."""
+        return self.chunks[-1].first + self.chunks[-1].states
+
+    def __getitem__(self, state: int) -> Float[Tensor, " P"]:
+        """Read one state."""
+        if not 0 <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
+        chunk = next(chunk for chunk in self.chunks if state < chunk.first + chunk.states)
+        return store.read_state(self.path, chunk, state)
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """A recorded training run w_0, .., w_S with its data, loss and step law.
+
+    Attributes:
+        skeleton: The network's structure.
+        inputs: Training inputs, (M, *input_shape).
+        targets: Training targets.
+        loss: The loss whose gradients made the steps.
+        law: How a step follows from the batch gradient.
+        states: Flat weights of all S + 1 states.
+        steps: Size and batch of each of the S steps.
+        num_outputs: C.
+        digest: blake2b over data, layout, weights and steps: equal for equal runs, in memory or on disk.
+        data_digest: blake2b over inputs and targets.
+    """
+
+    skeleton: Skeleton
+    inputs: Shaped[Tensor, "M ..."]
+    targets: Shaped[Tensor, "M ..."]
+    loss: Loss
+    law: Law
+    states: States
+    steps: tuple[Step, ...]
+    num_outputs: int
+    digest: str
+    data_digest: str
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_steps(self) -> int:
+        """S."""
+        return len(self.steps)
+
+    @property
+    def num_weights(self) -> int:
+        """P."""
+        return self.skeleton.num_weights
+
+    @property
+    def num_points(self) -> int:
+        """M, the number of training points."""
+        return self.inputs.shape[0]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return tuple(self.inputs.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.states[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the training inputs are."""
+        return self.inputs.device
+
+    @property
+    def step_sizes(self) -> Float[Tensor, " S"]:
+        """The learning rates eps_s, float64."""
+        return torch.tensor([step.size for step in self.steps], dtype=torch.float64)
+
+    def weights(self, s: int) -> dict[str, Tensor]:
+        """Name the weights of state s (0 .. S; negative counts from the end)."""
+        count = self.num_steps + 1
+        if not -count <= s < count:
+            raise IndexError(f"state must lie in 0..{self.num_steps} (or be negative): got {s}.")
+        return unflatten(self.skeleton, self.states[s % count].to(self.device))
+
+    def __repr__(self) -> str:
+        """Say what the run is, in one line."""
+        return (
+            f"Trajectory({self.num_steps} steps, {self.num_weights} weights, {self.num_points} training points of shape "
+            f"{self.input_shape}, {self.num_outputs} outputs, {self.dtype}, {self.loss}, digest {self.digest[:12]})"
+        )
+
+
+def skeleton_for(trajectory: Trajectory, dtype: torch.dtype, device: torch.device) -> Skeleton:
+    """Give the network's structure with its constants in another dtype or on another device (made once each)."""
+    key = ("skeleton", dtype, device)
+    if key not in trajectory.memo:
+        source = trajectory.skeleton
+        copied = skeleton_of_copy(source)
+        copied.module.to(dtype=dtype, device=device)
+        trajectory.memo[key] = copied
+    found: Skeleton = trajectory.memo[key]
+    return found
+
+
+def skeleton_of_copy(skeleton: Skeleton) -> Skeleton:
+    """Copy a skeleton with its constants."""
+    return Skeleton(copy.deepcopy(skeleton.module), skeleton.names, skeleton.shapes)
+
+
+def compute_dtype(trajectory: Trajectory, X: Tensor) -> torch.dtype:
+    """Follow the inputs' dtype; integer inputs leave the weights' dtype."""
+    return X.dtype if X.is_floating_point() else trajectory.dtype
+
+
+def check_inputs(trajectory: Trajectory, X: Tensor, name: str = "X") -> None:
+    """Refuse points that the network cannot take.
+
+    Raises:
+        TypeError: Not a tensor, or integers for a network of floats (or the reverse).
+        ValueError: Wrong shape, no points, NaN or infinity.
+    """
+    if not isinstance(X, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
+    if tuple(X.shape[1:]) != trajectory.input_shape or X.ndim == 0:
+        raise ValueError(
+            f"{name} must have shape (n, {', '.join(map(str, trajectory.input_shape))}) like the training inputs: "
+            f"got {tuple(X.shape)}."
+        )
+    if X.shape[0] == 0:
+        raise ValueError(f"{name} must hold at least one point: got an empty batch.")
+    if X.is_floating_point() != trajectory.inputs.is_floating_point() or X.is_complex():
+        raise TypeError(f"{name} must be of the training inputs' kind ({trajectory.inputs.dtype}): got {X.dtype}.")
+    if X.is_floating_point() and X.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64: got {X.dtype}.")
+    check_finite(X, name)
+
+
+def check_finite(X: Tensor, name: str) -> None:
+    """Refuse NaN and infinity, naming the first row that holds one."""
+    if X.is_floating_point() and not torch.isfinite(X).all():
+        row = int((~torch.isfinite(X.reshape(X.shape[0], -1))).any(dim=1).nonzero()[0])
+        raise ValueError(f"{name} must be finite: row {row} holds NaN or infinity. Remove or repair that point.")
+
+
+def flat_weights(trajectory: Trajectory, state: int, like: Tensor) -> Float[Tensor, " P"]:
+    """Read a state's flat weights in the dtype and on the device that computations with `like` use."""
+    return trajectory.states[state].to(dtype=compute_dtype(trajectory, like), device=like.device)
+
+
+def network_outputs(
+    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], *, state: int = -1, head: Head = "logits", block_size: int = 4096
+) -> Float[Tensor, "n C"]:
+    """Evaluate the recorded network f_{w_s}.
+
+    Args:
+        trajectory: The run.
+        X: n inputs.
+        state: s in 0 .. S, negative from the end: -1 is the trained network.
+        head: "logits" or "log_softmax".
+        block_size: Inputs evaluated at a time.
+
+    Raises:
+        TypeError, ValueError: Inputs that the network cannot take; an unknown head.
+        IndexError: No such state.
+    """
+    check_inputs(trajectory, X)
+    check_head(head, trajectory.num_outputs)
+    skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
+    weights = {k: v.to(dtype=compute_dtype(trajectory, X), device=X.device) for k, v in trajectory.weights(state).items()}
+    with torch.no_grad():
+        return torch.cat([apply_head(call(skeleton, weights, block), head) for block in X.split(block_size)])
+
+
+def digest_data(inputs: Tensor, targets: Tensor) -> str:
+    """Hash the training data: values, shapes and dtypes."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for tensor in (inputs, targets):
+        hasher.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
+        hasher.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def header_of(skeleton: Skeleton, loss: Loss, law: Law, data_digest: str, num_outputs: int) -> dict[str, Any]:
+    """Describe a run for its header: everything but the weights."""
+    return {
+        "names": list(skeleton.names),
+        "shapes": [list(shape) for shape in skeleton.shapes],
+        "dtype": str(next(p for n, p in skeleton.module.named_parameters() if n in skeleton.names).dtype),
+        "num_outputs": num_outputs,
+        "loss": {"kind": type(loss).__name__, "reduction": loss.reduction, "name": getattr(loss, "name", None)},
+        "law": {"name": law.name},
+        "data_digest": data_digest,
+    }
+
+
+def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss | None = None) -> Trajectory:
+    """Open a recorded run.
+
+    Every file is checked against the checksum it was committed with; weights are then mapped, not loaded.
+
+    Args:
+        path: The run's folder.
+        net: A network of the recorded architecture; its weights do not matter and are not changed.
+        loss: Needed, and taken, only if the run was recorded with a loss of the user's own.
+
+    Returns:
+        The run, with data on the CPU.
+
+    Raises:
+        FileNotFoundError: No run there, or a file is missing.
+        ValueError: A damaged file, a network of other names, shapes, dtype or forward function, or a missing loss.
+    """
+    header = store.read_header(path)
+    data = store.read_data(path, header)
+    chunks = store.read_journal(path)
+    skeleton = _skeleton_from(header, data, net)
+    steps = tuple(step for chunk in chunks for step in store.read_steps(path, chunk))
+    states: Sequence[Tensor] | States = StoredStates(Path(path), tuple(chunks))
+    if digest_data(data["inputs"], data["targets"]) != header["data_digest"]:
+        raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
+    trajectory = Trajectory(
+        skeleton=skeleton,
+        inputs=data["inputs"],
+        targets=data["targets"],
+        loss=_loss_from(header, loss),
+        law=GradientDescent(),
+        states=states,
+        steps=steps,
+        num_outputs=header["num_outputs"],
+        digest=chunks[-1].digest,
+        data_digest=header["data_digest"],
+    )
+    _check_forward(trajectory, data["probe"])
+    return trajectory
+
+
+def probe_outputs(skeleton: Skeleton, initial: Float[Tensor, " P"], inputs: Tensor) -> Float[Tensor, "n C"]:
+    """Evaluate the first inputs near the initial weights: a fingerprint of the forward function.
+
+    The weights are moved off the initial state by a fixed wave, so that a zero last layer hides nothing.
+    """
+    wave = torch.arange(initial.numel(), device=initial.device, dtype=torch.float64).sin().to(initial.dtype)
+    with torch.no_grad():
+        return call(skeleton, unflatten(skeleton, initial + 0.1 * wave), inputs[:NUM_PROBES])
+
+
+def _skeleton_from(header: dict[str, Any], data: dict[str, Tensor], net: nn.Module) -> Skeleton:
+    skeleton = skeleton_of(net, tuple(header["names"]))
+    for name, recorded, shape in zip(header["names"], header["shapes"], skeleton.shapes, strict=True):
+        if list(shape) != recorded:
+            raise ValueError(
+                f"the network must be the recorded one: {name} has shape {tuple(shape)}, the run has {tuple(recorded)}."
+            )
+    skeleton.module.to(getattr(torch, header["dtype"].removeprefix("torch.")))
+    skeleton.module.to("cpu")
+    constants, recorded_constants = constants_of(skeleton), _constants_from(data)
+    if constants.keys() != recorded_constants.keys():
+        odd = sorted(constants.keys() ^ recorded_constants.keys())
+        raise ValueError(f"the network must be the recorded one: {odd[0]!r} is a parameter or buffer in only one of the two.")
+    for name, value in recorded_constants.items():
+        if value.shape != constants[name].shape:
+            raise ValueError(
+                f"the network must be the recorded one: {name} has shape {tuple(constants[name].shape)}, "
+                f"the run has {tuple(value.shape)}."
+            )
+        constants[name].copy_(value)
+    return skeleton
+
+
+def _constants_from(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix("constant."): value for key, value in data.items() if key.startswith("constant.")}
+
+
+def _loss_from(header: dict[str, Any], given: Loss | None) -> Loss:
+    kind, reduction = header["loss"]["kind"], header["loss"]["reduction"]
+    if kind == "CrossEntropy":
+        return CrossEntropy(reduction)
+    if kind == "MeanSquaredError":
+        return MeanSquaredError(reduction)
+    if given is None:
+        raise ValueError(f"the run was recorded with the user's own loss {header['loss']['name']!r}: pass it as loss=.")
+    return losses.as_loss(given)
+
+
+def _check_forward(trajectory: Trajectory, recorded: Tensor) -> None:
+    outputs = probe_outputs(trajectory.skeleton, trajectory.states[0], trajectory.inputs)
+    eps = torch.finfo(outputs.dtype).eps
+    if outputs.shape != recorded.shape or (outputs - recorded).abs().max() > eps**0.75 * (1 + recorded.abs().max()):
+        raise ValueError(
+            "the network must be the recorded one: it has the same weights, but its outputs at the initial state differ "
+            "from those recorded. Build it with the same layers and activation functions."
+        )
+
+
+def iterate_steps(trajectory: Trajectory, *, progress: bool = False, description: str = "steps") -> Iterator[Step]:
+    """Go through the steps, with a progress bar on request."""
+    yield from tqdm(trajectory.steps, desc=description, disable=not progress)
