@@ -5,7 +5,8 @@ A forward pass under one of these modes calls the same functions as ever; the mo
 never missed.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 # Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
@@ -47,6 +49,7 @@ class LayerCall:
         input: What the layer saw, (E, ...), detached.
         fixed_input: The input does not depend on the weights.
         options: stride, padding, dilation, groups, by name.
+        shape: Shape of its output, (E, ...).
         edge: Where the gradient with respect to the call's output is to be had.
     """
 
@@ -56,17 +59,40 @@ class LayerCall:
     input: Tensor
     fixed_input: bool
     options: dict[str, Any]
+    shape: torch.Size
     edge: GradientEdge
 
 
+@dataclass(frozen=True)
+class Use:
+    """One call of a function that takes weights.
+
+    Attributes:
+        function: What was called.
+        names: All weights among its arguments.
+        weight: The one in the place of a jointly linear function's weight, if any.
+        bias: The one in the place of its bias, if any.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    weight: str | None
+    bias: str | None
+
+    @property
+    def proper(self) -> bool:
+        """The function is linear in all the weights that it takes."""
+        return len(self.names) == (self.weight is not None) + (self.bias is not None)
+
+
 class Uses(TorchFunctionMode):
-    """List which function takes which weights: `calls` holds (function, names, whether one is the input argument)."""
+    """List which function takes which weights, and count the numbers that are made."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         """Watch the given tensors."""
         super().__init__()
         self.names = {id(value): name for name, value in weights.items()}
-        self.calls: list[tuple[Callable[..., Any], tuple[str, ...], bool]] = []
+        self.calls: list[Use] = []
         self.elements = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
@@ -79,10 +105,9 @@ class Uses(TorchFunctionMode):
         self.elements += sum(tensor.numel() for tensor in tensors)
         found = tuple(self.names[id(value)] for value in _flat((args, kwargs)) if id(value) in self.names)
         if found:
-            slots = JOINTLY_LINEAR.get(func, {})
-            in_slots = [name for name in (_argument(slot, s, args, kwargs) for slot, s in slots.items()) if name is not None]
-            proper = sum(id(value) in self.names for value in in_slots) == len(found)
-            self.calls.append((func, found, proper))
+            slots = {name: _argument(slot, name, args, kwargs) for slot, name in JOINTLY_LINEAR.get(func, {}).items()}
+            by_slot = {name: self.names.get(id(value)) for name, value in slots.items()}
+            self.calls.append(Use(func, found, by_slot.get("weight"), by_slot.get("bias")))
         return result
 
 
@@ -114,13 +139,14 @@ class Tape(TorchFunctionMode):
                         input=x.detach(),
                         fixed_input=not x.requires_grad,
                         options=options,
+                        shape=result.shape,
                         edge=get_gradient_edge(result),
                     )
                 )
         return result
 
 
-class Line(TorchFunctionMode):
+class AlongLine(TorchFunctionMode):
     """Evaluate row e at weights w + t_e d: each jointly linear function is called once with w and once with d."""
 
     def __init__(self, weights: Mapping[str, Tensor], direction: Mapping[str, Tensor], t: Tensor) -> None:
@@ -157,6 +183,18 @@ class Line(TorchFunctionMode):
         if not trained:
             return result
         return result + self.t.view(-1, *[1] * (result.ndim - 1)) * func(*along, **moved)
+
+
+@contextmanager
+def plain_math() -> Iterator[None]:
+    """Keep torch to kernels that can be differentiated in every way: no fused attention."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _argument(slot: int | str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,0 +1,258 @@
+"""Data of the experiments: three Gaussians, scikit-learn's digits, MNIST-format files from a folder."""
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+DATA_VARIABLE = "EPK_GP_DATA"
+
+# The first two coordinates of the class means, Bell et al. (2023), section 4.1; the others are 0.
+GAUSSIAN_MEANS = ((1.0, 4.0), (4.0, 1.0), (5.0, 5.0))
+
+_IMAGES_MAGIC, _LABELS_MAGIC = 0x00000803, 0x00000801  # IDX: unsigned bytes in 3 and in 1 dimensions
+_DEFLATE_LIMIT = 1032  # a deflate stream expands by at most this factor
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Labelled inputs of a classification problem.
+
+    Attributes:
+        inputs: n inputs, of any shape each.
+        labels: Class of each input, in 0 … num_classes − 1.
+        num_classes: Number C of classes.
+        name: What to call the data in titles and reports.
+    """
+
+    inputs: Float[Tensor, "n *shape"]
+    labels: Int64[Tensor, " n"]
+    num_classes: int
+    name: str
+
+    def __post_init__(self) -> None:
+        """Check that the labels fit the inputs."""
+        if len(self.labels) != len(self.inputs):
+            raise ValueError(
+                f"labels must have one entry per input: got {len(self.labels)} labels for {len(self.inputs)} inputs. "
+                "Pass both from the same split, in the same order."
+            )
+        if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.num_classes:
+            raise ValueError(
+                f"labels must lie in 0 … {self.num_classes - 1}: got {int(self.labels.min())} … "
+                f"{int(self.labels.max())}. Raise num_classes, or renumber the classes from 0."
+            )
+
+    def __len__(self) -> int:
+        """Return the number of inputs."""
+        return len(self.inputs)
+
+    def __getitem__(self, index: slice | Tensor) -> "Dataset":
+        """Select inputs and their labels by a slice, a tensor of indices or a mask."""
+        return Dataset(self.inputs[index], self.labels[index], self.num_classes, self.name)
+
+
+def three_gaussians(
+    num_per_class: int = 1000,
+    *,
+    dim: int = 100,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Dataset:
+    """Draw the three Gaussians of Bell et al. (2023), section 4.1.
+
+    Class c is N(m_c, I) with means (1, 4, 0, …), (4, 1, 0, …) and (5, 5, 0, …). The noise is drawn in float64, class
+    after class, and the points are then shuffled by the same generator: one seed gives one data set, in any dtype.
+
+    Args:
+        num_per_class: Points drawn from each of the three classes, at least 1.
+        dim: Number D of coordinates, at least 2.
+        generator: Source of the noise and of the order; None stands for a new generator with seed 0, so that the data
+            never depend on the global state.
+        dtype: Floating type of the inputs.
+
+    Returns:
+        Inputs (3 num_per_class, D) and labels, on the generator's device.
+
+    Raises:
+        ValueError: If num_per_class < 1 or dim < 2.
+        TypeError: If dtype is not a floating type.
+    """
+    _require_floating(dtype)
+    if num_per_class < 1:
+        raise ValueError(f"num_per_class must be at least 1: got {num_per_class}. Ask for one point per class or more.")
+    if dim < 2:
+        raise ValueError(f"dim must be at least 2: got {dim}. The class means differ in the first two coordinates.")
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    device = generator.device
+    num_classes = len(GAUSSIAN_MEANS)
+    means = torch.zeros(num_classes, dim, dtype=torch.float64, device=device)
+    means[:, :2] = torch.tensor(GAUSSIAN_MEANS, dtype=torch.float64, device=device)
+    labels = torch.arange(num_classes, device=device).repeat_interleave(num_per_class)
+    noise = torch.randn(len(labels), dim, generator=generator, dtype=torch.float64, device=device)
+    order = torch.randperm(len(labels), generator=generator, device=device)
+    inputs = (means[labels] + noise)[order].to(dtype)
+    return Dataset(inputs, labels[order], num_classes, "three Gaussians")
+
+
+def digits(*, dtype: torch.dtype = torch.float64) -> Dataset:
+    """Load scikit-learn's handwritten digits: 1797 images of 8 × 8 pixels, nothing to download.
+
+    Args:
+        dtype: Floating type of the inputs.
+
+    Returns:
+        Inputs (1797, 1, 8, 8), scaled from 0 … 16 to [0, 1], and labels 0 … 9 in scikit-learn's order.
+
+    Raises:
+        ImportError: If scikit-learn is not installed.
+        TypeError: If dtype is not a floating type.
+    """
+    _require_floating(dtype)
+    try:
+        from sklearn.datasets import load_digits  # noqa: PLC0415  an optional dependency
+    except ImportError as error:
+        raise ImportError(
+            "digits() must have scikit-learn: it is not installed. Run: pip install epk-gp[experiments]"
+        ) from error
+    bunch = load_digits()
+    inputs = torch.from_numpy(bunch.images).to(dtype)[:, None] / 16
+    return Dataset(inputs, torch.from_numpy(bunch.target).to(torch.int64), 10, "digits")
+
+
+def mnist_folder(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    split: Literal["train", "test"] = "train",
+    num_classes: int = 10,
+    dtype: torch.dtype = torch.float64,
+) -> Dataset:
+    """Read a data set in MNIST's format (IDX) from a folder.
+
+    The files are `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, or `t10k-…` for the test part, as they are or
+    gzipped (`.gz`); where both are there, the plain one is read. Nothing is downloaded.
+
+    Args:
+        folder: Folder of the files; None stands for the folder `mnist` in the one that EPK_GP_DATA names.
+        split: "train" or "test".
+        num_classes: Number C of classes: 10 for MNIST, Fashion-MNIST and KMNIST.
+        dtype: Floating type of the inputs.
+
+    Returns:
+        Images (n, 1, height, width), scaled from 0 … 255 to [0, 1], and labels, named after the folder.
+
+    Raises:
+        FileNotFoundError: If the folder or a file is missing.
+        ValueError: If split is unknown, or a file is truncated, too long, damaged or of another kind, or if there is
+            not one label per image.
+        TypeError: If dtype is not a floating type.
+    """
+    _require_floating(dtype)
+    prefixes = {"train": "train", "test": "t10k"}
+    if split not in prefixes:
+        raise ValueError(f'split must be "train" or "test": got {split!r}. Choose one of the two.')
+    path = _folder(folder)
+    images_path = _find(path, f"{prefixes[split]}-images-idx3-ubyte")
+    labels_path = _find(path, f"{prefixes[split]}-labels-idx1-ubyte")
+    images, labels = _read_idx(images_path, _IMAGES_MAGIC), _read_idx(labels_path, _LABELS_MAGIC)
+    if len(images) != len(labels):
+        raise ValueError(
+            f"{path} must hold one label per image: got {len(images)} images in {images_path.name} and {len(labels)} "
+            f"labels in {labels_path.name}. Take both files from the same data set."
+        )
+    if int(labels.max()) >= num_classes:
+        raise ValueError(
+            f"{labels_path} must hold labels below num_classes = {num_classes}: got {int(labels.max())}. "
+            "Pass the data set's own num_classes."
+        )
+    return Dataset(images[:, None].to(dtype) / 255, labels.to(torch.int64), num_classes, path.resolve().name)
+
+
+def _require_floating(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating type: got {dtype}. Pass torch.float64 or torch.float32.")
+
+
+def _folder(folder: str | os.PathLike[str] | None) -> Path:
+    if folder is not None:
+        path = Path(folder).expanduser()
+    elif root := os.environ.get(DATA_VARIABLE):
+        path = Path(root).expanduser() / "mnist"
+    else:
+        raise FileNotFoundError(
+            f"mnist_folder must know where the files are: got no folder, and {DATA_VARIABLE} is not set. "
+            f"Pass the folder, or set {DATA_VARIABLE} to the one that holds mnist/."
+        )
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"the data folder must exist: got {path}, which is not a folder. "
+            "Make it, and put the four idx-ubyte files (plain or .gz) there."
+        )
+    return path
+
+
+def _find(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{folder} must hold {name} or {name}.gz: got neither. Put the file there under that name.")
+
+
+def _read_idx(path: Path, magic: int) -> UInt8[Tensor, "n *shape"]:
+    """Read a file of unsigned bytes in the IDX format, its sizes checked before anything of that size is allocated."""
+    limit = path.stat().st_size * (_DEFLATE_LIMIT if path.suffix == ".gz" else 1)
+    header_length = 4 + 4 * (magic & 0xFF)  # the last byte of the magic number is the number of dimensions
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            shape = _shape(path, file.read(header_length), magic)
+            expected = math.prod(shape)
+            # One byte more than expected tells a longer file; a header that lies is found before it costs memory.
+            payload = _read_up_to(file.read, expected + 1) if expected <= limit else b""
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} must be a whole gzip file: got one that is truncated or damaged ({error}). Fetch the file again."
+        ) from error
+    if len(payload) != expected:
+        raise ValueError(
+            f"{path} must hold the {expected} bytes that its header announces ({' × '.join(map(str, shape))}): got "
+            f"{'more' if len(payload) > expected else 'fewer'}, so it is "
+            f"{'not the file of this header' if len(payload) > expected else 'truncated'}. Fetch the file again."
+        )
+    return torch.frombuffer(payload, dtype=torch.uint8).reshape(shape)
+
+
+def _shape(path: Path, header: bytes, magic: int) -> tuple[int, ...]:
+    if len(header) >= 4 and (found := struct.unpack(">I", header[:4])[0]) != magic:
+        raise ValueError(
+            f"{path} must begin with the magic number 0x{magic:08x}: got 0x{found:08x}. "
+            "Check that images and labels are not swapped and that the file is in the IDX format."
+        )
+    num_dims = magic & 0xFF
+    if len(header) < 4 + 4 * num_dims:
+        raise ValueError(
+            f"{path} must hold a header of {4 + 4 * num_dims} bytes: got {len(header)}, so the file is truncated. "
+            "Fetch the file again."
+        )
+    shape: tuple[int, ...] = struct.unpack(f">{num_dims}I", header[4:])
+    if 0 in shape:
+        raise ValueError(
+            f"{path} must hold at least one item: its header says {' × '.join(map(str, shape))}. Fetch the file again."
+        )
+    return shape
+
+
+def _read_up_to(read: Callable[[int], bytes], count: int) -> bytearray:
+    payload = bytearray()
+    while len(payload) < count and (chunk := read(min(_CHUNK, count - len(payload)))):
+        payload += chunk
+    return payload

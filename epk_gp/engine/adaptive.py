@@ -1,0 +1,175 @@
+"""Adaptive quadrature along a training step, steered by the free residual, with its certificate.
+
+A segment [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough: forward passes are all that
+it takes to know. Otherwise it is split where units switch (`kinks.locate`), or in the middle. The residual only chooses nodes; it
+is never added to anything.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from epk_gp.engine.kinks import locate
+from epk_gp.engine.line import Line, slopes, values
+from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, gauss_legendre
+
+_ROUNDING = 16  # a residual below this many eps of the outputs' size is rounding
+_NOISE_LEVELS = 8
+_MAX_LEVELS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Integral:
+    """int_0^1 <J_{w + t d}(x_n), d> dt for n points, with the nodes that it took.
+
+    Attributes:
+        total: The integrals, (n, C).
+        start: f at t = 0, (n, C).
+        end: f at t = 1, (n, C).
+        residual: Sum over a point's segments of |f(b) - f(a) - integral|, largest output, (n,).
+        evaluations: Gradients evaluated per point, rejected segments included, (n,).
+        point: Which point each of the E accepted nodes belongs to, (E,).
+        t: Their places, (E,).
+        weight: Their weights, (E,); for every point they sum to 1.
+    """
+
+    total: Float[Tensor, "n C"]
+    start: Float[Tensor, "n C"]
+    end: Float[Tensor, "n C"]
+    residual: Float[Tensor, " n"]
+    evaluations: Float[Tensor, " n"]
+    point: Int64[Tensor, " E"]
+    t: Float[Tensor, " E"]
+    weight: Float[Tensor, " E"]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """E segments [a, b] of points, with f at both ends and the residual that the last check of a parent found."""
+
+    point: Tensor
+    a: Tensor
+    b: Tensor
+    at_a: Tensor
+    at_b: Tensor
+    reference: Tensor
+
+    def __getitem__(self, rows: Tensor) -> "Segments":
+        """Pick some."""
+        return Segments(*(value[rows] for value in vars(self).values()))
+
+
+def integrate(line: Line, X: Shaped[Tensor, "n ..."], rule: QuadratureRule | AdaptiveRule, num_steps: int) -> Integral:
+    """Integrate the gradient's inner product with the step, for n points.
+
+    Args:
+        line: The step.
+        X: n inputs.
+        rule: A fixed rule, used as it is, or an adaptive one.
+        num_steps: Steps that share the adaptive rule's tolerance.
+
+    Returns:
+        Integrals and certificate.
+    """
+    n = len(X)
+    zeros, ones = line.w.new_zeros(n), line.w.new_ones(n)
+    start, end = values(line, X, zeros), values(line, X, ones)
+    total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
+    every = torch.arange(n, device=X.device)
+    base = gauss_legendre(rule.order) if isinstance(rule, AdaptiveRule) else rule
+    nodes = line.w.new_tensor(base.nodes)
+    weights = line.w.new_tensor(base.weights)
+    accepted: list[tuple[Tensor, Tensor, Tensor]] = []
+    todo = Segments(every, zeros, ones, start, end, torch.full_like(zeros, torch.inf))
+    level = 0
+    while len(todo.point):
+        width = todo.b - todo.a
+        t = (todo.a[:, None] + width[:, None] * nodes).flatten()
+        point = todo.point.repeat_interleave(len(nodes))
+        slope = slopes(line, X[point], t)[1]
+        integral = width[:, None] * torch.einsum("eqc,q->ec", slope.unflatten(0, (-1, len(nodes))), weights)
+        error = (todo.at_b - todo.at_a - integral).abs().amax(dim=1)
+        evaluations.index_add_(0, todo.point, torch.full_like(width, len(nodes)))
+        done = _acceptable(rule, error, todo, start, end, num_steps, level)
+        total.index_add_(0, todo.point[done], integral[done])
+        residual.index_add_(0, todo.point[done], error[done])
+        kept = done.repeat_interleave(len(nodes))
+        accepted.append((point[kept], t[kept], (width[:, None] * weights).flatten()[kept]))
+        todo, located = _split(line, X, todo[~done], error[~done], level)
+        evaluations.index_add_(0, located, torch.full_like(located, 2, dtype=evaluations.dtype))
+        level += 1
+    point, t, weight = (torch.cat(parts) for parts in zip(*accepted, strict=True))
+    return Integral(total, start, end, residual, evaluations, point, t, weight)
+
+
+def common_nodes(line: Line, X: Shaped[Tensor, "n ..."], rule: AdaptiveRule, num_steps: int) -> list[tuple[float, float]]:
+    """Choose one composite rule that is fine enough for all n points: segment ends are the union of every point's."""
+    found = integrate(line, X, rule, num_steps)
+    base = gauss_legendre(rule.order)
+    first = found.t.view(-1, rule.order)
+    width = found.weight.view(-1, rule.order).sum(dim=1)
+    ends = (first[:, 0] - width * base.nodes[0]).clamp(0, 1)
+    edges = torch.cat([ends, ends.new_tensor([0.0, 1.0])]).unique().tolist()
+    merged = [edges[0]]
+    for edge in edges[1:]:
+        if edge - merged[-1] > 1e-12:
+            merged.append(edge)
+    merged[-1] = 1.0
+    return [
+        (a + (b - a) * t, (b - a) * weight)
+        for a, b in zip(merged[:-1], merged[1:], strict=True)
+        for t, weight in base
+    ]
+
+
+def _acceptable(
+    rule: QuadratureRule | AdaptiveRule, error: Tensor, todo: Segments, start: Tensor, end: Tensor, num_steps: int, level: int
+) -> Tensor:
+    if isinstance(rule, QuadratureRule) or level >= _MAX_LEVELS:
+        return torch.ones_like(error, dtype=torch.bool)
+    size = torch.maximum(start.abs(), end.abs()).amax().clamp(min=1.0)
+    rounding = _ROUNDING * torch.finfo(error.dtype).eps * size
+    fine = error <= torch.clamp(rounding, min=rule.tol / num_steps)
+    # a kink's error falls with the segment's width; one that has stopped to fall is rounding (or a jump), and is reported
+    stuck = (error > todo.reference / 4) if level and level % _NOISE_LEVELS == 0 else torch.zeros_like(fine)
+    tiny = todo.b - todo.a <= 8 * torch.finfo(error.dtype).eps
+    return fine | stuck | tiny
+
+
+def _split(line: Line, X: Tensor, failed: Segments, error: Tensor, level: int) -> tuple[Segments, Tensor]:
+    """Cut segments at their located kinks, else in the middle; also list the points whose kinks were looked for."""
+    if not len(failed.point):
+        return failed, failed.point
+    found, places = locate(line, X[failed.point], failed.a, failed.b)
+    gap = 64 * torch.finfo(failed.a.dtype).eps
+    inside = (places > failed.a[found] + gap) & (places < failed.b[found] - gap)
+    found, places = found[inside], places[inside]
+    halved = torch.ones_like(failed.point, dtype=torch.bool)
+    halved[found] = False
+    middle = (failed.a + failed.b) / 2
+    segment = torch.cat([found, halved.nonzero().squeeze(1)])
+    cuts = torch.cat([places, middle[halved]])
+    order = cuts.argsort(stable=True)
+    order = order[segment[order].argsort(stable=True)]
+    segment, cuts = segment[order], cuts[order]
+    new = torch.ones_like(segment, dtype=torch.bool)
+    new[1:] = (segment[1:] != segment[:-1]) | (cuts[1:] - cuts[:-1] > gap)
+    segment, cuts = segment[new], cuts[new]
+    at_cuts = values(line, X[failed.point[segment]], cuts)
+    looked = failed.point if line.plan.on_line else failed.point[:0]
+    # chain: start of each segment, its cuts, its end
+    every = torch.arange(len(failed.point), device=X.device)
+    owner = torch.cat([every, segment])
+    left = torch.cat([failed.a, cuts])
+    at_left = torch.cat([failed.at_a, at_cuts])
+    order = left.argsort(stable=True)
+    order = order[owner[order].argsort(stable=True)]
+    owner, left, at_left = owner[order], left[order], at_left[order]
+    last = torch.ones_like(owner, dtype=torch.bool)
+    last[:-1] = owner[1:] != owner[:-1]
+    right = torch.where(last, failed.b[owner], left.roll(-1))
+    at_right = torch.where(last[:, None], failed.at_b[owner], at_left.roll(-1, dims=0))
+    reference = (error if level % _NOISE_LEVELS == 0 else failed.reference)[owner]
+    return Segments(failed.point[owner], left, right, at_left, at_right, reference), looked

@@ -1,0 +1,104 @@
+"""Test-side gradients averaged over t before any inner product, wherever the algebra allows.
+
+The integral over t is linear in the test side, and the training side of a step stands still. So nodes cost no product of their own
+for layers whose input is fixed (average delta), whose delta is fixed (average a), or that are written out (engine.md).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from epk_gp.engine.contractions import Tile
+from epk_gp.engine.features import Factors, Feature, Jacobian
+
+F = TypeVar("F", Factors, Jacobian)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluations:
+    """Gradients of some test points at some nodes of one step.
+
+    Attributes:
+        features: E rows, layer by layer.
+        weights: (E,) quadrature weights.
+        points: (E,) index of each row's point, or None if row n is point n.
+    """
+
+    features: Sequence[Feature]
+    weights: Tensor
+    points: Tensor | None = None
+
+
+def averageable(feature: Feature) -> bool:
+    """Whether the t-average of this layer's inner products is the inner product of one average."""
+    return isinstance(feature, Jacobian) or feature.fixed_input or feature.fixed_delta
+
+
+class StepIntegral:
+    """One step's integral against fixed training-side features, taken in node by node and added to a tile at the end."""
+
+    def __init__(self, tile: Tile, num_points: int, right: Sequence[Feature], eta: float, *, fixed_steps: bool) -> None:
+        """Start a step.
+
+        Args:
+            tile: Where the step is added.
+            num_points: N, rows of the tile.
+            right: Training-side features of the step.
+            eta: The step's factor.
+            fixed_steps: See `Tile.add`.
+        """
+        self.tile, self.num_points, self.right, self.eta, self.fixed_steps = tile, num_points, right, eta, fixed_steps
+        self._averages: dict[int, Feature] = {}
+
+    def take(self, node: Evaluations) -> None:
+        """Take in some evaluations; together they must cover [0, 1] once for every point."""
+        for number, (feature, other) in enumerate(zip(node.features, self.right, strict=True)):
+            if averageable(feature):
+                self._averages[number] = self._averaged(self._averages.get(number), feature, node)
+            elif node.points is None:
+                self.tile.add_layer(number, feature, other, self.eta * float(node.weights[0]), fixed_steps=False)
+            else:
+                part = self.tile.empty_rows(len(node.points))
+                part.add_layer(number, feature, other, self.eta, fixed_steps=False)
+                part.total *= node.weights.view(1, -1, *[1] * (part.total.ndim - 2))
+                self.tile.total.index_add_(1, node.points, part.total)
+
+    def close(self) -> None:
+        """Add the averaged layers to the tile."""
+        for number, average in self._averages.items():
+            self.tile.add_layer(number, average, self.right[number], self.eta, fixed_steps=self.fixed_steps)
+
+    def _averaged(self, before: Feature | None, feature: Feature, node: Evaluations) -> Feature:
+        if isinstance(feature, Jacobian):
+            old = None if before is None else _as(Jacobian, before).values
+            return Jacobian(self._added(old, feature.values, node, 1))
+        earlier = None if before is None else _as(Factors, before)
+        if feature.fixed_input:
+            delta = self._added(None if earlier is None else earlier.delta, feature.delta, node, 1)
+            return replace(feature, a=self._spread(None if earlier is None else earlier.a, feature.a, node), delta=delta)
+        a = self._added(None if earlier is None else earlier.a, feature.a, node, 0)
+        same = feature.delta[:, :1].expand(-1, self.num_points, -1, -1)
+        return replace(feature, a=a, delta=same if earlier is None else earlier.delta)
+
+    def _added(self, total: Tensor | None, values: Tensor, node: Evaluations, dim: int) -> Tensor:
+        if node.points is None:
+            weight = float(node.weights[0])
+            return values * weight if total is None else total.add_(values, alpha=weight)
+        if total is None:
+            total = values.new_zeros(*values.shape[:dim], self.num_points, *values.shape[dim + 1 :])
+        scaled = values * node.weights.view(-1, *[1] * (values.ndim - dim - 1))
+        return total.index_add_(dim, node.points, scaled)
+
+    def _spread(self, total: Tensor | None, a: Tensor, node: Evaluations) -> Tensor:
+        if node.points is None:
+            return a
+        total = a.new_zeros(self.num_points, *a.shape[1:]) if total is None else total
+        return total.index_copy_(0, node.points, a)
+
+
+def _as(kind: type[F], feature: Feature) -> F:
+    if not isinstance(feature, kind):
+        raise TypeError("a layer must keep its form from node to node: this is a bug in epk_gp.")
+    return feature

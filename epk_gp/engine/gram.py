@@ -1,0 +1,356 @@
+"""Gram blocks of the exact path kernel, streamed over steps, nodes and tiles within a memory budget."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.engine.adaptive import common_nodes, integrate
+from epk_gp.engine.averages import Evaluations, StepIntegral
+from epk_gp.engine.contractions import Tile, diagonal, empty_tile
+from epk_gp.engine.features import Feature, Form, Jacobian, Place, gradients, head_cotangents
+from epk_gp.engine.line import Line
+from epk_gp.engine.plan import Plan
+from epk_gp.engine.probe import plan_for
+from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, Rule, gauss_legendre
+from epk_gp.recording.networks import Head, Skeleton, check_head
+from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
+
+MEMORY_BUDGET = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """Points of H x {0, 1} (Definition 3.4, Bell et al. 2023).
+
+    Attributes:
+        X: n inputs.
+        is_train: Whether they are training copies (gradient frozen at the step's start) or test copies; one for all, or (n,).
+    """
+
+    X: Shaped[Tensor, "n ..."]
+    is_train: bool | Bool[Tensor, " n"]
+
+    def __post_init__(self) -> None:
+        """Refuse a copy mask that does not fit.
+
+        Raises:
+            TypeError: `X` is no tensor, or `is_train` neither a bool nor a bool tensor.
+            ValueError: Another length than X.
+        """
+        if not isinstance(self.X, Tensor):
+            raise TypeError(f"X must be a torch.Tensor: got {type(self.X).__name__}.")
+        if isinstance(self.is_train, bool):
+            return
+        if not isinstance(self.is_train, Tensor) or self.is_train.dtype != torch.bool:
+            got = self.is_train.dtype if isinstance(self.is_train, Tensor) else type(self.is_train).__name__
+            raise TypeError(f"is_train must be a bool or a bool tensor: got {got}. Convert it with .bool().")
+        if self.is_train.shape != self.X.shape[:1]:
+            raise ValueError(
+                f"is_train must have one entry per point: got shape {tuple(self.is_train.shape)} for {len(self.X)} points."
+            )
+
+    def __len__(self) -> int:
+        """Count the points."""
+        return len(self.X)
+
+    def copies(self, is_train: bool) -> Tensor:
+        """List the indices of the points of one copy."""
+        if isinstance(self.is_train, bool):
+            return torch.arange(len(self) if self.is_train == is_train else 0, device=self.X.device)
+        return (self.is_train == is_train).nonzero().squeeze(1).to(self.X.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What all tiles of a block share."""
+
+    trajectory: Trajectory
+    skeleton: Skeleton
+    plan: Plan
+    head: Head
+    rule: Rule
+    etas: tuple[float, ...]
+    like: Tensor
+    per_class: bool
+    progress: bool
+    num_outputs: int
+    budget: int
+
+
+def gram_block(
+    trajectory: Trajectory,
+    a: Points,
+    b: Points,
+    *,
+    head: Head = "log_softmax",
+    rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    step_weights: Float[Tensor, " S"] | None = None,
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> Float[Tensor, "N C M C"]:
+    """Sum the exact path kernel over all steps.
+
+    Equation (3) under the sum of Theorem 3.7, Bell et al. (2023):
+
+        K[n, c, m, d] = sum_s eta_s sum_q w_q <phi_sq(a_n)_c, phi_sq(b_m)_d>
+
+    Args:
+        trajectory: Training run with S steps.
+        a: N points, each a training or a test copy.
+        b: M points.
+        head: Whether f is the logits or their log-softmax.
+        rule: Nodes and positive weights on [0, 1], the same for both sides; or an adaptive rule, which picks each test
+            point's own nodes against training copies, and the union of all points' nodes between test copies.
+        step_weights: eta_s >= 0; the learning rates by default.
+        memory_budget: Bytes for everything but the inputs and the result.
+        progress: Show a progress bar.
+
+    Returns:
+        The block, not flattened, in the dtype of the points.
+
+    Raises:
+        TypeError, ValueError: Points that the network cannot take, points of different dtypes, an unknown head, bad step weights.
+    """
+    job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=False)
+    return _assemble(job, a, b).permute(1, 0, 3, 2).contiguous()
+
+
+def gram_block_per_class(
+    trajectory: Trajectory,
+    a: Points,
+    b: Points,
+    *,
+    head: Head = "log_softmax",
+    rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    step_weights: Float[Tensor, " S"] | None = None,
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> Float[Tensor, "C N M"]:
+    """Sum the exact path kernel of each output with itself: K[c, n, m] = gram_block[n, c, m, c], at a C-th of the products.
+
+    Arguments, errors: as `gram_block`.
+    """
+    job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=True)
+    return _assemble(job, a, b)
+
+
+def gram_diagonal_blocks(
+    trajectory: Trajectory,
+    a: Points,
+    *,
+    head: Head = "log_softmax",
+    rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    step_weights: Float[Tensor, " S"] | None = None,
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> Float[Tensor, "N C C"]:
+    """Compute each point's C x C kernel with itself, gram_block[n, :, n, :], at a cost linear in N.
+
+    Arguments, errors: as `gram_block`.
+    """
+    job = _job(trajectory, a, a, head, rule, step_weights, memory_budget, progress, per_class=False)
+    result = a.X.new_zeros((len(a), job.num_outputs, job.num_outputs), dtype=job.like.dtype)
+    for is_train in (True, False):
+        for rows in a.copies(is_train).split(_panel(job)):
+            X, total = a.X[rows], result.new_zeros(len(rows), job.num_outputs, job.num_outputs)
+            for s, eta in _steps(job):
+                if is_train:
+                    total += eta * diagonal(_features(job, _start(job, s), X))
+                    continue
+                for node in _test_nodes(job, s, X, shared=True):
+                    total += eta * float(node.weights[0]) * diagonal(node.features)
+            result[rows] = total
+    return result
+
+
+def _job(
+    trajectory: Trajectory, a: Points, b: Points, head: Head, rule: Rule, step_weights: Tensor | None, budget: int, progress: bool, *, per_class: bool
+) -> Job:
+    for name, points in (("a.X", a), ("b.X", b)):
+        check_inputs(trajectory, points.X, name)
+    if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
+        raise ValueError(
+            f"both sets of points must share dtype and device: got {a.X.dtype} on {a.X.device} and {b.X.dtype} on {b.X.device}."
+        )
+    check_head(head, trajectory.num_outputs)
+    if not isinstance(rule, QuadratureRule | AdaptiveRule):
+        raise TypeError(f"rule must be a quadrature rule such as epk_gp.gauss_legendre(4): got {rule!r}.")
+    if budget < 1 << 20:
+        raise ValueError(f"memory_budget must be at least 1 MiB (1048576 bytes): got {budget}.")
+    dtype = compute_dtype(trajectory, a.X)
+    return Job(
+        trajectory=trajectory,
+        skeleton=skeleton_for(trajectory, dtype, a.X.device),
+        plan=plan_for(trajectory, a.X),
+        head=head,
+        rule=rule,
+        etas=_etas(trajectory, step_weights),
+        like=torch.empty(0, dtype=dtype, device=a.X.device),
+        per_class=per_class,
+        progress=progress,
+        num_outputs=trajectory.num_outputs,
+        budget=budget,
+    )
+
+
+def _etas(trajectory: Trajectory, step_weights: Tensor | None) -> tuple[float, ...]:
+    if step_weights is None:
+        return tuple(step.size for step in trajectory.steps)
+    if step_weights.shape != (trajectory.num_steps,):
+        raise ValueError(f"step_weights must have shape ({trajectory.num_steps},): got {tuple(step_weights.shape)}.")
+    if not (torch.isfinite(step_weights).all() and (step_weights >= 0).all()):
+        raise ValueError("step_weights must be finite and not negative, or the Gram matrix is not positive semi-definite.")
+    return tuple(step_weights.tolist())
+
+
+def _assemble(job: Job, a: Points, b: Points) -> Tensor:
+    """Fill the class-major result copy by copy."""
+    K = job.num_outputs
+    same = a is b
+    result = a.X.new_zeros((K, len(a), len(b)) if job.per_class else (K, len(a), K, len(b)), dtype=job.like.dtype)
+    columns_dim = result.ndim - 1
+    for left in (True, False):
+        for right in (True, False):
+            rows, columns = a.copies(left), b.copies(right)
+            if not len(rows) or not len(columns) or (same and right and not left):
+                continue
+            block = _one_kind(job, a.X, rows, left, b.X, columns, right, same)
+            _scatter(result, block, rows, columns, columns_dim)
+            if same and left and not right:
+                mirrored = block.transpose(1, 2) if job.per_class else block.permute(2, 3, 0, 1)
+                _scatter(result, mirrored, columns, rows, columns_dim)
+    return result
+
+
+def _scatter(result: Tensor, block: Tensor, rows: Tensor, columns: Tensor, columns_dim: int) -> None:
+    if len(rows) == result.shape[1] and len(columns) == result.shape[columns_dim]:
+        result.copy_(block)
+    elif columns_dim == 2:
+        result[:, rows[:, None], columns] = block
+    else:
+        K = torch.arange(result.shape[0], device=result.device)
+        result[K[:, None, None, None], rows[:, None, None], K[:, None], columns] = block
+
+
+def _one_kind(job: Job, A: Tensor, rows: Tensor, left: bool, B: Tensor, columns: Tensor, right: bool, same: bool) -> Tensor:
+    """Compute the block of one copy of A against one copy of B, tile by tile."""
+    if left and not right:  # the training side stands on the right
+        block = _one_kind(job, B, columns, right, A, rows, left, same)
+        return block.transpose(1, 2) if job.per_class else block.permute(2, 3, 0, 1)
+    K, panel = job.num_outputs, _panel(job)
+    shape = (K, len(rows), len(columns)) if job.per_class else (K, len(rows), K, len(columns))
+    block = torch.empty(shape, dtype=job.like.dtype, device=job.like.device)
+    for i in range(0, len(rows), panel):
+        for j in range(0, len(columns), panel):
+            mirrored = same and left == right
+            if mirrored and j < i:
+                continue
+            X, Y = A[rows[i : i + panel]], B[columns[j : j + panel]]
+            tile = empty_tile(K, len(X), K, len(Y), job.like, per_class=job.per_class)
+            _sum_steps(job, tile, X, left, Y, right, shared=mirrored and i == j)
+            block[:, i : i + panel, ..., j : j + panel] = tile.finished()
+            if mirrored and i != j:
+                turned = tile.total.transpose(1, 2) if job.per_class else tile.total.permute(2, 3, 0, 1)
+                block[:, j : j + panel, ..., i : i + panel] = turned
+    return block
+
+
+def _sum_steps(job: Job, tile: Tile, X: Tensor, left: bool, Y: Tensor, right: bool, *, shared: bool) -> None:
+    for s, eta in _steps(job):
+        if right:
+            start = _start(job, s)
+            other = _features(job, start, Y)
+            if left:
+                tile.add(other if shared else _features(job, start, X), other, eta)
+                continue
+            integral = StepIntegral(tile, len(X), other, eta, fixed_steps=True)
+            for node in _test_nodes(job, s, X, shared=False):
+                integral.take(node)
+            integral.close()
+        else:
+            both = X if shared else torch.cat([X, Y])
+            for t, weight in _shared_nodes(job, s, both):
+                place = _between(job, s, t)
+                features = _features(job, place, X)
+                tile.add(features, features if shared else _features(job, place, Y), eta * weight)
+
+
+def _steps(job: Job) -> Iterator[tuple[int, float]]:
+    pairs = [(s, eta) for s, eta in enumerate(job.etas) if eta > 0]
+    yield from tqdm(pairs, desc="steps", disable=not job.progress)
+
+
+def _start(job: Job, s: int) -> Place:
+    return Place(flat_weights(job.trajectory, s, job.like))
+
+
+def _between(job: Job, s: int, t: float) -> Place:
+    start, end = (flat_weights(job.trajectory, state, job.like) for state in (s, s + 1))
+    return Place(torch.lerp(start, end, t))
+
+
+def _features(job: Job, place: Place, X: Tensor) -> list[Feature]:
+    return gradients(
+        job.skeleton, job.plan, place, X, head_cotangents(job.head), _form(job), fixed_seed=job.head == "logits"
+    )
+
+
+def _form(job: Job) -> Form:
+    ragged = isinstance(job.rule, AdaptiveRule)
+    nodes = 4 if isinstance(job.rule, AdaptiveRule) else len(job.rule)
+    pairs = job.num_outputs if job.per_class else job.num_outputs**2
+    return Form(pairs, nodes, dense=ragged and not job.plan.on_line)
+
+
+def _shared_nodes(job: Job, s: int, X: Tensor) -> list[tuple[float, float]]:
+    """List the nodes that all points share in a step."""
+    if isinstance(job.rule, QuadratureRule):
+        return list(job.rule)
+    return common_nodes(_line(job, s), X, job.rule, job.trajectory.num_steps)
+
+
+def _test_nodes(job: Job, s: int, X: Tensor, *, shared: bool) -> Iterator[Evaluations]:
+    """Evaluate test copies at the nodes of a step: all at the same ones, or each at its own."""
+    if shared or isinstance(job.rule, QuadratureRule):
+        for t, weight in _shared_nodes(job, s, X):
+            yield Evaluations(_features(job, _between(job, s, t), X), job.like.new_tensor([weight]))
+        return
+    line = _line(job, s)
+    integral = integrate(line, X, job.rule, job.trajectory.num_steps)
+    for part in torch.arange(len(integral.point), device=X.device).split(len(X)):
+        place = Place(line.w, line.d, integral.t[part])
+        points = integral.point[part]
+        yield Evaluations(_features(job, place, X[points]), integral.weight[part], points)
+
+
+def _line(job: Job, s: int) -> Line:
+    start, end = (flat_weights(job.trajectory, state, job.like) for state in (s, s + 1))
+    return Line(job.skeleton, job.plan, start, end - start, job.head)
+
+
+def _panel(job: Job) -> int:
+    """Choose how many points a side of a tile has, from the memory budget."""
+    K, size = job.num_outputs, job.like.element_size()
+    pairs = K if job.per_class else K * K
+    per_pair = size * (3 * pairs + 1)  # total, sums of delta delta', scratch, a a'
+    per_point = size * (K + 3) * job.plan.elements + 3 * _feature_bytes(job)  # both sides, and an average
+    by_pairs = int((job.budget / 2 / per_pair) ** 0.5)
+    by_points = int(job.budget / 4 / per_point)
+    return max(1, min(by_pairs, by_points))
+
+
+def _feature_bytes(job: Job) -> int:
+    """Measure what the features of one point take."""
+    key = ("feature bytes", job.head, _form(job), job.like.dtype, job.like.device)
+    if key not in job.trajectory.memo:
+        X = job.trajectory.inputs[:1].to(job.like.device)
+        features = _features(job, _start(job, 0), X.to(job.like.dtype) if X.is_floating_point() else X)
+        job.trajectory.memo[key] = sum(
+            f.values.nbytes if isinstance(f, Jacobian) else f.a.nbytes + f.delta.nbytes for f in features
+        )
+    found: int = job.trajectory.memo[key]
+    return found

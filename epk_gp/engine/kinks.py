@@ -1,0 +1,243 @@
+"""Where piecewise-smooth units switch along a training step.
+
+`t -> f(w + t d)` has a kink where a ReLU's input crosses its threshold or a max-pool's winner changes. These events are scalar
+functions of t that a forward pass computes anyway: their zeros are found by bracketing, many at a time, without a gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from epk_gp.engine.line import Line, block_rows
+from epk_gp.engine.modes import AlongLine, plain_math
+from epk_gp.recording.networks import apply_head, call, unflatten
+
+_ITERATIONS = 40
+
+
+def _at(*thresholds: float) -> Callable[..., tuple[float, ...]]:
+    return lambda *args, **kwargs: thresholds
+
+
+def _range(x: Any, min: Any = None, max: Any = None, *args: Any, **kwargs: Any) -> tuple[float, ...]:  # torch's argument names
+    return tuple(float(bound) for bound in (min, max) if isinstance(bound, int | float))
+
+
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, *args: Any, **kwargs: Any) -> tuple[float, ...]:
+    return (min_val, max_val)
+
+
+def _threshold(x: Any, threshold: float, *args: Any, **kwargs: Any) -> tuple[float, ...]:
+    return (threshold,)
+
+
+# Functions that are smooth between thresholds of their first argument.
+THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
+    **{
+        function: _at(0.0)
+        for function in (
+            F.relu, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, F.leaky_relu, F.elu, F.selu, F.celu,
+            F.prelu, torch.abs, torch.Tensor.abs,
+        )
+    },
+    F.relu6: _at(0.0, 6.0),
+    F.hardswish: _at(-3.0, 3.0),
+    F.hardsigmoid: _at(-3.0, 3.0),
+    F.hardtanh: _hardtanh,
+    F.threshold: _threshold,
+    torch.clamp: _range,
+    torch.Tensor.clamp: _range,
+}  # fmt: skip
+POOLS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.max_pool1d: F.max_pool1d_with_indices,
+    F.max_pool2d: F.max_pool2d_with_indices,
+    F.max_pool3d: F.max_pool3d_with_indices,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The inputs of one call of a piecewise-smooth function.
+
+    Attributes:
+        inputs: (E, U); for a threshold unit its distance from the threshold.
+        winners: (E, V) indices into U of the V pooled outputs, None for threshold units.
+        edge: Where the gradient with respect to the function's output is to be had, if it was asked for.
+    """
+
+    inputs: Tensor
+    winners: Tensor | None
+    edge: GradientEdge | None
+
+
+class Watch(TorchFunctionMode):
+    """Keep the inputs of every call of a piecewise-smooth function."""
+
+    def __init__(self, *, edges: bool) -> None:
+        """Start with nothing seen."""
+        super().__init__()
+        self.units: list[Units] = []
+        self.edges = edges
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Note the call's inputs, then make it."""
+        kwargs = kwargs or {}
+        thresholds = THRESHOLDS[func](*args, **kwargs) if func in THRESHOLDS else ()
+        kept = args[0].detach().flatten(1).clone() if thresholds else None
+        result = func(*args, **kwargs)
+        if kept is not None:
+            edge = get_gradient_edge(result) if self.edges and result.requires_grad else None
+            self.units += [Units(kept - threshold if threshold else kept, None, edge) for threshold in thresholds]
+        elif func in POOLS and isinstance(result, Tensor):
+            edge = get_gradient_edge(result) if self.edges and result.requires_grad else None
+            self.units.append(_pool_units(func, args, kwargs, edge))
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Events that may hide a kink: the sign of `inputs[first] - inputs[second]` differs at a segment's ends.
+
+    Attributes:
+        segment: (B,) index of the segment.
+        call: (B,) which call.
+        first: (B,) unit.
+        second: (B,) the other unit of a pool, or -1 for a threshold unit.
+        at_a: (B,) value at the segment's start.
+        at_b: (B,) value at its end.
+    """
+
+    segment: Int64[Tensor, " B"]
+    call: Int64[Tensor, " B"]
+    first: Int64[Tensor, " B"]
+    second: Int64[Tensor, " B"]
+    at_a: Float[Tensor, " B"]
+    at_b: Float[Tensor, " B"]
+
+
+def locate(line: Line, X: Tensor, a: Float[Tensor, " E"], b: Float[Tensor, " E"]) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
+    """Find the places in (a_e, b_e) where a unit that matters to f switches for row e.
+
+    Args:
+        line: The step.
+        X: E inputs.
+        a: Starts of the E segments.
+        b: Their ends.
+
+    Returns:
+        Segment and place of B switches; a unit that switches an even number of times is not seen.
+    """
+    if not line.plan.on_line:
+        return torch.zeros(0, dtype=torch.int64, device=X.device), a[:0]
+    rows = max(1, block_rows(line.plan) // 4)
+    found, places = [], []
+    for part in torch.arange(len(X), device=X.device).split(rows):
+        candidates = _candidates(line, X[part], a[part], b[part])
+        found.append(part[candidates.segment])
+        places.append(_roots(line, X[part], a[part], b[part], candidates))
+    return torch.cat(found), torch.cat(places)
+
+
+def _candidates(line: Line, X: Tensor, a: Tensor, b: Tensor) -> Candidates:
+    start, end = _watched(line, X, a), _watched(line, X, b)
+    columns: list[tuple[Tensor, ...]] = []
+    for number, ((at_a, matters_a), (at_b, matters_b)) in enumerate(zip(start, end, strict=True)):
+        matters = matters_a | matters_b
+        if at_a.winners is None or at_b.winners is None:
+            segment, unit = ((at_a.inputs.sign() * at_b.inputs.sign() < 0) & matters).nonzero(as_tuple=True)
+            values = at_a.inputs[segment, unit], at_b.inputs[segment, unit]
+            columns.append((segment, torch.full_like(segment, number), unit, torch.full_like(segment, -1), *values))
+            continue
+        segment, output = ((at_a.winners != at_b.winners) & matters).nonzero(as_tuple=True)
+        first, second = at_a.winners[segment, output], at_b.winners[segment, output]
+        values = tuple(units.inputs[segment, first] - units.inputs[segment, second] for units in (at_a, at_b))
+        crossing = values[0] * values[1] < 0
+        column = (segment, torch.full_like(segment, number), first, second, *values)
+        columns.append(tuple(value[crossing] for value in column))
+    if not columns:
+        none = torch.zeros(0, dtype=torch.int64, device=X.device)
+        return Candidates(none, none, none, none, a[:0], a[:0])
+    return Candidates(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
+
+
+def _watched(line: Line, X: Tensor, t: Tensor) -> list[tuple[Units, Tensor]]:
+    """List the units at t, and which of their outputs a random combination of f depends on."""
+    weights = {name: value.detach().requires_grad_() for name, value in unflatten(line.skeleton, line.w).items()}
+    with torch.enable_grad(), plain_math():
+        watch = Watch(edges=True)
+        with AlongLine(weights, unflatten(line.skeleton, line.d), t), watch:
+            z = call(line.skeleton, weights, X)
+        f = apply_head(z, line.head)
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(f.shape[1], generator=generator, dtype=torch.float64).to(f)
+        edges = [units.edge for units in watch.units if units.edge is not None]
+        found = torch.autograd.grad(f @ v, edges, torch.ones_like(f[:, 0]), allow_unused=True) if edges else ()
+    gradients = dict(zip([id(edge) for edge in edges], found, strict=True))
+    listed = []
+    for units in watch.units:
+        gradient = gradients.get(id(units.edge))
+        shape = units.inputs if units.winners is None else units.winners
+        matters = torch.zeros_like(shape, dtype=torch.bool) if gradient is None else gradient.flatten(1) != 0
+        listed.append((units, matters))
+    return listed
+
+
+def _roots(line: Line, X: Tensor, a: Tensor, b: Tensor, candidates: Candidates) -> Tensor:
+    """Solve all events by the Illinois method: bracketed, and exact after one step where the event is linear in t."""
+    low, high = a[candidates.segment].clone(), b[candidates.segment].clone()
+    at_low, at_high = candidates.at_a.clone(), candidates.at_b.clone()
+    scale = at_low.abs() + at_high.abs()
+    root = low.clone()
+    active = torch.arange(len(root), device=X.device)
+    side = torch.zeros_like(active)
+    for _ in range(_ITERATIONS):
+        if not len(active):
+            break
+        lo, hi, f_lo, f_hi = low[active], high[active], at_low[active], at_high[active]
+        guess = (lo * f_hi - hi * f_lo) / (f_hi - f_lo)
+        value = _event_values(line, X, guess, candidates, active)
+        root[active] = guess
+        left = value * f_lo > 0  # the guess replaces the lower end
+        low[active] = torch.where(left, guess, lo)
+        high[active] = torch.where(left, hi, guess)
+        again_low, again_high = left & (side[active] == 1), ~left & (side[active] == -1)
+        at_low[active] = torch.where(left, value, torch.where(again_high, f_lo / 2, f_lo))
+        at_high[active] = torch.where(left, torch.where(again_low, f_hi / 2, f_hi), value)
+        side[active] = torch.where(left, 1, -1)
+        eps = torch.finfo(X.dtype).eps if X.is_floating_point() else torch.finfo(a.dtype).eps
+        done = (value.abs() <= 4 * eps * scale[active]) | ((high[active] - low[active]) <= 4 * eps)
+        active = active[~done]
+    return root
+
+
+def _event_values(line: Line, X: Tensor, t: Tensor, candidates: Candidates, active: Tensor) -> Tensor:
+    weights, direction = unflatten(line.skeleton, line.w), unflatten(line.skeleton, line.d)
+    value = torch.zeros_like(t)
+    for part in torch.arange(len(active), device=X.device).split(block_rows(line.plan)):
+        chosen = active[part]
+        watch = Watch(edges=False)
+        with torch.no_grad(), plain_math(), AlongLine(weights, direction, t[part]), watch:
+            call(line.skeleton, weights, X[candidates.segment[chosen]])
+        for number, units in enumerate(watch.units):
+            rows = (candidates.call[chosen] == number).nonzero().squeeze(1)
+            first, second = candidates.first[chosen[rows]], candidates.second[chosen[rows]]
+            level = units.inputs[rows, first]
+            other = units.inputs[rows, second.clamp(min=0)]
+            value[part[rows]] = torch.where(second >= 0, level - other, level)
+    return value
+
+
+def _pool_units(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], edge: GradientEdge | None) -> Units:
+    x = args[0].detach()
+    options = {key: value for key, value in kwargs.items() if key != "return_indices"}
+    _, indices = POOLS[func](x, *args[1:6], **options)
+    channels, places = x.shape[1], x[0, 0].numel()
+    offset = places * torch.arange(channels, device=x.device).view(1, -1, 1)
+    return Units(x.flatten(1), (indices.flatten(2) + offset).flatten(1), edge)

@@ -1,0 +1,53 @@
+"""How to differentiate a network: which weights are layers', which are not, and which of torch's ways work on it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.engine.modes import LayerCall
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to differentiate a network.
+
+    Attributes:
+        biases: Weights of linear and convolution layers, each with the trained bias that always goes with it, if any.
+        dense: All other weights.
+        on_line: Rows at different places on a line share two calls per layer (`modes.AlongLine`).
+        forward_mode: Forward-mode derivatives work.
+        batched: Gradients for several cotangents at once work.
+        mapped: `torch.func.vmap` over samples works.
+        map_chunk: Samples that it takes at a time.
+        elements: Numbers that a forward pass makes per sample.
+    """
+
+    biases: dict[str, str | None]
+    dense: tuple[str, ...]
+    on_line: bool
+    forward_mode: bool
+    batched: bool
+    mapped: bool
+    map_chunk: int
+    elements: int
+
+
+def grads_of_calls(
+    z: Float[Tensor, "E C"], calls: Sequence[LayerCall], seeds: Float[Tensor, "K E C"], *, batched: bool
+) -> list[Tensor]:
+    """Pull K cotangents of the logits back to the outputs of layer calls: one (K, E, ...) tensor each."""
+    if not calls:
+        return []
+    edges = [c.edge for c in calls]
+    if batched:
+        found = torch.autograd.grad(z, edges, seeds, is_grads_batched=True, allow_unused=True)
+        columns = [None if g is None else g.detach() for g in found]
+    else:
+        rows = [torch.autograd.grad(z, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
+        columns = [None if rows[0][i] is None else torch.stack([row[i] for row in rows]) for i in range(len(edges))]
+    return [
+        z.new_zeros(len(seeds), *c.shape) if column is None else column for c, column in zip(calls, columns, strict=True)
+    ]

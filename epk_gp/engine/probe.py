@@ -1,0 +1,182 @@
+"""Find out how a network uses its weights, by watching one forward pass, and verify it against plain autograd.
+
+Nothing is believed of a module because of its name. A weight is treated as a layer's only if every use of it is a linear or
+convolution call, and only if the gradients so obtained equal autograd's on a few inputs; everything else is differentiated densely.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.engine.features import Form, Place, dense_jacobian, gradients, written_out
+from epk_gp.engine.line import pushed_forward
+from epk_gp.engine.modes import CONVOLUTIONS, LINEAR, AlongLine, Use, Uses, plain_math
+from epk_gp.engine.plan import Plan
+from epk_gp.recording.networks import Skeleton, call, unflatten
+from epk_gp.recording.trajectory import Trajectory, compute_dtype, flat_weights, skeleton_for
+
+_MAP_ELEMENTS = 1 << 24
+
+
+def plan_for(trajectory: Trajectory, like: Tensor) -> Plan:
+    """Give the plan for computations in the dtype and on the device of `like` (made once each)."""
+    key = ("plan", compute_dtype(trajectory, like), like.device)
+    if key not in trajectory.memo:
+        skeleton = skeleton_for(trajectory, compute_dtype(trajectory, like), like.device)
+        X = trajectory.inputs[:3].to(like.device)
+        X = X.to(like.dtype) if X.is_floating_point() else X
+        trajectory.memo[key] = make_plan(skeleton, flat_weights(trajectory, trajectory.num_steps, like), X)
+    found: Plan = trajectory.memo[key]
+    return found
+
+
+def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Tensor) -> Plan:
+    """Watch the network at weights w and choose how to differentiate it.
+
+    Args:
+        skeleton: The network, in the computation's dtype.
+        w: Flat weights of some state.
+        X: A few inputs; the first three are used.
+
+    Raises:
+        ValueError: A sample's output depends on the other samples of the batch.
+    """
+    X = X[torch.arange(3, device=X.device) % len(X)]
+    weights = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, w).items()}
+    with Uses(weights) as uses, plain_math():
+        z = call(skeleton, weights, X).detach()
+    with torch.no_grad(), plain_math():
+        single = torch.cat([call(skeleton, weights, row) for row in X.split(1)])
+    if not _alike(z, single):
+        raise ValueError(
+            "an output must depend on its own input alone: the network gives other outputs for a batch than for its rows "
+            "one by one (statistics of the batch?)."
+        )
+    plan = Plan(
+        biases=_layers(uses.calls),
+        dense=(),
+        on_line=all(use.proper for use in uses.calls),
+        forward_mode=True,
+        batched=True,
+        mapped=True,
+        map_chunk=64,
+        elements=max(1, uses.elements // len(X)),
+    )
+    return _verified(skeleton, w, X, plan)
+
+
+def _layers(uses: list[Use]) -> dict[str, str | None]:
+    """Map the weights that only linear or convolution calls use to the bias that always goes with each."""
+    seen: dict[str, list[Use]] = {}
+    for use in uses:
+        for name in use.names:
+            seen.setdefault(name, []).append(use)
+    biases: dict[str, str | None] = {}
+    for name, own in seen.items():
+        layers = all(use.proper and use.weight == name for use in own)
+        functions = {use.function for use in own}
+        if layers and len(functions) == 1 and functions <= {LINEAR, *CONVOLUTIONS}:
+            bias = own[0].bias
+            together = all(use.bias == bias for use in own)
+            biases[name] = bias if bias is not None and together and len(seen[bias]) == len(own) else None
+    return biases
+
+
+def _verified(skeleton: Skeleton, w: Tensor, X: Tensor, plan: Plan) -> Plan:
+    """Keep in the plan only what reproduces plain autograd on the rows of X."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.arange(w.numel(), device=w.device, dtype=torch.float64).sin().to(w.dtype)
+    here = Place(w + 0.02 * rows)  # off the trained weights, where a zero could hide a mistake
+    with torch.no_grad():
+        z = call(skeleton, unflatten(skeleton, here.w), X)
+    seeds = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64).to(z)
+    loop = replace(plan, mapped=False)
+    truth = dense_jacobian(skeleton, loop, skeleton.names, here, X, seeds).values
+    pieces = dict(zip(skeleton.names, truth.split([shape.numel() for shape in skeleton.shapes], dim=2), strict=True))
+    kept = {}
+    for name, bias in plan.biases.items():
+        alone = replace(plan, biases={name: bias}, batched=False)
+        if _works(lambda alone=alone: _layer_error(skeleton, alone, here, X, seeds, pieces)):  # type: ignore[misc]
+            kept[name] = bias
+    covered = {*kept, *(bias for bias in kept.values() if bias is not None)}
+    plan = replace(plan, biases=kept, dense=tuple(name for name in skeleton.names if name not in covered))
+    plan = replace(plan, batched=_works(lambda: _layer_error(skeleton, plan, here, X, seeds, pieces)))
+    plan = replace(plan, map_chunk=max(1, _MAP_ELEMENTS // (skeleton.num_weights + plan.elements)))
+    if plan.on_line:
+        plan = replace(plan, on_line=_works(lambda: _line_error(skeleton, plan, here, X)))
+    _load_forward_mode()
+    plan = replace(plan, forward_mode=_works(lambda: _forward_error(skeleton, here, X)))
+    names = plan.dense if plan.on_line else skeleton.names
+    if names:
+        wanted = torch.cat([pieces[name] for name in names], dim=2)
+        mapped = _works(lambda: (dense_jacobian(skeleton, plan, names, here, X, seeds).values, wanted))
+        plan = replace(plan, mapped=mapped)
+    return plan
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def _layer_error(
+    skeleton: Skeleton, plan: Plan, here: Place, X: Tensor, seeds: Tensor, pieces: dict[str, Tensor]
+) -> Pair:
+    found = gradients(skeleton, replace(plan, dense=()), here, X, lambda _: seeds, Form(1, 1), fixed_seed=False)
+    wanted = []
+    for name, bias in plan.biases.items():
+        shape = skeleton.shapes[skeleton.names.index(name)]
+        rows = pieces[name].unflatten(2, (shape[0], -1))
+        wanted.append((rows if bias is None else torch.cat([rows, pieces[bias].unsqueeze(3)], dim=3)).flatten(2))
+    empty = seeds.new_zeros(*seeds.shape[:2], 0)
+    return torch.cat([empty, *map(written_out, found)], dim=2), torch.cat([empty, *wanted], dim=2)
+
+
+def _line_error(skeleton: Skeleton, plan: Plan, here: Place, X: Tensor) -> Pair:
+    d = 0.1 * here.w.flip(0)
+    t = torch.tensor([0.9, 0.2, 0.6], dtype=here.w.dtype, device=X.device)
+    weights = unflatten(skeleton, here.w)
+    with torch.no_grad(), plain_math():
+        with AlongLine(weights, unflatten(skeleton, d), t):
+            found = call(skeleton, weights, X)
+        rows = [call(skeleton, unflatten(skeleton, here.w + t[e] * d), X[e : e + 1]) for e in range(len(X))]
+    return found, torch.cat(rows)
+
+
+def _forward_error(skeleton: Skeleton, here: Place, X: Tensor) -> Pair:
+    d = 0.1 * here.w.flip(0)
+    weights, direction = unflatten(skeleton, here.w), unflatten(skeleton, d)
+    with torch.no_grad(), plain_math(), fwAD.dual_level():
+        duals = {name: fwAD.make_dual(value, direction[name]) for name, value in weights.items()}
+        tangent = fwAD.unpack_dual(call(skeleton, duals, X)).tangent
+    leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    with torch.enable_grad(), plain_math():
+        return tangent, pushed_forward(call(skeleton, leaves, X), leaves, direction)
+
+
+def _load_forward_mode() -> None:
+    """Let torch load its forward-mode rules; it calls a deprecated function of its own on the way (torch 2.13)."""
+    with warnings.catch_warnings(), fwAD.dual_level():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        fwAD.make_dual(torch.zeros(1), torch.zeros(1))
+
+
+def _works(attempt: Callable[[], Pair]) -> bool:
+    """Whether a way of computing runs without complaint and gives what it should."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns where it falls back to a slow loop
+            found, wanted = attempt()
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, UserWarning, AttributeError):
+        return False
+    return found.shape == wanted.shape and _alike(found, wanted)
+
+
+def _alike(found: Tensor, wanted: Tensor) -> bool:
+    if not wanted.numel():
+        return True
+    eps = torch.finfo(wanted.dtype).eps
+    return bool((found - wanted).abs().max() <= eps**0.65 * (wanted.abs().max() + eps))

@@ -1,0 +1,1 @@
+"""Gaussian processes on logits, and Monte Carlo through the softmax."""

@@ -1,0 +1,114 @@
+"""Monte Carlo through the softmax: what a Gaussian over logits says about class probabilities."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.gp.posterior import LogitPosterior
+
+CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxUncertainty:
+    """Monte Carlo estimates of the softmax's distribution at n points. Entropies are in nats.
+
+    Attributes:
+        mean: Expected probability, (n, C).
+        std: Standard deviation of the probability, (n, C).
+        entropy: Of the expected probability: the total uncertainty, (n,).
+        expected_entropy: Expected entropy of the probability: what more data would not remove, (n,).
+        mutual_information: Their difference: between the label and the latent function, (n,).
+        standard_error: Monte Carlo standard error of `mean`, (n, C).
+        clipped_eigenvalue: Largest size of a negative eigenvalue of a covariance that was set to zero; 0 if none was.
+    """
+
+    mean: Float[Tensor, "n C"]
+    std: Float[Tensor, "n C"]
+    entropy: Float[Tensor, " n"]
+    expected_entropy: Float[Tensor, " n"]
+    mutual_information: Float[Tensor, " n"]
+    standard_error: Float[Tensor, "n C"]
+    clipped_eigenvalue: float
+
+    def __len__(self) -> int:
+        return self.mean.shape[0]
+
+
+def softmax_uncertainty(
+    posterior: LogitPosterior, num_samples: int = 1024, generator: torch.Generator | None = None
+) -> SoftmaxUncertainty:
+    """Push a Gaussian over logits through the softmax.
+
+    Section 4.2, Bell et al. (2023): p = softmax(mean + covariance^(1/2) eps) with eps ~ N(0, I_C). The same eps serve
+    all points: the result at a point does not depend on the other points, maps are smooth, and the Monte Carlo errors
+    of different points are correlated.
+
+    Args:
+        posterior: Mean (n, C) and covariance (n, C, C), positive semi-definite to rounding.
+        num_samples: Draws per point.
+        generator: Source of the draws, on the posterior's device; torch's global one by default.
+
+    Returns:
+        Moments and entropies with the standard error of the mean.
+
+    Raises:
+        ValueError: Fewer than 2 draws, values that are not finite, or a covariance that is not symmetric or has a
+            negative eigenvalue beyond rounding.
+    """
+    if num_samples < 2:
+        raise ValueError(f"a standard deviation needs at least 2 samples: got num_samples={num_samples}.")
+    mean = posterior.mean
+    root, clipped = _symmetric_root(posterior)
+    eps = torch.randn(num_samples, mean.shape[1], generator=generator, dtype=mean.dtype, device=mean.device)
+    size = max(1, CHUNK_BYTES // (4 * eps.nbytes))
+    chunks = [_moments(mu, A, eps) for mu, A in zip(mean.split(size), root.split(size), strict=True)]
+    p, std, entropy, expected_entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return SoftmaxUncertainty(
+        mean=p,
+        std=std,
+        entropy=entropy,
+        expected_entropy=expected_entropy,
+        mutual_information=entropy - expected_entropy,
+        standard_error=std / sqrt(num_samples),
+        clipped_eigenvalue=clipped,
+    )
+
+
+def _moments(mean: Tensor, root: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Average over the draws, as differences from the softmax of the mean: without variance they are exactly zero."""
+    centre = torch.softmax(mean, dim=-1)  # (n, C)
+    p = torch.softmax(mean[:, None] + eps @ root, dim=-1)  # (n, S, C); the root is symmetric
+    shift = p - centre[:, None]  # (n, S, C)
+    average = shift.mean(dim=1)
+    std = ((shift - average[:, None]).square().sum(dim=1) / (len(eps) - 1)).sqrt()
+    p_mean = centre + average
+    entropy_of_centre = torch.special.entr(centre).sum(-1)
+    entropy_shift = (torch.special.entr(p).sum(-1) - entropy_of_centre[:, None]).mean(dim=1)
+    return p_mean, std, torch.special.entr(p_mean).sum(-1), entropy_of_centre + entropy_shift
+
+
+def _symmetric_root(posterior: LogitPosterior) -> tuple[Tensor, float]:
+    """Take the symmetric square root of every covariance, which also exists when one is only semi-definite."""
+    covariance, dtype = posterior.covariance, posterior.covariance.dtype
+    if not (torch.isfinite(posterior.mean).all() and torch.isfinite(covariance).all()):
+        raise ValueError("the posterior must be finite: its mean or covariance holds NaN or infinity.")
+    size = covariance.abs().amax(dim=(-2, -1))  # (n,)
+    tolerance = (8 * covariance.shape[-1] * torch.finfo(dtype).eps * size).clamp_min(posterior.rounding)
+    skew = (covariance - covariance.mT).abs().amax(dim=(-2, -1))
+    if (skew > tolerance).any():
+        row = int((skew - tolerance).argmax())
+        raise ValueError(f"covariances must be symmetric: the one of point {row} is off by {skew[row].item():.3g}.")
+    values, vectors = torch.linalg.eigh(covariance)
+    lowest = values[:, 0]
+    if (lowest < -tolerance).any():
+        row = int((lowest + tolerance).argmin())
+        raise ValueError(
+            f"covariances must be positive semi-definite: the one of point {row} has the eigenvalue "
+            f"{lowest[row].item():.3g}, and rounding explains no more than {tolerance[row].item():.3g}."
+        )
+    root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
+    return root, float((-lowest).clamp_min(0).max()) if len(lowest) else 0.0

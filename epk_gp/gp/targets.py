@@ -1,0 +1,76 @@
+"""What the GP regresses on: the trained network's outputs, or transformed class labels."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from epk_gp.recording.networks import Head
+from epk_gp.recording.trajectory import Trajectory, network_outputs
+
+TargetKind = Literal["network", "dirichlet"]
+
+
+def make_targets(
+    trajectory: Trajectory, chosen: Int[Tensor, " N"], targets: TargetKind, head: Head
+) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"] | None]:
+    """Make what the GP regresses on.
+
+    Args:
+        trajectory: The run.
+        chosen: Indices of N training points.
+        targets: "network" - the trained network's outputs (section 4.2, Bell et al. 2023); "dirichlet" - transformed
+            labels.
+        head: The network's head.
+
+    Returns:
+        Targets and, for "dirichlet", the variances of their noise; float64.
+
+    Raises:
+        ValueError: No such targets, or targets="dirichlet" without class labels.
+    """
+    if targets == "network":
+        X = trajectory.inputs[chosen]
+        X = X.to(torch.float64) if X.is_floating_point() else X
+        return network_outputs(trajectory, X, state=-1, head=head).to(torch.float64), None
+    if targets != "dirichlet":
+        raise ValueError(f"targets must be 'network' or 'dirichlet': got {targets!r}.")
+    labels = trajectory.targets
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise ValueError(
+            f"targets='dirichlet' needs class labels, one integer per point: the run has {labels.dtype} targets of "
+            f"shape {tuple(labels.shape)}. Use targets='network'."
+        )
+    return dirichlet_targets(labels[chosen], trajectory.num_outputs)
+
+
+def dirichlet_targets(
+    labels: Int[Tensor, " n"], num_classes: int, *, alpha_epsilon: float = 0.01, dtype: torch.dtype = torch.float64
+) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
+    """Turn class labels into regression targets with known noise.
+
+    Milios et al. (2018), as in GPyTorch's `DirichletClassificationLikelihood`: the label's Dirichlet concentration
+    alpha = alpha_epsilon + [class is the label] gives Gamma variables that log-normals match in mean and variance:
+
+        sigma^2 = log(1 / alpha + 1),   y = log(alpha) - sigma^2 / 2
+
+    Args:
+        labels: Class of each of n points.
+        num_classes: C. GPyTorch takes the largest label instead, and misses classes without a point.
+        alpha_epsilon: Concentration of the classes that are not the label.
+        dtype: Of the result.
+
+    Returns:
+        Targets y and variances sigma^2.
+
+    Raises:
+        ValueError: A label out of range, or a concentration that is not positive.
+    """
+    if not alpha_epsilon > 0:
+        raise ValueError(f"alpha_epsilon must be positive: got {alpha_epsilon}.")
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise ValueError(f"labels must lie in 0..{num_classes - 1}: got {int(labels.min())}..{int(labels.max())}.")
+    alpha = torch.nn.functional.one_hot(labels.long(), num_classes).to(dtype) + alpha_epsilon
+    variances = (1 / alpha).log1p()
+    return alpha.log() - variances / 2, variances

@@ -1,0 +1,1 @@
+"""Kernels: the exact path kernel in GPyTorch."""

@@ -1,0 +1,93 @@
+"""The two copies of an input, as rows of a matrix: Definition 3.4, Bell et al. (2023), in GPyTorch's format."""
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+
+
+def train_copy(X: Shaped[Tensor, "n *shape"]) -> Shaped[Tensor, "n columns"]:
+    """Mark inputs as training copies: x_I = 1, gradients frozen at the start of each step.
+
+    Args:
+        X: n inputs of any shape; each is flattened to D numbers.
+
+    Returns:
+        (n, D + 1): the flattened inputs, and a last column of ones.
+
+    Raises:
+        TypeError: Complex or Boolean inputs.
+        ValueError: A scalar, or a value that is not finite.
+    """
+    return _with_copy_column(X, 1)
+
+
+def test_copy(X: Shaped[Tensor, "n *shape"]) -> Shaped[Tensor, "n columns"]:
+    """Mark inputs as test copies: x_I = 0, gradients move with t.
+
+    Args:
+        X: n inputs of any shape; each is flattened to D numbers.
+
+    Returns:
+        (n, D + 1): the flattened inputs, and a last column of zeros.
+
+    Raises:
+        TypeError: Complex or Boolean inputs.
+        ValueError: A scalar, or a value that is not finite.
+    """
+    return _with_copy_column(X, 0)
+
+
+test_copy.__test__ = False  # type: ignore[attr-defined]  # pytest: a function of this package, not a test
+
+
+def split_copy(x: Shaped[Tensor, "*n columns"]) -> tuple[Shaped[Tensor, "*n D"], Bool[Tensor, "*n"]]:
+    """Undo `train_copy` and `test_copy`.
+
+    Args:
+        x: (..., D + 1), the last column 1 for a training copy and 0 for a test copy.
+
+    Returns:
+        The inputs (..., D), and (...) True for training copies.
+
+    Raises:
+        TypeError: Complex or Boolean entries.
+        ValueError: No input column, a value that is not finite, or a copy column that holds anything but 0 and 1.
+    """
+    _check_kind(x)
+    if x.ndim < 2 or x.shape[-1] < 2:
+        raise ValueError(
+            f"points must have shape (..., n, D + 1) with D >= 1: got {tuple(x.shape)}. Make them with train_copy or "
+            "test_copy."
+        )
+    X, column = x[..., :-1], x[..., -1]
+    _check_finite(X)
+    is_train = column == 1
+    wrong = ~(is_train | (column == 0))  # NaN lands here too
+    if wrong.any():
+        row = tuple(wrong.nonzero()[0].tolist())
+        where = row[0] if len(row) == 1 else row
+        raise ValueError(
+            f"the last column must be exactly 0 (test copy) or 1 (training copy): got {column[row].item()} in row "
+            f"{where}. Make points with train_copy or test_copy, and leave their last column as it is."
+        )
+    return X, is_train
+
+
+def _with_copy_column(X: Tensor, value: int) -> Tensor:
+    _check_kind(X)
+    if X.ndim == 0:
+        raise ValueError("inputs must have shape (n, ...), one row per point: got a scalar. A single point is X[None].")
+    _check_finite(X)
+    return torch.cat([X.reshape(X.shape[0], X.shape[1:].numel()), X.new_full((X.shape[0], 1), value)], dim=1)
+
+
+def _check_kind(X: Tensor) -> None:
+    if X.is_complex() or X.dtype == torch.bool:
+        raise TypeError(f"inputs must be real numbers: got {X.dtype}. Convert them first.")
+
+
+def _check_finite(X: Tensor) -> None:
+    finite = torch.isfinite(X.detach())
+    if not finite.all():
+        entry = tuple((~finite).nonzero()[0].tolist())
+        raise ValueError(f"inputs must be finite: got {X[entry].item()} at index {entry}. Remove or mend that point.")

@@ -1,0 +1,215 @@
+"""The exact path kernel as a GPyTorch kernel."""
+
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Any, Literal, final
+
+import gpytorch
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.engine.gram import MEMORY_BUDGET
+from epk_gp.engine.quadrature import QuadratureRule, gauss_legendre
+from epk_gp.kernels import batches, blocks
+from epk_gp.kernels.blocks import Reduction, Source
+from epk_gp.kernels.cache import BlockCache
+from epk_gp.kernels.copies import train_copy
+from epk_gp.recording.networks import Head, check_head
+from epk_gp.recording.trajectory import Trajectory
+
+Outputs = Literal["full", "independent", "trace", "sum"] | int
+Normalization = Literal["mean_diagonal"] | float | int | None
+
+CACHE_BYTES = 512 * 2**20
+NORMALIZATION_POINTS = 1000
+
+_REDUCTIONS: dict[str, Reduction] = {"full": "full", "independent": "per_class", "trace": "trace", "sum": "sum"}
+
+
+@final
+class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ships no types
+    """The exact path kernel between tagged points (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
+
+    Points are rows made with `train_copy` and `test_copy`: the flattened input, then the copy column. There is nothing
+    to learn in it: the network's weights are no parameters of the kernel. Values are computed without a graph, in the
+    dtype of the points, and each block once (see `BlockCache`).
+
+    Args:
+        trajectory: Training run with C outputs.
+        outputs: What to make of the C x C block K(x, x') of two points:
+            "full" - all of it. A Gram matrix has n * C rows; row i * C + k is class k of point i.
+            "independent" - one kernel per class, K(x, x')[c, c], as a batch of shape [C].
+            "trace" - sum_c K(x, x')[c, c], one scalar kernel.
+            "sum" - sum_{c, d} K(x, x')[c, d], the kernel of the sum of the outputs.
+            an integer c - K(x, x')[c, c].
+        head: "log_softmax" or "logits".
+        rule: Quadrature rule.
+        normalize: None; a positive number to divide by; or "mean_diagonal", the mean diagonal of this kernel (over
+            points and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies.
+        cache_bytes: Limit for the blocks that are kept; 0 keeps none.
+        memory_budget: Bytes that the computation of a block may use beside the block.
+        active_dims: Columns of wider inputs to use, the copy column last.
+
+    Attributes:
+        scale: What values are divided by; 1.0 without normalization.
+
+    Raises:
+        TypeError: `outputs`, `rule` or `normalize` is of the wrong kind.
+        ValueError: Unknown `outputs`, `head` or `normalize`, or a class that does not exist.
+    """
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        outputs: Outputs = "full",
+        head: Head = "log_softmax",
+        rule: QuadratureRule = gauss_legendre(4),  # noqa: B008  # a frozen value
+        normalize: Normalization = None,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        memory_budget: int = MEMORY_BUDGET,
+        active_dims: Sequence[int] | None = None,
+    ) -> None:
+        reduction, classes = _read_outputs(outputs, trajectory.num_outputs)
+        check_head(head, trajectory.num_outputs)
+        if not isinstance(rule, QuadratureRule):
+            raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
+        super().__init__(batch_shape=classes.shape, active_dims=active_dims)
+        self.outputs = outputs
+        self.source = Source(trajectory, reduction, head, rule, memory_budget, BlockCache(cache_bytes))
+        # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
+        self.register_buffer("classes", classes, persistent=False)
+        self.register_buffer("_anchor", torch.zeros(classes.shape, dtype=trajectory.dtype), persistent=False)
+        self.to(trajectory.device)
+        self.scale = _scale(self.source, classes, normalize)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The run."""
+        return self.source.trajectory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype until `.to` changes it. Values follow the points."""
+        kinds = {self._anchor.dtype, *(p.dtype for p in self.parameters())}
+        if len(kinds) > 1:
+            raise RuntimeError(f"The kernel's parameters have multiple dtypes: {kinds}.")
+        return self._anchor.dtype  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        """The trajectory's device until `.to` changes it. Values follow the points."""
+        return self._anchor.device  # type: ignore[no-any-return]
+
+    def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
+        """Count the rows per point: C for outputs="full", else 1."""
+        return self.source.num_rows
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """List the buffers that have the batch's shape; `active_dims` has not, and GPyTorch would index it."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            if name.rpartition(".")[2] != "active_dims":
+                yield name, buffer
+
+    def __call__(
+        self,
+        x1: Shaped[Tensor, "*b n columns"],
+        x2: Shaped[Tensor, "*c m columns"] | None = None,
+        diag: bool = False,
+        last_dim_is_batch: bool = False,
+        **params: Any,
+    ) -> Any:
+        """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
+        for x in (x1,) if x2 is None or x2 is x1 else (x1, x2):
+            self._check(x if self.active_dims is None else x.index_select(-1, self.active_dims))
+        return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
+
+    def forward(
+        self,
+        x1: Shaped[Tensor, "*b n columns"],
+        x2: Shaped[Tensor, "*c m columns"],
+        diag: bool = False,
+        last_dim_is_batch: bool = False,
+        **params: Any,
+    ) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"]:
+        """Evaluate the kernel, or its diagonal.
+
+        Args:
+            x1: (*b, n, D + 1).
+            x2: (*c, m, D + 1); b, c and the kernel's batch shape broadcast to d.
+            diag: Only the diagonal, for n = m.
+            last_dim_is_batch: Must be False: a column of a point is no point.
+            params: Ignored.
+
+        Returns:
+            (*d, n * R, m * R), or (*d, n * R) with `diag`; R = C for outputs="full", else 1.
+
+        Raises:
+            ValueError: Points that the kernel cannot take.
+        """
+        if last_dim_is_batch:
+            raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
+        for x in (x1,) if x2 is x1 else (x1, x2):
+            self._check(x)
+        if diag and x1.shape[-2] != x2.shape[-2]:
+            raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
+        evaluate = batches.batch_of_diagonals if diag else batches.batch_of_blocks
+        values = evaluate(self.source, x1.detach(), x2.detach())
+        value_ndim = 1 if diag else 2
+        batch = values.shape[: -value_ndim - 1]
+        position = torch.arange(batch.numel(), device=values.device).view(batch)
+        chosen = values.reshape(-1, *values.shape[-value_ndim - 1 :])[position, self.classes.to(values.device)]
+        full_batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], self.classes.shape)
+        return (chosen / self.scale).expand(*full_batch, *chosen.shape[-value_ndim:])
+
+    def __repr__(self) -> str:
+        return (
+            f"EPKKernel({self.source.trajectory!r}, outputs={self.outputs!r}, head={self.source.head!r}, "
+            f"rule={self.source.rule!r}, scale={self.scale:g}, batch_shape={tuple(self.batch_shape)})"
+        )
+
+    def _check(self, x: Tensor) -> None:
+        blocks.check_points(self.source.trajectory, x)
+
+
+def _read_outputs(outputs: Outputs, num_outputs: int) -> tuple[Reduction, Tensor]:
+    """Give the reduction, and for every element of the batch the matrix it takes of those the reduction makes."""
+    if isinstance(outputs, bool) or not isinstance(outputs, int | str):
+        raise TypeError(f"outputs must be one of {list(_REDUCTIONS)} or a class index: got {outputs!r}.")
+    if isinstance(outputs, int):
+        if not 0 <= outputs < num_outputs:
+            raise ValueError(f"a class index must lie in 0..{num_outputs - 1} (the network's outputs): got {outputs}.")
+        return "per_class", torch.tensor(outputs)
+    if outputs not in _REDUCTIONS:
+        raise ValueError(f"outputs must be one of {list(_REDUCTIONS)} or a class index: got {outputs!r}.")
+    return _REDUCTIONS[outputs], torch.arange(num_outputs) if outputs == "independent" else torch.tensor(0)
+
+
+def _scale(source: Source, classes: Tensor, normalize: Normalization) -> float:
+    if normalize is None:
+        return 1.0
+    if isinstance(normalize, str):
+        if normalize != "mean_diagonal":
+            raise ValueError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
+        scale = float(_training_diagonal(source)[classes.cpu()].mean())
+        if not scale > 0:
+            raise ValueError(
+                f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
+                "Use normalize=None, or a run whose steps have positive size."
+            )
+        return scale
+    if isinstance(normalize, bool) or not isinstance(normalize, int | float):
+        raise TypeError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
+    if not (normalize > 0 and isfinite(normalize)):
+        raise ValueError(f"normalize must be a positive, finite number: got {normalize}.")
+    return float(normalize)
+
+
+def _training_diagonal(source: Source) -> Tensor:
+    """Evaluate the diagonal on at most 1000 training copies, in float64: (K, rows)."""
+    inputs = source.trajectory.inputs
+    count = min(len(inputs), NORMALIZATION_POINTS)
+    chosen = (torch.arange(count) * len(inputs) // count).to(inputs.device)
+    x = train_copy(inputs[chosen].to(torch.float64))
+    return blocks.reduce_diagonal(source, blocks.diagonal_matrices(source, x)).cpu()

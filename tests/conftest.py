@@ -1,0 +1,29 @@
+from collections.abc import Iterator
+
+import jaxtyping
+import matplotlib
+import pytest
+import torch
+
+matplotlib.use("Agg")
+torch.set_num_threads(1)  # sums in one order, and one core for each pytest worker
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed the global generator before every test, so that no test depends on the ones before it."""
+    torch.manual_seed(0)
+    return 0
+
+
+@pytest.fixture
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Switch the run-time checks of shapes off, so that a wrong argument reaches the library as a user's would."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
