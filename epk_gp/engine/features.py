@@ -221,6 +221,11 @@ def written_out(feature: Feature) -> Float[Tensor, "K E P_layer"]:
     return _outer(feature.a.unsqueeze(2), feature.delta.unsqueeze(3), feature.bias)
 
 
+def feature_bytes(features: list[Feature]) -> int:
+    """Count the bytes that features take."""
+    return sum(f.values.nbytes if isinstance(f, Jacobian) else f.a.nbytes + f.delta.nbytes for f in features)
+
+
 def _outer(a: Tensor, delta: Tensor, bias: bool) -> Tensor:
     K, E = delta.shape[:2]
     # one batched product per point and group: (K n_out, L) x (L, n_in)

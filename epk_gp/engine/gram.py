@@ -11,11 +11,11 @@ from tqdm.auto import tqdm
 from epk_gp.engine.adaptive import common_nodes, integrate
 from epk_gp.engine.averages import Evaluations, StepIntegral
 from epk_gp.engine.contractions import Tile, diagonal, empty_tile
-from epk_gp.engine.features import Feature, Form, Jacobian, Place, gradients, head_cotangents
+from epk_gp.engine.features import Feature, Form, Place, feature_bytes, gradients, head_cotangents
 from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan
 from epk_gp.engine.probe import plan_for
-from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, Rule, gauss_legendre
+from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, Rule, check_rule, gauss_legendre
 from epk_gp.recording.networks import Head, Skeleton, check_head
 from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
 
@@ -156,6 +156,8 @@ def gram_diagonal_blocks(
     result = a.X.new_zeros((len(a), job.num_outputs, job.num_outputs), dtype=job.like.dtype)
     for is_train in (True, False):
         for rows in a.copies(is_train).split(_panel(job)):
+            if not len(rows):
+                continue
             X, total = a.X[rows], result.new_zeros(len(rows), job.num_outputs, job.num_outputs)
             for s, eta in _steps(job):
                 if is_train:
@@ -177,8 +179,7 @@ def _job(
             f"both sets of points must share dtype and device: got {a.X.dtype} on {a.X.device} and {b.X.dtype} on {b.X.device}."
         )
     check_head(head, trajectory.num_outputs)
-    if not isinstance(rule, QuadratureRule | AdaptiveRule):
-        raise TypeError(f"rule must be a quadrature rule such as epk_gp.gauss_legendre(4): got {rule!r}.")
+    check_rule(rule)
     if budget < 1 << 20:
         raise ValueError(f"memory_budget must be at least 1 MiB (1048576 bytes): got {budget}.")
     dtype = compute_dtype(trajectory, a.X)
@@ -349,8 +350,6 @@ def _feature_bytes(job: Job) -> int:
     if key not in job.trajectory.memo:
         X = job.trajectory.inputs[:1].to(job.like.device)
         features = _features(job, _start(job, 0), X.to(job.like.dtype) if X.is_floating_point() else X)
-        job.trajectory.memo[key] = sum(
-            f.values.nbytes if isinstance(f, Jacobian) else f.a.nbytes + f.delta.nbytes for f in features
-        )
+        job.trajectory.memo[key] = feature_bytes(features)
     found: int = job.trajectory.memo[key]
     return found

@@ -107,6 +107,16 @@ def adaptive(tol: float = 1e-12, *, order: int = 4) -> AdaptiveRule:
     return AdaptiveRule(tol, order)
 
 
+def check_rule(rule: object) -> None:
+    """Refuse what is no rule.
+
+    Raises:
+        TypeError: Neither a fixed nor an adaptive rule.
+    """
+    if not isinstance(rule, QuadratureRule | AdaptiveRule):
+        raise TypeError(f"rule must be a quadrature rule such as epk_gp.gauss_legendre(4): got {rule!r}.")
+
+
 def _check_count(n: int) -> None:
     if n < 1:
         raise ValueError(f"a rule needs at least 1 node: got {n}.")

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Int64, Shaped
@@ -101,7 +101,7 @@ class Recorder:
         """Steps recorded so far."""
         return len(self.steps)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Recorder":
         """Start to listen to the optimizer."""
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
         return self

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Shaped
@@ -22,6 +22,7 @@ from epk_gp.recording.store import Chunk, Step
 NUM_PROBES = 4
 
 
+@runtime_checkable
 class States(Protocol):
     """Weight states w_0 .. w_S, each flat, (P,)."""
 

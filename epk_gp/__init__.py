@@ -1,0 +1,68 @@
+"""Exact path kernels: which training points made a prediction, exactly, and how sure can it be?"""
+
+from epk_gp.engine.gram import Points, gram_block, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.engine.quadrature import (
+    AdaptiveRule,
+    QuadratureRule,
+    adaptive,
+    gauss_legendre,
+    left_endpoint,
+    left_riemann,
+    midpoint,
+)
+from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood
+from epk_gp.gp.models import LogitGP
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.kernels.copies import split_copy, test_copy, train_copy
+from epk_gp.kernels.epk import EPKKernel
+from epk_gp.machines.attribute import Attribution, attribute
+from epk_gp.machines.reconstruct import Reconstruction, SingleMachine, reconstruct, single_machine
+from epk_gp.recording.diagnosis import UnexplainedStepError
+from epk_gp.recording.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
+from epk_gp.recording.networks import zero_final_layer
+from epk_gp.recording.recorder import Recorder, train
+from epk_gp.recording.store import Step
+from epk_gp.recording.trajectory import Trajectory, load_trajectory, network_outputs
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdaptiveRule",
+    "Attribution",
+    "CrossEntropy",
+    "EPKKernel",
+    "LogitGP",
+    "LogitPosterior",
+    "MeanSquaredError",
+    "MultitaskFixedNoiseGaussianLikelihood",
+    "PerSampleLoss",
+    "Points",
+    "QuadratureRule",
+    "Reconstruction",
+    "Recorder",
+    "SingleMachine",
+    "SoftmaxUncertainty",
+    "Step",
+    "Trajectory",
+    "UnexplainedStepError",
+    "adaptive",
+    "attribute",
+    "gauss_legendre",
+    "gram_block",
+    "gram_block_per_class",
+    "gram_diagonal_blocks",
+    "left_endpoint",
+    "left_riemann",
+    "load_trajectory",
+    "midpoint",
+    "network_outputs",
+    "reconstruct",
+    "single_machine",
+    "softmax_uncertainty",
+    "split_copy",
+    "test_copy",
+    "train",
+    "train_copy",
+    "zero_final_layer",
+]
