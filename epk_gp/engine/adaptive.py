@@ -16,8 +16,10 @@ from epk_gp.engine.line import Line, slopes, values
 from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, gauss_legendre
 
 _ROUNDING = 16  # a residual below this many eps of the outputs' size is rounding
+_NOISE = 1024
 _NOISE_LEVELS = 8
 _MAX_LEVELS = 60
+_MAX_SEGMENTS = 4096  # open segments of one point; what is then accepted shows in the certificate
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +49,7 @@ class Integral:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """E segments [a, b] of points, with f at both ends and the residual that the last check of a parent found."""
+    """E segments [a, b] of points, with f at both ends and the largest residual of the last levels above."""
 
     point: Tensor
     a: Tensor
@@ -82,7 +84,7 @@ def integrate(line: Line, X: Shaped[Tensor, "n ..."], rule: QuadratureRule | Ada
     nodes = line.w.new_tensor(base.nodes)
     weights = line.w.new_tensor(base.weights)
     accepted: list[tuple[Tensor, Tensor, Tensor]] = []
-    todo = Segments(every, zeros, ones, start, end, torch.full_like(zeros, torch.inf))
+    todo = Segments(every, zeros, ones, start, end, zeros)
     level = 0
     while len(todo.point):
         width = todo.b - todo.a
@@ -132,10 +134,12 @@ def _acceptable(
     size = torch.maximum(start.abs(), end.abs()).amax().clamp(min=1.0)
     rounding = _ROUNDING * torch.finfo(error.dtype).eps * size
     fine = error <= torch.clamp(rounding, min=rule.tol / num_steps)
-    # a kink's error falls with the segment's width; one that has stopped to fall is rounding (or a jump), and is reported
-    stuck = (error > todo.reference / 4) if level and level % _NOISE_LEVELS == 0 else torch.zeros_like(fine)
+    # small and no longer falling with the width: rounding of the network's own, more than assumed
+    noise = (error > todo.reference / 4) & (error <= _NOISE * rounding)
+    noise &= level > 0 and level % _NOISE_LEVELS == 0
+    crowded = torch.bincount(todo.point)[todo.point] > _MAX_SEGMENTS
     tiny = todo.b - todo.a <= 8 * torch.finfo(error.dtype).eps
-    return fine | stuck | tiny
+    return fine | noise | crowded | tiny
 
 
 def _split(line: Line, X: Tensor, failed: Segments, error: Tensor, level: int) -> tuple[Segments, Tensor]:
@@ -171,5 +175,6 @@ def _split(line: Line, X: Tensor, failed: Segments, error: Tensor, level: int) -
     last[:-1] = owner[1:] != owner[:-1]
     right = torch.where(last, failed.b[owner], left.roll(-1))
     at_right = torch.where(last[:, None], failed.at_b[owner], at_left.roll(-1, dims=0))
-    reference = (error if level % _NOISE_LEVELS == 0 else failed.reference)[owner]
+    # neighbouring kinks can cancel in one residual: the largest of the last levels is what must fall
+    reference = (error if level % _NOISE_LEVELS == 0 else torch.maximum(error, failed.reference))[owner]
     return Segments(failed.point[owner], left, right, at_left, at_right, reference), looked

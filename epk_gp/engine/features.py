@@ -59,11 +59,13 @@ class Form:
     Attributes:
         pairs: K K', pairs of outputs in the block.
         products: Inner products a step costs if the layer is factored and cannot be averaged over t: Q or 1.
+        fixed_head: The test side's cotangents do not depend on the weights (the logits head).
         dense: Write everything out (for networks that cannot be evaluated on a line).
     """
 
     pairs: int
     products: int
+    fixed_head: bool = False
     dense: bool = False
 
 
@@ -106,6 +108,8 @@ def gradients(
         One feature per layer, always in the same order.
     """
     weights = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, place.w).items()}
+    if place.t is not None and not (form.dense or plan.on_line):
+        raise ValueError("rows at different places need a network that can be evaluated on a line, or the dense form.")
     if form.dense:
         with torch.no_grad(), plain_math():
             seeds = cotangents(_logits_anywhere(skeleton, plan, place, X))
@@ -119,8 +123,9 @@ def gradients(
     found: list[Feature] = []
     for name, bias in plan.biases.items():
         layer = [(c, delta) for c, delta in zip(tape.calls, deltas, strict=True) if c.weight == name]
-        fixed_delta = fixed_seed and all(c.edge.node is z.grad_fn for c, _ in layer)
-        found.append(_layer_feature(layer, bias is not None, weights[name].shape, form, fixed_delta))
+        is_last = all(c.edge.node is z.grad_fn for c, _ in layer)
+        averaged = is_last and form.fixed_head
+        found.append(_layer_feature(layer, bias is not None, weights[name].shape, form, averaged, fixed_seed and is_last))
     if plan.dense:
         found.append(dense_jacobian(skeleton, plan, plan.dense, place, X, seeds))
     return found
@@ -196,14 +201,14 @@ def _logits_anywhere(skeleton: Skeleton, plan: Plan, place: Place, X: Tensor) ->
 
 
 def _layer_feature(
-    layer: list[tuple[LayerCall, Tensor]], bias: bool, shape: torch.Size, form: Form, fixed_delta: bool
+    layer: list[tuple[LayerCall, Tensor]], bias: bool, shape: torch.Size, form: Form, averaged: bool, fixed_delta: bool
 ) -> Feature:
     """Join the calls of one weight. Shapes: inputs (E, L, G, n_in), deltas (K, E, L, G, n_out) with G groups."""
     parts = [_positions(c, delta, shape) for c, delta in layer]
     length = sum(a.shape[1] for a, _ in parts)
     groups, n_in, n_out = parts[0][0].shape[2], parts[0][0].shape[3], parts[0][1].shape[4]
     fixed_input = all(c.fixed_input for c, _ in layer)
-    averaged = fixed_input or fixed_delta
+    averaged = averaged or fixed_input
     if groups == 1 and products_cost_less(form, length, n_in, n_out, averaged):
         a = torch.cat([a.squeeze(2) for a, _ in parts], dim=1)
         delta = torch.cat([delta.squeeze(3) for _, delta in parts], dim=2)

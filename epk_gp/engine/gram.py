@@ -304,7 +304,7 @@ def _form(job: Job) -> Form:
     ragged = isinstance(job.rule, AdaptiveRule)
     nodes = 4 if isinstance(job.rule, AdaptiveRule) else len(job.rule)
     pairs = job.num_outputs if job.per_class else job.num_outputs**2
-    return Form(pairs, nodes, dense=ragged and not job.plan.on_line)
+    return Form(pairs, nodes, fixed_head=job.head == "logits", dense=ragged and not job.plan.on_line)
 
 
 def _shared_nodes(job: Job, s: int, X: Tensor) -> list[tuple[float, float]]:

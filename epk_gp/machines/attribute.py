@@ -93,7 +93,8 @@ def attribute(
     form = Form(
         pairs=trajectory.num_outputs,
         products=4 if isinstance(rule, AdaptiveRule) else len(rule),
-        dense=isinstance(rule, AdaptiveRule) and not plan.on_line,
+        fixed_head=head == "logits",
+        dense=not plan.on_line,
     )
     largest, evaluations = 0.0, 0.0
     for step in tqdm(trajectory.steps, desc="steps", disable=not progress):

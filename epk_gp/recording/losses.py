@@ -71,14 +71,16 @@ def as_loss(loss: object) -> Loss:
         loss = MeanSquaredError(loss.reduction)  # type: ignore[arg-type]  # checked below
     if not isinstance(loss, CrossEntropy | MeanSquaredError | PerSampleLoss):
         raise TypeError(
-            f"loss must be epk_gp.CrossEntropy, epk_gp.MeanSquaredError or epk_gp.PerSampleLoss(function): got {loss!r}."
+            f"loss must be epk_gp.CrossEntropy, epk_gp.MeanSquaredError or epk_gp.PerSampleLoss(f): got {loss!r}."
         )
     if loss.reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum': got {loss.reduction!r}.")
     return loss
 
 
-def per_sample_losses(loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:
+def per_sample_losses(
+    loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]
+) -> Float[Tensor, " n"]:
     """Evaluate the losses of n samples, not yet joined.
 
     Raises:
@@ -99,12 +101,30 @@ def per_sample_losses(loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped
     return values
 
 
+def refuse_coupled_losses(loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]) -> None:
+    """Refuse a user's loss that mixes the rows of a batch.
+
+    Raises:
+        ValueError: Losses of n samples together differ from those of each alone.
+    """
+    together = per_sample_losses(loss, outputs, targets)
+    pairs = zip(outputs.split(1), targets.split(1), strict=True)
+    alone = torch.cat([per_sample_losses(loss, z, target) for z, target in pairs])
+    if (alone - together).abs().max() > torch.finfo(outputs.dtype).eps ** 0.5 * together.abs().max():
+        raise ValueError(
+            "a sample's loss must depend on its own row alone: the loss function gives other values for several "
+            "samples together than for each alone. Leave sums, means and normalisation over the batch out of it."
+        )
+
+
 def sample_weight(loss: Loss, batch_size: int) -> float:
     """Give the weight c of a sample in the loss of its batch (theory, section 1)."""
     return 1.0 / batch_size if loss.reduction == "mean" else 1.0
 
 
-def loss_derivatives(loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n C"]:
+def loss_derivatives(
+    loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]
+) -> Float[Tensor, "n C"]:
     """Differentiate each sample's loss with respect to its own outputs."""
     with torch.enable_grad():
         z = outputs.detach().requires_grad_()
@@ -134,7 +154,8 @@ def check_targets(loss: Loss, targets: Tensor, num_points: int, num_outputs: int
         raise ValueError(f"targets must be finite: row {row} holds NaN or infinity.")
     if isinstance(loss, MeanSquaredError) and targets.shape != (num_points, num_outputs):
         raise ValueError(
-            f"MeanSquaredError needs targets of the outputs' shape {(num_points, num_outputs)}: got {tuple(targets.shape)}."
+            f"MeanSquaredError needs targets of the outputs' shape {(num_points, num_outputs)}: "
+            f"got {tuple(targets.shape)}."
         )
     if isinstance(loss, MeanSquaredError) and not targets.is_floating_point():
         raise TypeError(f"MeanSquaredError needs floating-point targets: got {targets.dtype}.")

@@ -61,7 +61,9 @@ def skeleton_of(net: nn.Module, names: tuple[str, ...] | None = None) -> Skeleto
         raise ValueError("the network must have weights to train: no parameter requires a gradient.")
     kinds = {(parameters[name].dtype, parameters[name].device) for name in names}
     if len(kinds) > 1 or not next(iter(kinds))[0].is_floating_point:
-        raise ValueError(f"all trained weights must share one floating dtype and one device: got {sorted(map(str, kinds))}.")
+        raise ValueError(
+            f"all trained weights must share one floating dtype and one device: got {sorted(map(str, kinds))}."
+        )
     try:
         module = copy.deepcopy(net)
     except (RuntimeError, TypeError, AttributeError) as error:
@@ -82,6 +84,37 @@ def call(skeleton: Skeleton, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n
     return outputs
 
 
+def refuse_random_or_coupled_outputs(
+    skeleton: Skeleton, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]
+) -> None:
+    """Refuse a forward function that is random, or that mixes the rows of a batch, whatever its layers are called.
+
+    Args:
+        skeleton: The network in evaluation mode.
+        weights: Weights at which it is tried; not those of a zero last layer, which would hide everything.
+        X: Inputs to try it on; 8 of them, spread over all, are taken.
+
+    Raises:
+        ValueError: Two calls differ, or 8 inputs together give other outputs than each alone.
+    """
+    rows = X[torch.linspace(0, len(X) - 1, min(8, len(X)), device=X.device).long()]
+    with torch.no_grad():
+        together, again = call(skeleton, weights, rows), call(skeleton, weights, rows)
+        rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
+        if (again - together).abs().max() > rounding:
+            raise ValueError(
+                "training steps must be gradients of a deterministic network: two evaluations of the same inputs "
+                "differ, also in evaluation mode (dropout, or noise of its own). Switch the randomness off."
+            )
+        alone = torch.cat([call(skeleton, weights, row[None]) for row in rows])
+    difference = (alone - together).abs().max()
+    if difference > rounding:
+        raise ValueError(
+            f"an output must depend on its own input alone: evaluated together, {len(rows)} inputs give outputs that "
+            f"differ by {float(difference):.2e} from those of each alone. Remove batch statistics from forward()."
+        )
+
+
 def flatten(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
     """Concatenate the trained weights in the skeleton's order."""
     return torch.cat([weights[name].detach().reshape(-1) for name in skeleton.names])
@@ -90,9 +123,7 @@ def flatten(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Float[Tensor, 
 def unflatten(skeleton: Skeleton, flat: Float[Tensor, " P"]) -> dict[str, Tensor]:
     """View a flat weight vector as named weights."""
     pieces = flat.split([shape.numel() for shape in skeleton.shapes])
-    return {
-        name: piece.view(shape) for name, piece, shape in zip(skeleton.names, pieces, skeleton.shapes, strict=True)
-    }
+    return {name: piece.view(shape) for name, piece, shape in zip(skeleton.names, pieces, skeleton.shapes, strict=True)}
 
 
 def constants_of(skeleton: Skeleton) -> dict[str, Tensor]:
@@ -134,7 +165,8 @@ def zero_final_layer(net: nn.Module) -> nn.Module:
     if not holders or not isinstance(holders[-1], nn.Linear):
         got = type(holders[-1]).__name__ if holders else "a network without parameters"
         raise ValueError(
-            f"the network's last module with parameters must be a torch.nn.Linear: got {got}. Zero its last layer by hand."
+            f"the network's last module with parameters must be a torch.nn.Linear: got {got}. "
+            "Zero its last layer by hand."
         )
     with torch.no_grad():
         for p in holders[-1].parameters(recurse=False):

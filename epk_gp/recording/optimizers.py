@@ -34,7 +34,8 @@ def law_of(optimizer: Optimizer) -> Law:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
     if type(optimizer) is not torch.optim.SGD:
         raise ValueError(
-            f"the optimizer's step law must be known: {type(optimizer).__name__} is not supported yet. Use torch.optim.SGD."
+            f"the optimizer's step law must be known: {type(optimizer).__name__} is not supported yet. "
+            "Use torch.optim.SGD."
         )
     for group in optimizer.param_groups:
         for option in ("momentum", "weight_decay", "maximize"):

@@ -15,9 +15,25 @@ from tqdm.auto import tqdm
 
 from epk_gp.recording import store
 from epk_gp.recording.diagnosis import UnexplainedStepError, batch_gradient, explain_mismatch, step_tolerance
-from epk_gp.recording.losses import CrossEntropy, Loss, as_loss, check_targets, per_sample_losses, sample_weight
-from epk_gp.recording.networks import Skeleton, call, constants_of, flatten, refuse_random_or_coupled_layers, skeleton_of
-from epk_gp.recording.networks import unflatten
+from epk_gp.recording.losses import (
+    CrossEntropy,
+    Loss,
+    PerSampleLoss,
+    as_loss,
+    check_targets,
+    per_sample_losses,
+    refuse_coupled_losses,
+    sample_weight,
+)
+from epk_gp.recording.networks import (
+    Skeleton,
+    constants_of,
+    flatten,
+    refuse_random_or_coupled_layers,
+    refuse_random_or_coupled_outputs,
+    skeleton_of,
+    unflatten,
+)
 from epk_gp.recording.optimizers import law_of, predict_step, step_size
 from epk_gp.recording.store import RunWriter, Step
 from epk_gp.recording.trajectory import (
@@ -26,6 +42,7 @@ from epk_gp.recording.trajectory import (
     check_finite,
     digest_data,
     header_of,
+    off_initial,
     probe_outputs,
 )
 
@@ -36,9 +53,9 @@ class Recorder:
     """Record the steps of one's own training loop.
 
     Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. Every step is
-    replayed: the recorded change of the weights must be the step law's prediction from the gradient, recomputed, of the stated
-    loss on the stated batch. A step that is not raises `UnexplainedStepError`, which names the cause as far as it can tell;
-    the steps before it stay recorded.
+    replayed: the recorded change of the weights must be the step law's prediction from the gradient, recomputed, of the
+    stated loss on the stated batch. A step that is not raises `UnexplainedStepError`, which names the cause as far as
+    it can tell; the steps before it stay recorded.
 
     Attributes:
         num_steps: Steps recorded so far.
@@ -78,21 +95,23 @@ class Recorder:
         refuse_random_or_coupled_layers(net)
         start = self._weights()
         check_finite(start[None], "the initial weights")
-        num_outputs = _num_outputs(self.skeleton, start, self.X)
-        check_targets(self.loss, self.y, len(self.X), num_outputs)
-        self.num_outputs, self.data_digest = num_outputs, digest_data(self.X, self.y)
+        probe = _first_outputs(self.skeleton, start, self.X)
+        check_targets(self.loss, self.y, len(self.X), probe.shape[1])
+        if isinstance(self.loss, PerSampleLoss):
+            refuse_coupled_losses(self.loss, probe, self.y[: len(probe)])
+        self.num_outputs, self.data_digest = probe.shape[1], digest_data(self.X, self.y)
         self.steps: list[Step] = []
         self._states: list[Tensor] = [start]
         self._last = start
         self._pending: tuple[Step, Tensor] | None = None
         self._hasher = hashlib.blake2b(digest_size=16)
-        self._hasher.update(repr((self.data_digest, self.skeleton.names, self.skeleton.shapes, self.loss)).encode())
-        for value in constants_of(self.skeleton).values():
+        header = header_of(self.skeleton, self.loss, self.law, self.data_digest, self.num_outputs)
+        self._hasher.update(repr(header).encode())
+        for value in (*constants_of(self.skeleton).values(), probe, start):  # the probe stands for the forward function
             self._hasher.update(_bytes(value))
-        self._hasher.update(_bytes(start))
         self._chunk_bytes = chunk_bytes
         self._unwritten: list[Step] = []
-        self._writer = None if path is None else self._create(path)
+        self._writer = None if path is None else self._create(path, header, probe)
         self._hook: Any = None
         self._closed = False
 
@@ -106,7 +125,9 @@ class Recorder:
         self._hook = self.optimizer.register_step_post_hook(self._after_step)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Stop listening; commit what was recorded, also after an error."""
         self._hook.remove()
         self._closed = True
@@ -114,8 +135,11 @@ class Recorder:
             self._commit()
         if kind is None and self._pending is not None:
             raise UnexplainedStepError(
-                f"every recorder.batch() must be followed by optimizer.step(): the one of step {self._pending[0].index} was not."
+                "every recorder.batch() must be followed by optimizer.step(): "
+                f"the one of step {self._pending[0].index} was not."
             )
+        if kind is None:
+            self._check_constants(len(self.steps))
 
     def batch(self, indices: Int64[Tensor, " B"] | Sequence[int] | None) -> None:
         """Announce the batch whose gradient the next `optimizer.step()` uses.
@@ -126,7 +150,8 @@ class Recorder:
         Raises:
             TypeError: Indices that are no integers.
             ValueError: An empty batch, indices out of range, a batch announced twice.
-            UnexplainedStepError: The weights were changed since the last recorded step.
+            UnexplainedStepError: The weights were changed since the last recorded step, or the network or the optimizer
+                was switched to something else than plain gradient descent.
         """
         index = len(self.steps)
         if self._hook is None or self._closed:
@@ -137,7 +162,11 @@ class Recorder:
                 "Gradient accumulation is not supported yet."
             )
         batch = None if indices is None else _checked_batch(indices, len(self.X), index)
-        refuse_random_or_coupled_layers(self.net)
+        try:
+            refuse_random_or_coupled_layers(self.net)
+            size = step_size(self.optimizer)
+        except ValueError as error:
+            raise UnexplainedStepError(f"step {index}: {error}") from error
         start = self._weights()
         if not torch.equal(start, self._last):
             raise UnexplainedStepError(
@@ -145,12 +174,12 @@ class Recorder:
                 "(an optimizer.step() outside the recorder's sight, or an edit)."
             )
         self._check_constants(index)
-        self._pending = (Step(index, step_size(self.optimizer), batch), start)
+        self._pending = (Step(index, size, batch), start)
 
     @property
     def trajectory(self) -> Trajectory:
         """The run recorded so far; from disk if it is there."""
-        states: Any = self._states
+        states: Any = tuple(self._states)
         if self._writer is not None:
             self._commit()
             states = StoredStates(self._writer.path, tuple(self._writer.chunks))
@@ -175,7 +204,8 @@ class Recorder:
         for name, value in constants_of(self.skeleton).items():
             if not torch.equal(now[name], value):
                 raise UnexplainedStepError(
-                    f"step {index}: buffers and frozen parameters must stay as they were when recording began: {name!r} changed."
+                    f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
+                    f"{name!r} changed."
                 )
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
@@ -189,16 +219,18 @@ class Recorder:
         X, y = (self.X, self.y) if step.batch is None else (self.X[step.batch], self.y[step.batch])
         if not torch.isfinite(end).all():
             raise UnexplainedStepError(
-                f"step {index}: the weights must stay finite: training diverged (NaN or infinity). Lower the learning rate."
+                f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
+                "Lower the learning rate."
             )
         gradient = batch_gradient(self.skeleton, start, X, y, self.loss)
         predicted = predict_step(self.law, gradient, step.size)
         difference = float((end - start - predicted).abs().max())
         if not difference <= step_tolerance(start, predicted):
-            cause = explain_mismatch(self.net, self.skeleton, start, end, step.size, gradient, X, y, self.loss)
+            cause = explain_mismatch(self.net, self.skeleton, start, gradient, X, y, self.loss)
             raise UnexplainedStepError(
-                f"step {index}: the change of the weights must be -lr * gradient of {self.loss} on the given batch: it differs by "
-                f"{difference:.2e} (largest predicted change {float(predicted.abs().max()):.2e}). Likely cause: {cause}."
+                f"step {index}: the change of the weights must be -lr * gradient of {self.loss} on the given batch: it "
+                f"differs by {difference:.2e} (largest predicted change {float(predicted.abs().max()):.2e}). "
+                f"Likely cause: {cause}."
             )
         self.steps.append(step)
         self._last = end
@@ -208,14 +240,12 @@ class Recorder:
         self._states.append(end)
         if self._writer is not None:
             self._unwritten.append(step)
-            if sum(state.nbytes for state in self._states) >= self._chunk_bytes:
+            if len(self._states) * end.nbytes >= self._chunk_bytes:
                 self._commit()
 
-    def _create(self, path: str | os.PathLike[str]) -> RunWriter:
+    def _create(self, path: str | os.PathLike[str], header: dict[str, Any], probe: Tensor) -> RunWriter:
         constants = {f"constant.{name}": value for name, value in constants_of(self.skeleton).items()}
-        probe = probe_outputs(self.skeleton, self._last, self.X)
         data = {"inputs": self.X, "targets": self.y, "probe": probe, **constants}
-        header = header_of(self.skeleton, self.loss, self.law, self.data_digest, self.num_outputs)
         return store.create_run(path, header, data)
 
     def _commit(self) -> None:
@@ -272,7 +302,7 @@ def train(
             optimizer.zero_grad()
             with torch.enable_grad():
                 values = per_sample_losses(recorder.loss, net(inputs), targets)
-                (sample_weight(recorder.loss, len(inputs)) * values.sum()).backward()  # type: ignore[no-untyped-call]
+                (sample_weight(recorder.loss, len(inputs)) * values.sum()).backward()
             recorder.batch(batch)
             optimizer.step()
             if scheduler is not None:
@@ -294,7 +324,9 @@ def _trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
     names = {id(p): name for name, p in net.named_parameters()}
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if any(id(p) not in names for p in trained):
-        raise ValueError("the optimizer must train the network's parameters only: it holds a tensor that is not one of them.")
+        raise ValueError(
+            "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
+        )
     held = {id(p) for p in trained}
     return tuple(name for name, p in net.named_parameters() if id(p) in held)
 
@@ -302,26 +334,39 @@ def _trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
 def _checked_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     for name, value in (("X", X), ("y", y)):
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor.")
+            raise TypeError(
+                f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor."
+            )
     if X.ndim < 2 or len(X) == 0:
         raise ValueError(f"X must have shape (M, ...) with at least one point: got {tuple(X.shape)}.")
+    if X.device != y.device:
+        raise ValueError(f"X and y must be on one device: got {X.device} and {y.device}.")
     check_finite(X, "X")
     return X.detach().clone(), y.detach().clone()
 
 
-def _num_outputs(skeleton: Skeleton, start: Tensor, X: Tensor) -> int:
+def _first_outputs(skeleton: Skeleton, start: Tensor, X: Tensor) -> Tensor:
+    """Evaluate a few inputs near the initial weights, and refuse what is no function of one input at a time."""
     if X.is_floating_point() and X.dtype != start.dtype:
         raise TypeError(f"X must have the weights' dtype {start.dtype}: got {X.dtype}. Convert one of them.")
     if X.device != start.device:
         raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
-    with torch.no_grad():
-        return call(skeleton, unflatten(skeleton, start), X[:2]).shape[1]
+    try:
+        probe = probe_outputs(skeleton, start, X)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"the network must accept X: it fails on inputs of shape {tuple(X.shape[1:])} and {X.dtype}: {error}"
+        ) from error
+    refuse_random_or_coupled_outputs(skeleton, unflatten(skeleton, off_initial(start)), X)
+    return probe
 
 
 def _checked_batch(indices: Tensor | Sequence[int], num_points: int, index: int) -> Tensor:
     batch = torch.as_tensor(indices)
     if batch.ndim != 1 or batch.numel() == 0:
-        raise ValueError(f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}.")
+        raise ValueError(
+            f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."
+        )
     if batch.is_floating_point() or batch.dtype == torch.bool:
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
     low, high = int(batch.min()), int(batch.max())

@@ -1,8 +1,9 @@
 """A run on disk: safetensors chunks of weights, and a journal that says which of them are committed.
 
-A folder holds `run.json` (format, network layout, loss, step law), `data.safetensors` (inputs, targets, constants, probe
-outputs), `chunk-NNNNNN.safetensors` (consecutive weight states and the steps that led to them) and `journal.jsonl`.
-A chunk counts once its line stands in the journal; lines are appended and synchronised after the chunk's own file is.
+A folder holds `run.json` (format, network layout, loss, step law), `data.safetensors` (inputs, targets, constants,
+probe outputs), `chunk-NNNNNN.safetensors` (consecutive weight states and the steps that led to them) and
+`journal.jsonl`. A chunk counts once its line stands in the journal; lines are appended and synchronised after the
+chunk's own file is.
 Nothing is pickled, and opening a run executes nothing.
 """
 
@@ -42,7 +43,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One journal line: states `first` .. `first + states - 1` and the steps that led to them (none to state 0)."""
+    """One journal line: states `first` .. `first + states - 1` and the steps that led to them (none to state 0).
+
+    Attributes:
+        file: Its name.
+        first: Its first state.
+        states: How many it holds.
+        bytes: Its size.
+        blake2b: Checksum of its content and of `digest`.
+        digest: The trajectory's digest up to its last state.
+    """
 
     file: str
     first: int
@@ -65,7 +75,7 @@ class RunWriter:
         name = f"chunk-{len(self.chunks):06d}.safetensors"
         content = save(_chunk_tensors(states, steps))
         _write_durably(self.path / name, content)
-        chunk = Chunk(name, self.committed, len(states), len(content), _hash(content), digest)
+        chunk = Chunk(name, self.committed, len(states), len(content), _hash(content, digest), digest)
         with (self.path / _JOURNAL).open("ab") as journal:
             journal.write((json.dumps(chunk.__dict__) + "\n").encode())
             journal.flush()
@@ -82,13 +92,15 @@ def create_run(path: str | os.PathLike[str], header: Mapping[str, Any], data: Ma
     """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"path must be a new or empty folder: {folder} already holds something. Choose another path.")
+        raise FileExistsError(
+            f"path must be a new or empty folder: {folder} already holds something. Choose another path."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
     _write_durably(folder / _DATA, content)
     full = {"format": FORMAT, "version": FORMAT_VERSION, "data_blake2b": _hash(content), **header}
     _write_durably(folder / _JOURNAL, b"")
-    _write_durably(folder / _HEADER, json.dumps(full, indent=1).encode())
+    _write_durably(folder / _HEADER, json.dumps({**full, "blake2b": _hash_json(full)}, indent=1).encode())
     return RunWriter(folder)
 
 
@@ -110,7 +122,11 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{folder / _HEADER} must be the header of an epk_gp run: its 'format' is not {FORMAT!r}.")
     if header.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"run format version must be {FORMAT_VERSION}: {folder} has version {header.get('version')!r}. Update epk_gp."
+            f"run format version must be {FORMAT_VERSION}: {folder} has {header.get('version')!r}. Update epk_gp."
+        )
+    if header.pop("blake2b", None) != _hash_json(header):
+        raise ValueError(
+            f"{folder / _HEADER} must have the checksum it was written with: it is damaged. Restore it from a copy."
         )
     return header
 
@@ -133,19 +149,23 @@ def read_journal(path: str | os.PathLike[str]) -> list[Chunk]:
     chunks: list[Chunk] = []
     for number, line in enumerate(lines[:-1]):  # what follows the last newline was never committed
         try:
-            chunk = Chunk(**json.loads(line))
+            chunk = _chunk_from(line)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number + 1} of {folder / _JOURNAL} must describe a chunk: it is damaged.") from error
+            raise ValueError(
+                f"line {number + 1} of {folder / _JOURNAL} must describe a chunk: it is damaged."
+            ) from error
         expected = chunks[-1].first + chunks[-1].states if chunks else 0
         if chunk.first != expected or chunk.file != f"chunk-{number:06d}.safetensors" or chunk.states < 1:
-            raise ValueError(f"line {number + 1} of {folder / _JOURNAL} must continue at state {expected}: it does not.")
+            raise ValueError(
+                f"line {number + 1} of {folder / _JOURNAL} must continue at state {expected}: it does not."
+            )
         file = folder / chunk.file
         size = file.stat().st_size if file.is_file() else None
         if size != chunk.bytes:
             got = "it is missing" if size is None else f"it has {size}"
             raise ValueError(
-                f"{file} (states {chunk.first}..{chunk.first + chunk.states - 1}) must have {chunk.bytes} bytes: {got}. "
-                "The file is damaged; restore it from a copy."
+                f"{file} (states {chunk.first}..{chunk.first + chunk.states - 1}) must have {chunk.bytes} bytes: "
+                f"{got}. The file is damaged; restore it from a copy."
             )
         chunks.append(chunk)
     if not chunks:
@@ -172,6 +192,14 @@ def read_state(path: str | os.PathLike[str], chunk: Chunk, state: int) -> Float[
     return row
 
 
+def _chunk_from(line: bytes) -> Chunk:
+    chunk = Chunk(**json.loads(line))
+    for name, kind in Chunk.__annotations__.items():
+        if type(getattr(chunk, name)) is not kind:
+            raise TypeError(f"{name} must be {kind}")
+    return chunk
+
+
 def _chunk_tensors(states: Sequence[Tensor], steps: Sequence[Step]) -> dict[str, Tensor]:
     batches = [step.batch.cpu() for step in steps if step.batch is not None]
     return {
@@ -187,16 +215,24 @@ def _load_checked(file: Path, checksum: str, chunk: Chunk | None) -> dict[str, T
     if not file.is_file():
         raise FileNotFoundError(f"a run must have all its files: {where} does not exist.")
     content = file.read_bytes()
-    if _hash(content) != checksum:
-        raise ValueError(f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy.")
+    if _hash(content, "" if chunk is None else chunk.digest) != checksum:
+        raise ValueError(
+            f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy."
+        )
     try:
         return load(content)
     except SafetensorError as error:
         raise ValueError(f"{where} must be a safetensors file: {error}.") from error
 
 
-def _hash(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def _hash(content: bytes, digest: str = "") -> str:
+    hasher = hashlib.blake2b(content, digest_size=16)
+    hasher.update(digest.encode())
+    return hasher.hexdigest()
+
+
+def _hash_json(value: Mapping[str, Any]) -> str:
+    return _hash(json.dumps(value, sort_keys=True).encode())
 
 
 def _write_durably(file: Path, content: bytes) -> None:

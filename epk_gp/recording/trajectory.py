@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from epk_gp.recording import losses, store
+from epk_gp.recording.diagnosis import batch_gradient, step_tolerance
 from epk_gp.recording.losses import CrossEntropy, Loss, MeanSquaredError
 from epk_gp.recording.networks import Head, Skeleton, apply_head, call, check_head, constants_of, skeleton_of, unflatten
-from epk_gp.recording.optimizers import GradientDescent, Law
+from epk_gp.recording.optimizers import GradientDescent, Law, predict_step
 from epk_gp.recording.store import Chunk, Step
 
 NUM_PROBES = 4
@@ -121,13 +122,14 @@ class Trajectory:
         count = self.num_steps + 1
         if not -count <= s < count:
             raise IndexError(f"state must lie in 0..{self.num_steps} (or be negative): got {s}.")
-        return unflatten(self.skeleton, self.states[s % count].to(self.device))
+        return unflatten(self.skeleton, self.states[s % count].to(self.device, copy=True))
 
     def __repr__(self) -> str:
         """Say what the run is, in one line."""
         return (
-            f"Trajectory({self.num_steps} steps, {self.num_weights} weights, {self.num_points} training points of shape "
-            f"{self.input_shape}, {self.num_outputs} outputs, {self.dtype}, {self.loss}, digest {self.digest[:12]})"
+            f"Trajectory({self.num_steps} steps, {self.num_weights} weights, {self.num_points} training points of "
+            f"shape {self.input_shape}, {self.num_outputs} outputs, {self.dtype}, {self.loss}, "
+            f"digest {self.digest[:12]})"
         )
 
 
@@ -189,7 +191,12 @@ def flat_weights(trajectory: Trajectory, state: int, like: Tensor) -> Float[Tens
 
 
 def network_outputs(
-    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], *, state: int = -1, head: Head = "logits", block_size: int = 4096
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    *,
+    state: int = -1,
+    head: Head = "logits",
+    block_size: int = 4096,
 ) -> Float[Tensor, "n C"]:
     """Evaluate the recorded network f_{w_s}.
 
@@ -207,7 +214,9 @@ def network_outputs(
     check_inputs(trajectory, X)
     check_head(head, trajectory.num_outputs)
     skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
-    weights = {k: v.to(dtype=compute_dtype(trajectory, X), device=X.device) for k, v in trajectory.weights(state).items()}
+    weights = {
+        k: v.to(dtype=compute_dtype(trajectory, X), device=X.device) for k, v in trajectory.weights(state).items()
+    }
     with torch.no_grad():
         return torch.cat([apply_head(call(skeleton, weights, block), head) for block in X.split(block_size)])
 
@@ -228,7 +237,7 @@ def header_of(skeleton: Skeleton, loss: Loss, law: Law, data_digest: str, num_ou
         "shapes": [list(shape) for shape in skeleton.shapes],
         "dtype": str(next(p for n, p in skeleton.module.named_parameters() if n in skeleton.names).dtype),
         "num_outputs": num_outputs,
-        "loss": {"kind": type(loss).__name__, "reduction": loss.reduction, "name": getattr(loss, "name", None)},
+        "loss": _describe(loss),
         "law": {"name": law.name},
         "data_digest": data_digest,
     }
@@ -242,14 +251,14 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
     Args:
         path: The run's folder.
         net: A network of the recorded architecture; its weights do not matter and are not changed.
-        loss: Needed, and taken, only if the run was recorded with a loss of the user's own.
+        loss: Needed only if the run was recorded with a loss of the user's own.
 
     Returns:
         The run, with data on the CPU.
 
     Raises:
         FileNotFoundError: No run there, or a file is missing.
-        ValueError: A damaged file, a network of other names, shapes, dtype or forward function, or a missing loss.
+        ValueError: A damaged file, a network of other names, shapes or forward function, a missing or another loss.
     """
     header = store.read_header(path)
     data = store.read_data(path, header)
@@ -272,17 +281,20 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
         data_digest=header["data_digest"],
     )
     _check_forward(trajectory, data["probe"])
+    _check_loss(trajectory)
     return trajectory
 
 
-def probe_outputs(skeleton: Skeleton, initial: Float[Tensor, " P"], inputs: Tensor) -> Float[Tensor, "n C"]:
-    """Evaluate the first inputs near the initial weights: a fingerprint of the forward function.
-
-    The weights are moved off the initial state by a fixed wave, so that a zero last layer hides nothing.
-    """
+def off_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+    """Move the initial weights by a fixed wave, so that a zero last layer hides nothing."""
     wave = torch.arange(initial.numel(), device=initial.device, dtype=torch.float64).sin().to(initial.dtype)
+    return initial + 0.1 * wave
+
+
+def probe_outputs(skeleton: Skeleton, initial: Float[Tensor, " P"], inputs: Tensor) -> Float[Tensor, "n C"]:
+    """Evaluate the first inputs near the initial weights: a fingerprint of the forward function."""
     with torch.no_grad():
-        return call(skeleton, unflatten(skeleton, initial + 0.1 * wave), inputs[:NUM_PROBES])
+        return call(skeleton, unflatten(skeleton, off_initial(initial)), inputs[:NUM_PROBES])
 
 
 def _skeleton_from(header: dict[str, Any], data: dict[str, Tensor], net: nn.Module) -> Skeleton:
@@ -297,7 +309,9 @@ def _skeleton_from(header: dict[str, Any], data: dict[str, Tensor], net: nn.Modu
     constants, recorded_constants = constants_of(skeleton), _constants_from(data)
     if constants.keys() != recorded_constants.keys():
         odd = sorted(constants.keys() ^ recorded_constants.keys())
-        raise ValueError(f"the network must be the recorded one: {odd[0]!r} is a parameter or buffer in only one of the two.")
+        raise ValueError(
+            f"the network must be the recorded one: {odd[0]!r} is a parameter or buffer in only one of the two."
+        )
     for name, value in recorded_constants.items():
         if value.shape != constants[name].shape:
             raise ValueError(
@@ -312,24 +326,53 @@ def _constants_from(data: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix("constant."): value for key, value in data.items() if key.startswith("constant.")}
 
 
-def _loss_from(header: dict[str, Any], given: Loss | None) -> Loss:
-    kind, reduction = header["loss"]["kind"], header["loss"]["reduction"]
-    if kind == "CrossEntropy":
-        return CrossEntropy(reduction)
-    if kind == "MeanSquaredError":
-        return MeanSquaredError(reduction)
-    if given is None:
-        raise ValueError(f"the run was recorded with the user's own loss {header['loss']['name']!r}: pass it as loss=.")
-    return losses.as_loss(given)
+def _loss_from(header: dict[str, Any], given: Loss | nn.Module | None) -> Loss:
+    recorded = header["loss"]
+    known: dict[str, Loss] = {
+        "CrossEntropy": CrossEntropy(recorded["reduction"]),
+        "MeanSquaredError": MeanSquaredError(recorded["reduction"]),
+    }
+    if given is None and recorded["kind"] not in known:
+        raise ValueError(f"the run was recorded with the user's own loss {recorded['name']!r}: pass it as loss=.")
+    loss = known[recorded["kind"]] if given is None else losses.as_loss(given)
+    if _describe(loss) != recorded:
+        raise ValueError(f"loss must be the one the run was recorded with, {recorded}: got {_describe(loss)}.")
+    return loss
+
+
+def _describe(loss: Loss) -> dict[str, str | None]:
+    return {"kind": type(loss).__name__, "reduction": loss.reduction, "name": getattr(loss, "name", None)}
+
+
+def _check_loss(trajectory: Trajectory) -> None:
+    """Replay the first step with a loss of the user's own: its name says nothing of its function."""
+    if not isinstance(trajectory.loss, losses.PerSampleLoss) or not trajectory.steps:
+        return
+    step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
+    rows = slice(None) if step.batch is None else step.batch
+    gradient = batch_gradient(
+        trajectory.skeleton, start, trajectory.inputs[rows], trajectory.targets[rows], trajectory.loss
+    )
+    predicted = predict_step(trajectory.law, gradient, step.size)
+    if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
+        raise ValueError(
+            f"loss must be the one the run was recorded with: step 0 is not a step on the given "
+            f"{trajectory.loss.name!r}."
+        )
 
 
 def _check_forward(trajectory: Trajectory, recorded: Tensor) -> None:
-    outputs = probe_outputs(trajectory.skeleton, trajectory.states[0], trajectory.inputs)
+    try:
+        outputs = probe_outputs(trajectory.skeleton, trajectory.states[0], trajectory.inputs)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"the network must be the recorded one: it has the same weights, but fails on the recorded inputs: {error}"
+        ) from error
     eps = torch.finfo(outputs.dtype).eps
     if outputs.shape != recorded.shape or (outputs - recorded).abs().max() > eps**0.75 * (1 + recorded.abs().max()):
         raise ValueError(
-            "the network must be the recorded one: it has the same weights, but its outputs at the initial state differ "
-            "from those recorded. Build it with the same layers and activation functions."
+            "the network must be the recorded one: it has the same weights, but its outputs at the initial state "
+            "differ from those recorded. Build it with the same layers and activation functions."
         )
 
 

@@ -1,0 +1,1 @@
+"""Numbers of the paper's figures: maps over planes through the data."""

@@ -1,0 +1,126 @@
+"""Maps of uncertainty over a plane, and the numbers beside them (Figure 5, Bell et al. 2023)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from epk_gp.analysis.planes import Plane, grid_coordinates, lift, nearest_distances, project, rays, square_grid
+from epk_gp.gp.models import LogitGP
+from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.kernels.blocks import diagonal_matrices
+from epk_gp.kernels.copies import test_copy
+from epk_gp.recording.trajectory import Trajectory, network_outputs
+
+
+@dataclass(frozen=True, eq=False)
+class UncertaintyMap:
+    """What a GP on logits says over a plane; row i lies at y[i], column j at x[j].
+
+    Attributes:
+        x: Coordinates of the columns.
+        y: Coordinates of the rows.
+        training: Projections of all training inputs, (M, 2).
+        kernel: k(x, x), averaged over classes; 1 on average over the training copies.
+        network_class: Class that the network predicts.
+        fine_class: The same on five times as many nodes per side over the same square, for drawing boundaries.
+        probability: Expected softmax probability of that class.
+        std: Standard deviation of that probability.
+        entropy: Of the expected softmax, in nats.
+        mutual_information: The part of it that comes from the latent function, in nats.
+        standard_error: Largest Monte Carlo standard error of `probability`.
+        distance_correlation: Spearman's rank correlation, over the grid, of `std` with the distance in the plane to the
+            nearest training point; None where `std` is the same everywhere.
+        falling_directions: Share of 72 rays from the data's mean along which `std` is smaller at 3 radii of the data
+            than at 1.
+    """
+
+    x: Float[Tensor, " nx"]
+    y: Float[Tensor, " ny"]
+    training: Float[Tensor, "M 2"]
+    kernel: Float[Tensor, "ny nx"]
+    network_class: Int64[Tensor, "ny nx"]
+    fine_class: Int64[Tensor, "fine_y fine_x"]
+    probability: Float[Tensor, "ny nx"]
+    std: Float[Tensor, "ny nx"]
+    entropy: Float[Tensor, "ny nx"]
+    mutual_information: Float[Tensor, "ny nx"]
+    standard_error: float
+    distance_correlation: float | None
+    falling_directions: float
+
+
+def uncertainty_on_plane(
+    gp: LogitGP,
+    plane: Plane,
+    *,
+    size: int = 40,
+    margin: float = 0.4,
+    num_samples: int = 1024,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> UncertaintyMap:
+    """Evaluate a fitted GP and its network on a square grid over a plane.
+
+    Args:
+        gp: The GP.
+        plane: Where to look.
+        size: Nodes per side.
+        margin: Room around the training points, in units of their extent.
+        num_samples: Monte Carlo draws.
+        generator: Their source.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: A grid of fewer than 2 nodes per side, a network of one output, or what the GP refuses.
+    """
+    trajectory = gp.kernel.trajectory
+    if trajectory.num_outputs < 2:
+        raise ValueError("a map of class probabilities needs a network of at least 2 outputs: got 1.")
+    training = project(plane, trajectory.inputs).double()
+    x, y = square_grid(training, size, margin)
+    nodes = grid_coordinates(x, y)
+    near, far = rays(training, 72, 3.0)
+    X = lift(plane, torch.cat([nodes, near, far]))
+    posterior = gp.logit_posterior(X, progress=progress)
+    u = softmax_uncertainty(posterior, num_samples, generator)
+    chosen = network_outputs(trajectory, X).argmax(1)
+    probability, std, error = (v.gather(1, chosen[:, None])[:, 0] for v in (u.mean, u.std, u.standard_error))
+    own = diagonal_matrices(gp.kernel.source, test_copy(X[: len(nodes)]))
+    kernel = own.diagonal(dim1=-2, dim2=-1).mean(1) / gp.kernel.scale
+    std_nodes, std_near, std_far = std.split([len(nodes), len(near), len(far)])
+
+    def shaped(values: Tensor) -> Tensor:
+        return values[: len(nodes)].reshape(len(y), len(x))
+
+    return UncertaintyMap(
+        x=x,
+        y=y,
+        training=training,
+        kernel=shaped(kernel),
+        network_class=shaped(chosen),
+        fine_class=_decisions(trajectory, plane, x, y, 5 * size),
+        probability=shaped(probability),
+        std=shaped(std),
+        entropy=shaped(u.entropy),
+        mutual_information=shaped(u.mutual_information),
+        standard_error=float(error[: len(nodes)].max()),
+        distance_correlation=_rank_correlation(std_nodes.numpy(), nearest_distances(nodes, training)),
+        falling_directions=float((std_far < std_near).double().mean()),
+    )
+
+
+def _decisions(trajectory: Trajectory, plane: Plane, x: Tensor, y: Tensor, size: int) -> Tensor:
+    columns, rows = (torch.linspace(float(axis[0]), float(axis[-1]), size, dtype=axis.dtype) for axis in (x, y))
+    nodes = grid_coordinates(columns, rows)
+    found = [network_outputs(trajectory, lift(plane, part)).argmax(1) for part in nodes.split(4096)]
+    return torch.cat(found).reshape(size, size)
+
+
+def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return float(spearmanr(a, b).statistic)

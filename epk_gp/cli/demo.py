@@ -1,0 +1,154 @@
+"""`epk-gp demo`: the paper's problem from training to pictures, with nothing to download."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from epk_gp.analysis.maps import uncertainty_on_plane
+from epk_gp.analysis.planes import coordinate_plane
+from epk_gp.cli.app import Dtype, Out, Quiet, Seed, app, make_folder, torch_dtype
+from epk_gp.cli.attribute import summarise
+from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.cli.pictures import draw_attribution, draw_errors, draw_map, draw_reconstruction
+from epk_gp.cli.results import Stopwatch, write_json
+from epk_gp.cli.uncertainty import choose_points, describe_map, fitted_numbers, map_numbers
+from epk_gp.cli.verify import certificate
+from epk_gp.datasets import Dataset, three_gaussians
+from epk_gp.engine.quadrature import Rule, adaptive, gauss_legendre, left_riemann
+from epk_gp.gp.models import LogitGP
+from epk_gp.machines.attribute import attribute
+from epk_gp.machines.reconstruct import Reconstruction, reconstruct
+from epk_gp.recording.networks import Head, zero_final_layer
+from epk_gp.recording.recorder import train
+from epk_gp.recording.trajectory import Trajectory, network_outputs
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much the demo does: section 4.1 of Bell et al. (2023), and a smaller one for tests."""
+
+    num_per_class: int = 1000
+    dim: int = 100
+    width: int = 64
+    lr: float = 0.1
+    steps: int = 300
+    num_test: int = 102
+    num_condition: int = 300
+    grid: int = 40
+    num_samples: int = 1024
+    num_explained: int = 3
+
+
+_SMOKE = Size(
+    num_per_class=20, dim=6, width=8, steps=8, num_test=9, num_condition=20, grid=8, num_samples=64, num_explained=2
+)
+
+
+@app.command(short_help="The paper's problem, from training to pictures.")
+def demo(
+    out: Out = Path("demo_output"),
+    seed: Seed = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Everything in a tiny size, in a second or two.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute)."""
+    size, watch, folder = _SMOKE if smoke else Size(), Stopwatch(), make_folder(out)
+    held_out, trajectory = _record(size, seed, torch_dtype(dtype), quiet)
+    X = held_out.inputs
+    correct = (network_outputs(trajectory, X).argmax(1) == held_out.labels).double().mean()
+    M, P, S = trajectory.num_points, trajectory.num_weights, trajectory.num_steps
+    typer.echo(f"{M} points of three Gaussians in {size.dim} dimensions; {P} weights;")
+    typer.echo(f"{S} steps of gradient descent; {100 * float(correct):.0f} % of {len(X)} held-out points right")
+    watch.lap("record")
+
+    typer.echo("\nIs the kernel machine the network? (held-out points, all classes)")
+    table, machines = _reconstruct(trajectory, X, quiet)
+    watch.lap("reconstruct")
+    first, best = next(iter(machines.items())), list(machines.items())[-1]
+    draw_reconstruction(folder / "reconstruction.png", [first, best])
+    draw_errors(
+        folder / "error_vs_evaluations.png", [(name, r.evaluations, r.max_error) for name, r in machines.items()]
+    )
+    watch.lap("draw")
+
+    typer.echo("\nWhich training points made the predictions?")
+    chosen = _telling_points(trajectory, held_out, size.num_explained)
+    parts = attribute(trajectory, X[chosen], progress=not quiet)
+    attributions = summarise(parts, trajectory.targets, 5)
+    names = [f"held-out point {n}" for n in chosen]
+    draw_attribution(folder / "attribution.png", parts, trajectory.targets, names, range(len(chosen)), 6)
+    typer.echo(f"the contributions of {M} training points to {len(chosen)} predictions sum to the network's outputs")
+    typer.echo(f"to within {attributions['max_error']:.1e}")
+    watch.lap("attribute")
+
+    typer.echo("\nHow sure is it?")
+    # Two nodes are exact between kinks: the logits' gradients are linear in t there, and the kernel multiplies two.
+    chosen_points = choose_points(trajectory, size.num_condition, seed)
+    gp = LogitGP(trajectory, points=chosen_points, rule=gauss_legendre(2))
+    losses = gp.fit(progress=not quiet)
+    generator = torch.Generator().manual_seed(seed)
+    m = uncertainty_on_plane(
+        gp,
+        coordinate_plane(trajectory.inputs),
+        size=size.grid,
+        num_samples=size.num_samples,
+        generator=generator,
+        progress=not quiet,
+    )
+    draw_map(folder / "uncertainty.png", m, trajectory.targets)
+    typer.echo(describe_map(m))
+    watch.lap("uncertainty")
+
+    results = {"held_out_accuracy": float(correct), "reconstruction": table, "held_out_points_explained": chosen}
+    results |= {"attribution": attributions, "uncertainty": fitted_numbers(gp, losses) | map_numbers(m)}
+    config = asdict(size) | {"seed": seed, "dtype": dtype.value, "smoke": smoke, "digest": trajectory.digest}
+    write_json(folder / "results.json", "demo", config, results, watch)
+    typer.echo(f"\nwritten to {folder}: reconstruction.png, error_vs_evaluations.png, attribution.png,")
+    typer.echo(f"uncertainty.png, results.json ({watch.total:.0f} s)")
+
+
+def _record(size: Size, seed: int, dtype: torch.dtype, quiet: bool) -> tuple[Dataset, Trajectory]:
+    generator = torch.Generator().manual_seed(seed)
+    data = three_gaussians(size.num_per_class, dim=size.dim, generator=generator, dtype=dtype)
+    held_out = three_gaussians(size.num_test // 3, dim=size.dim, generator=generator, dtype=dtype)
+    torch.manual_seed(seed)
+    net = build_network(NetworkSpec("mlp", (size.dim,), data.num_classes, size.width)).to(dtype)
+    zero_final_layer(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=size.lr)
+    trajectory = train(net, data.inputs, data.labels, optimizer=optimizer, steps=size.steps, progress=not quiet)
+    return held_out, trajectory
+
+
+def _reconstruct(
+    trajectory: Trajectory, X: Tensor, quiet: bool
+) -> tuple[list[dict[str, object]], dict[str, Reconstruction]]:
+    """Print the table row by row; give it, and the machines with the log-softmax head."""
+    table: list[dict[str, object]] = []
+    machines = {}
+    typer.echo(f"{'rule':<38}{'head':<14}{'evaluations':>12}{'largest error':>16}{'residual':>12}{'seconds':>10}")
+    rules: list[tuple[Rule, Head]] = [(left_riemann(n), "log_softmax") for n in (1, 10, 100)]
+    for rule, head in [*rules, (adaptive(), "logits"), (adaptive(), "log_softmax")]:
+        watch = Stopwatch()
+        r = reconstruct(trajectory, X, head=head, rule=rule, progress=not quiet)
+        seconds = watch.total
+        typer.echo(
+            f"{rule.name:<38}{head:<14}{r.evaluations:>12.1f}{r.max_error:>16.1e}{r.max_residual:>12.1e}{seconds:>10.1f}"
+        )
+        table.append({"rule": rule.name, "head": head, "seconds": seconds} | certificate(r))
+        if head == "log_softmax":
+            machines[rule.name] = r
+    return table, machines
+
+
+def _telling_points(trajectory: Trajectory, held_out: Dataset, count: int) -> list[int]:
+    """Choose held-out points from sure to unsure: evenly spaced in the gap between the two largest outputs."""
+    largest = network_outputs(trajectory, held_out.inputs).topk(2, dim=1).values
+    order = (largest[:, 0] - largest[:, 1]).argsort(descending=True)
+    ranks = torch.linspace(0, len(order) - 1, count).round().long()
+    chosen: list[int] = order[ranks].tolist()
+    return chosen

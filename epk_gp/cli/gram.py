@@ -1,0 +1,89 @@
+"""`epk-gp gram`: a block of the exact path kernel."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from epk_gp.cli.app import (
+    HeadName,
+    HeadOption,
+    Network,
+    Out,
+    PointsFile,
+    Quiet,
+    RuleOption,
+    RunDtype,
+    RunFolder,
+    app,
+    make_folder,
+    parse_rule,
+    torch_dtype,
+)
+from epk_gp.cli.data import read_points
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.results import Stopwatch, write_arrays, write_json
+from epk_gp.engine.gram import Points, gram_block
+from epk_gp.recording.trajectory import Trajectory
+
+
+class Side(StrEnum):
+    """Which points stand along a side of the block."""
+
+    test = "test"
+    train = "train"
+
+
+@app.command(short_help="Write a block of the exact path kernel.")
+def gram(
+    run: RunFolder,
+    out: Out = Path("gram"),
+    rows: Annotated[
+        Side, typer.Option(help="test: held-out points, as test copies; train: training copies.")
+    ] = Side.test,
+    columns: Annotated[Side, typer.Option(help="The same, along the columns.")] = Side.train,
+    num_rows: Annotated[int | None, typer.Option(help="Points along the rows, at most.")] = None,
+    num_columns: Annotated[int | None, typer.Option(help="Points along the columns, at most.")] = None,
+    head: HeadOption = HeadName.log_softmax,
+    rule: RuleOption = "gauss-legendre:4",
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C)."""
+    watch, quadrature = Stopwatch(), parse_rule(rule)
+    trajectory = open_run(run, network)
+    kind = None if dtype is None else torch_dtype(dtype)
+    a = _points(run, points, trajectory, rows, num_rows, kind, "--num-rows")
+    b = _points(run, points, trajectory, columns, num_columns, kind, "--num-columns")
+    folder = make_folder(out)
+    K = gram_block(trajectory, a, b, head=head.value, rule=quadrature, progress=not quiet)
+    about = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
+    arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X}
+    arrays["row_is_train"], arrays["column_is_train"] = (torch.full((len(p),), bool(p.is_train)) for p in (a, b))
+    write_arrays(folder / "gram.safetensors", arrays, about)
+    results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(K.abs().max())}
+    config = {"run": run, "rows": rows.value, "columns": columns.value, "head": head.value, "rule": rule}
+    write_json(folder / "gram.json", "gram", config | {"dtype": str(K.dtype)}, results, watch)
+    typer.echo(f"block of shape {tuple(K.shape)}, {K.dtype}, largest entry {results['largest']:.4g}")
+    typer.echo(f"written to {folder}: gram.safetensors, gram.json ({watch.total:.1f} s)")
+
+
+def _points(
+    run: Path,
+    file: Path | None,
+    trajectory: Trajectory,
+    side: Side,
+    count: int | None,
+    dtype: torch.dtype | None,
+    option: str,
+) -> Points:
+    if count is not None and count < 1:
+        raise ValueError(f"{option} must be at least 1: got {count}.")
+    if side is Side.test:
+        return Points(read_points(run, file, trajectory, count, dtype), is_train=False)
+    X = trajectory.inputs[:count]
+    return Points(X.to(trajectory.dtype if dtype is None else dtype) if X.is_floating_point() else X, is_train=True)

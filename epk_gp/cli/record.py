@@ -1,0 +1,130 @@
+"""`epk-gp record` and `epk-gp info`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch.nn import functional as F
+
+from epk_gp.cli.app import Dtype, Quiet, RunFolder, Seed, app, torch_dtype
+from epk_gp.cli.data import load_split, write_held_out
+from epk_gp.cli.networks import NetworkSpec, build_network, check_network, read_note, write_note
+from epk_gp.cli.results import Stopwatch
+from epk_gp.recording import store
+from epk_gp.recording.losses import CrossEntropy, MeanSquaredError
+from epk_gp.recording.networks import zero_final_layer
+from epk_gp.recording.recorder import train
+
+
+class LossName(StrEnum):
+    """Losses that need no code of the user's."""
+
+    cross_entropy = "cross-entropy"
+    mse = "mse"
+
+
+@app.command(short_help="Train a network and record every step.")
+def record(
+    out: Annotated[Path, typer.Option(help="New folder for the run.")] = Path("run"),
+    data: Annotated[
+        str,
+        typer.Option(help="three-gaussians, digits, mnist, or a .safetensors or .npz file with `inputs` and `labels`."),
+    ] = "three-gaussians",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of MNIST-format files, for --data mnist; default $EPK_GP_DATA/mnist.")
+    ] = None,
+    num_train: Annotated[int | None, typer.Option(help="Training points; all by default.")] = None,
+    num_test: Annotated[int, typer.Option(help="Held-out points kept beside the run, at most.")] = 102,
+    network: Annotated[
+        str, typer.Option(help="mlp, cnn, or package.module:factory, which returns the torch.nn.Module.")
+    ] = "mlp",
+    width: Annotated[int, typer.Option(help="Hidden units of the mlp.")] = 64,
+    activation: Annotated[str, typer.Option(help="relu, tanh or gelu, in the mlp and the cnn.")] = "relu",
+    zero_final: Annotated[
+        bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Steps of gradient descent.")] = 300,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
+    batch_size: Annotated[int | None, typer.Option(help="Points per step; all by default.")] = None,
+    loss: Annotated[
+        LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")
+    ] = LossName.cross_entropy,
+    dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Train a network by gradient descent and record every step."""
+    watch = Stopwatch()
+    split = load_split(data, data_dir, num_train=num_train, num_test=num_test, seed=seed, dtype=torch_dtype(dtype))
+    X, y = split.train.inputs, split.train.labels
+    spec = NetworkSpec(network, tuple(X.shape[1:]), split.train.num_classes, width, activation)
+    torch.manual_seed(seed)
+    net = build_network(spec).to(torch_dtype(dtype))
+    if zero_final:
+        zero_final_layer(net)
+    num_outputs = check_network(net, X, split.train.num_classes)
+    if not 0 < lr < float("inf"):
+        raise ValueError(f"--lr must be positive and finite: got {lr}.")
+    trajectory = train(
+        net,
+        X,
+        y if loss is LossName.cross_entropy else F.one_hot(y, num_outputs).to(torch_dtype(dtype)),
+        optimizer=torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=lr),
+        steps=steps,
+        loss=CrossEntropy() if loss is LossName.cross_entropy else MeanSquaredError(),
+        batch_size=batch_size,
+        generator=torch.Generator().manual_seed(seed),
+        path=out,
+        progress=not quiet,
+    )
+    config: dict[str, object] = {
+        "data": data,
+        "data_dir": None if data_dir is None else str(data_dir),
+        "num_train": len(split.train),
+    }
+    config |= {"steps": steps, "lr": lr, "batch_size": batch_size, "loss": str(loss), "seed": seed}
+    write_note(out, spec, config | {"zero_final_layer": zero_final})
+    write_held_out(out, split.held_out)
+    with torch.no_grad():
+        parts = [("training", split.train), ("held-out", split.held_out)]
+        accuracy = {n: float((net(d.inputs).argmax(1) == d.labels).double().mean()) for n, d in parts if len(d)}
+    typer.echo(f"{trajectory!r}")
+    typer.echo("accuracy: " + ", ".join(f"{name} {100 * value:.1f} %" for name, value in accuracy.items()))
+    typer.echo(f"recorded in {out} ({watch.total:.1f} s)")
+
+
+@app.command(short_help="Say what a run holds.")
+def info(run: RunFolder) -> None:
+    """Say what a recorded run holds, after checking its files; builds no network."""
+    header, chunks, spec = store.read_header(run), store.read_journal(run), read_note(run)
+    data = store.read_data(run, header)
+    size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
+    steps = [step for chunk in chunks for step in store.read_steps(run, chunk)]
+    sizes = sorted({step.size for step in steps})
+    batches = sorted({len(data["inputs"]) if step.batch is None else len(step.batch) for step in steps})
+    lines = {
+        "network": "not noted (pass --network to the other commands)" if spec is None else spec.name,
+        "steps": len(steps),
+        "step sizes": _range(sizes),
+        "points per step": _range(batches),
+        "weights": f"{sum(torch.Size(shape).numel() for shape in header['shapes'])} in {len(header['names'])} tensors",
+        "dtype": header["dtype"].removeprefix("torch."),
+        "outputs": header["num_outputs"],
+        "training points": f"{len(data['inputs'])} of shape {tuple(data['inputs'].shape[1:])}",
+        "loss": f"{header['loss']['kind']}, {header['loss']['reduction']}",
+        "step law": header["law"]["name"],
+        "digest": chunks[-1].digest,
+        "data digest": header["data_digest"],
+        "chunks": len(chunks),
+        "size on disk": f"{size / 1e6:.2f} MB",
+    }
+    for name, value in lines.items():
+        typer.echo(f"{name + ':':17}{value}")
+
+
+def _range(values: list[float] | list[int]) -> str:
+    if not values:
+        return "none"
+    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"

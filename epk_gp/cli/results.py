@@ -1,0 +1,77 @@
+"""What a command leaves behind: JSON with its configuration, versions and seconds, and arrays."""
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+import epk_gp
+
+
+@dataclass
+class Stopwatch:
+    """Seconds since it was made, and of each part."""
+
+    start: float = field(default_factory=time.perf_counter)
+    laps: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> float:
+        """Note the seconds since the last lap."""
+        now = time.perf_counter()
+        self.laps[name], self.last = round(now - self.last, 3), now
+        return self.laps[name]
+
+    @property
+    def total(self) -> float:
+        """Seconds so far."""
+        return round(time.perf_counter() - self.start, 3)
+
+
+def write_json(
+    path: Path, command: str, config: Mapping[str, object], results: Mapping[str, object], watch: Stopwatch
+) -> None:
+    """Write results with what is needed to get them again.
+
+    Raises:
+        ValueError: A number that is not finite, which JSON has no word for.
+    """
+    packages = ("torch", "gpytorch", "linear_operator", "numpy", "safetensors")
+    content = {
+        "command": command,
+        "config": {name: _plain(value) for name, value in config.items()},
+        "results": results,
+        "versions": {
+            "epk_gp": epk_gp.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
+        "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
+        "seconds": {"total": watch.total, **watch.laps},
+    }
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+    """Write named arrays as safetensors, with a few words about them."""
+    plain = {name: value.detach().cpu().contiguous() for name, value in arrays.items()}
+    path.write_bytes(save(plain, metadata=dict(about)))
+
+
+def write_npz(path: Path, arrays: Mapping[str, Tensor]) -> None:
+    """Write named arrays as NumPy's npz."""
+    plain: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
+    np.savez(path, **plain)
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, int | float | str | bool | list | dict | None) else str(value)

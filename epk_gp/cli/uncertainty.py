@@ -1,0 +1,173 @@
+"""`epk-gp uncertainty`: a Gaussian process on the logits, mapped over a plane through the data."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
+from epk_gp.analysis.planes import Plane, coordinate_plane, principal_plane
+from epk_gp.cli.app import Network, Out, PointsFile, Quiet, RunFolder, Seed, app, make_folder, parse_rule
+from epk_gp.cli.data import read_points
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.pictures import draw_map
+from epk_gp.cli.results import Stopwatch, write_arrays, write_json, write_npz
+from epk_gp.engine.quadrature import QuadratureRule
+from epk_gp.gp.models import LogitGP
+from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.recording.trajectory import Trajectory
+
+
+class PlaneName(StrEnum):
+    """Planes that maps lie in."""
+
+    principal = "principal"
+    coordinates = "coordinates"
+
+
+_AXIS_NAMES = {
+    "principal": ("first principal direction", "second principal direction"),
+    "coordinates": ("$x_1$", "$x_2$"),
+}
+
+
+class OutputsName(StrEnum):
+    """How the GP's outputs hang together."""
+
+    full = "full"
+    independent = "independent"
+
+
+class TargetsName(StrEnum):
+    """What the GP is conditioned on."""
+
+    network = "network"
+    dirichlet = "dirichlet"
+
+
+@app.command(short_help="Fit a GP and map its uncertainty.")
+def uncertainty(
+    run: RunFolder,
+    out: Out = Path("uncertainty"),
+    num_condition: Annotated[int, typer.Option(help="Training points that the GP is conditioned on, at most.")] = 300,
+    outputs: Annotated[OutputsName, typer.Option(help="Coupled classes, or one GP per class.")] = OutputsName.full,
+    targets: Annotated[
+        TargetsName, typer.Option(help="The network's outputs, or Dirichlet-transformed labels.")
+    ] = TargetsName.network,
+    plane: Annotated[
+        PlaneName, typer.Option(help="The data's two principal directions, or the first two coordinates, others 0.")
+    ] = PlaneName.principal,
+    grid: Annotated[int, typer.Option(help="Nodes per side of the map.")] = 40,
+    margin: Annotated[float, typer.Option(help="Room around the training points, in units of their extent.")] = 0.4,
+    num_samples: Annotated[int, typer.Option(help="Monte Carlo draws through the softmax.")] = 1024,
+    rule: Annotated[
+        str, typer.Option(help="A fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
+    ] = ("gauss-legendre:4"),
+    fit_steps: Annotated[int, typer.Option(help="Steps of the fit by marginal likelihood.")] = 50,
+    points: PointsFile = None,
+    network: Network = None,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Fit a GP with the exact path kernel, in float64; write its uncertainty at held-out points and over a plane."""
+    watch, quadrature = Stopwatch(), parse_rule(rule)
+    if not isinstance(quadrature, QuadratureRule):
+        raise ValueError(f"--rule must be a fixed rule, the same for all points, or this is no kernel: got {rule}.")
+    trajectory = open_run(run, network)
+    surface = choose_plane(trajectory, plane)
+    X = read_points(run, points, trajectory, None, torch.float64)
+    folder = make_folder(out)
+    chosen = choose_points(trajectory, num_condition, seed)
+    gp = LogitGP(trajectory, outputs.value, targets=targets.value, points=chosen, rule=quadrature)
+    losses = gp.fit(fit_steps, progress=not quiet)
+    generator = torch.Generator().manual_seed(seed)
+    u = softmax_uncertainty(gp.logit_posterior(X, progress=not quiet), num_samples, generator)
+    m = uncertainty_on_plane(
+        gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
+    )
+    draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane.value])
+    about = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
+    write_arrays(folder / "map.safetensors", map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}, about)
+    at_points = {"inputs": X, "mean": u.mean, "std": u.std, "entropy": u.entropy, "standard_error": u.standard_error}
+    at_points |= {"expected_entropy": u.expected_entropy, "mutual_information": u.mutual_information}
+    write_npz(folder / "points.npz", at_points)
+    results = fitted_numbers(gp, losses) | map_numbers(m) | {"mean_std_at_points": float(u.std.mean())}
+    config = {
+        "run": run,
+        "num_condition": len(chosen),
+        "outputs": outputs.value,
+        "targets": targets.value,
+        "seed": seed,
+    }
+    config |= {
+        "plane": plane.value,
+        "grid": grid,
+        "margin": margin,
+        "num_samples": num_samples,
+        "fit_steps": fit_steps,
+        "rule": rule,
+    }
+    write_json(folder / "uncertainty.json", "uncertainty", config, results, watch)
+    typer.echo(f"GP on {len(chosen)} training points: outputscale {results['outputscale']}, noise {results['noise']}")
+    typer.echo(describe_map(m))
+    typer.echo(
+        f"written to {folder}: uncertainty.png, uncertainty.json, map.safetensors, points.npz ({watch.total:.1f} s)"
+    )
+
+
+def choose_plane(trajectory: Trajectory, name: PlaneName) -> Plane:
+    """Span the plane of that name."""
+    return (principal_plane if name is PlaneName.principal else coordinate_plane)(trajectory.inputs)
+
+
+def choose_points(trajectory: Trajectory, count: int, seed: int) -> list[int]:
+    """Draw training points to condition on.
+
+    Raises:
+        ValueError: Fewer than one.
+    """
+    if count < 1:
+        raise ValueError(f"--num-condition must be at least 1: got {count}.")
+    order = torch.randperm(trajectory.num_points, generator=torch.Generator().manual_seed(seed))
+    chosen: list[int] = order[:count].sort().values.tolist()
+    return chosen
+
+
+def fitted_numbers(gp: LogitGP, losses: list[float]) -> dict[str, object]:
+    """List what the fit found."""
+    noise: Tensor = gp.likelihood.noise
+    return {
+        "kernel_scale": gp.kernel.scale,
+        "outputscale": gp.covar_module.outputscale.detach().reshape(-1).tolist(),
+        "noise": noise.detach().reshape(-1)[: gp.kernel.source.num_matrices].tolist(),
+        "negative_log_likelihood": [losses[0], losses[-1]],
+    }
+
+
+def map_numbers(m: UncertaintyMap) -> dict[str, object]:
+    """List the numbers beside a map."""
+    return {
+        "largest_std": float(m.std.max()),
+        "largest_standard_error": m.standard_error,
+        "rank_correlation_of_std_with_distance": m.distance_correlation,
+        "share_of_directions_in_which_std_falls": m.falling_directions,
+    }
+
+
+def map_arrays(m: UncertaintyMap) -> dict[str, Tensor]:
+    """Name a map's arrays."""
+    names = ("x", "y", "training", "kernel", "network_class", "probability", "std", "entropy", "mutual_information")
+    return {name: getattr(m, name) for name in names}
+
+
+def describe_map(m: UncertaintyMap) -> str:
+    """Say a map's numbers in words."""
+    correlation = "none" if m.distance_correlation is None else f"{m.distance_correlation:+.2f}"
+    return (
+        f"standard deviation of the class probability over the map: at most {float(m.std.max()):.3f}\n"
+        f"its rank correlation with the distance to the training data: {correlation}\n"
+        f"share of directions in which it falls outwards: {100 * m.falling_directions:.0f} %"
+    )

@@ -1,0 +1,115 @@
+"""`epk-gp verify`: is the kernel machine the network, and are the files whole?"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from epk_gp.cli.app import (
+    Network,
+    PointsFile,
+    Quiet,
+    RuleOption,
+    RunDtype,
+    RunFolder,
+    app,
+    make_folder,
+    parse_rule,
+    torch_dtype,
+)
+from epk_gp.cli.data import read_points
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.results import Stopwatch, write_json
+from epk_gp.machines.reconstruct import Reconstruction, reconstruct
+from epk_gp.recording import store
+from epk_gp.recording.networks import Head
+
+_HEADS: dict[str, list[Head]] = {
+    "both": ["logits", "log_softmax"],
+    "logits": ["logits"],
+    "log_softmax": ["log_softmax"],
+}
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+class Heads(StrEnum):
+    """Which outputs are verified."""
+
+    both = "both"
+    logits = "logits"
+    log_softmax = "log_softmax"
+
+
+@app.command(short_help="Is the kernel machine the network?")
+def verify(
+    run: RunFolder,
+    checksums: Annotated[bool, typer.Option("--checksums", help="Check the files only.")] = False,
+    head: Annotated[Heads, typer.Option(help="Which outputs.")] = Heads.both,
+    rule: RuleOption = "adaptive",
+    tol: Annotated[
+        float | None, typer.Option(help="Largest error allowed; default 1e-9, or 1e-3 where float32 is at work.")
+    ] = None,
+    num_points: Annotated[int | None, typer.Option(help="Points at most; all by default.")] = None,
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
+    if checksums:
+        _check_files(run)
+        return
+    watch, quadrature = Stopwatch(), parse_rule(rule)
+    trajectory = open_run(run, network)
+    X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype))
+    coarse = torch.float32 if torch.float32 in (X.dtype, trajectory.dtype) else torch.float64
+    allowed = _TOLERANCE[coarse] if tol is None else tol
+    if not allowed >= 0:
+        raise ValueError(f"--tol must not be negative: got {allowed}.")
+    heads = _HEADS[head.value]
+    if trajectory.num_outputs == 1 and head is Heads.both:
+        heads = ["logits"]
+    folder = None if out is None else make_folder(out)
+    results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
+    typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
+    typer.echo(_table(results))
+    error = max(result.max_error for result in results.values())
+    if folder is not None:
+        config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype)}
+        numbers = {name: certificate(result) for name, result in results.items()}
+        write_json(folder / "verify.json", "verify", config, numbers | {"passed": error <= allowed}, watch)
+    if not error <= allowed:
+        raise ValueError(f"the kernel machine must equal the network to within {allowed:g}: it differs by {error:.3g}.")
+    typer.echo(f"verified: the largest error is {error:.2g}, at most {allowed:g} ({watch.total:.1f} s)")
+
+
+def certificate(result: Reconstruction) -> dict[str, float]:
+    """List the numbers that a reconstruction answers for."""
+    return {
+        "max_error": result.max_error,
+        "max_residual": result.max_residual,
+        "total_residual": result.total_residual,
+        "evaluations": result.evaluations,
+        "max_step_mismatch": result.max_step_mismatch,
+    }
+
+
+def _table(results: dict[Head, Reconstruction]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("head", "largest error", "largest residual", "summed residual", "evaluations", "step mismatch")
+    ]
+    for name, r in results.items():
+        numbers = (r.max_error, r.max_residual, r.total_residual)
+        rows.append((name, *(f"{x:.2e}" for x in numbers), f"{r.evaluations:.2f}", f"{r.max_step_mismatch:.2e}"))
+    return "\n".join("  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
+
+
+def _check_files(run: Path) -> None:
+    header = store.read_header(run)
+    store.read_data(run, header)
+    chunks = store.read_journal(run)
+    steps = sum(len(store.read_steps(run, chunk)) for chunk in chunks)
+    typer.echo(f"all {len(chunks) + 1} files have the checksums they were committed with: {steps} steps")

@@ -1,0 +1,189 @@
+"""What several tests share: one comparison, and small recorded runs of many kinds of network."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+
+
+def assert_close(found: Tensor, wanted: Tensor, *, rounding: float = 1e4) -> None:
+    """Compare up to `rounding` times eps of the largest wanted value: sums of a few thousand products round that much."""
+    assert found.shape == wanted.shape
+    assert found.dtype == wanted.dtype
+    scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
+    error = float((found - wanted).abs().max() / scale)
+    assert error <= rounding * torch.finfo(wanted.dtype).eps, f"relative error {error:.2e}"
+
+
+class Twice(nn.Module):
+    """A layer used twice, and a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(torch.tanh(self.a(x))) * self.scale)
+
+
+class Tied(nn.Module):
+    """One weight in two layers, once transposed: it can't be a layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.linear(torch.tanh(self.a(x)), self.a.weight.T))
+
+
+class Attention(nn.Module):
+    """Token embedding, attention built of linear layers, layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        a = F.scaled_dot_product_attention(self.query(h), self.key(h), self.value(h))
+        return self.out(self.norm(h + a).mean(dim=1))
+
+
+class Transformer(nn.Module):
+    """Torch's own encoder layer behind a learned class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        self.token, self.out = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.encoder(torch.cat([self.token.expand(len(x), -1, -1), x], dim=1))[:, 0])
+
+
+class Cosine(nn.Module):
+    """A classifier with normalised weights: the weight never meets the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.normalize(F.softplus(self.hidden(x))), F.normalize(self.out.weight))
+
+
+class SequenceFirst(nn.Module):
+    """Puts the sequence before the samples, so that a layer's first dimension isn't the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x.transpose(0, 1))).mean(dim=0))
+
+
+def _mlp(activation: Callable[[], nn.Module], outputs: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), activation(), nn.Linear(16, 12), activation(), nn.Linear(12, outputs))
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, (3, 1), groups=2, padding="same"), nn.GELU(), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(24, 3),
+    )  # fmt: skip
+
+
+def _conv1d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1, stride=2, padding_mode="circular"), nn.Tanh(),
+        nn.Conv1d(4, 4, 3, dilation=2, bias=False, padding=(1,)), nn.Flatten(), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def _wide_conv() -> nn.Module:
+    """So many channels on so few places that factors are cheaper than the written-out gradient."""
+    return nn.Sequential(
+        nn.Conv2d(2, 40, 3, padding=1), nn.Tanh(), nn.Conv2d(40, 30, 3), nn.Flatten(), nn.Linear(30, 3)
+    )
+
+
+def _transposed() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)), nn.ConvTranspose2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
+    )
+
+
+def _frozen_batch_norm() -> nn.Module:
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    net[1].running_mean.copy_(torch.linspace(-1, 1, 8))
+    return net.eval()
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
+    "relu": (lambda: _mlp(nn.ReLU), (8,)),
+    "leaky_relu": (lambda: _mlp(nn.LeakyReLU), (8,)),
+    "tanh": (lambda: _mlp(nn.Tanh), (8,)),
+    "gelu": (lambda: _mlp(nn.GELU), (8,)),
+    "one_class": (lambda: _mlp(nn.Tanh, outputs=1), (8,)),
+    "linear": (lambda: nn.Sequential(nn.Linear(8, 3)), (8,)),
+    "cnn": (_cnn, (2, 8, 8)),
+    "conv1d": (_conv1d, (2, 8)),
+    "wide_conv": (_wide_conv, (2, 3, 3)),
+    "transposed": (_transposed, (8,)),
+    "frozen_batch_norm": (_frozen_batch_norm, (8,)),
+    "twice": (Twice, (8,)),
+    "tied": (Tied, (8,)),
+    "attention": (Attention, None),
+    "transformer": (Transformer, (6, 8)),
+    "cosine": (Cosine, (8,)),
+    "sequence_first": (SequenceFirst, (5, 4)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recorded run and points to ask it about."""
+
+    name: str
+    trajectory: epk.Trajectory
+    test: Tensor
+    heads: tuple[str, ...]
+
+
+def make_case(
+    name: str, *, steps: int = 4, lr: float = 0.2, dtype: torch.dtype = torch.float64, batch_size: int | None = 4
+) -> Case:
+    """Record a small run: 7 points in batches of 4 and 3."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    build, shape = NETWORKS[name]
+    net = build().to(dtype)
+    if shape is None:
+        X, test = (torch.randint(0, 20, (n, 7), generator=generator) for n in (7, 5))
+    else:
+        X, test = (torch.randn(n, *shape, generator=generator, dtype=torch.float64).to(dtype) for n in (7, 5))
+    outputs = net(X).shape[1]
+    loss: epk.CrossEntropy | epk.MeanSquaredError = epk.CrossEntropy()
+    y = torch.arange(7) % outputs
+    if outputs == 1:
+        loss, y = epk.MeanSquaredError(), torch.linspace(-1, 1, 7, dtype=dtype)[:, None]
+    trajectory = epk.train(
+        net,
+        X,
+        y,
+        optimizer=torch.optim.SGD(net.parameters(), lr=lr),
+        steps=steps,
+        loss=loss,
+        batch_size=batch_size,
+        generator=generator,
+    )
+    return Case(name, trajectory, test, ("logits",) if outputs == 1 else ("logits", "log_softmax"))

@@ -1,0 +1,196 @@
+"""Training loops without the package, and the small runs that the recording's tests share."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+
+
+def mlp(dtype: torch.dtype = torch.float64, activation: type[nn.Module] = nn.Tanh, outputs: int = 3) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), activation(), nn.Linear(6, outputs)).to(dtype)
+
+
+def data(points: int = 10, dtype: torch.dtype = torch.float64, outputs: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    X = torch.randn(points, 4, generator=generator, dtype=torch.float64).to(dtype)
+    return X, torch.arange(points) % outputs
+
+
+def sgd(net: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD((p for p in net.parameters() if p.requires_grad), lr=lr, **options)
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters() if p.requires_grad])
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Name and content of every file below a folder."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+class Tokens(nn.Module):
+    """Integer inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.embed(x).mean(dim=1)))
+
+
+@dataclass(frozen=True)
+class RunCase:
+    """One way to train, said twice: for the package, and for a loop that knows nothing of it."""
+
+    name: str
+    loss: Any = epk.CrossEntropy()  # noqa: RUF009  # a frozen value
+    losses: Losses = lambda z, y: F.cross_entropy(z, y, reduction="none")
+    divided: bool = True
+    make_net: Callable[[], nn.Module] = mlp
+    make_data: Callable[[], tuple[Tensor, Tensor]] = data
+    make_optimizer: Callable[[nn.Module], torch.optim.SGD] = sgd
+    make_scheduler: Callable[[Any], Any] | None = None
+    batch_size: int | None = None
+    steps: int = 5
+
+    def batches(self, points: int) -> Iterator[Tensor | None]:
+        generator = torch.Generator().manual_seed(3)
+        while True:
+            if self.batch_size is None:
+                yield None
+            else:
+                yield from torch.randperm(points, generator=generator).split(self.batch_size)
+
+
+def by_hand(
+    case: RunCase, recording: Callable[[Any, Any, Tensor, Tensor], Any] | None = None
+) -> tuple[Any, list[Tensor]]:
+    """Train in a loop of one's own, with or without a recorder; return it and the weights after every step."""
+    net, (X, y) = case.make_net(), case.make_data()
+    optimizer = case.make_optimizer(net)
+    scheduler = None if case.make_scheduler is None else case.make_scheduler(optimizer)
+    recorder = None if recording is None else recording(net, optimizer, X, y)
+    batches, states = case.batches(len(X)), [flat(net)]
+    if recorder is not None:
+        recorder.__enter__()
+    for _ in range(case.steps):
+        batch = next(batches)
+        rows = slice(None) if batch is None else batch
+        optimizer.zero_grad()
+        values = case.losses(net(X[rows]), y[rows])
+        ((1 / len(values) if case.divided else 1.0) * values.sum()).backward()
+        if recorder is not None:
+            recorder.batch(batch)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        states.append(flat(net))
+    if recorder is not None:
+        recorder.__exit__(None, None, None)
+    return recorder, states
+
+
+def trained(case: RunCase, path: Path | None = None) -> epk.Trajectory:
+    """Train with `epk.train`."""
+    net, (X, y) = case.make_net(), case.make_data()
+    optimizer = case.make_optimizer(net)
+    return epk.train(
+        net,
+        X,
+        y,
+        optimizer=optimizer,
+        steps=case.steps,
+        loss=case.loss,
+        batch_size=case.batch_size,
+        generator=torch.Generator().manual_seed(3),
+        scheduler=None if case.make_scheduler is None else case.make_scheduler(optimizer),
+        path=path,
+    )
+
+
+def frozen_batch_norm() -> nn.Module:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).double()
+    net[1].running_mean.copy_(torch.linspace(-1, 1, 6))
+    net[1].eval()
+    return net
+
+
+def frozen_layer() -> nn.Module:
+    net = mlp()
+    net[0].requires_grad_(False)
+    return net
+
+
+def tokens() -> nn.Module:
+    torch.manual_seed(1)
+    return Tokens().double()
+
+
+def token_data() -> tuple[Tensor, Tensor]:
+    return torch.arange(30).reshape(10, 3) % 7, torch.arange(10) % 3
+
+
+def soft_data() -> tuple[Tensor, Tensor]:
+    X, _ = data()
+    return X, torch.softmax(torch.arange(30, dtype=torch.float64).reshape(10, 3).sin(), dim=1)
+
+
+def regression_data() -> tuple[Tensor, Tensor]:
+    X, _ = data()
+    return X, X[:, :3].sin()
+
+
+def two_groups(net: nn.Module) -> torch.optim.SGD:
+    first, last = net[0], net[2]
+    return torch.optim.SGD([{"params": last.parameters()}, {"params": first.parameters()}], lr=0.1)
+
+
+def huber(z: Tensor, y: Tensor) -> Tensor:
+    return F.smooth_l1_loss(z, y, reduction="none").sum(dim=1)
+
+
+def squares(z: Tensor, y: Tensor) -> Tensor:
+    return (z - y).square().mean(dim=1)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        RunCase("full_batch"),
+        RunCase("minibatch", batch_size=4, steps=7),  # 4, 4, 2 and again
+        RunCase("one_point_batches", batch_size=1),
+        RunCase("sum", loss=epk.CrossEntropy("sum"), divided=False, batch_size=4),
+        RunCase("schedule", make_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.7)),
+        RunCase("two_groups", make_optimizer=two_groups),
+        RunCase("float32", make_net=lambda: mlp(torch.float32), make_data=lambda: data(dtype=torch.float32)),
+        RunCase("integer_inputs", make_net=tokens, make_data=token_data, batch_size=4),
+        RunCase("frozen_layer", make_net=frozen_layer),
+        RunCase("frozen_batch_norm", make_net=frozen_batch_norm, batch_size=4),
+        RunCase("soft_labels", make_data=soft_data),
+        RunCase("regression", loss=epk.MeanSquaredError(), losses=squares, make_data=regression_data, batch_size=4),
+        RunCase(
+            "regression_sum",
+            loss=epk.MeanSquaredError("sum"),
+            losses=lambda z, y: (z - y).square().sum(dim=1),
+            divided=False,
+            make_data=regression_data,
+            make_optimizer=lambda net: sgd(net, 0.01),
+        ),
+        RunCase("own_loss", loss=epk.PerSampleLoss(huber, name="huber"), losses=huber, make_data=regression_data),
+        RunCase("one_step", steps=1),
+    )
+}

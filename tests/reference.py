@@ -1,0 +1,64 @@
+"""The definitions, read off the page: loops over `autograd.grad`, nothing shared with the engine."""
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import epk_gp as epk
+
+
+def output(trajectory: epk.Trajectory, weights: dict[str, Tensor], x: Tensor, head: str) -> Tensor:
+    z = functional_call(trajectory.skeleton.module, weights, (x[None],))[0]
+    return torch.log_softmax(z, dim=0) if head == "log_softmax" else z
+
+
+def jacobian(trajectory: epk.Trajectory, s: int, t: float, x: Tensor, head: str) -> Tensor:
+    """(C, P) at w_s(t)."""
+    start, end = trajectory.weights(s), trajectory.weights(s + 1)
+    here = {name: (start[name] + t * (end[name] - start[name])).detach().requires_grad_() for name in start}
+    f = output(trajectory, here, x, head)
+    rows = [
+        torch.autograd.grad(value, list(here.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+        for value in f
+    ]
+    return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
+
+
+def features(trajectory: epk.Trajectory, s: int, t: float, points: epk.Points, head: str) -> Tensor:
+    """Definition 3.4: (n, C, P), frozen at w_s for training copies."""
+    masks = points.is_train.tolist() if isinstance(points.is_train, Tensor) else [points.is_train] * len(points)
+    rows = [
+        jacobian(trajectory, s, 0.0 if is_train else t, x, head) for x, is_train in zip(points.X, masks, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def gram_block(trajectory: epk.Trajectory, a: epk.Points, b: epk.Points, head: str, rule: epk.QuadratureRule) -> Tensor:
+    block = torch.zeros((), dtype=torch.float64)
+    for step in trajectory.steps:
+        for t, weight in rule:
+            phi_a, phi_b = (features(trajectory, step.index, t, points, head) for points in (a, b))
+            block = block + step.size * weight * torch.einsum("ncp,mdp->ncmd", phi_a, phi_b)
+    return block
+
+
+def contributions(trajectory: epk.Trajectory, X: Tensor, head: str, rule: epk.QuadratureRule) -> Tensor:
+    """Theorem 3.6 sample by sample, (n, C, M)."""
+    C, M = trajectory.num_outputs, trajectory.num_points
+    total = torch.zeros(len(X), C, M, dtype=torch.float64)
+    for step in trajectory.steps:
+        batch = range(M) if step.batch is None else step.batch.tolist()
+        c = 1 / len(batch) if trajectory.loss.reduction == "mean" else 1.0
+        phi = [sum(w * jacobian(trajectory, step.index, t, x, head) for t, w in rule) for x in X]
+        for i in batch:
+            x, y = trajectory.inputs[i], trajectory.targets[i]
+            z = output(trajectory, trajectory.weights(step.index), x, "logits").detach().requires_grad_()
+            if isinstance(trajectory.loss, epk.CrossEntropy):
+                value = -torch.log_softmax(z, dim=0)[y]
+            else:
+                value = (z - y).square().sum() / (C if trajectory.loss.reduction == "mean" else 1)
+            (derivative,) = torch.autograd.grad(value, z)
+            gradient = derivative @ jacobian(trajectory, step.index, 0.0, x, "logits")
+            for n in range(len(X)):
+                total[n, :, i] -= step.size * c * (phi[n] @ gradient)
+    return total

@@ -1,0 +1,114 @@
+"""Quadrature rules are values: nodes, positive weights, and how exact they are."""
+
+import math
+
+import pytest
+
+import epk_gp as epk
+
+RULES = {
+    "left_endpoint": (epk.left_endpoint(), 0, 1),
+    "left_riemann_1": (epk.left_riemann(1), 0, 1),
+    "left_riemann_10": (epk.left_riemann(10), 0, 10),
+    "midpoint_1": (epk.midpoint(1), 1, 1),
+    "midpoint_7": (epk.midpoint(7), 1, 7),
+    **{f"gauss_legendre_{n}": (epk.gauss_legendre(n), 2 * n - 1, n) for n in (1, 2, 3, 4, 8, 16)},
+}
+
+
+@pytest.fixture(params=RULES.values(), ids=RULES.keys())
+def rule_degree_nodes(request):
+    return request.param
+
+
+def integral(rule, degree):
+    """Integrate t^degree: exactly 1 / (degree + 1)."""
+    return math.fsum(weight * t**degree for t, weight in rule)
+
+
+def test_a_rule_is_exact_up_to_its_degree_and_no_further(rule_degree_nodes):
+    rule, degree, nodes = rule_degree_nodes
+    for power in range(degree + 1):
+        assert abs(integral(rule, power) - 1 / (power + 1)) < 1e-14
+    if nodes <= 4:  # beyond, the error of the next power is below rounding
+        assert abs(integral(rule, degree + 1) - 1 / (degree + 2)) > 1e-6
+
+
+def test_weights_are_positive_and_sum_to_one(rule_degree_nodes):
+    rule, _, nodes = rule_degree_nodes
+    assert len(rule) == len(rule.nodes) == len(rule.weights) == len(list(rule)) == nodes
+    assert all(weight > 0 for weight in rule.weights)
+    assert abs(math.fsum(rule.weights) - 1) < 1e-15
+    assert all(0 <= t <= 1 for t in rule.nodes)
+    assert list(rule.nodes) == sorted(set(rule.nodes))
+
+
+def test_left_riemann_is_algorithm_1():
+    rule = epk.left_riemann(4)
+    assert rule.nodes == (0.0, 0.25, 0.5, 0.75)
+    assert rule.weights == (0.25,) * 4
+    assert epk.left_riemann(1).nodes == epk.left_endpoint().nodes
+
+
+def test_midpoints_lie_between_the_left_endpoints():
+    assert epk.midpoint(4).nodes == (0.125, 0.375, 0.625, 0.875)
+
+
+def test_gauss_legendre_is_symmetric():
+    for t, mirrored in zip(epk.gauss_legendre(5).nodes, reversed(epk.gauss_legendre(5).nodes), strict=True):
+        assert abs(t + mirrored - 1) < 1e-15
+
+
+def test_more_nodes_mean_less_error_for_a_smooth_function():
+    errors = [abs(math.fsum(w * math.exp(t) for t, w in epk.gauss_legendre(n)) - (math.e - 1)) for n in (1, 2, 3, 4)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-8
+
+
+def test_rules_are_values():
+    """They key caches and stand in headers of tables."""
+    assert epk.gauss_legendre(4) == epk.gauss_legendre(4) != epk.gauss_legendre(3)
+    assert epk.adaptive(1e-9) == epk.adaptive(1e-9, order=4) != epk.adaptive(1e-8)
+    rules = [rule for rule, _, _ in RULES.values()] + [epk.adaptive(1e-9), epk.adaptive(1e-9, order=3)]
+    assert len(set(rules)) == len({repr(rule) for rule in rules}) == len({rule.name for rule in rules}) == len(rules)
+    for rule in rules:
+        assert eval(repr(rule), vars(epk)) == rule
+    with pytest.raises(AttributeError, match="cannot assign"):
+        rules[0].nodes = (0.5,)
+
+
+BAD = {
+    "zero_weight": ((0.0, 1.0), (0.0, 1.0), r"weights must be positive, .*not positive semi-definite: got 0.0"),
+    "negative_weight": ((0.0, 0.5, 1.0), (0.7, -0.4, 0.7), r"weights must be positive, .*: got -0.4"),
+    "nan_weight": ((0.0, 1.0), (float("nan"), 1.0), "weights must be positive"),
+    "sum": ((0.0, 1.0), (0.5, 0.6), "weights must sum to 1: got 1.1"),
+    "lengths": ((0.0, 1.0), (1.0,), "as many weights as nodes: got 2 and 1"),
+    "empty": ((), (), "as many weights as nodes: got 0 and 0"),
+    "node_above": ((0.0, 1.5), (0.5, 0.5), r"nodes must lie in \[0, 1\]: got 0.0..1.5"),
+    "node_below": ((-0.5, 1.0), (0.5, 0.5), r"nodes must lie in \[0, 1\]: got -0.5..1.0"),
+    "node_nan": ((float("nan"), 1.0), (0.5, 0.5), r"nodes must lie in \[0, 1\]"),
+}
+
+
+@pytest.mark.parametrize(("nodes", "weights", "says"), BAD.values(), ids=BAD.keys())
+def test_a_rule_that_gives_no_kernel_is_refused(nodes, weights, says):
+    with pytest.raises(ValueError, match=says):
+        epk.QuadratureRule("mine", nodes, weights)
+
+
+@pytest.mark.parametrize("make", [epk.gauss_legendre, epk.left_riemann, epk.midpoint])
+@pytest.mark.parametrize("n", [0, -1])
+def test_a_rule_without_nodes_is_refused(make, n):
+    with pytest.raises(ValueError, match=f"at least 1 node: got {n}"):
+        make(n)
+
+
+@pytest.mark.parametrize("tol", [0.0, -1e-9, float("inf"), float("nan")])
+def test_a_tolerance_that_means_nothing_is_refused(tol):
+    with pytest.raises(ValueError, match="tol must be positive and finite: got"):
+        epk.adaptive(tol)
+
+
+def test_an_adaptive_rule_without_nodes_is_refused():
+    with pytest.raises(ValueError, match="order must be at least 1: got 0"):
+        epk.adaptive(1e-9, order=0)
