@@ -11,7 +11,7 @@ import epk_gp as epk
 
 
 def assert_close(found: Tensor, wanted: Tensor, *, rounding: float = 1e4) -> None:
-    """Compare up to `rounding` times eps of the largest wanted value: sums of a few thousand products round that much."""
+    """Compare up to `rounding` times eps of the largest wanted value: long sums round that much."""
     assert found.shape == wanted.shape
     assert found.dtype == wanted.dtype
     scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
@@ -98,7 +98,8 @@ def _mlp(activation: Callable[[], nn.Module], outputs: int = 3) -> nn.Module:
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(4, 6, (3, 1), groups=2, padding="same"), nn.GELU(), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(24, 3),
+        nn.Conv2d(4, 6, (3, 1), groups=2, padding="same"), nn.GELU(), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(24,
+        3),
     )  # fmt: skip
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from loops import CASES, Tokens, data, mlp, regression_data, sgd, token_data, trained
 from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from loops import CASES, Tokens, data, mlp, regression_data, sgd, token_data, trained
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the library's own checks, not those of the test run
 NAN, INF = float("nan"), float("inf")

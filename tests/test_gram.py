@@ -1,10 +1,10 @@
 import pytest
-import reference
 import torch
-from helpers import NETWORKS, Case, assert_close, make_case
 
 import epk_gp as epk
+import reference
 from epk_gp.engine.probe import plan_for
+from helpers import NETWORKS, Case, assert_close, make_case
 
 RULE = epk.gauss_legendre(2)
 MIXES = {
@@ -73,6 +73,7 @@ def test_averaged_jacobians_understate_the_test_variance() -> None:
     assert short.diagonal(dim1=1, dim2=2).max() > 1e-4 * right.max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu", "cnn", "cosine", "transformer"])
 def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
@@ -83,6 +84,7 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
     assert_close(epk.gram_diagonal_blocks(case.trajectory, points), torch.einsum("ncnd->ncd", whole).contiguous())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu", "leaky_relu"])
 def test_adaptive_gram_equals_many_exact_nodes(name: str) -> None:
     """Against composite midpoints so fine that a kink's share is below the tolerance."""
@@ -98,7 +100,8 @@ def test_adaptive_gram_equals_many_exact_nodes(name: str) -> None:
     assert (coarse - fine).abs().max() > 100 * (found - fine).abs().max()
 
 
-@pytest.mark.parametrize("name", ["tanh", "wide_conv", "cosine", "attention", "transformer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tanh", "wide_conv", "cosine", "attention"])
 def test_adaptive_gram_equals_gauss_nodes_where_all_is_smooth(name: str) -> None:
     case = make_case(name, steps=2)
     a, b = epk.Points(case.test, False), epk.Points(case.trajectory.inputs, torch.arange(7) < 3)

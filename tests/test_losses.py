@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from loops import data, huber, regression_data, soft_data
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,6 +15,7 @@ from epk_gp.recording.losses import (
     soft_targets,
 )
 from helpers import assert_close
+from loops import data, huber, regression_data, soft_data
 
 LOSSES = {
     "cross_entropy": (epk.CrossEntropy(), nn.CrossEntropyLoss(), data),

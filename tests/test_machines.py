@@ -1,9 +1,10 @@
 import pytest
-import reference
 import torch
-from helpers import NETWORKS, Case, assert_close, make_case
 
 import epk_gp as epk
+import reference
+from epk_gp.datasets import three_gaussians
+from helpers import NETWORKS, Case, assert_close, make_case
 
 SMOOTH = {
     "tanh",
@@ -60,6 +61,7 @@ def test_contributions_equal_the_definition(case: Case) -> None:
         assert_close(parts.samples, reference.contributions(case.trajectory, case.test[:2], head, rule))
 
 
+@pytest.mark.slow
 def test_adaptive_contributions_equal_a_fine_rule() -> None:
     """Each sample's own share, not only the sum: composite midpoints on a kinked network."""
     case = make_case("relu", lr=0.05)
@@ -67,6 +69,7 @@ def test_adaptive_contributions_equal_a_fine_rule() -> None:
     assert_close(found, epk.attribute(case.trajectory, case.test, rule=epk.midpoint(1000)).samples, rounding=1e11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu", "cnn"])
 def test_contributions_do_not_depend_on_the_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
@@ -91,6 +94,7 @@ def test_a_repeated_index_counts_twice() -> None:
     assert_close(parts.samples, reference.contributions(recorder.trajectory, X, "log_softmax", epk.gauss_legendre(8)))
 
 
+@pytest.mark.slow
 def test_single_machine_equals_the_network() -> None:
     """Theorem 3.7, with a_i = c_i q_i."""
     for name in ("relu", "tanh", "cnn"):
@@ -123,8 +127,6 @@ def test_wrong_coefficients_do_not_equal_the_network() -> None:
 @pytest.mark.slow
 def test_toy_problem_is_exact_with_few_evaluations() -> None:
     """3 Gaussians in 100-D, one hidden ReLU layer, 300 full-batch steps of 0.1, 3000 points."""
-    from epk_gp.datasets import three_gaussians
-
     data = three_gaussians(1000)
     test = three_gaussians(34, generator=torch.Generator().manual_seed(1)).inputs
     net = torch.nn.Sequential(torch.nn.Linear(100, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3)).double()
@@ -149,6 +151,7 @@ def test_float32_run_is_explained_up_to_float32_rounding() -> None:
     assert 0 < wide.max_step_mismatch <= 1e-7
 
 
+@pytest.mark.slow
 def test_located_kinks_cost_less_than_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control for `kinks.locate`: blind bisection of the same run takes several times as many evaluations."""
     case = make_case("cnn", lr=0.5, steps=6)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from loops import data, frozen_batch_norm, frozen_layer, mlp
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,6 +18,7 @@ from epk_gp.recording.networks import (
     unflatten,
 )
 from helpers import NETWORKS, assert_close
+from loops import data, frozen_batch_norm, frozen_layer, mlp
 
 
 def inputs_for(name, points=6):

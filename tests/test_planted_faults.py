@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from loops import data, mlp, regression_data, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from loops import data, mlp, regression_data, sgd
 
 FAULTY_STEP = 2
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from loops import CASES, RunCase, by_hand, data, flat, mlp, regression_data, sgd, trained
 from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from loops import CASES, RunCase, by_hand, data, flat, mlp, regression_data, sgd, trained
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES.keys())

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loops import CASES, data, file_hashes, mlp, sgd, squares, trained
 from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.recording.recorder import CHUNK_BYTES
 from epk_gp.recording.store import Step, create_run, read_data, read_header, read_journal, read_state, read_steps
+from loops import CASES, data, file_hashes, mlp, sgd, squares, trained
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from loops import CASES, by_hand, data, flat, mlp, sgd, trained
 from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.recording.trajectory import digest_data, flat_weights, iterate_steps, skeleton_for
+from loops import CASES, by_hand, data, flat, mlp, sgd, trained
 
 
 @pytest.fixture(params=["memory", "disk"])

@@ -1,11 +1,12 @@
 """Adaptive quadrature along a training step, steered by the free residual, with its certificate.
 
-A segment [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough: forward passes are all that
-it takes to know. Otherwise it is split where units switch (`kinks.locate`), or in the middle. The residual only chooses nodes; it
-is never added to anything.
+A segment [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough: forward
+passes are all that it takes to know. Otherwise it is split where units switch (`kinks.locate`), or in the middle. The
+residual only chooses nodes; it is never added to anything.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -106,7 +107,9 @@ def integrate(line: Line, X: Shaped[Tensor, "n ..."], rule: QuadratureRule | Ada
     return Integral(total, start, end, residual, evaluations, point, t, weight)
 
 
-def common_nodes(line: Line, X: Shaped[Tensor, "n ..."], rule: AdaptiveRule, num_steps: int) -> list[tuple[float, float]]:
+def common_nodes(
+    line: Line, X: Shaped[Tensor, "n ..."], rule: AdaptiveRule, num_steps: int
+) -> list[tuple[float, float]]:
     """Choose one composite rule that is fine enough for all n points: segment ends are the union of every point's."""
     found = integrate(line, X, rule, num_steps)
     base = gauss_legendre(rule.order)
@@ -119,15 +122,17 @@ def common_nodes(line: Line, X: Shaped[Tensor, "n ..."], rule: AdaptiveRule, num
         if edge - merged[-1] > 1e-12:
             merged.append(edge)
     merged[-1] = 1.0
-    return [
-        (a + (b - a) * t, (b - a) * weight)
-        for a, b in zip(merged[:-1], merged[1:], strict=True)
-        for t, weight in base
-    ]
+    return [(a + (b - a) * t, (b - a) * weight) for a, b in pairwise(merged) for t, weight in base]
 
 
 def _acceptable(
-    rule: QuadratureRule | AdaptiveRule, error: Tensor, todo: Segments, start: Tensor, end: Tensor, num_steps: int, level: int
+    rule: QuadratureRule | AdaptiveRule,
+    error: Tensor,
+    todo: Segments,
+    start: Tensor,
+    end: Tensor,
+    num_steps: int,
+    level: int,
 ) -> Tensor:
     if isinstance(rule, QuadratureRule) or level >= _MAX_LEVELS:
         return torch.ones_like(error, dtype=torch.bool)

@@ -1,7 +1,8 @@
 """Test-side gradients averaged over t before any inner product, wherever the algebra allows.
 
-The integral over t is linear in the test side, and the training side of a step stands still. So nodes cost no product of their own
-for layers whose input is fixed (average delta), whose delta is fixed (average a), or that are written out (engine.md).
+The integral over t is linear in the test side, and the training side of a step stands still. So nodes cost no product
+of their own for layers whose input is fixed (average delta), whose delta is fixed (average a), or that are written
+out (engine.md).
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def averageable(feature: Feature) -> bool:
 
 
 class StepIntegral:
-    """One step's integral against fixed training-side features, taken in node by node and added to a tile at the end."""
+    """One step's integral against fixed training-side features, taken in node by node and closed into a tile."""
 
     def __init__(self, tile: Tile, num_points: int, right: Sequence[Feature], eta: float, *, fixed_steps: bool) -> None:
         """Start a step.
@@ -77,7 +78,9 @@ class StepIntegral:
         earlier = None if before is None else _as(Factors, before)
         if feature.fixed_input:
             delta = self._added(None if earlier is None else earlier.delta, feature.delta, node, 1)
-            return replace(feature, a=self._spread(None if earlier is None else earlier.a, feature.a, node), delta=delta)
+            return replace(
+                feature, a=self._spread(None if earlier is None else earlier.a, feature.a, node), delta=delta
+            )
         a = self._added(None if earlier is None else earlier.a, feature.a, node, 0)
         same = feature.delta[:, :1].expand(-1, self.num_points, -1, -1)
         return replace(feature, a=a, delta=same if earlier is None else earlier.delta)

@@ -1,4 +1,4 @@
-"""Inner products of two sets of gradients, accumulated over layers, nodes and steps into one tile of the Gram matrix."""
+"""Inner products of two sets of gradients, accumulated over layers, nodes and steps into one Gram tile."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ _PAIR_SCRATCH = 1 << 22
 class Tile:
     """A tile of the Gram matrix, class-major: (K, N, K', M), or (K, N, M) for equal classes only.
 
-    Layers with a fixed input keep their part of the sum over steps apart, as sums of delta delta'^T, and are multiplied by
-    a a'^T once, in `finished` (engine.md).
+    Layers with a fixed input keep their part of the sum over steps apart, as sums of delta delta'^T, and are
+    multiplied by a a'^T once, in `finished` (engine.md).
 
     Attributes:
         total: What has been summed so far.
@@ -29,7 +29,9 @@ class Tile:
     _fixed: dict[int, Tensor] = field(default_factory=dict)
     _inputs: dict[int, Tensor] = field(default_factory=dict)
 
-    def add(self, left: Sequence[Feature], right: Sequence[Feature], weight: float, *, fixed_steps: bool = True) -> None:
+    def add(
+        self, left: Sequence[Feature], right: Sequence[Feature], weight: float, *, fixed_steps: bool = True
+    ) -> None:
         """Add `weight` times the inner products of N left and M right points.
 
         Args:

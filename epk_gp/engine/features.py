@@ -1,7 +1,7 @@
 """Per-sample gradients of the outputs, factored per layer (a x delta) or dense.
 
-For a linear layer the gradient of output k at point e is delta_k (x) a; a convolution, or a layer used at several positions or
-several times, sums such products over its positions l. Which form a layer takes is decided by counted cost
+For a linear layer the gradient of output k at point e is delta_k (x) a; a convolution, or a layer used at several
+positions or several times, sums such products over its positions l. Which form a layer takes is decided by counted cost
 (`products_cost_less`), the same on both sides of an inner product.
 """
 
@@ -91,7 +91,14 @@ def products_cost_less(form: Form, length: int, n_in: int, n_out: int, averaged:
 
 
 def gradients(
-    skeleton: Skeleton, plan: Plan, place: Place, X: Shaped[Tensor, "E ..."], cotangents: Cotangents, form: Form, *, fixed_seed: bool
+    skeleton: Skeleton,
+    plan: Plan,
+    place: Place,
+    X: Shaped[Tensor, "E ..."],
+    cotangents: Cotangents,
+    form: Form,
+    *,
+    fixed_seed: bool,
 ) -> list[Feature]:
     """Compute the features of E inputs.
 
@@ -125,7 +132,9 @@ def gradients(
         layer = [(c, delta) for c, delta in zip(tape.calls, deltas, strict=True) if c.weight == name]
         is_last = all(c.edge.node is z.grad_fn for c, _ in layer)
         averaged = is_last and form.fixed_head
-        found.append(_layer_feature(layer, bias is not None, weights[name].shape, form, averaged, fixed_seed and is_last))
+        found.append(
+            _layer_feature(layer, bias is not None, weights[name].shape, form, averaged, fixed_seed and is_last)
+        )
     if plan.dense:
         found.append(dense_jacobian(skeleton, plan, plan.dense, place, X, seeds))
     return found
@@ -155,7 +164,7 @@ def dense_jacobian(
         def outputs(inner: Mapping[str, Tensor]) -> Any:
             return functional_call(skeleton.module, {**others, **inner}, (x.unsqueeze(0),)).squeeze(0)
 
-        _, pull = vjp(outputs, {name: here[name] for name in names})
+        pull = vjp(outputs, {name: here[name] for name in names})[1]
         (columns,) = vmap(pull)(seed)
         return torch.cat([columns[name].flatten(1) for name in names], dim=1)
 
@@ -168,7 +177,13 @@ def dense_jacobian(
 
 
 def _looped_jacobian(
-    skeleton: Skeleton, names: tuple[str, ...], w: dict[str, Tensor], d: dict[str, Tensor] | None, X: Tensor, seeds: Tensor, t: Tensor
+    skeleton: Skeleton,
+    names: tuple[str, ...],
+    w: dict[str, Tensor],
+    d: dict[str, Tensor] | None,
+    X: Tensor,
+    seeds: Tensor,
+    t: Tensor,
 ) -> Tensor:
     rows = []
     for e in range(len(X)):
@@ -239,7 +254,8 @@ def _outer(a: Tensor, delta: Tensor, bias: bool) -> Tensor:
     if bias:
         right = torch.cat([right, right.new_ones(*right.shape[:3], 1)], dim=3)
     product = left @ right  # E G (K n_out) n_in
-    return product.unflatten(2, (K, -1)).permute(2, 0, 1, 3, 4).reshape(K, E, -1)
+    rows: Tensor = product.unflatten(2, (K, -1)).permute(2, 0, 1, 3, 4)
+    return rows.reshape(K, E, -1)
 
 
 def _positions(layer: LayerCall, delta: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ class Points:
 
     Attributes:
         X: n inputs.
-        is_train: Whether they are training copies (gradient frozen at the step's start) or test copies; one for all, or (n,).
+        is_train: Whether they are training copies (gradient frozen at the step's start) or test copies; one for all,
+            or (n,).
     """
 
     X: Shaped[Tensor, "n ..."]
@@ -50,7 +51,8 @@ class Points:
             raise TypeError(f"is_train must be a bool or a bool tensor: got {got}. Convert it with .bool().")
         if self.is_train.shape != self.X.shape[:1]:
             raise ValueError(
-                f"is_train must have one entry per point: got shape {tuple(self.is_train.shape)} for {len(self.X)} points."
+                "is_train must have one entry per point: "
+                f"got shape {tuple(self.is_train.shape)} for {len(self.X)} points."
             )
 
     def __len__(self) -> int:
@@ -113,7 +115,8 @@ def gram_block(
         The block, not flattened, in the dtype of the points.
 
     Raises:
-        TypeError, ValueError: Points that the network cannot take, points of different dtypes, an unknown head, bad step weights.
+        TypeError, ValueError: Points that the network cannot take, points of different dtypes, an unknown head, bad
+        step weights.
     """
     job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=False)
     return _assemble(job, a, b).permute(1, 0, 3, 2).contiguous()
@@ -130,7 +133,9 @@ def gram_block_per_class(
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Float[Tensor, "C N M"]:
-    """Sum the exact path kernel of each output with itself: K[c, n, m] = gram_block[n, c, m, c], at a C-th of the products.
+    """Sum the exact path kernel of each output with itself, at a C-th of the products.
+
+        K[c, n, m] = gram_block[n, c, m, c]
 
     Arguments, errors: as `gram_block`.
     """
@@ -170,13 +175,23 @@ def gram_diagonal_blocks(
 
 
 def _job(
-    trajectory: Trajectory, a: Points, b: Points, head: Head, rule: Rule, step_weights: Tensor | None, budget: int, progress: bool, *, per_class: bool
+    trajectory: Trajectory,
+    a: Points,
+    b: Points,
+    head: Head,
+    rule: Rule,
+    step_weights: Tensor | None,
+    budget: int,
+    progress: bool,
+    *,
+    per_class: bool,
 ) -> Job:
     for name, points in (("a.X", a), ("b.X", b)):
         check_inputs(trajectory, points.X, name)
     if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
         raise ValueError(
-            f"both sets of points must share dtype and device: got {a.X.dtype} on {a.X.device} and {b.X.dtype} on {b.X.device}."
+            "both sets of points must share dtype and device: "
+            f"got {a.X.dtype} on {a.X.device} and {b.X.dtype} on {b.X.device}."
         )
     check_head(head, trajectory.num_outputs)
     check_rule(rule)
@@ -204,7 +219,9 @@ def _etas(trajectory: Trajectory, step_weights: Tensor | None) -> tuple[float, .
     if step_weights.shape != (trajectory.num_steps,):
         raise ValueError(f"step_weights must have shape ({trajectory.num_steps},): got {tuple(step_weights.shape)}.")
     if not (torch.isfinite(step_weights).all() and (step_weights >= 0).all()):
-        raise ValueError("step_weights must be finite and not negative, or the Gram matrix is not positive semi-definite.")
+        raise ValueError(
+            "step_weights must be finite and not negative, or the Gram matrix is not positive semi-definite."
+        )
     return tuple(step_weights.tolist())
 
 
@@ -237,7 +254,9 @@ def _scatter(result: Tensor, block: Tensor, rows: Tensor, columns: Tensor, colum
         result[K[:, None, None, None], rows[:, None, None], K[:, None], columns] = block
 
 
-def _one_kind(job: Job, A: Tensor, rows: Tensor, left: bool, B: Tensor, columns: Tensor, right: bool, same: bool) -> Tensor:
+def _one_kind(
+    job: Job, A: Tensor, rows: Tensor, left: bool, B: Tensor, columns: Tensor, right: bool, same: bool
+) -> Tensor:
     """Compute the block of one copy of A against one copy of B, tile by tile."""
     if left and not right:  # the training side stands on the right
         block = _one_kind(job, B, columns, right, A, rows, left, same)

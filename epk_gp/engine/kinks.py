@@ -1,7 +1,8 @@
 """Where piecewise-smooth units switch along a training step.
 
-`t -> f(w + t d)` has a kink where a ReLU's input crosses its threshold or a max-pool's winner changes. These events are scalar
-functions of t that a forward pass computes anyway: their zeros are found by bracketing, many at a time, without a gradient.
+`t -> f(w + t d)` has a kink where a ReLU's input crosses its threshold or a max-pool's winner changes. These events
+are scalar functions of t that a forward pass computes anyway: their zeros are found by bracketing, many at a time,
+without a gradient.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,13 @@ def _at(*thresholds: float) -> Callable[..., tuple[float, ...]]:
     return lambda *args, **kwargs: thresholds
 
 
-def _range(x: Any, min: Any = None, max: Any = None, *args: Any, **kwargs: Any) -> tuple[float, ...]:  # torch's argument names
+def _range(
+    x: Any,
+    min: Any = None,  # noqa: A002  # torch's argument names
+    max: Any = None,  # noqa: A002
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[float, ...]:
     return tuple(float(bound) for bound in (min, max) if isinstance(bound, int | float))
 
 
@@ -122,7 +129,9 @@ class Candidates:
     at_b: Float[Tensor, " B"]
 
 
-def locate(line: Line, X: Tensor, a: Float[Tensor, " E"], b: Float[Tensor, " E"]) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
+def locate(
+    line: Line, X: Tensor, a: Float[Tensor, " E"], b: Float[Tensor, " E"]
+) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
     """Find the places in (a_e, b_e) where a unit that matters to f switches for row e.
 
     Args:
@@ -157,9 +166,9 @@ def _candidates(line: Line, X: Tensor, a: Tensor, b: Tensor) -> Candidates:
             continue
         segment, output = ((at_a.winners != at_b.winners) & matters).nonzero(as_tuple=True)
         first, second = at_a.winners[segment, output], at_b.winners[segment, output]
-        values = tuple(units.inputs[segment, first] - units.inputs[segment, second] for units in (at_a, at_b))
-        crossing = values[0] * values[1] < 0
-        column = (segment, torch.full_like(segment, number), first, second, *values)
+        lead_a, lead_b = (units.inputs[segment, first] - units.inputs[segment, second] for units in (at_a, at_b))
+        crossing = lead_a * lead_b < 0
+        column = (segment, torch.full_like(segment, number), first, second, lead_a, lead_b)
         columns.append(tuple(value[crossing] for value in column))
     if not columns:
         none = torch.zeros(0, dtype=torch.int64, device=X.device)
@@ -234,7 +243,9 @@ def _event_values(line: Line, X: Tensor, t: Tensor, candidates: Candidates, acti
     return value
 
 
-def _pool_units(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], edge: GradientEdge | None) -> Units:
+def _pool_units(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], edge: GradientEdge | None
+) -> Units:
     x = args[0].detach()
     options = {key: value for key, value in kwargs.items() if key != "return_indices"}
     _, indices = POOLS[func](x, *args[1:6], **options)

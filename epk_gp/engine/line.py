@@ -41,7 +41,9 @@ def values(line: Line, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]) -> Fl
     return _in_blocks(line, X, t, slopes_too=False)[0]
 
 
-def slopes(line: Line, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]) -> tuple[Float[Tensor, "E C"], Float[Tensor, "E C"]]:
+def slopes(
+    line: Line, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]
+) -> tuple[Float[Tensor, "E C"], Float[Tensor, "E C"]]:
     """Evaluate f and df/dt = J d, the gradient's inner product with the step, for row e at w + t_e d."""
     return _in_blocks(line, X, t, slopes_too=True)
 
@@ -99,8 +101,8 @@ def _mapped(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor,
             f = outputs(u, x)
             return f, f
         if line.plan.forward_mode:
-            f, slope = jvp(lambda v: outputs(v, x), (u,), (torch.ones_like(u),))
-            return f, slope
+            pair = jvp(lambda v: outputs(v, x), (u,), (torch.ones_like(u),))
+            return pair[0], pair[1]
         return outputs(u, x), jacrev(outputs)(u, x)
 
     f, slope = vmap(both, chunk_size=line.plan.map_chunk)(X, t)
@@ -124,10 +126,14 @@ def _at_one_place(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[T
         return f.detach(), pushed_forward(f, leaves, direction)
 
 
-def pushed_forward(f: Float[Tensor, "E C"], leaves: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Float[Tensor, "E C"]:
+def pushed_forward(
+    f: Float[Tensor, "E C"], leaves: Mapping[str, Tensor], direction: Mapping[str, Tensor]
+) -> Float[Tensor, "E C"]:
     """Compute J d in reverse mode: differentiate v -> v^T J d with respect to v."""
     v = torch.ones_like(f, requires_grad=True)
-    pulled = torch.autograd.grad(f, list(leaves.values()), v, create_graph=True, allow_unused=True, materialize_grads=True)
-    value = sum((g * direction[name]).sum() for g, name in zip(pulled, leaves, strict=True))
+    pulled = torch.autograd.grad(
+        f, list(leaves.values()), v, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    value = torch.stack([(g * direction[name]).sum() for g, name in zip(pulled, leaves, strict=True)]).sum()
     (slope,) = torch.autograd.grad(value, v, allow_unused=True, materialize_grads=True)
     return slope

@@ -129,7 +129,10 @@ class Tape(TorchFunctionMode):
             weight = self.names.get(id(_argument(1, "weight", args, kwargs)))
             if weight in self.factored:
                 names = ("stride", "padding", "dilation", "groups")
-                options = {**dict(zip(names, args[3:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+                options = {
+                    **dict(zip(names, args[3:], strict=False)),
+                    **{k: v for k, v in kwargs.items() if k in names},
+                }
                 x = _argument(0, "input", args, kwargs)
                 self.calls.append(
                     LayerCall(

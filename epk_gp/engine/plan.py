@@ -42,6 +42,7 @@ def grads_of_calls(
     if not calls:
         return []
     edges = [c.edge for c in calls]
+    columns: list[Tensor | None]
     if batched:
         found = torch.autograd.grad(z, edges, seeds, is_grads_batched=True, allow_unused=True)
         columns = [None if g is None else g.detach() for g in found]
@@ -49,5 +50,6 @@ def grads_of_calls(
         rows = [torch.autograd.grad(z, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
         columns = [None if rows[0][i] is None else torch.stack([row[i] for row in rows]) for i in range(len(edges))]
     return [
-        z.new_zeros(len(seeds), *c.shape) if column is None else column for c, column in zip(calls, columns, strict=True)
+        z.new_zeros(len(seeds), *c.shape) if column is None else column
+        for c, column in zip(calls, columns, strict=True)
     ]

@@ -1,7 +1,8 @@
 """Find out how a network uses its weights, by watching one forward pass, and verify it against plain autograd.
 
-Nothing is believed of a module because of its name. A weight is treated as a layer's only if every use of it is a linear or
-convolution call, and only if the gradients so obtained equal autograd's on a few inputs; everything else is differentiated densely.
+Nothing is believed of a module because of its name. A weight is treated as a layer's only if every use of it is a
+linear or convolution call, and only if the gradients so obtained equal autograd's on a few inputs; everything else is
+differentiated densely.
 """
 
 import warnings
@@ -54,8 +55,8 @@ def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Tensor) -> Plan:
         single = torch.cat([call(skeleton, weights, row) for row in X.split(1)])
     if not _alike(z, single):
         raise ValueError(
-            "an output must depend on its own input alone: the network gives other outputs for a batch than for its rows "
-            "one by one (statistics of the batch?)."
+            "an output must depend on its own input alone: the network gives other outputs for a batch than for its "
+            "rows one by one (statistics of the batch?)."
         )
     plan = Plan(
         biases=_layers(uses.calls),

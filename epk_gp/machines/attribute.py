@@ -20,7 +20,13 @@ from epk_gp.machines.directions import batch_of, training_direction
 from epk_gp.recording.losses import loss_derivatives, sample_weight
 from epk_gp.recording.networks import Head, Skeleton, check_head
 from epk_gp.recording.store import Step
-from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, network_outputs, skeleton_for
+from epk_gp.recording.trajectory import (
+    Trajectory,
+    check_inputs,
+    flat_weights,
+    network_outputs,
+    skeleton_for,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +73,8 @@ def attribute(
 
         samples[n, :, i] = sum_s K_s(x_n, x_i) alpha_{s,i} = -sum_s eps_s c_{s,i} Phi_s(x_n) grad_w loss_i(w_s)
 
-    One loss gradient per training point and step is needed, not C output gradients. Contributions sum to the prediction; they are not
-    the effects of leaving points out.
+    One loss gradient per training point and step is needed, not C output gradients. Contributions sum to the
+    prediction; they are not the effects of leaving points out.
 
     Args:
         trajectory: Training run with S steps on M points.
@@ -149,7 +155,13 @@ def _add_step(
     block = max(1, min(block, memory_budget // (4 * samples.element_size() * C * n)))
     for part in torch.arange(len(X), device=samples.device).split(block):
         right = gradients(
-            line.skeleton, line.plan, Place(line.w), X[part], _loss_cotangents(trajectory, y[part]), form, fixed_seed=False
+            line.skeleton,
+            line.plan,
+            Place(line.w),
+            X[part],
+            _loss_cotangents(trajectory, y[part]),
+            form,
+            fixed_seed=False,
         )
         tile = empty_tile(C, n, 1, len(part), samples, per_class=False)
         integral = StepIntegral(tile, n, right, eta, fixed_steps=False)

@@ -20,7 +20,9 @@ def batch_of(trajectory: Trajectory, step: Step, like: Tensor) -> tuple[Tensor, 
     return X, y.to(like.device)
 
 
-def training_direction(trajectory: Trajectory, step: Step, skeleton: Skeleton, w: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+def training_direction(
+    trajectory: Trajectory, step: Step, skeleton: Skeleton, w: Float[Tensor, " P"]
+) -> Float[Tensor, " P"]:
     """Compute sum_i J_s(x_i)^T alpha_{s,i} from the step's batch: the step, up to rounding."""
     X, y = batch_of(trajectory, step, w)
     return predict_step(trajectory.law, batch_gradient(skeleton, w, X, y, trajectory.loss), step.size)

@@ -34,11 +34,13 @@ class Reconstruction:
         network: What the trained network says, (n, C).
         initial: f at the initial weights, the machine's b(x), (n, C).
         max_error: Largest |outputs - network|.
-        max_residual: Largest |f(w_{s+1}) - f(w_s) - integral| of a (point, step): the quadrature's error, known without the sum.
-        total_residual: Largest sum of these over the steps of one point: an upper bound on the quadrature's share of the error.
+        max_residual: Largest |f(w_{s+1}) - f(w_s) - integral| of a (point, step): the quadrature's error, known
+            without the sum.
+        total_residual: Largest sum of these over the steps of one point: an upper bound on the quadrature's share of
+            the error.
         evaluations: Gradients evaluated per point and step, on average.
-        max_step_mismatch: Largest difference, over weights and steps, between a recorded step and the one that the training
-            gradients give: rounding of the weights' dtype.
+        max_step_mismatch: Largest difference, over weights and steps, between a recorded step and the one that the
+            training gradients give: rounding of the weights' dtype.
     """
 
     outputs: Float[Tensor, "n C"]
@@ -61,10 +63,12 @@ def reconstruct(
 ) -> Reconstruction:
     """Evaluate the ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023).
 
-        f(x) = f_{w_0}(x) + sum_s sum_i K_s(x, x_i) alpha_{s,i} = f_{w_0}(x) + sum_s <Phi_s(x), sum_i J_s(x_i)^T alpha_{s,i}>
+        f(x) = f_{w_0}(x) + sum_s sum_i K_s(x, x_i) alpha_{s,i}
+             = f_{w_0}(x) + sum_s <Phi_s(x), sum_i J_s(x_i)^T alpha_{s,i}>
 
-    The training side of every step is recomputed from the training data; recorded weights only say where the gradients are taken.
-    Works for every head, loss and batch size. The certificate concerns the sum, not each kernel value.
+    The training side of every step is recomputed from the training data; recorded weights only say where the
+    gradients are taken. Works for every head, loss and batch size. The certificate concerns the sum, not each kernel
+    value.
 
     Args:
         trajectory: Training run with S steps.
@@ -143,7 +147,8 @@ def single_machine(
 
         f(x) = f_{w_0}(x) + sum_i K(x, x_i) a_i,   a_i = c_i q_i,   K with eta_s = eps_s
 
-    It needs coefficients that stay the same from step to step: cross entropy, the log-softmax head, every step on all points.
+    It needs coefficients that stay the same from step to step: cross entropy, the log-softmax head, every step on all
+    points.
 
     Args:
         trajectory: Training run.
@@ -156,6 +161,8 @@ def single_machine(
     Raises:
         TypeError, ValueError: As `gram_block`; also where the theorem does not hold, with the reason.
     """
+    check_inputs(trajectory, X)
+    check_rule(rule)
     coefficients = _constant_coefficients(trajectory, head, compute_dtype(trajectory, X)).to(X.device)
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
@@ -182,12 +189,13 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
     advice = "Use epk_gp.reconstruct: the ensemble over steps (Theorem 3.6) is exact there."
     if not isinstance(trajectory.loss, CrossEntropy):
         raise ValueError(
-            f"the single kernel machine needs a loss derivative that stays constant: that of {trajectory.loss} moves. {advice}"
+            "the single kernel machine needs a loss derivative that stays constant: "
+            f"that of {trajectory.loss} moves. {advice}"
         )
     if head != "log_softmax":
         raise ValueError(
-            'the single kernel machine needs head="log_softmax": with respect to the logits the loss derivative p - y moves. '
-            + advice
+            'the single kernel machine needs head="log_softmax": '
+            "with respect to the logits the loss derivative p - y moves. " + advice
         )
     every = torch.arange(trajectory.num_points)
     for step in trajectory.steps:
@@ -199,4 +207,3 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
     return sample_weight(trajectory.loss, trajectory.num_points) * soft_targets(
         trajectory.targets, trajectory.num_outputs, dtype
     )
-
