@@ -16,25 +16,36 @@ from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.kernels.copies import split_copy, test_copy, train_copy
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.machines.attribute import Attribution, attribute
+from epk_gp.machines.attribute import Attribution, GroupedAttribution, attribute, attribute_by
+from epk_gp.machines.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.machines.reconstruct import Reconstruction, SingleMachine, reconstruct, single_machine
+from epk_gp.recording.clipping import ClipNorm, ClipValue
 from epk_gp.recording.diagnosis import UnexplainedStepError
-from epk_gp.recording.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
+from epk_gp.recording.loading import load_trajectory
+from epk_gp.recording.losses import CrossEntropy, MeanSquaredError, NegativeLogLikelihood, PerSampleLoss
 from epk_gp.recording.networks import zero_final_layer
-from epk_gp.recording.recorder import Recorder, train
+from epk_gp.recording.optimizers import LinearStep, StepLaw
+from epk_gp.recording.recorder import Recorder
 from epk_gp.recording.store import Step
-from epk_gp.recording.trajectory import Trajectory, load_trajectory, network_outputs
+from epk_gp.recording.training import train
+from epk_gp.recording.trajectory import Trajectory, network_outputs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveRule",
     "Attribution",
+    "Axis",
+    "ClipNorm",
+    "ClipValue",
     "CrossEntropy",
     "EPKKernel",
+    "GroupedAttribution",
+    "LinearStep",
     "LogitGP",
     "LogitPosterior",
     "MeanSquaredError",
+    "NegativeLogLikelihood",
     "MultitaskFixedNoiseGaussianLikelihood",
     "PerSampleLoss",
     "Points",
@@ -44,10 +55,17 @@ __all__ = [
     "SingleMachine",
     "SoftmaxUncertainty",
     "Step",
+    "StepLaw",
     "Trajectory",
     "UnexplainedStepError",
     "adaptive",
     "attribute",
+    "attribute_by",
+    "by_label",
+    "by_layer",
+    "by_parameter",
+    "by_sample",
+    "by_step",
     "gauss_legendre",
     "gram_block",
     "gram_block_per_class",

@@ -148,23 +148,35 @@ DOOR = {
     "loss_name": ({"loss": "cross_entropy"}, TypeError, "loss must be epk_gp.CrossEntropy.*got 'cross_entropy'"),
     "loss_class": ({"loss": epk.CrossEntropy}, TypeError, "loss must be epk_gp.CrossEntropy"),
     "torch_loss_reduction": ({"loss": nn.MSELoss(reduction="none")}, ValueError, "reduction must be .* got 'none'"),
-    "torch_loss_weights": (
-        {"loss": nn.CrossEntropyLoss(weight=torch.ones(3))},
+    "class_weights_too_few": (
+        {"loss": nn.CrossEntropyLoss(weight=torch.ones(2))},
         ValueError,
-        "must have no class weights",
+        "one class weight per output: got 2 for 3 outputs",
     ),
-    "torch_loss_smoothing": ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, ValueError, "label smoothing"),
-    "torch_loss_other": ({"loss": nn.L1Loss()}, TypeError, "loss must be epk_gp.CrossEntropy.*got L1Loss"),
-    "loss_joined": (
-        {"loss": epk.PerSampleLoss(F.cross_entropy)},
+    "class_weight_negative": (
+        {"loss": epk.CrossEntropy(class_weights=(1.0, -1.0, 1.0))},
         ValueError,
-        r"one value per sample, shape .4,.: got shape \(\). Leave the reduction",
+        "class weights must be finite, not negative",
+    ),
+    "smoothing_too_large": ({"loss": epk.CrossEntropy(label_smoothing=1.5)}, ValueError, "must lie in .0, 1.: got 1.5"),
+    "loss_a_function": ({"loss": F.cross_entropy}, TypeError, "PerSampleLoss.f, reduction=.* around a function"),
+    "logits_as_log_probabilities": (
+        {"loss": nn.NLLLoss()},
+        ValueError,
+        "needs outputs that are log-probabilities: the exponentials of a row sum to .* End the network in LogSoftmax",
+    ),
+    "clip_no_clip": ({"clip": 1.0}, TypeError, "clip must be epk_gp.ClipNorm.* got 1.0"),
+    "clip_negative": ({"clip": epk.ClipNorm(-1.0)}, ValueError, "must be positive and finite: got -1.0"),
+    "loss_joined": (
+        {"loss": epk.PerSampleLoss(F.cross_entropy, "sum")},
+        ValueError,
+        "must be the sum of the samples' losses, as reduction='sum' states",
     ),
     "loss_a_number": ({"loss": epk.PerSampleLoss(lambda z, y: 1.0)}, ValueError, "one value per sample.*got float"),
     "loss_a_column": (
         {"loss": epk.PerSampleLoss(lambda z, y: z[:, :1])},
         ValueError,
-        r"one value per sample, shape .4,.: got shape .4, 1.",
+        r"one value per sample, shape .4,., or the batch.s joined loss, a scalar: got shape .4, 1.",
     ),
     # the optimizer
     "no_optimizer": ({"optimizer": lambda net: "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer: got str"),
@@ -172,15 +184,6 @@ DOOR = {
         {"optimizer": lambda net: sgd(mlp())},
         ValueError,
         "must train the network's parameters only",
-    ),
-    "two_learning_rates": (
-        {
-            "optimizer": lambda net: torch.optim.SGD(
-                [{"params": net[0].parameters(), "lr": 0.2}, {"params": net[2].parameters()}], lr=0.1
-            )
-        },
-        ValueError,
-        r"share one learning rate: got \[0.1, 0.2\]",
     ),
     "learning_rate_infinite": ({"optimizer": lambda net: sgd(net, INF)}, ValueError, "learning rate must be finite"),
     "learning_rate_nan": ({"optimizer": lambda net: sgd(net, NAN)}, ValueError, "learning rate must be finite"),

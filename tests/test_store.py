@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.recording.optimizers import FIELDS, Update, per_weight
 from epk_gp.recording.recorder import CHUNK_BYTES
 from epk_gp.recording.store import Step, create_run, read_data, read_header, read_journal, read_state, read_steps
+from epk_gp.recording.trajectory import StoredUpdates
 from loops import CASES, data, file_hashes, mlp, sgd, squares, trained
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"
@@ -406,7 +408,8 @@ def test_an_empty_folder_is_taken_and_a_missing_one_made(tmp_path):
 def test_nothing_is_written_for_a_run_that_is_refused_at_the_door(tmp_path, wrong):
     net, (X, y) = mlp(), data()
     X, y = (X * float("nan") if wrong == "data" else X), (y + 3 if wrong == "labels" else y)
-    optimizer = sgd(net, momentum=0.9 if wrong == "optimizer" else 0.0)
+    make = torch.optim.Adamax if wrong == "optimizer" else torch.optim.SGD
+    optimizer = make(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="must"):
         epk.train(net, X, y, optimizer=optimizer, steps=0 if wrong == "steps" else 1, path=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -418,7 +421,7 @@ def test_nothing_is_written_for_a_run_that_is_refused_at_the_door(tmp_path, wron
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    num_weights=st.integers(1, 30),
+    num_weights=st.integers(3, 30),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     lengths=st.lists(st.one_of(st.none(), st.integers(1, 5)), max_size=9),
     chunk_states=st.integers(1, 4),
@@ -429,12 +432,19 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, l
     generator = torch.Generator().manual_seed(len(lengths))
     states = [torch.randn(num_weights, generator=generator, dtype=dtype) for _ in range(len(lengths) + 1)]
     batches = [None if n is None else torch.randint(0, 1 << 40, (n,), generator=generator) for n in lengths]
-    steps = [Step(s, sizes[s], batch) for s, batch in enumerate(batches)]
+    weights = [None if batch is None or len(batch) % 2 else torch.rand(len(batch)).double() for batch in batches]
+    steps = [Step(s, sizes[s], batch, c) for s, (batch, c) in enumerate(zip(batches, weights, strict=True))]
+    shapes = [[num_weights - 1], [1]]
+    updates = [
+        Update(**{f: torch.rand(num_weights).to(dtype) if f in diagonal else torch.rand(2).double() for f in FIELDS})
+        for diagonal in ([("direct",), ("take", "keep"), ()][s % 3] for s in range(len(lengths)))
+    ]
     tensors = {"inputs": states[0], "labels": torch.arange(3), "scalar": torch.tensor(3.0)}
-    writer = create_run(path, {"names": ["w"]}, tensors)
+    writer = create_run(path, {"names": ["w"], "shapes": shapes}, tensors)
     for first in range(0, len(states), chunk_states):
         last = min(first + chunk_states, len(states))
-        writer.append_chunk(states[first:last], steps[max(first - 1, 0) : last - 1], f"digest {last}")
+        own = slice(max(first - 1, 0), last - 1)
+        writer.append_chunk(states[first:last], steps[own], updates[own], f"digest {last}")
 
     header = read_header(path)
     assert header["names"] == ["w"]
@@ -449,6 +459,15 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, l
     for found, written in zip(read, batches, strict=True):
         assert (found.batch is None) == (written is None)
         assert written is None or torch.equal(found.batch, written)
+    for found, written in zip(read, weights, strict=True):
+        assert (found.sample_weights is None) == (written is None)
+        assert written is None or torch.equal(found.sample_weights, written)
+    stored = StoredUpdates(path, tuple(chunks))
+    assert len(stored) == len(updates)
+    like = torch.zeros(num_weights, dtype=dtype)
+    for s, update in enumerate(updates):
+        for found, written in zip(stored[s], update, strict=True):
+            assert torch.equal(per_weight(found, writer.sizes, like), per_weight(written, writer.sizes, like))
     for chunk in chunks:
         for state in range(chunk.first, chunk.first + chunk.states):
             assert torch.equal(read_state(path, chunk, state), states[state])

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.recording.trajectory import digest_data, flat_weights, iterate_steps, skeleton_for
+from epk_gp.recording.trajectory import digest_data, flat_weights, skeleton_for
 from loops import CASES, by_hand, data, flat, mlp, sgd, trained
 
 
@@ -105,13 +105,6 @@ def test_a_trajectory_says_what_it_is_in_one_line(trajectory):
     assert "\n" not in text
     for part in ("7 steps", "51 weights", "10 training points", "(4,)", "3 outputs", "float64", trajectory.digest[:12]):
         assert part in text
-
-
-def test_steps_are_gone_through_in_order(trajectory, capsys):
-    assert [step.index for step in iterate_steps(trajectory)] == list(range(7))
-    assert capsys.readouterr().err == ""
-    list(iterate_steps(trajectory, progress=True, description="mine"))
-    assert "mine" in capsys.readouterr().err
 
 
 def test_the_data_digest_tells_values_shapes_types_and_sides_apart():

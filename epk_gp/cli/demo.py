@@ -23,7 +23,7 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.machines.attribute import attribute
 from epk_gp.machines.reconstruct import Reconstruction, reconstruct
 from epk_gp.recording.networks import Head, zero_final_layer
-from epk_gp.recording.recorder import train
+from epk_gp.recording.training import train
 from epk_gp.recording.trajectory import Trajectory, network_outputs
 
 

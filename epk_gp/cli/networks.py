@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from epk_gp.recording import store
+from epk_gp.recording.loading import load_trajectory
 from epk_gp.recording.networks import call, skeleton_of
-from epk_gp.recording.trajectory import Trajectory, load_trajectory
+from epk_gp.recording.trajectory import Trajectory
 
 _NOTE = "network.json"
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}

@@ -15,7 +15,7 @@ from epk_gp.cli.results import Stopwatch
 from epk_gp.recording import store
 from epk_gp.recording.losses import CrossEntropy, MeanSquaredError
 from epk_gp.recording.networks import zero_final_layer
-from epk_gp.recording.recorder import train
+from epk_gp.recording.training import train
 
 
 class LossName(StrEnum):

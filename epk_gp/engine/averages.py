@@ -5,14 +5,15 @@ of their own for layers whose input is fixed (average delta), whose delta is fix
 out (engine.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.engine.contractions import Tile
-from epk_gp.engine.features import Factors, Feature, Jacobian
+from epk_gp.engine.features import Factors, Feature, Jacobian, written_out
 
 F = TypeVar("F", Factors, Jacobian)
 
@@ -57,7 +58,7 @@ class StepIntegral:
         """Take in some evaluations; together they must cover [0, 1] once for every point."""
         for number, (feature, other) in enumerate(zip(node.features, self.right, strict=True)):
             if averageable(feature):
-                self._averages[number] = self._averaged(self._averages.get(number), feature, node)
+                self._averages[number] = averaged(self._averages.get(number), feature, node, self.num_points)
             elif node.points is None:
                 self.tile.add_layer(number, feature, other, self.eta * float(node.weights[0]), fixed_steps=False)
             else:
@@ -71,34 +72,66 @@ class StepIntegral:
         for number, average in self._averages.items():
             self.tile.add_layer(number, average, self.right[number], self.eta, fixed_steps=self.fixed_steps)
 
-    def _averaged(self, before: Feature | None, feature: Feature, node: Evaluations) -> Feature:
-        if isinstance(feature, Jacobian):
-            old = None if before is None else _as(Jacobian, before).values
-            return Jacobian(self._added(old, feature.values, node, 1))
-        earlier = None if before is None else _as(Factors, before)
-        if feature.fixed_input:
-            delta = self._added(None if earlier is None else earlier.delta, feature.delta, node, 1)
-            return replace(
-                feature, a=self._spread(None if earlier is None else earlier.a, feature.a, node), delta=delta
-            )
-        a = self._added(None if earlier is None else earlier.a, feature.a, node, 0)
-        same = feature.delta[:, :1].expand(-1, self.num_points, -1, -1)
-        return replace(feature, a=a, delta=same if earlier is None else earlier.delta)
 
-    def _added(self, total: Tensor | None, values: Tensor, node: Evaluations, dim: int) -> Tensor:
-        if node.points is None:
-            weight = float(node.weights[0])
-            return values * weight if total is None else total.add_(values, alpha=weight)
-        if total is None:
-            total = values.new_zeros(*values.shape[:dim], self.num_points, *values.shape[dim + 1 :])
-        scaled = values * node.weights.view(-1, *[1] * (values.ndim - dim - 1))
-        return total.index_add_(dim, node.points, scaled)
+def averaged(before: Feature | None, feature: Feature, node: Evaluations, num_points: int) -> Feature:
+    """Add a node's gradients of one averageable layer to those of the nodes before."""
+    if isinstance(feature, Jacobian):
+        old = None if before is None else _as(Jacobian, before).values
+        return Jacobian(_added(old, feature.values, node, 1, num_points))
+    earlier = None if before is None else _as(Factors, before)
+    if feature.fixed_input:
+        delta = _added(None if earlier is None else earlier.delta, feature.delta, node, 1, num_points)
+        a = _spread(None if earlier is None else earlier.a, feature.a, node, num_points)
+        return replace(feature, a=a, delta=delta)
+    a = _added(None if earlier is None else earlier.a, feature.a, node, 0, num_points)
+    same = feature.delta[:, :1].expand(-1, num_points, -1, -1)
+    return replace(feature, a=a, delta=same if earlier is None else earlier.delta)
 
-    def _spread(self, total: Tensor | None, a: Tensor, node: Evaluations) -> Tensor:
-        if node.points is None:
-            return a
-        total = a.new_zeros(self.num_points, *a.shape[1:]) if total is None else total
-        return total.index_copy_(0, node.points, a)
+
+def averaged_jacobian(
+    nodes: Iterable[Evaluations], num_points: int, layout: Int64[Tensor, " P"]
+) -> Float[Tensor, "K N P"]:
+    """Write the t-averaged gradients Phi of N points out, in the order of the flat weights.
+
+    Args:
+        nodes: Evaluations that cover [0, 1] once for every point.
+        num_points: N.
+        layout: Place in the flat weights of each entry of the features (`flat_layout`).
+    """
+    averages: dict[int, Feature] = {}
+    for node in nodes:
+        for number, feature in enumerate(node.features):
+            entry = feature if averageable(feature) else Jacobian(written_out(feature))
+            averages[number] = averaged(averages.get(number), entry, node, num_points)
+    return in_flat_order([averages[number] for number in sorted(averages)], layout)
+
+
+def in_flat_order(features: Sequence[Feature], layout: Int64[Tensor, " P"]) -> Float[Tensor, "K E P"]:
+    """Write features out in the order of the flat weights."""
+    rows = [written_out(feature) for feature in features]
+    out = rows[0].new_empty(*rows[0].shape[:2], len(layout))
+    first = 0
+    for row in rows:
+        out[:, :, layout[first : first + row.shape[2]]] = row
+        first += row.shape[2]
+    return out
+
+
+def _added(total: Tensor | None, values: Tensor, node: Evaluations, dim: int, num_points: int) -> Tensor:
+    if node.points is None:
+        weight = float(node.weights[0])
+        return values * weight if total is None else total.add_(values, alpha=weight)
+    if total is None:
+        total = values.new_zeros(*values.shape[:dim], num_points, *values.shape[dim + 1 :])
+    scaled = values * node.weights.view(-1, *[1] * (values.ndim - dim - 1))
+    return total.index_add_(dim, node.points, scaled)
+
+
+def _spread(total: Tensor | None, a: Tensor, node: Evaluations, num_points: int) -> Tensor:
+    if node.points is None:
+        return a
+    total = a.new_zeros(num_points, *a.shape[1:]) if total is None else total
+    return total.index_copy_(0, node.points, a)
 
 
 def _as(kind: type[F], feature: Feature) -> F:

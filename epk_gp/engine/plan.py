@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.engine.modes import LayerCall
+from epk_gp.recording.networks import Skeleton
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,25 @@ class Plan:
     mapped: bool
     map_chunk: int
     elements: int
+
+
+def flat_layout(skeleton: Skeleton, plan: Plan, *, dense: bool) -> Int64[Tensor, " P"]:
+    """Find the place in the flat weights of each entry of written-out features, in their order.
+
+    Args:
+        skeleton: The network.
+        plan: How its weights are used.
+        dense: The features are one Jacobian of all weights (`Form.dense`).
+    """
+    places = dict(zip(skeleton.names, torch.arange(skeleton.num_weights).split(list(skeleton.sizes)), strict=True))
+    if dense:
+        return torch.arange(skeleton.num_weights)
+    shapes = dict(zip(skeleton.names, skeleton.shapes, strict=True))
+    rows = []
+    for name, bias in plan.biases.items():
+        weight = places[name].view(shapes[name][0], -1)
+        rows.append((weight if bias is None else torch.cat([weight, places[bias][:, None]], dim=1)).flatten())
+    return torch.cat([*rows, *(places[name] for name in plan.dense)])
 
 
 def grads_of_calls(

@@ -1,32 +1,20 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from epk_gp.engine.adaptive import integrate
-from epk_gp.engine.averages import Evaluations, StepIntegral
-from epk_gp.engine.contractions import empty_tile
-from epk_gp.engine.features import Cotangents, Form, Place, feature_bytes, gradients, head_cotangents
 from epk_gp.engine.gram import MEMORY_BUDGET
-from epk_gp.engine.line import Line
-from epk_gp.engine.plan import Plan
-from epk_gp.engine.probe import plan_for
-from epk_gp.engine.quadrature import AdaptiveRule, Rule, adaptive, check_rule
-from epk_gp.machines.directions import batch_of, training_direction
-from epk_gp.recording.losses import loss_derivatives, sample_weight
-from epk_gp.recording.networks import Head, Skeleton, check_head
-from epk_gp.recording.store import Step
-from epk_gp.recording.trajectory import (
-    Trajectory,
-    check_inputs,
-    flat_weights,
-    network_outputs,
-    skeleton_for,
-)
+from epk_gp.engine.quadrature import Rule, adaptive
+from epk_gp.machines.adjoints import Certificate, Decay, Terms, accumulate
+from epk_gp.machines.axes import Axis, by_sample, check_axes
+from epk_gp.machines.plain import accumulate_plain, is_plain
+from epk_gp.machines.query import Query, make_query, pick_classes
+from epk_gp.recording.networks import Head
+from epk_gp.recording.trajectory import Trajectory, network_outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +24,7 @@ class Attribution:
     Attributes:
         initial: f at the initial weights, (n, C).
         samples: Contribution of each training point, (n, C, M).
-        decay: Contribution of weight decay, (n, C); zero for plain gradient descent.
+        decay: Contribution of weight decay, coupled or decoupled, (n, C).
         network: What the trained network says, (n, C).
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
@@ -60,27 +48,65 @@ class Attribution:
         return float((self.total - self.network).abs().max())
 
 
+@dataclass(frozen=True, eq=False)
+class GroupedAttribution:
+    """The terms of a prediction, split along chosen axes; they sum to the network's output.
+
+    Attributes:
+        initial: f at the initial weights, (n, C).
+        values: Contributions of the training data, (n, C, G_1, G_2, ...) over the axes' groups, in their order.
+        decay: Contribution of weight decay, split likewise; axes of training samples have length 1.
+        network: What the trained network says, (n, C).
+        axes: The axes.
+        max_residual: Largest quadrature residual of a (point, step).
+        evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
+    """
+
+    initial: Float[Tensor, "n C"]
+    values: Float[Tensor, "n C *groups"]
+    decay: Float[Tensor, "n C *ones"]
+    network: Float[Tensor, "n C"]
+    axes: tuple[Axis, ...]
+    max_residual: float
+    evaluations: float
+
+    @property
+    def total(self) -> Float[Tensor, "n C"]:
+        """Sum of all terms."""
+        n, C = self.initial.shape
+        return self.initial + self.values.reshape(n, C, -1).sum(dim=2) + self.decay.reshape(n, C, -1).sum(dim=2)
+
+    @property
+    def max_error(self) -> float:
+        """Largest |total - network|."""
+        return float((self.total - self.network).abs().max())
+
+
 def attribute(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
     *,
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    classes: Int64[Tensor, " n"] | None = None,
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Attribution:
-    """Split predictions into exact contributions of the training points (Theorem 3.6, Bell et al. 2023).
+    """Split predictions into exact contributions of the training points.
 
-        samples[n, :, i] = sum_s K_s(x_n, x_i) alpha_{s,i} = -sum_s eps_s c_{s,i} Phi_s(x_n) grad_w loss_i(w_s)
+        samples[n, :, i] = -sum_r c_{r,i} <Psi_r(x_n), grad_w loss_i(w_r)>,   Psi_r = sum_{s >= r} A_{s,r}^T Phi_s
 
-    One loss gradient per training point and step is needed, not C output gradients. Contributions sum to the
-    prediction; they are not the effects of leaving points out.
+    Theorem 3.6 of Bell et al. (2023) for gradient descent; theory, section 4, for momentum and recorded diagonal
+    preconditioners, whose own dependence on the data is held as recorded and not attributed. One loss gradient per
+    training point and step is needed, not C output gradients. Contributions sum to the prediction; they are not the
+    effects of leaving points out.
 
     Args:
         trajectory: Training run with S steps on M points.
         X: n inputs, taken as test copies.
         head: Whether f is the logits or their log-softmax.
         rule: How each step's integral is taken.
+        classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
         memory_budget: Bytes for everything but the inputs and the result.
         progress: Show a progress bar.
 
@@ -88,109 +114,114 @@ def attribute(
         All terms, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule.
+        TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule; classes out of range.
     """
-    check_inputs(trajectory, X)
-    check_head(head, trajectory.num_outputs)
-    check_rule(rule)
-    initial = network_outputs(trajectory, X, state=0, head=head)
-    samples = initial.new_zeros(*initial.shape, trajectory.num_points)
-    skeleton, plan = skeleton_for(trajectory, initial.dtype, X.device), plan_for(trajectory, X)
-    form = Form(
-        pairs=trajectory.num_outputs,
-        products=4 if isinstance(rule, AdaptiveRule) else len(rule),
-        fixed_head=head == "logits",
-        dense=not plan.on_line,
-    )
-    largest, evaluations = 0.0, 0.0
-    for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
-        w = flat_weights(trajectory, step.index, X)
-        line = Line(skeleton, plan, w, training_direction(trajectory, step, skeleton, w), head)
-        for rows in torch.arange(len(X), device=X.device).split(_panel(trajectory, plan, form, initial, memory_budget)):
-            integral = integrate(line, X[rows], rule, trajectory.num_steps)
-            nodes = _evaluated(line, X[rows], form, integral.point, integral.t, integral.weight)
-            _add_step(trajectory, step, line, form, nodes, samples, rows, memory_budget)
-            largest = max(largest, float(integral.residual.max()))
-            evaluations += float(integral.evaluations.sum())
+    query = make_query(trajectory, X, head, rule, classes, memory_budget)
+    parts = _split(query, (by_sample(trajectory),), progress)
     return Attribution(
-        initial=initial,
-        samples=samples,
-        decay=torch.zeros_like(initial),
-        network=network_outputs(trajectory, X, state=-1, head=head),
-        max_residual=largest,
-        evaluations=evaluations / (len(X) * trajectory.num_steps),
+        initial=parts.initial,
+        samples=parts.values,
+        decay=parts.decay.squeeze(2),
+        network=parts.network,
+        max_residual=parts.max_residual,
+        evaluations=parts.evaluations,
     )
 
 
-def _evaluated(line: Line, X: Tensor, form: Form, point: Tensor, t: Tensor, weight: Tensor) -> list[Evaluations]:
-    """Compute output gradients at every point's own nodes."""
-    found = []
-    for part in torch.arange(len(point), device=X.device).split(max(1, len(X))):
-        place = Place(line.w, line.d, t[part])
-        rows = X[point[part]]
-        features = gradients(
-            line.skeleton, line.plan, place, rows, head_cotangents(line.head), form, fixed_seed=line.head == "logits"
-        )
-        found.append(Evaluations(features, weight[part], point[part]))
-    return found
-
-
-def _add_step(
+def attribute_by(
     trajectory: Trajectory,
-    step: Step,
-    line: Line,
-    form: Form,
-    nodes: list[Evaluations],
-    samples: Tensor,
-    rows: Tensor,
-    memory_budget: int,
-) -> None:
-    """Contract the averaged output gradients with each batch member's loss gradient."""
-    X, y = batch_of(trajectory, step, samples)
-    columns = torch.arange(len(X)) if step.batch is None else step.batch
-    columns = columns.to(samples.device)
-    eta = -step.size * sample_weight(trajectory.loss, len(X))
-    C, n = samples.shape[1], len(rows)
-    block = _panel(trajectory, line.plan, form, samples, memory_budget)
-    block = max(1, min(block, memory_budget // (4 * samples.element_size() * C * n)))
-    for part in torch.arange(len(X), device=samples.device).split(block):
-        right = gradients(
-            line.skeleton,
-            line.plan,
-            Place(line.w),
-            X[part],
-            _loss_cotangents(trajectory, y[part]),
-            form,
-            fixed_seed=False,
-        )
-        tile = empty_tile(C, n, 1, len(part), samples, per_class=False)
-        integral = StepIntegral(tile, n, right, eta, fixed_steps=False)
-        for node in nodes:
-            integral.take(node)
-        integral.close()
-        contributions = tile.finished()[:, :, 0].transpose(0, 1)
-        if len(rows) == len(samples):
-            samples.index_add_(2, columns[part], contributions)
+    X: Shaped[Tensor, "n ..."],
+    by: Sequence[Axis],
+    *,
+    head: Head = "log_softmax",
+    rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    classes: Int64[Tensor, " n"] | None = None,
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> GroupedAttribution:
+    """Split predictions into exact contributions along any axes: samples, labels, steps, layers, parameters.
+
+    Only the result that is asked for is ever held, not sample x step x parameter x output.
+
+    Args:
+        trajectory: Training run.
+        X: n inputs, taken as test copies.
+        by: `by_sample(trajectory)`, `by_label`, `by_step`, `by_layer`, `by_parameter`, or axes of one's own. Axes of
+            the same kind are combined: a term counts where all its groups meet.
+        head: Whether f is the logits or their log-softmax.
+        rule: How each step's integral is taken.
+        classes: One output per input; C is then 1 in the result.
+        memory_budget: Bytes for everything but the inputs and the result.
+        progress: Show a progress bar.
+
+    Raises:
+        TypeError, ValueError: As `attribute`; also axes that are not of this run.
+    """
+    check_axes(trajectory, by)
+    return _split(make_query(trajectory, X, head, rule, classes, memory_budget), tuple(by), progress)
+
+
+class _Collector:
+    """Sums terms into the result. Combined axes of one kind are flattened to one index until the end."""
+
+    def __init__(self, query: Query, axes: tuple[Axis, ...], like: Tensor) -> None:
+        self.axes = axes
+        trajectory = query.trajectory
+        counts = {"step": trajectory.num_steps, "sample": trajectory.num_points}
+        self.index, self.sizes = {}, {}
+        for kind, count in (*counts.items(), ("parameter", len(trajectory.skeleton.names))):
+            own = [axis for axis in axes if axis.kind == kind]
+            index = torch.zeros(count, dtype=torch.int64)
+            for axis in own:
+                index = index * len(axis.names) + axis.group.cpu()
+            self.index[kind], self.sizes[kind] = index, [len(axis.names) for axis in own]
+        T, U, G = (torch.Size(self.sizes[kind]).numel() for kind in ("step", "sample", "parameter"))
+        self.values = like.new_zeros(*like.shape, T, U, G)
+        self.decay = like.new_zeros(*like.shape, T, G)
+        self.group_of_sample = self.index["sample"].to(like.device)
+
+    def take(self, term: Terms | Decay) -> None:
+        """Add one term."""
+        t = int(self.index["step"][term.step])
+        groups = term.values.shape[-1]
+        if isinstance(term, Decay):
+            self.decay[term.rows, :, t, :groups] += term.values
+            return
+        index = self.group_of_sample[term.samples]
+        if len(term.rows) == len(self.values):
+            self.values[:, :, t, :, :groups].index_add_(2, index, term.values)
         else:
-            samples[rows] = samples[rows].index_add_(2, columns[part], contributions)
+            part = self.values[term.rows, :, t, :, :groups]
+            self.values[term.rows, :, t, :, :groups] = part.index_add_(2, index, term.values)
+
+    def result(self, tensor: Tensor, kinds: tuple[str, ...]) -> Tensor:
+        """Unflatten the kinds and bring the axes into their order; kinds that are left out get length 1."""
+        shape = [size for kind in kinds for size in self.sizes[kind]]
+        tensor = tensor.reshape(*tensor.shape[:2], *shape)
+        held = [number for kind in kinds for number, axis in enumerate(self.axes) if axis.kind == kind]
+        order = [2 + held.index(number) for number in range(len(self.axes)) if number in held]
+        tensor = tensor.permute(0, 1, *order)
+        for number in range(len(self.axes)):
+            if number not in held:
+                tensor = tensor.unsqueeze(2 + number)
+        return tensor
 
 
-def _loss_cotangents(trajectory: Trajectory, y: Tensor) -> Cotangents:
-    def rows(z: Tensor) -> Tensor:
-        return loss_derivatives(trajectory.loss, z, y)[None]
-
-    return rows
-
-
-def _panel(trajectory: Trajectory, plan: Plan, form: Form, like: Tensor, memory_budget: int) -> int:
-    """Choose how many points are taken at a time, from the memory budget."""
-    key = ("attribution bytes", form, like.dtype, like.device)
-    if key not in trajectory.memo:
-        skeleton: Skeleton = skeleton_for(trajectory, like.dtype, like.device)
-        X = trajectory.inputs[:1].to(like.device)
-        X = X.to(like.dtype) if X.is_floating_point() else X
-        place = Place(flat_weights(trajectory, 0, X))
-        features = gradients(skeleton, plan, place, X, head_cotangents("logits"), form, fixed_seed=True)
-        trajectory.memo[key] = feature_bytes(features)
-    per_point = (trajectory.num_outputs + 3) * plan.elements * like.element_size() + 12 * int(trajectory.memo[key])
-    return max(1, memory_budget // (4 * per_point))
+def _split(query: Query, axes: tuple[Axis, ...], progress: bool) -> GroupedAttribution:
+    trajectory, X, head = query.trajectory, query.X, query.head
+    initial = pick_classes(query, network_outputs(trajectory, X, state=0, head=head))
+    collector = _Collector(query, axes, initial)
+    certificate: Certificate
+    if is_plain(trajectory) and not collector.sizes["parameter"]:
+        certificate = accumulate_plain(query, collector.take, progress=progress)
+    else:
+        certificate = accumulate(query, collector.index["parameter"], collector.take, progress=progress)
+    return GroupedAttribution(
+        initial=initial,
+        values=collector.result(collector.values, ("step", "sample", "parameter")),
+        decay=collector.result(collector.decay, ("step", "parameter")),
+        network=pick_classes(query, network_outputs(trajectory, X, state=-1, head=head)),
+        axes=axes,
+        max_residual=certificate.max_residual,
+        evaluations=certificate.evaluations,
+    )

@@ -1,5 +1,8 @@
-"""The training side of a step: what the training data say the step is."""
+"""The training side of every step: what the training data and the step law say the step is."""
 
+from collections.abc import Iterable, Iterator
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -7,22 +10,24 @@ from epk_gp.recording.diagnosis import batch_gradient
 from epk_gp.recording.networks import Skeleton
 from epk_gp.recording.optimizers import predict_step
 from epk_gp.recording.store import Step
-from epk_gp.recording.trajectory import Trajectory
+from epk_gp.recording.trajectory import Trajectory, batch_of, flat_weights
 
 
-def batch_of(trajectory: Trajectory, step: Step, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Give a step's inputs and targets in the dtype and on the device of `like`."""
-    X, y = trajectory.inputs, trajectory.targets
-    if step.batch is not None:
-        rows = step.batch.to(X.device)
-        X, y = X[rows], y[rows]
-    X = X.to(device=like.device, dtype=like.dtype) if X.is_floating_point() else X.to(like.device)
-    return X, y.to(like.device)
+def training_directions(
+    trajectory: Trajectory, skeleton: Skeleton, like: Tensor, steps: Iterable[Step]
+) -> Iterator[tuple[Step, Float[Tensor, " P"], Float[Tensor, " P"]]]:
+    """Replay the run: each step with its weights w_s and its direction, recomputed from the training gradients.
 
-
-def training_direction(
-    trajectory: Trajectory, step: Step, skeleton: Skeleton, w: Float[Tensor, " P"]
-) -> Float[Tensor, " P"]:
-    """Compute sum_i J_s(x_i)^T alpha_{s,i} from the step's batch: the step, up to rounding."""
-    X, y = batch_of(trajectory, step, w)
-    return predict_step(trajectory.law, batch_gradient(skeleton, w, X, y, trajectory.loss), step.size)
+    Args:
+        trajectory: The run.
+        skeleton: Its network in the computation's dtype.
+        like: Gives dtype and device.
+        steps: All steps, in order: momentum is carried from one to the next.
+    """
+    momentum = torch.zeros_like(flat_weights(trajectory, 0, like))
+    for step in steps:
+        w = flat_weights(trajectory, step.index, like)
+        X, y, c = batch_of(trajectory, step, w)
+        g = batch_gradient(skeleton, w, X, y, trajectory.loss, c)
+        d, momentum = predict_step(trajectory.updates[step.index], skeleton.sizes, w, g, momentum)
+        yield step, w, d

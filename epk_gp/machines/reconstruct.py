@@ -12,8 +12,9 @@ from epk_gp.engine.gram import MEMORY_BUDGET, Points, gram_block
 from epk_gp.engine.line import Line
 from epk_gp.engine.probe import plan_for
 from epk_gp.engine.quadrature import Rule, adaptive, check_rule
-from epk_gp.machines.directions import training_direction
-from epk_gp.recording.losses import CrossEntropy, sample_weight, soft_targets
+from epk_gp.machines.directions import training_directions
+from epk_gp.machines.plain import is_plain
+from epk_gp.recording.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
 from epk_gp.recording.networks import Head, check_head
 from epk_gp.recording.trajectory import (
     Trajectory,
@@ -93,9 +94,9 @@ def reconstruct(
     total = torch.zeros_like(initial, dtype=torch.float64)
     residuals = torch.zeros_like(total[:, 0])
     largest, evaluations, mismatch = 0.0, 0.0, 0.0
-    for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
-        w, end = (flat_weights(trajectory, s, X) for s in (step.index, step.index + 1))
-        d = training_direction(trajectory, step, skeleton, w)
+    steps = tqdm(trajectory.steps, desc="steps", disable=not progress)
+    for step, w, d in training_directions(trajectory, skeleton, X, steps):
+        end = flat_weights(trajectory, step.index + 1, X)
         integral = integrate(Line(skeleton, plan, w, d, head), X, rule, trajectory.num_steps)
         total += integral.total
         residuals += integral.residual
@@ -187,12 +188,13 @@ def single_machine(
 
 def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtype) -> Float[Tensor, "M C"]:
     advice = "Use epk_gp.reconstruct: the ensemble over steps (Theorem 3.6) is exact there."
-    if not isinstance(trajectory.loss, CrossEntropy):
+    loss = trajectory.loss
+    if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
         raise ValueError(
             "the single kernel machine needs a loss derivative that stays constant: "
             f"that of {trajectory.loss} moves. {advice}"
         )
-    if head != "log_softmax":
+    if head != "log_softmax" and isinstance(loss, CrossEntropy):
         raise ValueError(
             'the single kernel machine needs head="log_softmax": '
             "with respect to the logits the loss derivative p - y moves. " + advice
@@ -204,6 +206,17 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
                 "the single kernel machine needs every step to use all training points: "
                 f"step {step.index} used a batch of {len(step.batch)} of {trajectory.num_points}. {advice}"
             )
-    return sample_weight(trajectory.loss, trajectory.num_points) * soft_targets(
-        trajectory.targets, trajectory.num_outputs, dtype
-    )
+        u = trajectory.updates[step.index]
+        if (
+            not is_plain(trajectory)
+            or float(u.direct[0] * u.gradient[0]) != step.size
+            or step.sample_weights is not None
+        ):
+            raise ValueError(
+                "the single kernel machine needs steps of plain gradient descent on the loss itself: "
+                f"step {step.index} of {trajectory.law} has momentum, decay, clipping, accumulated batches or "
+                f"preconditioned gradients. {advice}"
+            )
+    like = trajectory.inputs.new_zeros(0, trajectory.num_outputs, dtype=dtype)
+    q = soft_targets(loss, trajectory.targets, like)
+    return sample_weights(loss, trajectory.targets).to(q)[:, None] * q

@@ -1,19 +1,25 @@
 """Why a recorded step is not what the step law predicts: the causes that can be told apart."""
 
+import copy
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from epk_gp.recording.losses import (
     CrossEntropy,
     Loss,
     MeanSquaredError,
+    NegativeLogLikelihood,
     check_targets,
     per_sample_losses,
-    sample_weight,
+    sample_weights,
     soft_targets,
 )
-from epk_gp.recording.networks import Skeleton, call, flatten, unflatten
+from epk_gp.recording.networks import Skeleton, call, unflatten
+
+_LOST = 32  # how many times worse than our own float32 gradient the optimizer's may be
 
 
 class UnexplainedStepError(ValueError):
@@ -21,17 +27,23 @@ class UnexplainedStepError(ValueError):
 
 
 def batch_gradient(
-    skeleton: Skeleton, w: Float[Tensor, " P"], X: Tensor, y: Tensor, loss: Loss, *, block_elements: int = 1 << 22
+    skeleton: Skeleton,
+    w: Float[Tensor, " P"],
+    X: Shaped[Tensor, "B ..."],
+    y: Shaped[Tensor, "B ..."],
+    loss: Loss,
+    c: Float[Tensor, " B"],
+    *,
+    block_elements: int = 1 << 22,
 ) -> Float[Tensor, " P"]:
-    """Compute the gradient of a batch's joined loss at weights w, in blocks of bounded size."""
+    """Compute sum_i c_i grad loss_i at weights w, in blocks of bounded size."""
     weights = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, w).items()}
     leaves = [weights[name] for name in skeleton.names]
     rows = max(1, block_elements // max(1, X[0].numel()))
-    c = sample_weight(loss, X.shape[0])
     total = torch.zeros_like(w)
     with torch.enable_grad():
-        for X_block, y_block in zip(X.split(rows), y.split(rows), strict=True):
-            value = c * per_sample_losses(loss, call(skeleton, weights, X_block), y_block).sum()
+        for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(w).split(rows), strict=True):
+            value = c_block @ per_sample_losses(loss, call(skeleton, weights, X_block), y_block)
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             total += torch.cat(
                 [
@@ -42,54 +54,85 @@ def batch_gradient(
     return total
 
 
-def explain_mismatch(
-    net: nn.Module,
-    skeleton: Skeleton,
-    start: Tensor,
-    gradient: Tensor,
-    X: Tensor,
-    y: Tensor,
-    loss: Loss,
-) -> str:
-    """Name the likeliest reason why a step from `start` is not along the given gradient.
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """One step as it was, beside what was stated of it.
 
-    Args:
-        net: The user's network, whose `.grad` fields are those that the optimizer has just used.
-        skeleton: The recorded structure.
+    Attributes:
         start: Weights before the step, (P,).
-        gradient: Gradient of the stated loss on the stated batch at `start`, (P,).
+        used: The gradient that the optimizer used, (P,).
+        gradient: Gradient of the stated loss on the stated batch at `start`, (P,), not clipped.
+        clipped: The same after the stated clipping, (P,).
         X: The stated batch.
         y: Its targets.
+        c: The weights of its samples, (B,).
         loss: The stated loss.
+    """
+
+    start: Float[Tensor, " P"]
+    used: Float[Tensor, " P"]
+    gradient: Float[Tensor, " P"]
+    clipped: Float[Tensor, " P"]
+    X: Shaped[Tensor, "B ..."]
+    y: Shaped[Tensor, "B ..."]
+    c: Float[Tensor, " B"]
+    loss: Loss
+
+
+def explain_mismatch(net: nn.Module, skeleton: Skeleton, replay: Replay) -> str:
+    """Name the likeliest reason why a step is not the stated one.
+
+    Args:
+        net: The user's network, as it is right after the step.
+        skeleton: The recorded structure.
+        replay: The step.
 
     Returns:
         A sentence without a full stop.
     """
-    parameters = dict(net.named_parameters())
-    gradients = {name: parameters[name].grad for name in skeleton.names}
-    used = flatten(
-        skeleton, {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in gradients.items()}
-    )
+    used, gradient, loss = replay.used, replay.gradient, replay.loss
     if not torch.isfinite(used).all():
         return "the gradient holds NaN or infinity: training diverged"
-    if _alike(used, gradient):
+    if alike(used, replay.clipped):
         return (
-            "the gradient is that of the stated loss, but the weights did not move by -lr times it: another optimizer "
-            "or option is at work, or the weights or the learning rate were changed between batch() and the step"
+            "the gradient is that of the stated loss, but the weights did not move as the optimizer's step law says: "
+            "another optimizer or option is at work, or the weights or options were changed between batch() and the "
+            "step"
         )
-    random = _forward_cause(net, skeleton, start, X)
+    random = _forward_cause(net, skeleton, replay.start, replay.X)
     if random is not None:
         return random
+    if alike(used, gradient):
+        return "the gradient is that of the stated loss before clipping: it was not clipped as the recorder was told"
     ratio = float(used @ gradient / (gradient @ gradient)) if gradient.any() else 0.0
-    if ratio and _alike(used, ratio * gradient):
-        return _ratio_cause(ratio, len(X), loss, outputs_per_sample=_num_outputs(skeleton, start, X))
-    other = _other_loss(skeleton, start, used, X, y, loss)
+    if ratio and alike(used, ratio * gradient):
+        return _ratio_cause(ratio, len(replay.X), loss, _num_outputs(skeleton, replay.start, replay.X))
+    bound = float(used.abs().max())
+    if alike(used, gradient.clamp(-bound, bound)):
+        return (
+            f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, "
+            "clip=epk_gp.ClipValue(...), or leave it out"
+        )
+    other = _other_loss(skeleton, replay)
     if other is not None:
         return f"the gradient is that of {other}, not of the stated {loss}"
     return (
         "the gradient is not that of the stated loss on X[batch], y[batch]: other indices than those given, augmented "
-        "inputs, another loss, gradients left over from an earlier backward(), or clipping by value"
+        "inputs, another loss, gradients left over from an earlier backward() or of another batch"
     )
+
+
+def explained(skeleton: Skeleton, replay: Replay) -> bool:
+    """Whether the optimizer's gradient is the stated one, up to what its dtype can lose by cancellation."""
+    if alike(replay.used, replay.clipped):
+        return True
+    if replay.start.dtype == torch.float64:
+        return False
+    wide = Skeleton(copy.deepcopy(skeleton.module).double(), skeleton.names, skeleton.shapes)
+    X = replay.X.double() if replay.X.is_floating_point() else replay.X
+    exact = batch_gradient(wide, replay.start.double(), X, replay.y, replay.loss, replay.c)
+    lost = (replay.gradient - exact).abs().max()
+    return bool((replay.used - replay.clipped).abs().max() <= _LOST * lost)
 
 
 def step_tolerance(start: Tensor, predicted: Tensor) -> float:
@@ -102,7 +145,8 @@ def _rounding(w: Tensor) -> float:
     return float(4 * torch.finfo(w.dtype).eps * w.abs().max())
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two gradients are the same up to rounding."""
     return bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max())
 
 
@@ -118,7 +162,7 @@ def _forward_cause(net: nn.Module, skeleton: Skeleton, start: Tensor, X: Tensor)
         return "the network in training mode returns something else than one tensor: put it in evaluation mode"
     if not torch.equal(outputs[0], outputs[1]):
         return "the network's forward pass is random (dropout, or noise of its own): put it in evaluation mode"
-    if not _alike(outputs[0], expected):
+    if not alike(outputs[0], expected):
         return (
             "the network in training mode differs from the network in evaluation mode (batch statistics, or a buffer "
             "that changed): freeze it before recording"
@@ -131,25 +175,40 @@ def _num_outputs(skeleton: Skeleton, start: Tensor, X: Tensor) -> int:
         return call(skeleton, unflatten(skeleton, start), X[:1]).shape[1]
 
 
-def _ratio_cause(ratio: float, batch_size: int, loss: Loss, *, outputs_per_sample: int) -> str:
-    count = batch_size * (outputs_per_sample if isinstance(loss, MeanSquaredError) else 1)
+def _ratio_cause(ratio: float, batch_size: int, loss: Loss, num_outputs: int) -> str:
+    count = batch_size * (num_outputs if isinstance(loss, MeanSquaredError) else 1)
     if abs(ratio * count - 1) < 1e-3 and loss.reduction == "sum":
         return f"the gradient is 1/{count} of the stated loss's: the loss was reduced by 'mean', not 'sum'"
     if abs(ratio / count - 1) < 1e-3 and loss.reduction == "mean":
         return f"the gradient is {count} times the stated loss's: the loss was reduced by 'sum', not 'mean'"
-    kind = "clipped or scaled down" if abs(ratio) < 1 else "scaled up, or accumulated over several backward() calls"
-    return f"the gradient is {ratio:.6g} times that of the stated loss: it was {kind}"
+    told = f"the gradient is {ratio:.6g} times that of the stated loss"
+    if abs(ratio) < 1:
+        return (
+            f"{told}: it was clipped or scaled down (tell the recorder: clip=epk_gp.ClipNorm(...), or "
+            "recorder.batch(indices, weight=...) for a scaled loss)"
+        )
+    return (
+        f"{told}: it was scaled up, or accumulated over several backward() calls (call recorder.batch() for each of "
+        "their batches, with its weight)"
+    )
 
 
-def _other_loss(skeleton: Skeleton, start: Tensor, used: Tensor, X: Tensor, y: Tensor, stated: Loss) -> str | None:
-    C = _num_outputs(skeleton, start, X)
+def _other_loss(skeleton: Skeleton, replay: Replay) -> str | None:
+    stated, y = replay.loss, replay.y
+    C = _num_outputs(skeleton, replay.start, replay.X)
     labels = isinstance(stated, CrossEntropy) and not y.is_floating_point()
-    for candidate in (CrossEntropy("mean"), CrossEntropy("sum"), MeanSquaredError("mean"), MeanSquaredError("sum")):
-        targets = soft_targets(y, C, start.dtype) if labels and isinstance(candidate, MeanSquaredError) else y
+    kinds = (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
+    candidates: list[Loss] = [kind(reduction) for kind in kinds for reduction in ("mean", "sum")]
+    for candidate in candidates:
+        targets = y
+        if labels and isinstance(candidate, MeanSquaredError):
+            targets = soft_targets(CrossEntropy(), y, replay.start.new_empty(0, C))
         try:
-            check_targets(candidate, targets, len(X), C)
+            check_targets(candidate, targets, len(replay.X), C)
         except (TypeError, ValueError):
             continue
-        if candidate != stated and _alike(used, batch_gradient(skeleton, start, X, targets, candidate)):
+        c = sample_weights(candidate, targets)
+        found = batch_gradient(skeleton, replay.start, replay.X, targets, candidate, c)
+        if candidate != stated and alike(replay.used, found):
             return str(candidate)
     return None

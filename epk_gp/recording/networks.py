@@ -32,7 +32,12 @@ class Skeleton:
     @property
     def num_weights(self) -> int:
         """Number P of trained weights."""
-        return sum(shape.numel() for shape in self.shapes)
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of weights of each parameter."""
+        return tuple(shape.numel() for shape in self.shapes)
 
 
 def skeleton_of(net: nn.Module, names: tuple[str, ...] | None = None) -> Skeleton:

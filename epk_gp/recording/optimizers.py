@@ -1,63 +1,262 @@
-"""Step laws: how a step follows from the batch gradient."""
+"""Step laws: how an optimizer's step follows from the batch gradient, as recorded numbers.
 
-from dataclasses import dataclass
+A law is covered exactly if its step is linear in the gradients seen so far, the numbers in front of them being held as
+recorded (theory, section 4). With g the batch gradient, w the weights and m a momentum buffer, every such step is
+
+    h    = gradient * g + decay * w
+    m'   = keep * m + take * h
+    step = -(momentum * m' + direct * h) - shrink * w
+
+with one number per parameter, or one per weight (a diagonal preconditioner).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+
+Number = float | Tensor
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class GradientDescent:
-    """Plain (stochastic) gradient descent: w_{s+1} = w_s - size * gradient."""
+class LinearStep:
+    """The numbers of one step of one parameter; each a float, or a tensor of the parameter's shape.
 
-    name: str = "gradient_descent"
+    Attributes:
+        direct: Factor of h in the step (the learning rate of plain gradient descent).
+        momentum: Factor of the new buffer in the step.
+        keep: Factor of the old buffer in the new one.
+        take: Factor of h in the new buffer.
+        gradient: Factor of the gradient in h: -1 where the loss is maximised.
+        decay: Factor of the weights in h (coupled weight decay).
+        shrink: Factor of the weights in the step (decoupled weight decay, times the learning rate).
+    """
+
+    direct: Number = 0.0
+    momentum: Number = 0.0
+    keep: Number = 0.0
+    take: Number = 0.0
+    gradient: Number = 1.0
+    decay: Number = 0.0
+    shrink: Number = 0.0
 
 
-Law = GradientDescent
+SKIPPED = LinearStep(keep=1.0, gradient=0.0)  # what torch does with a parameter that has no gradient: nothing
+FIELDS = tuple(field.name for field in fields(LinearStep))
+
+Coefficients = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any], bool], LinearStep]
 
 
-def predict_step(law: Law, gradient: Float[Tensor, " P"], size: float) -> Float[Tensor, " P"]:
-    """Predict w_{s+1} - w_s from the gradient of the batch's loss at w_s."""
-    return -size * gradient
+@dataclass(frozen=True)
+class StepLaw:
+    """How an optimizer's steps are read.
+
+    Attributes:
+        name: What the run's header calls it.
+        coefficients: Called after each step for each parameter that has a gradient, as f(p, group, state, first): the
+            parameter, its group's options, the optimizer's state of it after the step, and whether that state was
+            empty before. Returns the step's numbers.
+    """
+
+    name: str
+    coefficients: Coefficients
 
 
-def law_of(optimizer: Optimizer) -> Law:
+@dataclass(frozen=True, eq=False)
+class Update:
+    """The numbers of one step of all parameters: one number per parameter, (L,) float64, or one per weight, (P,)."""
+
+    direct: Tensor
+    momentum: Tensor
+    keep: Tensor
+    take: Tensor
+    gradient: Tensor
+    decay: Tensor
+    shrink: Tensor
+
+    def __iter__(self) -> Any:
+        """Go through the fields in the order of `FIELDS`."""
+        return iter(getattr(self, name) for name in FIELDS)
+
+
+def join_steps(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Update:
+    """Join the parameters' numbers; a field that any of them has per weight becomes one number per weight."""
+    joined = {}
+    for name in FIELDS:
+        values = [getattr(step, name) for step in steps]
+        tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
+        if not tensors:
+            joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
+            continue
+        rows = [
+            value.detach().reshape(-1)
+            if isinstance(value, Tensor) and value.ndim
+            else tensors[0].new_full((size,), float(value))
+            for value, size in zip(values, sizes, strict=True)
+        ]
+        joined[name] = torch.cat(rows)
+    return Update(**joined)
+
+
+def per_weight(value: Tensor, sizes: Sequence[int], like: Tensor) -> Float[Tensor, " P"]:
+    """Write one number per weight, in the dtype and on the device of `like`."""
+    if len(value) != len(sizes):
+        return value.to(like)
+    repeats = torch.tensor(list(sizes), device=like.device)
+    return value.to(like).repeat_interleave(repeats)
+
+
+def predict_step(
+    update: Update,
+    sizes: Sequence[int],
+    w: Float[Tensor, " P"],
+    g: Float[Tensor, " P"],
+    m: Float[Tensor, " P"],
+) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
+    """Predict a step and the momentum buffer after it.
+
+    Args:
+        update: The step's numbers.
+        sizes: Weights of each of the L parameters.
+        w: The weights before the step.
+        g: The gradient of the batch's loss at w.
+        m: The momentum buffer before the step; zero before the first.
+    """
+    u = Update(*(per_weight(value, sizes, w) for value in update))
+    h = u.gradient * g + u.decay * w
+    after = u.keep * m + u.take * h
+    return -(u.momentum * after + u.direct * h) - u.shrink * w, after
+
+
+def with_factor(update: Update, factor: float | Tensor, sizes: Sequence[int]) -> Update:
+    """Put the factor of gradient clipping in front of the gradient."""
+    if isinstance(factor, Tensor):
+        return replace(update, gradient=per_weight(update.gradient, sizes, factor) * factor)
+    return replace(update, gradient=update.gradient * factor)
+
+
+def has_memory(update: Update) -> bool:
+    """Whether a step depends on the gradients of earlier ones."""
+    return bool((update.momentum != 0).any())
+
+
+def law_of(optimizer: Optimizer) -> StepLaw:
     """Find the step law of an optimizer.
 
     Raises:
         TypeError: Not an optimizer.
-        ValueError: An optimizer, or an option of one, whose law is not known.
+        ValueError: An optimizer whose law is not known, or one that holds momentum of steps that nobody recorded.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
-    if type(optimizer) is not torch.optim.SGD:
+    if type(optimizer) not in _LAWS:
+        known = ", ".join(sorted(kind.__name__ for kind in _LAWS))
         raise ValueError(
-            f"the optimizer's step law must be known: {type(optimizer).__name__} is not supported yet. "
-            "Use torch.optim.SGD."
+            f"the optimizer's step law must be known: {type(optimizer).__name__} has none here. "
+            f"Use one of {known}, or pass law=epk_gp.StepLaw(...) with its own."
         )
-    for group in optimizer.param_groups:
-        for option in ("momentum", "weight_decay", "maximize"):
-            if group[option]:
-                raise ValueError(
-                    f"the optimizer's step law must be known: SGD with {option}={group[option]} is not supported yet. "
-                    f"Set {option} to 0."
-                )
-    step_size(optimizer)
-    return GradientDescent()
+    return _LAWS[type(optimizer)]
 
 
-def step_size(optimizer: Optimizer) -> float:
-    """Read the step size that the next step will use.
+def refuse_momentum(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that is already moving.
 
     Raises:
-        ValueError: Parameter groups with different step sizes, or a step size that is not finite and non-negative.
+        ValueError: It holds momentum of earlier gradients, which no sample of this run could account for.
     """
-    sizes = {float(group["lr"]) for group in optimizer.param_groups}
-    if len(sizes) != 1:
-        raise ValueError(f"all parameter groups must share one learning rate: got {sorted(sizes)}.")
-    size = sizes.pop()
-    if not 0 <= size < float("inf"):
-        raise ValueError(f"the learning rate must be finite and not negative: got {size}.")
-    return size
+    for state in optimizer.state.values():
+        for name in ("momentum_buffer", "exp_avg"):
+            buffer = state.get(name)
+            if isinstance(buffer, Tensor) and buffer.any():
+                raise ValueError(
+                    f"the optimizer must be fresh: its {name} holds gradients from before the recording. "
+                    "Make a new optimizer, or record from its first step on."
+                )
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """Read the first parameter group's learning rate: the kernel's weight eps_s of the step.
+
+    Raises:
+        ValueError: Some group's is not finite or negative.
+    """
+    sizes = [float(group["lr"]) for group in optimizer.param_groups]
+    for size in sizes:
+        if not 0 <= size < float("inf"):
+            raise ValueError(f"the learning rate must be finite and not negative: got {size}.")
+    return sizes[0]
+
+
+def _sgd(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    lr, mu, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+    sign = -1.0 if group["maximize"] else 1.0
+    if mu == 0:
+        return LinearStep(direct=lr, keep=1.0, gradient=sign, decay=decay)
+    return LinearStep(
+        direct=lr if group["nesterov"] else 0.0,
+        momentum=lr * mu if group["nesterov"] else lr,
+        keep=0.0 if first else mu,
+        take=1.0 if first else 1.0 - float(group["dampening"]),  # torch starts the buffer with the gradient itself
+        gradient=sign,
+        decay=decay,
+    )
+
+
+def _adam(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    count = float(state["step"])
+    v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    denominator = v.sqrt() / (1 - beta2**count) ** 0.5 + eps
+    decoupled = bool(group.get("decoupled_weight_decay", False))
+    return LinearStep(
+        momentum=lr / (1 - beta1**count) / denominator,
+        keep=0.0 if first else beta1,
+        take=1 - beta1,
+        gradient=-1.0 if group["maximize"] else 1.0,
+        decay=0.0 if decoupled else decay,
+        shrink=lr * decay if decoupled else 0.0,
+    )
+
+
+def _adamw(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    return _adam(p, {**group, "decoupled_weight_decay": True}, state, first)
+
+
+def _rmsprop(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    lr, mu = float(group["lr"]), float(group["momentum"])
+    v = state["square_avg"]
+    if group["centered"]:
+        v = v.addcmul(state["grad_avg"], state["grad_avg"], value=-1)
+    inverse = 1 / (v.sqrt() + float(group["eps"]))
+    return LinearStep(
+        direct=0.0 if mu > 0 else lr * inverse,
+        momentum=lr if mu > 0 else 0.0,
+        keep=0.0 if first else mu,
+        take=inverse if mu > 0 else 0.0,
+        gradient=-1.0 if group["maximize"] else 1.0,
+        decay=float(group["weight_decay"]),
+    )
+
+
+def _adagrad(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    lr = float(group["lr"]) / (1 + (float(state["step"]) - 1) * float(group["lr_decay"]))
+    return LinearStep(
+        direct=lr / (state["sum"].sqrt() + float(group["eps"])),
+        gradient=-1.0 if group["maximize"] else 1.0,
+        decay=float(group["weight_decay"]),
+    )
+
+
+_LAWS: dict[type[Optimizer], StepLaw] = {
+    optim.SGD: StepLaw("SGD", _sgd),
+    optim.Adam: StepLaw("Adam", _adam),
+    optim.AdamW: StepLaw("AdamW", _adamw),
+    optim.RMSprop: StepLaw("RMSprop", _rmsprop),
+    optim.Adagrad: StepLaw("Adagrad", _adagrad),
+}

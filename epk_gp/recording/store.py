@@ -9,6 +9,7 @@ Nothing is pickled, and opening a run executes nothing.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float64, Int64
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
+
+from epk_gp.recording.optimizers import FIELDS, Update, per_weight
 
 FORMAT = "epk_gp run"
 FORMAT_VERSION = 1
@@ -32,13 +35,16 @@ class Step:
 
     Attributes:
         index: s, from 0.
-        size: The learning rate eps_s.
+        size: The learning rate eps_s (of the first parameter group).
         batch: Indices into the training data, or None for all of them in order.
+        sample_weights: The weights c of the batch's samples in the loss, where they are not those that the loss gives
+            to one batch (gradient accumulation).
     """
 
     index: int
     size: float
     batch: Int64[Tensor, " B"] | None
+    sample_weights: Float64[Tensor, " B"] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,16 @@ class RunWriter:
     """An open run folder; `append_chunk` commits."""
 
     path: Path
+    sizes: tuple[int, ...]
     committed: int = 0
     chunks: list[Chunk] = field(default_factory=list)
 
-    def append_chunk(self, states: Sequence[Tensor], steps: Sequence[Step], digest: str) -> None:
+    def append_chunk(
+        self, states: Sequence[Tensor], steps: Sequence[Step], updates: Sequence[Update], digest: str
+    ) -> None:
         """Write consecutive states and the steps that led to them, and commit them in the journal."""
         name = f"chunk-{len(self.chunks):06d}.safetensors"
-        content = save(_chunk_tensors(states, steps))
+        content = save(_chunk_tensors(states, steps, updates, self.sizes))
         _write_durably(self.path / name, content)
         chunk = Chunk(name, self.committed, len(states), len(content), _hash(content, digest), digest)
         with (self.path / _JOURNAL).open("ab") as journal:
@@ -101,7 +110,7 @@ def create_run(path: str | os.PathLike[str], header: Mapping[str, Any], data: Ma
     full = {"format": FORMAT, "version": FORMAT_VERSION, "data_blake2b": _hash(content), **header}
     _write_durably(folder / _JOURNAL, b"")
     _write_durably(folder / _HEADER, json.dumps({**full, "blake2b": _hash_json(full)}, indent=1).encode())
-    return RunWriter(folder)
+    return RunWriter(folder, tuple(math.prod(shape) for shape in header["shapes"]))
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -177,11 +186,19 @@ def read_steps(path: str | os.PathLike[str], chunk: Chunk) -> list[Step]:
     """Read a chunk's steps, after checking the whole chunk against its checksum."""
     tensors = _load_checked(Path(path) / chunk.file, chunk.blake2b, chunk)
     lengths = tensors["lengths"].tolist()
-    batches = tensors["batches"].split([max(length, 0) for length in lengths])
+    counts = [max(length, 0) for length in lengths]
+    weighted = tensors["weighted"].tolist()
+    batches = tensors["batches"].split(counts)
+    weights = iter(tensors["sample_weights"].split([n for n, given in zip(counts, weighted, strict=True) if given]))
     first = max(chunk.first - 1, 0)
     return [
-        Step(first + k, float(size), batch.clone() if length >= 0 else None)
-        for k, (size, length, batch) in enumerate(zip(tensors["sizes"], lengths, batches, strict=True))
+        Step(
+            first + k,
+            float(tensors["sizes"][k]),
+            batches[k].clone() if lengths[k] >= 0 else None,
+            next(weights).clone() if weighted[k] else None,
+        )
+        for k in range(len(lengths))
     ]
 
 
@@ -192,6 +209,19 @@ def read_state(path: str | os.PathLike[str], chunk: Chunk, state: int) -> Float[
     return row
 
 
+def read_update(path: str | os.PathLike[str], chunk: Chunk, step: int) -> Update:
+    """Read one step's numbers, mapped from the file."""
+    row = step - max(chunk.first - 1, 0)
+    values = {}
+    with safe_open(Path(path) / chunk.file, framework="pt") as file:
+        stored = set(file.keys())
+        numbers = file.get_slice("update")[row]
+        for number, name in enumerate(FIELDS):
+            diagonal = f"update.{name}"
+            values[name] = file.get_slice(diagonal)[row] if diagonal in stored else numbers[number]
+    return Update(**values)
+
+
 def _chunk_from(line: bytes) -> Chunk:
     chunk = Chunk(**json.loads(line))
     for name, kind in Chunk.__annotations__.items():
@@ -200,14 +230,33 @@ def _chunk_from(line: bytes) -> Chunk:
     return chunk
 
 
-def _chunk_tensors(states: Sequence[Tensor], steps: Sequence[Step]) -> dict[str, Tensor]:
+def _chunk_tensors(
+    states: Sequence[Tensor], steps: Sequence[Step], updates: Sequence[Update], sizes: Sequence[int]
+) -> dict[str, Tensor]:
     batches = [step.batch.cpu() for step in steps if step.batch is not None]
+    weights = [step.sample_weights.cpu() for step in steps if step.sample_weights is not None]
     return {
         "states": torch.stack([state.cpu() for state in states]),
         "sizes": torch.tensor([step.size for step in steps], dtype=torch.float64),
         "lengths": torch.tensor([-1 if step.batch is None else len(step.batch) for step in steps], dtype=torch.int64),
+        "weighted": torch.tensor([step.sample_weights is not None for step in steps], dtype=torch.bool),
         "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),
+        "sample_weights": torch.cat(weights) if weights else torch.zeros(0, dtype=torch.float64),
+        **_update_tensors(updates, sizes),
     }
+
+
+def _update_tensors(updates: Sequence[Update], sizes: Sequence[int]) -> dict[str, Tensor]:
+    """Stack the steps' numbers: (S, 7, L), and (S, P) for a field that has one per weight (0 stands for it above)."""
+    tensors, columns = {}, []
+    for name in FIELDS if updates else ():
+        values = [getattr(update, name).cpu() for update in updates]
+        diagonals = [value for value in values if len(value) != len(sizes)]
+        if diagonals:
+            tensors[f"update.{name}"] = torch.stack([per_weight(value, sizes, diagonals[0]) for value in values])
+            values = [torch.zeros(len(sizes), dtype=torch.float64) for _ in updates]
+        columns.append(torch.stack(values).double())
+    return {"update": torch.stack(columns, dim=1), **tensors} if updates else {}
 
 
 def _load_checked(file: Path, checksum: str, chunk: Chunk | None) -> dict[str, Tensor]:

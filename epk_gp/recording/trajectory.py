@@ -2,22 +2,18 @@
 
 import copy
 import hashlib
-import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor, nn
-from tqdm.auto import tqdm
+from torch import Tensor
 
 from epk_gp.recording import losses, store
-from epk_gp.recording.diagnosis import batch_gradient, step_tolerance
-from epk_gp.recording.losses import CrossEntropy, Loss, MeanSquaredError
-from epk_gp.recording.networks import Head, Skeleton, apply_head, call, check_head, constants_of, skeleton_of, unflatten
-from epk_gp.recording.optimizers import GradientDescent, Law, predict_step
+from epk_gp.recording.losses import Loss
+from epk_gp.recording.networks import Head, Skeleton, apply_head, call, check_head, unflatten
+from epk_gp.recording.optimizers import Update
 from epk_gp.recording.store import Chunk, Step
 
 NUM_PROBES = 4
@@ -53,6 +49,34 @@ class StoredStates:
         return store.read_state(self.path, chunk, state)
 
 
+@runtime_checkable
+class Updates(Protocol):
+    """The numbers of each step, by its index."""
+
+    def __len__(self) -> int:
+        """Count the steps, S."""
+
+    def __getitem__(self, step: int, /) -> Update:
+        """Read one step's."""
+
+
+@dataclass(frozen=True)
+class StoredUpdates:
+    """Steps' numbers mapped from a run's chunks."""
+
+    path: Path
+    chunks: tuple[Chunk, ...]
+
+    def __len__(self) -> int:
+        """Count the steps, S."""
+        return self.chunks[-1].first + self.chunks[-1].states - 1
+
+    def __getitem__(self, step: int) -> Update:
+        """Read one step's."""
+        chunk = next(chunk for chunk in self.chunks if step + 1 < chunk.first + chunk.states)
+        return store.read_update(self.path, chunk, step)
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """A recorded training run w_0, .., w_S with its data, loss and step law.
@@ -62,8 +86,9 @@ class Trajectory:
         inputs: Training inputs, (M, *input_shape).
         targets: Training targets.
         loss: The loss whose gradients made the steps.
-        law: How a step follows from the batch gradient.
+        law: Name of the law by which a step follows from the batch gradients.
         states: Flat weights of all S + 1 states.
+        updates: The law's numbers of each of the S steps.
         steps: Size and batch of each of the S steps.
         num_outputs: C.
         digest: blake2b over data, layout, weights and steps: equal for equal runs, in memory or on disk.
@@ -74,8 +99,9 @@ class Trajectory:
     inputs: Shaped[Tensor, "M ..."]
     targets: Shaped[Tensor, "M ..."]
     loss: Loss
-    law: Law
+    law: str
     states: States
+    updates: Updates
     steps: tuple[Step, ...]
     num_outputs: int
     digest: str
@@ -221,6 +247,19 @@ def network_outputs(
         return torch.cat([apply_head(call(skeleton, weights, block), head) for block in X.split(block_size)])
 
 
+def batch_of(
+    trajectory: Trajectory, step: Step, like: Tensor
+) -> tuple[Shaped[Tensor, "B ..."], Shaped[Tensor, "B ..."], Float[Tensor, " B"]]:
+    """Give a step's inputs, targets and sample weights c in the dtype and on the device of `like`."""
+    X, y, loss = trajectory.inputs, trajectory.targets, trajectory.loss
+    if step.batch is not None:
+        rows = step.batch.to(X.device)
+        X, y = X[rows], y[rows]
+    c = losses.sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
+    X = X.to(device=like.device, dtype=like.dtype) if X.is_floating_point() else X.to(like.device)
+    return X, y.to(like.device), c.to(like)
+
+
 def digest_data(inputs: Tensor, targets: Tensor) -> str:
     """Hash the training data: values, shapes and dtypes."""
     hasher = hashlib.blake2b(digest_size=16)
@@ -230,59 +269,26 @@ def digest_data(inputs: Tensor, targets: Tensor) -> str:
     return hasher.hexdigest()
 
 
-def header_of(skeleton: Skeleton, loss: Loss, law: Law, data_digest: str, num_outputs: int) -> dict[str, Any]:
+def describe_loss(loss: Loss) -> dict[str, Any]:
+    """Describe a loss for a run's header; of a user's own, its name stands for its function."""
+    options = {name: value for name, value in vars(loss).items() if name != "function"}
+    return {
+        "kind": type(loss).__name__,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()},
+    }
+
+
+def header_of(skeleton: Skeleton, loss: Loss, law: str, data_digest: str, num_outputs: int) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights."""
     return {
         "names": list(skeleton.names),
         "shapes": [list(shape) for shape in skeleton.shapes],
         "dtype": str(next(p for n, p in skeleton.module.named_parameters() if n in skeleton.names).dtype),
         "num_outputs": num_outputs,
-        "loss": _describe(loss),
-        "law": {"name": law.name},
+        "loss": describe_loss(loss),
+        "law": {"name": law},
         "data_digest": data_digest,
     }
-
-
-def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss | None = None) -> Trajectory:
-    """Open a recorded run.
-
-    Every file is checked against the checksum it was committed with; weights are then mapped, not loaded.
-
-    Args:
-        path: The run's folder.
-        net: A network of the recorded architecture; its weights do not matter and are not changed.
-        loss: Needed only if the run was recorded with a loss of the user's own.
-
-    Returns:
-        The run, with data on the CPU.
-
-    Raises:
-        FileNotFoundError: No run there, or a file is missing.
-        ValueError: A damaged file, a network of other names, shapes or forward function, a missing or another loss.
-    """
-    header = store.read_header(path)
-    data = store.read_data(path, header)
-    chunks = store.read_journal(path)
-    skeleton = _skeleton_from(header, data, net)
-    steps = tuple(step for chunk in chunks for step in store.read_steps(path, chunk))
-    states: Sequence[Tensor] | States = StoredStates(Path(path), tuple(chunks))
-    if digest_data(data["inputs"], data["targets"]) != header["data_digest"]:
-        raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
-    trajectory = Trajectory(
-        skeleton=skeleton,
-        inputs=data["inputs"],
-        targets=data["targets"],
-        loss=_loss_from(header, loss),
-        law=GradientDescent(),
-        states=states,
-        steps=steps,
-        num_outputs=header["num_outputs"],
-        digest=chunks[-1].digest,
-        data_digest=header["data_digest"],
-    )
-    _check_forward(trajectory, data["probe"])
-    _check_loss(trajectory)
-    return trajectory
 
 
 def off_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
@@ -295,87 +301,3 @@ def probe_outputs(skeleton: Skeleton, initial: Float[Tensor, " P"], inputs: Tens
     """Evaluate the first inputs near the initial weights: a fingerprint of the forward function."""
     with torch.no_grad():
         return call(skeleton, unflatten(skeleton, off_initial(initial)), inputs[:NUM_PROBES])
-
-
-def _skeleton_from(header: dict[str, Any], data: dict[str, Tensor], net: nn.Module) -> Skeleton:
-    skeleton = skeleton_of(net, tuple(header["names"]))
-    for name, recorded, shape in zip(header["names"], header["shapes"], skeleton.shapes, strict=True):
-        if list(shape) != recorded:
-            raise ValueError(
-                f"the network must be the recorded one: {name} has shape {tuple(shape)}, the run has {tuple(recorded)}."
-            )
-    skeleton.module.to(getattr(torch, header["dtype"].removeprefix("torch.")))
-    skeleton.module.to("cpu")
-    constants, recorded_constants = constants_of(skeleton), _constants_from(data)
-    if constants.keys() != recorded_constants.keys():
-        odd = sorted(constants.keys() ^ recorded_constants.keys())
-        raise ValueError(
-            f"the network must be the recorded one: {odd[0]!r} is a parameter or buffer in only one of the two."
-        )
-    for name, value in recorded_constants.items():
-        if value.shape != constants[name].shape:
-            raise ValueError(
-                f"the network must be the recorded one: {name} has shape {tuple(constants[name].shape)}, "
-                f"the run has {tuple(value.shape)}."
-            )
-        constants[name].copy_(value)
-    return skeleton
-
-
-def _constants_from(data: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key.removeprefix("constant."): value for key, value in data.items() if key.startswith("constant.")}
-
-
-def _loss_from(header: dict[str, Any], given: Loss | nn.Module | None) -> Loss:
-    recorded = header["loss"]
-    known: dict[str, Loss] = {
-        "CrossEntropy": CrossEntropy(recorded["reduction"]),
-        "MeanSquaredError": MeanSquaredError(recorded["reduction"]),
-    }
-    if given is None and recorded["kind"] not in known:
-        raise ValueError(f"the run was recorded with the user's own loss {recorded['name']!r}: pass it as loss=.")
-    loss = known[recorded["kind"]] if given is None else losses.as_loss(given)
-    if _describe(loss) != recorded:
-        raise ValueError(f"loss must be the one the run was recorded with, {recorded}: got {_describe(loss)}.")
-    return loss
-
-
-def _describe(loss: Loss) -> dict[str, str | None]:
-    return {"kind": type(loss).__name__, "reduction": loss.reduction, "name": getattr(loss, "name", None)}
-
-
-def _check_loss(trajectory: Trajectory) -> None:
-    """Replay the first step with a loss of the user's own: its name says nothing of its function."""
-    if not isinstance(trajectory.loss, losses.PerSampleLoss) or not trajectory.steps:
-        return
-    step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
-    rows = slice(None) if step.batch is None else step.batch
-    gradient = batch_gradient(
-        trajectory.skeleton, start, trajectory.inputs[rows], trajectory.targets[rows], trajectory.loss
-    )
-    predicted = predict_step(trajectory.law, gradient, step.size)
-    if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
-        raise ValueError(
-            f"loss must be the one the run was recorded with: step 0 is not a step on the given "
-            f"{trajectory.loss.name!r}."
-        )
-
-
-def _check_forward(trajectory: Trajectory, recorded: Tensor) -> None:
-    try:
-        outputs = probe_outputs(trajectory.skeleton, trajectory.states[0], trajectory.inputs)
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(
-            f"the network must be the recorded one: it has the same weights, but fails on the recorded inputs: {error}"
-        ) from error
-    eps = torch.finfo(outputs.dtype).eps
-    if outputs.shape != recorded.shape or (outputs - recorded).abs().max() > eps**0.75 * (1 + recorded.abs().max()):
-        raise ValueError(
-            "the network must be the recorded one: it has the same weights, but its outputs at the initial state "
-            "differ from those recorded. Build it with the same layers and activation functions."
-        )
-
-
-def iterate_steps(trajectory: Trajectory, *, progress: bool = False, description: str = "steps") -> Iterator[Step]:
-    """Go through the steps, with a progress bar on request."""
-    yield from tqdm(trajectory.steps, desc=description, disable=not progress)

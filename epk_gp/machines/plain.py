@@ -1,0 +1,76 @@
+"""Contributions under plain gradient descent: layers stay factored, nothing of the size of the weights is kept."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.engine.averages import StepIntegral
+from epk_gp.engine.contractions import empty_tile
+from epk_gp.engine.features import Place, feature_bytes, gradients, head_cotangents
+from epk_gp.machines.adjoints import Certificate, Terms, weighted_loss
+from epk_gp.machines.query import Query, along_step
+from epk_gp.recording.trajectory import Trajectory, batch_of, flat_weights
+
+
+def is_plain(trajectory: Trajectory) -> bool:
+    """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights."""
+    key = "plain"
+    if key not in trajectory.memo:
+        updates = (trajectory.updates[s] for s in range(trajectory.num_steps))
+        trajectory.memo[key] = all(
+            not any(bool(value.any()) for value in (u.momentum, u.decay, u.shrink))
+            and bool((u.direct == u.direct[0]).all())
+            and bool((u.gradient == u.gradient[0]).all())
+            for u in updates
+        )
+    return bool(trajectory.memo[key])
+
+
+def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: bool) -> Certificate:
+    """Go through the run and hand out every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>, as `accumulate`.
+
+    Raises:
+        ValueError: The run's steps are not those of plain gradient descent.
+    """
+    trajectory, n = query.trajectory, len(query.X)
+    if not is_plain(trajectory):
+        raise ValueError(f"the steps must be plain gradient descent: the run was made by {trajectory.law}.")
+    largest, evaluations = 0.0, 0.0
+    panel = _panel(query)
+    for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
+        X, y, c = batch_of(trajectory, step, query.X)
+        samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
+        w, u = flat_weights(trajectory, step.index, query.X), trajectory.updates[step.index]
+        eta = -float(u.direct[0]) * float(u.gradient[0])
+        for rows in torch.arange(n, device=X.device).split(panel):
+            integral, nodes = along_step(query, step, rows, max(1, panel))
+            largest = max(largest, float(integral.residual.max()))
+            evaluations += float(integral.evaluations.sum())
+            size = integral.total.element_size()
+            block = max(1, min(panel, query.memory_budget // (4 * size * query.num_rows * len(rows))))
+            for part in torch.arange(len(X), device=X.device).split(block):
+                cotangents = weighted_loss(trajectory.loss, y[part], c[part])
+                place = Place(w)
+                right = gradients(query.skeleton, query.plan, place, X[part], cotangents, query.form, fixed_seed=False)
+                tile = empty_tile(query.num_rows, len(rows), 1, len(part), integral.total, per_class=False)
+                joined = StepIntegral(tile, len(rows), right, eta, fixed_steps=False)
+                for node in nodes:
+                    joined.take(node)
+                joined.close()
+                values = tile.finished()[:, :, 0].transpose(0, 1)
+                take(Terms(step.index, rows, samples[part], values.unsqueeze(3)))
+    return Certificate(largest, evaluations / (n * trajectory.num_steps))
+
+
+def _panel(query: Query) -> int:
+    """Choose how many points are taken at a time, from the memory budget."""
+    place = Place(flat_weights(query.trajectory, 0, query.X))
+    like: Tensor = query.X[:1]
+    features = gradients(
+        query.skeleton, query.plan, place, like, head_cotangents("logits"), query.form, fixed_seed=True
+    )
+    size = torch.finfo(query.dtype).bits // 8
+    per_point = (query.trajectory.num_outputs + 3) * query.plan.elements * size + 12 * feature_bytes(features)
+    return max(1, query.memory_budget // (4 * per_point))
