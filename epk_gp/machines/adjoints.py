@@ -152,7 +152,7 @@ def _hand_out_samples(
     take: Callable[[Terms | Decay], None],
 ) -> None:
     trajectory, sizes = query.trajectory, query.skeleton.sizes
-    X, y, c = batch_of(trajectory, trajectory.steps[step], query.X)
+    X, y, c = batch_of(trajectory, trajectory.steps[step], w)
     chosen = trajectory.steps[step].batch
     samples = (torch.arange(len(X)) if chosen is None else chosen).to(X.device)
     H = H * per_weight(u.gradient, sizes, H) if not bool((u.gradient == 1).all()) else H

@@ -1,6 +1,6 @@
 """The training side of every step: what the training data and the step law say the step is."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from epk_gp.recording.trajectory import Trajectory, batch_of, flat_weights
 
 
 def training_directions(
-    trajectory: Trajectory, skeleton: Skeleton, like: Tensor, steps: Iterable[Step]
+    trajectory: Trajectory, skeleton: Skeleton, like: Tensor
 ) -> Iterator[tuple[Step, Float[Tensor, " P"], Float[Tensor, " P"]]]:
     """Replay the run: each step with its weights w_s and its direction, recomputed from the training gradients.
 
@@ -22,10 +22,9 @@ def training_directions(
         trajectory: The run.
         skeleton: Its network in the computation's dtype.
         like: Gives dtype and device.
-        steps: All steps, in order: momentum is carried from one to the next.
     """
     momentum = torch.zeros_like(flat_weights(trajectory, 0, like))
-    for step in steps:
+    for step in trajectory.steps:
         w = flat_weights(trajectory, step.index, like)
         X, y, c = batch_of(trajectory, step, w)
         g = batch_gradient(skeleton, w, X, y, trajectory.loss, c)

@@ -40,9 +40,9 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: b
     largest, evaluations = 0.0, 0.0
     panel = _panel(query)
     for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
-        X, y, c = batch_of(trajectory, step, query.X)
-        samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
         w, u = flat_weights(trajectory, step.index, query.X), trajectory.updates[step.index]
+        X, y, c = batch_of(trajectory, step, w)
+        samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
         eta = -float(u.direct[0]) * float(u.gradient[0])
         for rows in torch.arange(n, device=X.device).split(panel):
             integral, nodes = along_step(query, step, rows, max(1, panel))

@@ -94,8 +94,8 @@ def reconstruct(
     total = torch.zeros_like(initial, dtype=torch.float64)
     residuals = torch.zeros_like(total[:, 0])
     largest, evaluations, mismatch = 0.0, 0.0, 0.0
-    steps = tqdm(trajectory.steps, desc="steps", disable=not progress)
-    for step, w, d in training_directions(trajectory, skeleton, X, steps):
+    directions = training_directions(trajectory, skeleton, X)
+    for step, w, d in tqdm(directions, desc="steps", total=trajectory.num_steps, disable=not progress):
         end = flat_weights(trajectory, step.index + 1, X)
         integral = integrate(Line(skeleton, plan, w, d, head), X, rule, trajectory.num_steps)
         total += integral.total
