@@ -1,11 +1,14 @@
 """`epk-gp record` and `epk-gp info`."""
 
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from torch import nn
 from torch.nn import functional as F
 
 from epk_gp.cli.app import Dtype, Quiet, RunFolder, Seed, app, torch_dtype
@@ -13,9 +16,13 @@ from epk_gp.cli.data import load_split, write_held_out
 from epk_gp.cli.networks import NetworkSpec, build_network, check_network, read_note, write_note
 from epk_gp.cli.results import Stopwatch
 from epk_gp.recording import store
+from epk_gp.recording.clipping import ClipNorm
 from epk_gp.recording.losses import CrossEntropy, MeanSquaredError
 from epk_gp.recording.networks import zero_final_layer
 from epk_gp.recording.training import train
+from epk_gp.recording.trajectory import network_outputs
+
+_BLOCK = 1000  # inputs evaluated at a time
 
 
 class LossName(StrEnum):
@@ -23,6 +30,16 @@ class LossName(StrEnum):
 
     cross_entropy = "cross-entropy"
     mse = "mse"
+
+
+class OptimizerName(StrEnum):
+    """Optimizers whose step law is known."""
+
+    sgd = "sgd"
+    adam = "adam"
+    adamw = "adamw"
+    rmsprop = "rmsprop"
+    adagrad = "adagrad"
 
 
 @app.command(short_help="Train a network and record every step.")
@@ -46,7 +63,12 @@ def record(
         bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
     ] = False,
     steps: Annotated[int, typer.Option(help="Steps of gradient descent.")] = 300,
+    optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of torch.optim.")] = OptimizerName.sgd,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
+    momentum: Annotated[float, typer.Option(help="Momentum, of sgd and rmsprop.")] = 0.0,
+    nesterov: Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum, of sgd.")] = False,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay; decoupled in adamw.")] = 0.0,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient to this norm; not by default.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Points per step; all by default.")] = None,
     loss: Annotated[
         LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")
@@ -65,17 +87,17 @@ def record(
     if zero_final:
         zero_final_layer(net)
     num_outputs = check_network(net, X, split.train.num_classes)
-    if not 0 < lr < float("inf"):
-        raise ValueError(f"--lr must be positive and finite: got {lr}.")
+    rates = OptimizerRates(lr, momentum, nesterov, weight_decay)
     trajectory = train(
         net,
         X,
         y if loss is LossName.cross_entropy else F.one_hot(y, num_outputs).to(torch_dtype(dtype)),
-        optimizer=torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=lr),
+        optimizer=make_optimizer(net, optimizer, rates),
         steps=steps,
         loss=CrossEntropy() if loss is LossName.cross_entropy else MeanSquaredError(),
         batch_size=batch_size,
         generator=torch.Generator().manual_seed(seed),
+        clip=None if clip_norm is None else ClipNorm(clip_norm),
         path=out,
         progress=not quiet,
     )
@@ -84,15 +106,54 @@ def record(
         "data_dir": None if data_dir is None else str(data_dir),
         "num_train": len(split.train),
     }
-    config |= {"steps": steps, "lr": lr, "batch_size": batch_size, "loss": str(loss), "seed": seed}
+    config |= {"steps": steps, "batch_size": batch_size, "loss": str(loss), "seed": seed, "clip_norm": clip_norm}
+    config |= {"optimizer": str(optimizer)} | asdict(rates)
     write_note(out, spec, config | {"zero_final_layer": zero_final})
     write_held_out(out, split.held_out)
-    with torch.no_grad():
-        parts = [("training", split.train), ("held-out", split.held_out)]
-        accuracy = {n: float((net(d.inputs).argmax(1) == d.labels).double().mean()) for n, d in parts if len(d)}
+    parts = [(name, d) for name, d in (("training", split.train), ("held-out", split.held_out)) if len(d)]
+    predicted = {name: network_outputs(trajectory, d.inputs, block_size=_BLOCK).argmax(1) for name, d in parts}
+    accuracy = {name: float((predicted[name] == d.labels).double().mean()) for name, d in parts}
     typer.echo(f"{trajectory!r}")
     typer.echo("accuracy: " + ", ".join(f"{name} {100 * value:.1f} %" for name, value in accuracy.items()))
     typer.echo(f"recorded in {out} ({watch.total:.1f} s)")
+
+
+@dataclass(frozen=True)
+class OptimizerRates:
+    """An optimizer's numbers."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+
+
+def make_optimizer(net: nn.Module, name: OptimizerName, rates: OptimizerRates) -> torch.optim.Optimizer:
+    """Make one of torch's optimizers over what a network trains.
+
+    Raises:
+        ValueError: Numbers out of range, or that this optimizer does not know.
+    """
+    if not 0 < rates.lr < float("inf"):
+        raise ValueError(f"--lr must be positive and finite: got {rates.lr}.")
+    options: dict[str, object] = {"lr": rates.lr, "weight_decay": rates.weight_decay}
+    if rates.momentum and name not in (OptimizerName.sgd, OptimizerName.rmsprop):
+        raise ValueError(f"--momentum belongs to sgd and rmsprop: got {rates.momentum} with {name}.")
+    if rates.nesterov and name is not OptimizerName.sgd:
+        raise ValueError(f"--nesterov belongs to sgd: got {name}.")
+    if name in (OptimizerName.sgd, OptimizerName.rmsprop):
+        options["momentum"] = rates.momentum
+    if name is OptimizerName.sgd:
+        options["nesterov"] = rates.nesterov
+    kinds = {
+        OptimizerName.sgd: torch.optim.SGD,
+        OptimizerName.adam: torch.optim.Adam,
+        OptimizerName.adamw: torch.optim.AdamW,
+        OptimizerName.rmsprop: torch.optim.RMSprop,
+        OptimizerName.adagrad: torch.optim.Adagrad,
+    }
+    kind: Callable[..., torch.optim.Optimizer] = kinds[name]
+    return kind([p for p in net.parameters() if p.requires_grad], **options)
 
 
 @app.command(short_help="Say what a run holds.")

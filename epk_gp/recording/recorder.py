@@ -282,7 +282,7 @@ class Recorder:
             step = self._step(index, announced)
         except ValueError as error:
             raise UnexplainedStepError(f"step {index}: {error}") from error
-        replay, update = self._replay(step, start)
+        replay, update, factor = self._replay(step, start)
         predicted, momentum = predict_step(update, self._sizes, start, replay.clipped, self._momentum)
         moved, _ = predict_step(update, self._sizes, start, replay.used, self._momentum)
         tolerance = step_tolerance(start, predicted)
@@ -296,7 +296,7 @@ class Recorder:
                 f"{float(predicted.abs().max()):.2e}). Likely cause: {cause}."
             )
         self._momentum = momentum
-        self._take(step, update, end)
+        self._take(step, with_factor(update, factor, self._sizes), end)
 
     def _step(self, index: int, announced: list[tuple[Tensor | None, float]]) -> Step:
         """Join the announced batches to one step."""
@@ -311,8 +311,8 @@ class Recorder:
             return Step(index, size, announced[0][0])
         return Step(index, size, torch.cat([batch.cpu() for batch in batches]), torch.cat(weights))
 
-    def _replay(self, step: Step, start: Tensor) -> tuple[Replay, Update]:
-        """Recompute a step's gradient, and read the optimizer's own and its numbers."""
+    def _replay(self, step: Step, start: Tensor) -> tuple[Replay, Update, float | Tensor]:
+        """Recompute a step's gradient and its clipping, and read the optimizer's own and its numbers."""
         rows = slice(None) if step.batch is None else step.batch
         X, y = self.X[rows], self.y[rows]
         c = sample_weights(self.loss, y) if step.sample_weights is None else step.sample_weights.to(start)
@@ -334,8 +334,7 @@ class Recorder:
             loss=self.loss,
         )
         linear = [self._linear_step(parameters[name], name) for name in self.skeleton.names]
-        update = join_steps(linear, self._sizes)
-        return replay, with_factor(update, factor, self._sizes)
+        return replay, join_steps(linear, self._sizes), factor
 
     def _linear_step(self, parameter: nn.Parameter, name: str) -> LinearStep:
         if parameter.grad is None:
