@@ -16,7 +16,7 @@ from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.kernels.copies import split_copy, test_copy, train_copy
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.machines.attribute import Attribution, GroupedAttribution, attribute, attribute_by
+from epk_gp.machines.attribute import Attribution, GroupedAttribution, attribute, attribute_by, attribute_by_each
 from epk_gp.machines.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.machines.reconstruct import Reconstruction, SingleMachine, reconstruct, single_machine
 from epk_gp.recording.clipping import ClipNorm, ClipValue
@@ -61,6 +61,7 @@ __all__ = [
     "adaptive",
     "attribute",
     "attribute_by",
+    "attribute_by_each",
     "by_label",
     "by_layer",
     "by_parameter",

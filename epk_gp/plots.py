@@ -20,6 +20,7 @@ Numbers: TypeAlias = Tensor | np.ndarray
 # Petroff (2021): ten colours that stay apart in each of the three kinds of colour blindness.
 PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
 GREY, REST = "#4d4d4d", "#e4e4e4"
+RAISED, LOWERED = "#1b7837", "#b2182b"
 # Shades of grey under the points, so that their colours mean the class and nothing else.
 COLORMAP = "Greys"
 
@@ -199,6 +200,54 @@ def attribution_bars(
     ]
     if handles:
         ax.legend(handles=handles, loc="best", fontsize="small", framealpha=0.9)
+    return ax
+
+
+def contribution_curve(ax: Axes, ends: Sequence[int], initial: float, contributions: Float[Numbers, " r"]) -> Axes:
+    """Draw how an output came about over training: the initial output and the contributions up to each step.
+
+    Args:
+        ax: Where to draw.
+        ends: The step after which each of R ranges of steps ends, ascending.
+        initial: The output at the initial weights.
+        contributions: What each range added.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: If there is not one contribution per range.
+    """
+    values = _numpy("contributions", contributions)
+    _require_shape("contributions", values, (len(ends),))
+    ax.plot([0, *ends], initial + np.concatenate([[0.0], values.cumsum()]), color=PALETTE[0], linewidth=1.6)
+    ax.axhline(initial, color=GREY, linewidth=0.8, linestyle="--")
+    ax.set(xlabel="step", ylabel="output so far")
+    ax.grid(visible=True, color="#dddddd", linewidth=0.7)
+    ax.set_axisbelow(True)
+    return ax
+
+
+def training_image(ax: Axes, image: Float[Numbers, "H W *rgb"], caption: str, contribution: float = 0.0) -> Axes:
+    """Draw an image, framed in the colour of its contribution's sign.
+
+    Args:
+        ax: Where to draw.
+        image: Grey (H, W) or colour (H, W, 3) image.
+        caption: Words above it.
+        contribution: Its sign chooses the frame; 0 leaves it grey.
+
+    Returns:
+        The Axes.
+    """
+    values = _numpy("image", image)
+    low, high = float(values.min()), float(values.max())
+    ax.imshow((values - low) / ((high - low) or 1.0), cmap="gray_r", interpolation="nearest")
+    ax.set(xticks=[], yticks=[])
+    ax.set_title(caption, fontsize="small")
+    colour = GREY if contribution == 0 else RAISED if contribution > 0 else LOWERED
+    for spine in ax.spines.values():
+        spine.set(edgecolor=colour, linewidth=2.0 if contribution else 1.0)
     return ax
 
 

@@ -7,15 +7,24 @@ import matplotlib.patheffects as effects
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from torch import Tensor
 
 from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.machines.attribute import Attribution
+from epk_gp.cli.explained import Explained
 from epk_gp.machines.reconstruct import Reconstruction
-from epk_gp.plots import attribution_bars, error_against_evaluations, reconstruction_scatter, uncertainty_map
+from epk_gp.plots import (
+    attribution_bars,
+    contribution_curve,
+    error_against_evaluations,
+    reconstruction_scatter,
+    training_image,
+    uncertainty_map,
+)
+from epk_gp.recording.trajectory import Trajectory
 
 _DPI = 100
+_IMAGES = 6  # training images of either sign
 _MOST_POINTS = 600  # training points drawn on a map
 
 
@@ -87,39 +96,76 @@ def draw_map(path: Path, m: UncertaintyMap, labels: Tensor, axis_names: tuple[st
     figure.savefig(path, dpi=_DPI, bbox_inches="tight")
 
 
-def draw_attribution(
-    path: Path, parts: Attribution, labels: Tensor, names: Sequence[str], chosen: Sequence[int], top: int
+def draw_attributions(
+    path: Path, explained: Explained, trajectory: Trajectory, X: Tensor, chosen: Sequence[int], top: int
 ) -> None:
-    """Draw the largest contributions to one output of each chosen point: that which the network predicts.
+    """Draw what made the predicted output of each chosen point: its training points, and its way over the steps.
 
     Args:
         path: Where to write.
-        parts: The contributions.
-        labels: Training targets.
-        names: What to call the chosen points.
-        chosen: Rows of `parts`.
+        explained: The contributions.
+        trajectory: The run.
+        X: The points.
+        chosen: Which of them, one row each.
         top: Training points of either sign.
     """
-    columns = min(3, len(chosen))
-    rows = -(-len(chosen) // columns)
-    figure = Figure(figsize=(5.6 * columns, (1.4 + 0.42 * top) * rows), layout="constrained")
-    axes = iter(figure.subplots(rows, columns, squeeze=False).flat)
+    images = _as_images(trajectory.inputs)
+    shown = min(top, _IMAGES) if images is not None else top
+    height = 1.9 if images is not None else 1.6 + 0.34 * top
+    figure = Figure(figsize=(13.5, height * len(chosen)), layout="constrained")
+    rows = figure.subfigures(len(chosen), 1, squeeze=False)[:, 0]
+    points = _as_images(X)
+    for row, n in zip(rows, chosen, strict=True):
+        left, right = row.subfigures(1, 2, width_ratios=(3.2, 1))
+        start, end = (f"{float(v[n]):.3g}".replace("-", "−") for v in (explained.initial, explained.network))
+        if images is None or points is None:
+            _draw_bars(left.subplots(), explained.samples[n], trajectory.targets, top)
+        else:
+            _draw_images(left, explained, n, (points[n], images), trajectory.targets, shown)
+        ax = right.subplots()
+        contribution_curve(ax, explained.ends, float(explained.initial[n]), explained.steps[n])
+        ax.set_title(f"point {n}, output {int(explained.output[n])}: {start} → {end}", fontsize="medium")
+    figure.savefig(path, dpi=_DPI, bbox_inches="tight")
+
+
+def _draw_bars(ax: Axes, contributions: Tensor, labels: Tensor, top: int) -> None:
     known = _classes(labels)
     classes = torch.zeros(len(labels), dtype=torch.int64) if known is None else known
-    for ax, name, n in zip(axes, names, chosen, strict=False):
-        c = int(parts.network[n].argmax())
-        start, end = (f"{float(v[n, c]):.3g}".replace("-", "−") for v in (parts.initial, parts.network))
-        attribution_bars(ax, parts.samples[n, c], classes, top=top)
-        low, high = ax.get_xlim()
-        room = 0.12 * (high - low)  # for the words beside a cut bar
-        ax.set_xlim(low - room if parts.samples[n, c].min() < 0 else low, high + room)
-        ax.set_title(f"{name}, output {c}: {start} at the start, {end} trained", fontsize="medium")
-        legend = ax.get_legend()
-        if legend is not None and known is None:
-            legend.remove()
-    for ax in axes:  # what is left of the last row
-        ax.set_axis_off()
-    figure.savefig(path, dpi=_DPI, bbox_inches="tight")
+    attribution_bars(ax, contributions, classes, top=top, title="")
+    legend = ax.get_legend()
+    if legend is not None and known is None:
+        legend.remove()
+
+
+def _draw_images(
+    figure: FigureBase, explained: Explained, n: int, images: tuple[Tensor, Tensor], labels: Tensor, shown: int
+) -> None:
+    """Draw the point, then the training images that raised its output most, then those that lowered it most."""
+    point, training = images
+    values, order = explained.samples[n].sort(descending=True)
+    axes = figure.subplots(1, 2 * shown + 1, squeeze=False)[0]
+    training_image(axes[0], point, "explained")
+    raised = [(int(i), float(v)) for i, v in zip(order[:shown], values[:shown], strict=True) if v > 0]
+    lowered = [(int(i), float(v)) for i, v in zip(order.flip(0)[:shown], values.flip(0)[:shown], strict=True) if v < 0]
+    known = _classes(labels)
+    for ax, (index, value) in zip(axes[1 : shown + 1], raised, strict=False):
+        training_image(ax, training[index], _caption(index, value, known), value)
+    for ax, (index, value) in zip(axes[shown + 1 :], lowered, strict=False):
+        training_image(ax, training[index], _caption(index, value, known), value)
+    for ax in axes:
+        ax.set_axis_on() if ax.images else ax.set_axis_off()
+
+
+def _caption(index: int, value: float, labels: Tensor | None) -> str:
+    label = "" if labels is None else f" ({int(labels[index])})"
+    return f"#{index}{label}\n{value:+.3g}".replace("-", "−")
+
+
+def _as_images(X: Tensor) -> Tensor | None:
+    """Give grey (n, H, W) or colour (n, H, W, 3) images if that is what the points are."""
+    if X.ndim != 4 or X.shape[1] not in (1, 3) or min(X.shape[2:]) < 4:
+        return None
+    return X[:, 0] if X.shape[1] == 1 else X.permute(0, 2, 3, 1)
 
 
 def _classes(labels: Tensor) -> Tensor | None:

@@ -117,7 +117,7 @@ def attribute(
         TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule; classes out of range.
     """
     query = make_query(trajectory, X, head, rule, classes, memory_budget)
-    parts = _split(query, (by_sample(trajectory),), progress)
+    (parts,) = _split(query, [(by_sample(trajectory),)], progress)
     return Attribution(
         initial=parts.initial,
         samples=parts.values,
@@ -157,12 +157,42 @@ def attribute_by(
     Raises:
         TypeError, ValueError: As `attribute`; also axes that are not of this run.
     """
-    check_axes(trajectory, by)
-    return _split(make_query(trajectory, X, head, rule, classes, memory_budget), tuple(by), progress)
+    (parts,) = attribute_by_each(
+        trajectory,
+        X,
+        [by],
+        head=head,
+        rule=rule,
+        classes=classes,
+        memory_budget=memory_budget,
+        progress=progress,
+    )
+    return parts
+
+
+def attribute_by_each(
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    splits: Sequence[Sequence[Axis]],
+    *,
+    head: Head = "log_softmax",
+    rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    classes: Int64[Tensor, " n"] | None = None,
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> tuple[GroupedAttribution, ...]:
+    """Split predictions in several ways in one pass over the run: one result per entry of `splits`, as `attribute_by`.
+
+    Raises:
+        TypeError, ValueError: As `attribute_by`.
+    """
+    for by in splits:
+        check_axes(trajectory, by)
+    return _split(make_query(trajectory, X, head, rule, classes, memory_budget), list(map(tuple, splits)), progress)
 
 
 class _Collector:
-    """Sums terms into the result. Combined axes of one kind are flattened to one index until the end."""
+    """Sums terms into one result. Combined axes of one kind are flattened to one index until the end."""
 
     def __init__(self, query: Query, axes: tuple[Axis, ...], like: Tensor) -> None:
         self.axes = axes
@@ -179,20 +209,26 @@ class _Collector:
         self.values = like.new_zeros(*like.shape, T, U, G)
         self.decay = like.new_zeros(*like.shape, T, G)
         self.group_of_sample = self.index["sample"].to(like.device)
+        self.group_of_parameter = self.index["parameter"].to(like.device)
 
     def take(self, term: Terms | Decay) -> None:
-        """Add one term."""
+        """Add one term, of all parameters together or of each apart."""
         t = int(self.index["step"][term.step])
-        groups = term.values.shape[-1]
+        values = self._joined(term.values)
         if isinstance(term, Decay):
-            self.decay[term.rows, :, t, :groups] += term.values
+            self.decay[term.rows, :, t] += values
             return
         index = self.group_of_sample[term.samples]
         if len(term.rows) == len(self.values):
-            self.values[:, :, t, :, :groups].index_add_(2, index, term.values)
+            self.values[:, :, t].index_add_(2, index, values)
         else:
-            part = self.values[term.rows, :, t, :, :groups]
-            self.values[term.rows, :, t, :, :groups] = part.index_add_(2, index, term.values)
+            self.values[term.rows, :, t] = self.values[term.rows, :, t].index_add_(2, index, values)
+
+    def _joined(self, values: Tensor) -> Tensor:
+        if values.shape[-1] == 1 and self.values.shape[-1] == 1:
+            return values
+        joined = values.new_zeros(*values.shape[:-1], self.values.shape[-1])
+        return joined.index_add_(values.ndim - 1, self.group_of_parameter, values)
 
     def result(self, tensor: Tensor, kinds: tuple[str, ...]) -> Tensor:
         """Unflatten the kinds and bring the axes into their order; kinds that are left out get length 1."""
@@ -207,21 +243,33 @@ class _Collector:
         return tensor
 
 
-def _split(query: Query, axes: tuple[Axis, ...], progress: bool) -> GroupedAttribution:
+def _split(query: Query, splits: list[tuple[Axis, ...]], progress: bool) -> tuple[GroupedAttribution, ...]:
     trajectory, X, head = query.trajectory, query.X, query.head
     initial = pick_classes(query, network_outputs(trajectory, X, state=0, head=head))
-    collector = _Collector(query, axes, initial)
+    network = pick_classes(query, network_outputs(trajectory, X, state=-1, head=head))
+    collectors = [_Collector(query, axes, initial) for axes in splits]
+
+    def take(term: Terms | Decay) -> None:
+        for collector in collectors:
+            collector.take(term)
+
+    whole = not any(collector.sizes["parameter"] for collector in collectors)
     certificate: Certificate
-    if is_plain(trajectory) and not collector.sizes["parameter"]:
-        certificate = accumulate_plain(query, collector.take, progress=progress)
+    if whole and is_plain(trajectory):
+        certificate = accumulate_plain(query, take, progress=progress)
     else:
-        certificate = accumulate(query, collector.index["parameter"], collector.take, progress=progress)
-    return GroupedAttribution(
-        initial=initial,
-        values=collector.result(collector.values, ("step", "sample", "parameter")),
-        decay=collector.result(collector.decay, ("step", "parameter")),
-        network=pick_classes(query, network_outputs(trajectory, X, state=-1, head=head)),
-        axes=axes,
-        max_residual=certificate.max_residual,
-        evaluations=certificate.evaluations,
+        count = len(trajectory.skeleton.names)
+        groups = torch.zeros(count, dtype=torch.int64) if whole else torch.arange(count)
+        certificate = accumulate(query, groups, take, progress=progress)
+    return tuple(
+        GroupedAttribution(
+            initial=initial,
+            values=collector.result(collector.values, ("step", "sample", "parameter")),
+            decay=collector.result(collector.decay, ("step", "parameter")),
+            network=network,
+            axes=collector.axes,
+            max_residual=certificate.max_residual,
+            evaluations=certificate.evaluations,
+        )
+        for collector in collectors
     )
