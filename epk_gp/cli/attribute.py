@@ -17,6 +17,7 @@ from epk_gp.cli.app import (
     RuleOption,
     RunDtype,
     RunFolder,
+    SeedOfPoints,
     app,
     make_folder,
     parse_rule,
@@ -43,6 +44,7 @@ def attribute(
     points: PointsFile = None,
     network: Network = None,
     dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
     quiet: Quiet = False,
 ) -> None:
     """Write every training point's exact contribution to every output, and draw the largest ones."""
@@ -50,7 +52,7 @@ def attribute(
     if top < 1:
         raise ValueError(f"--top must be at least 1: got {top}.")
     trajectory = open_run(run, network)
-    X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype))
+    X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype), seed)
     folder = make_folder(out)
     parts = attribute_points(trajectory, X, head=head.value, rule=quadrature, progress=not quiet)
     arrays = {"initial": parts.initial, "samples": parts.samples, "decay": parts.decay, "network": parts.network}
@@ -59,7 +61,9 @@ def attribute(
     shown = range(min(_PANELS, len(X)))
     draw_attribution(folder / "attribution.png", parts, trajectory.targets, [f"point {n}" for n in shown], shown, top)
     results = summarise(parts, trajectory.targets, top)
-    config = {"run": run, "head": head.value, "rule": rule, "num_points": len(X), "dtype": str(X.dtype), "top": top}
+    config = {"run": run, "head": head.value, "rule": rule, "num_points": len(X), "dtype": str(X.dtype), "top": top} | {
+        "seed": seed
+    }
     write_json(folder / "attribution.json", "attribute", config, results, watch)
     typer.echo(f"{len(X)} points x {trajectory.num_outputs} outputs x {trajectory.num_points} training points")
     typer.echo(f"the contributions sum to the network's outputs to within {results['max_error']:.2e}")
