@@ -14,7 +14,7 @@ from epk_gp.engine.contractions import Tile, diagonal, empty_tile
 from epk_gp.engine.features import Feature, Form, Place, feature_bytes, gradients, head_cotangents
 from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan
-from epk_gp.engine.probe import plan_for
+from epk_gp.engine.probe import once_more, plan_for
 from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, Rule, check_rule, gauss_legendre
 from epk_gp.recording.networks import Head, Skeleton, check_head
 from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
@@ -83,6 +83,7 @@ class Job:
     budget: int
 
 
+@once_more
 def gram_block(
     trajectory: Trajectory,
     a: Points,
@@ -122,6 +123,7 @@ def gram_block(
     return _assemble(job, a, b).permute(1, 0, 3, 2).contiguous()
 
 
+@once_more
 def gram_block_per_class(
     trajectory: Trajectory,
     a: Points,
@@ -143,6 +145,7 @@ def gram_block_per_class(
     return _assemble(job, a, b)
 
 
+@once_more
 def gram_diagonal_blocks(
     trajectory: Trajectory,
     a: Points,
@@ -365,7 +368,7 @@ def _panel(job: Job) -> int:
 
 def _feature_bytes(job: Job) -> int:
     """Measure what the features of one point take."""
-    key = ("feature bytes", job.head, _form(job), job.like.dtype, job.like.device)
+    key = ("feature bytes", job.head, _form(job), *job.plan.biases, job.like.dtype, job.like.device)
     if key not in job.trajectory.memo:
         X = job.trajectory.inputs[:1].to(job.like.device)
         features = _features(job, _start(job, 0), X.to(job.like.dtype) if X.is_floating_point() else X)

@@ -120,6 +120,9 @@ def _at_one_place(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[T
             duals = {name: fwAD.make_dual(value, direction[name]) for name, value in here.items()}
             f, slope = fwAD.unpack_dual(apply_head(call(line.skeleton, duals, X), line.head))
         return f, torch.zeros_like(f) if slope is None else slope
+    if not line.plan.twice:
+        rows = [row_by_row(line.skeleton, here, direction, x, line.head) for x in X.split(1)]
+        return torch.cat([f for f, _ in rows]), torch.cat([slope for _, slope in rows])
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in here.items()}
         f = apply_head(call(line.skeleton, leaves, X), line.head)
@@ -137,3 +140,24 @@ def pushed_forward(
     value = torch.stack([(g * direction[name]).sum() for g, name in zip(pulled, leaves, strict=True)]).sum()
     (slope,) = torch.autograd.grad(value, v, allow_unused=True, materialize_grads=True)
     return slope
+
+
+def row_by_row(
+    skeleton: Skeleton,
+    weights: Mapping[str, Tensor],
+    direction: Mapping[str, Tensor],
+    x: Shaped[Tensor, "1 ..."],
+    head: Head,
+) -> tuple[Float[Tensor, "1 C"], Float[Tensor, "1 C"]]:
+    """Compute f and J d at one input by one backward pass per output: works wherever training does."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        f = apply_head(call(skeleton, leaves, x), head)
+        slopes = []
+        for value in f[0]:
+            pulled = torch.autograd.grad(
+                value, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            parts = [(g * direction[name]).sum() for g, name in zip(pulled, leaves, strict=True)]
+            slopes.append(torch.stack(parts).sum())
+    return f.detach(), torch.stack(slopes)[None]

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from epk_gp.engine.adaptive import integrate
 from epk_gp.engine.gram import MEMORY_BUDGET, Points, gram_block
 from epk_gp.engine.line import Line
-from epk_gp.engine.probe import plan_for
+from epk_gp.engine.probe import once_more, plan_for
 from epk_gp.engine.quadrature import Rule, adaptive, check_rule
 from epk_gp.machines.directions import training_directions
 from epk_gp.machines.plain import is_plain
@@ -54,6 +54,7 @@ class Reconstruction:
     max_step_mismatch: float
 
 
+@once_more
 def reconstruct(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
