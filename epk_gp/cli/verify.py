@@ -78,7 +78,9 @@ def verify(
     results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
-    error = max(result.max_error for result in results.values())
+    error = float(
+        torch.tensor([result.max_error for result in results.values()], dtype=torch.float64).max()
+    )  # NaN stays
     if folder is not None:
         config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
         numbers = {name: certificate(result) for name, result in results.items()}

@@ -94,26 +94,27 @@ def reconstruct(
     network = network_outputs(trajectory, X, state=-1, head=head)
     total = torch.zeros_like(initial, dtype=torch.float64)
     residuals = torch.zeros_like(total[:, 0])
-    largest, evaluations, mismatch = 0.0, 0.0, 0.0
+    largest, mismatch = total.new_zeros(()), total.new_zeros(())  # tensors: Python's max() would drop a NaN
+    evaluations = 0.0
     directions = training_directions(trajectory, skeleton, X)
     for step, w, d in tqdm(directions, desc="steps", total=trajectory.num_steps, disable=not progress):
         end = flat_weights(trajectory, step.index + 1, X)
         integral = integrate(Line(skeleton, plan, w, d, head), X, rule, trajectory.num_steps)
         total += integral.total
         residuals += integral.residual
-        largest = max(largest, float(integral.residual.max()))
+        largest = torch.maximum(largest, integral.residual.max())
         evaluations += float(integral.evaluations.mean())
-        mismatch = max(mismatch, float((end - w - d).abs().max()))
+        mismatch = torch.maximum(mismatch, (end - w - d).abs().max())
     outputs = (initial + total).to(initial.dtype)
     return Reconstruction(
         outputs=outputs,
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        max_residual=largest,
+        max_residual=float(largest),
         total_residual=float(residuals.max()),
-        evaluations=evaluations / trajectory.num_steps,
-        max_step_mismatch=mismatch,
+        evaluations=evaluations / max(1, trajectory.num_steps),
+        max_step_mismatch=float(mismatch),
     )
 
 
