@@ -361,7 +361,7 @@ def test_a_run_is_never_overwritten(recorded, capsys):
     ("command", "options", "message"),
     [
         ("verify", ("--rule", "simpson"), "--rule must be adaptive"),
-        ("verify", ("--rule", "gauss-legendre:0"), "a rule needs at least 1 node"),
+        ("verify", ("--rule", "gauss-legendre:0"), "the number of nodes must be at least 1: got 0"),
         ("verify", ("--rule", "gauss-legendre:2.5"), "N must be a whole number of nodes, as in gauss-legendre:4"),
         (
             "verify",

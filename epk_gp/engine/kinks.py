@@ -56,7 +56,7 @@ def locate(
     """
     if not line.plan.on_line:
         return torch.zeros(0, dtype=torch.int64, device=X.device), a[:0]
-    rows = max(1, block_rows(line.plan) // 4)
+    rows = max(1, block_rows(line) // 4)
     found, places = [], []
     for part in torch.arange(len(X), device=X.device).split(rows):
         candidates = _candidates(line, X[part], a[part], b[part])
@@ -140,7 +140,7 @@ def _roots(line: Line, X: Tensor, a: Tensor, b: Tensor, candidates: Candidates) 
 def _event_values(line: Line, X: Tensor, t: Tensor, candidates: Candidates, active: Tensor) -> Tensor:
     weights, direction = unflatten(line.skeleton, line.w), unflatten(line.skeleton, line.d)
     value = torch.zeros_like(t)
-    for part in torch.arange(len(active), device=X.device).split(block_rows(line.plan)):
+    for part in torch.arange(len(active), device=X.device).split(block_rows(line)):
         chosen = active[part]
         watch = Watch(len(chosen), edges=False)
         with torch.no_grad(), plain_math(), AlongLine(weights, direction, t[part]), watch:

@@ -15,6 +15,7 @@ from epk_gp.recording.networks import Head, Skeleton, apply_head, call, unflatte
 
 _BLOCK_ELEMENTS = 1 << 23
 _FEW_PLACES = 8
+_COPIES = 8  # of a forward pass: values, tangents, and both along the direction
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,7 @@ class Line:
         w: Flat weights at t = 0, (P,).
         d: Flat direction, (P,).
         head: "logits" or "log_softmax".
+        memory_budget: Bytes that an evaluation may use; blocks of rows follow from it.
     """
 
     skeleton: Skeleton
@@ -34,6 +36,7 @@ class Line:
     w: Float[Tensor, " P"]
     d: Float[Tensor, " P"]
     head: Head
+    memory_budget: int
 
 
 def values(line: Line, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]) -> Float[Tensor, "E C"]:
@@ -48,13 +51,14 @@ def slopes(
     return _in_blocks(line, X, t, slopes_too=True)
 
 
-def block_rows(plan: Plan) -> int:
+def block_rows(line: Line) -> int:
     """Count the rows that are evaluated at a time."""
-    return max(1, _BLOCK_ELEMENTS // plan.elements)
+    elements = min(_BLOCK_ELEMENTS, line.memory_budget // (_COPIES * line.w.element_size()))
+    return max(1, elements // line.plan.elements)
 
 
 def _in_blocks(line: Line, X: Tensor, t: Tensor, *, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    rows = block_rows(line.plan)
+    rows = block_rows(line)
     with torch.no_grad(), plain_math():
         blocks = [_block(line, x, u, slopes_too) for x, u in zip(X.split(rows), t.split(rows), strict=True)]
     return torch.cat([f for f, _ in blocks]), torch.cat([slope for _, slope in blocks])

@@ -83,6 +83,15 @@ class PerSampleLoss:
     reduction: Reduction = "mean"
     name: str = "custom"
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be called.
+
+        Raises:
+            TypeError: `function` is no function.
+        """
+        if not callable(self.function):
+            raise TypeError(f"the loss must be a function of outputs and targets: got {self.function!r}.")
+
 
 Loss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError | PerSampleLoss
 _Classes = CrossEntropy | NegativeLogLikelihood
