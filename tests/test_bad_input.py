@@ -491,7 +491,7 @@ VALUES = {
     "order_zero": (lambda t: epk.adaptive(order=0), "order must be at least 1: got 0"),
     "fit_backwards": (
         lambda t: epk.LogitGP(t, points=[0, 1]).fit(steps=1, lr=-1.0),
-        "steps of positive size: got lr=-1.0",
+        "lr must be positive and finite: got -1.0",
     ),
 }
 

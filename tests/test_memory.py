@@ -13,7 +13,6 @@ SETUP = """
     import epk_gp as epk
     from epk_gp.analysis.maps import uncertainty_on_plane
     from epk_gp.analysis.planes import principal_plane
-    from epk_gp.datasets import three_gaussians
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -21,8 +20,8 @@ SETUP = """
     def peak():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    data = three_gaussians({per_class}, dim={dim})
-    X, y = data.inputs, data.labels
+    points = torch.randn({points}, {dim}, dtype=torch.float64)  # asked about
+    X, y = points[:{train}].clone(), torch.arange({train}) % 3
     net = torch.nn.Sequential(torch.nn.Linear({dim}, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     trajectory = epk.train(net, X, y, optimizer=optimizer, steps=2)
@@ -49,27 +48,27 @@ MIB = 1 << 20
 @pytest.mark.slow
 def test_reconstruct_keeps_to_its_budget() -> None:
     """6000 points of 400 numbers: 20 MB, times the nodes of the adaptive rule."""
-    sizes = {"per_class": 2000, "dim": 400}
-    work = "epk.reconstruct(trajectory, X, rule=epk.adaptive(1e-9), memory_budget={budget})"
+    sizes = {"points": 6000, "train": 60, "dim": 400}
+    work = "epk.reconstruct(trajectory, points, rule=epk.adaptive(1e-9), memory_budget={budget})"
     bounded = increase(work.format(budget=64 * MIB), **sizes)
-    assert bounded < 64 * MIB + 64 * MIB  # beside it: one gradient of the training data, and the allocator
+    assert bounded < 64 * MIB
     loose = increase(work.format(budget=4096 * MIB), **sizes)
     assert loose > bounded + 64 * MIB  # the control: without it the work takes more
 
 
 @pytest.mark.slow
 def test_attribute_keeps_to_its_budget() -> None:
-    sizes = {"per_class": 500, "dim": 100}
+    sizes = {"points": 1500, "train": 1500, "dim": 100}
     work = "parts = epk.attribute(trajectory, X[:300], memory_budget={budget})"
     result = 3 * 300 * 1500 * 8  # samples, (n, C, M)
     bounded = increase(work.format(budget=32 * MIB), **sizes)
-    assert bounded < 32 * MIB + 2 * result + 64 * MIB
+    assert bounded < 32 * MIB + result
 
 
 @pytest.mark.slow
 def test_an_uncertainty_map_keeps_to_its_budget() -> None:
     """The demo's map in small: the Gram matrix and its factorisation stand beside the budget."""
-    sizes = {"per_class": 60, "dim": 100}
+    sizes = {"points": 180, "train": 180, "dim": 100}
     work = """
     gp = epk.LogitGP(trajectory, rule=epk.gauss_legendre(2), memory_budget=32 * (1 << 20))
     gp.fit(3)
@@ -77,4 +76,4 @@ def test_an_uncertainty_map_keeps_to_its_budget() -> None:
     uncertainty_on_plane(gp, principal_plane(X), size=40, num_samples=64, generator=generator)
     """
     gram = (3 * 180) ** 2 * 8
-    assert increase(work, **sizes) < 32 * MIB + 12 * gram + 96 * MIB
+    assert increase(work, **sizes) < 32 * MIB + 12 * gram

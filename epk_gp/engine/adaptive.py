@@ -53,14 +53,14 @@ class Integral:
 class Segments:
     """E segments [a, b] of points, with f at both ends and the largest residual of the last levels above."""
 
-    point: Tensor
-    a: Tensor
-    b: Tensor
-    at_a: Tensor
-    at_b: Tensor
-    reference: Tensor
+    point: Int64[Tensor, " E"]
+    a: Float[Tensor, " E"]
+    b: Float[Tensor, " E"]
+    at_a: Float[Tensor, "E C"]
+    at_b: Float[Tensor, "E C"]
+    reference: Float[Tensor, " E"]
 
-    def __getitem__(self, rows: Tensor) -> "Segments":
+    def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Segments":
         """Pick some."""
         return Segments(*(value[rows] for value in vars(self).values()))
 

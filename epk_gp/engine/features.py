@@ -153,7 +153,12 @@ def head_cotangents(head: str) -> Cotangents:
 
 
 def dense_jacobian(
-    skeleton: Skeleton, plan: Plan, names: tuple[str, ...], place: Place, X: Tensor, seeds: Float[Tensor, "K E C"]
+    skeleton: Skeleton,
+    plan: Plan,
+    names: tuple[str, ...],
+    place: Place,
+    X: Shaped[Tensor, "E ..."],
+    seeds: Float[Tensor, "K E C"],
 ) -> Jacobian:
     """Differentiate with respect to the named weights, sample by sample: for whatever is not a plain layer."""
     w = unflatten(skeleton, place.w)

@@ -20,7 +20,7 @@ from epk_gp.gp.posterior import Conditioned, LogitPosterior, condition, posterio
 from epk_gp.gp.targets import TargetKind, make_targets
 from epk_gp.kernels.copies import test_copy, train_copy
 from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
-from epk_gp.recording.checks import check_count
+from epk_gp.recording.checks import check_count, check_positive
 from epk_gp.recording.networks import Head
 from epk_gp.recording.trajectory import Trajectory, check_inputs, check_trajectory
 
@@ -155,8 +155,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 "covar_module and likelihood states, or set the hyperparameters."
             )
         check_count(steps, "steps")
-        if not lr > 0:
-            raise ValueError(f"fit needs steps of positive size: got lr={lr}.")
+        check_positive(lr, "lr")
         self.train()  # drops GPyTorch's predictions for the old hyperparameters
         self.eval()
         spectrum = self._spectrum()

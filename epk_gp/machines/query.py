@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.engine.adaptive import Integral, integrate
@@ -60,10 +60,10 @@ class Query:
 
 def make_query(
     trajectory: Trajectory,
-    X: Tensor,
+    X: Shaped[Tensor, "n ..."],
     head: Head,
     rule: Rule,
-    classes: Tensor | None,
+    classes: Int64[Tensor, " n"] | None,
     memory_budget: int,
 ) -> Query:
     """Check a question and get ready to answer it.
@@ -123,7 +123,7 @@ def along_step(
     return integral, found
 
 
-def pick_classes(query: Query, f: Tensor) -> Tensor:
+def pick_classes(query: Query, f: Float[Tensor, "n C"]) -> Float[Tensor, "n K"]:
     """Keep the outputs that are asked for: (n, C) to (n, K)."""
     return f if query.classes is None else f.gather(1, query.classes[:, None])
 

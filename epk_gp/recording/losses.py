@@ -239,7 +239,7 @@ def soft_targets(
     return q.masked_fill(ignored[:, None], 0)
 
 
-def check_targets(loss: Loss, targets: Tensor, num_points: int, num_outputs: int) -> None:
+def check_targets(loss: Loss, targets: Shaped[Tensor, "..."], num_points: int, num_outputs: int) -> None:
     """Refuse targets that do not fit the data, the network or the loss.
 
     Raises:

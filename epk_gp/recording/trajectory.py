@@ -178,7 +178,7 @@ def skeleton_of_copy(skeleton: Skeleton) -> Skeleton:
     return Skeleton(copy.deepcopy(skeleton.module), skeleton.names, skeleton.shapes)
 
 
-def compute_dtype(trajectory: Trajectory, X: Tensor) -> torch.dtype:
+def compute_dtype(trajectory: Trajectory, X: Shaped[Tensor, "..."]) -> torch.dtype:
     """Follow the inputs' dtype; integer inputs leave the weights' dtype."""
     return X.dtype if X.is_floating_point() else trajectory.dtype
 
