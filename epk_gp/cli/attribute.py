@@ -16,6 +16,7 @@ from epk_gp.cli.app import (
     RuleOption,
     RunDtype,
     RunFolder,
+    SeedOfPoints,
     app,
     make_folder,
     parse_rule,
@@ -50,12 +51,13 @@ def attribute(
     rule: RuleOption = "adaptive",
     outputs: Annotated[
         OutputsName,
-        typer.Option(help="All outputs of a point, or the one the network predicts, at a C-th of the cost."),
+        typer.Option(help="Every output, or the one that the network predicts, at a fraction of the cost."),
     ] = OutputsName.every,
     memory: Annotated[float, typer.Option(help="Memory for the computation, GiB.")] = 1.0,
     points: PointsFile = None,
     network: Network = None,
     dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
     quiet: Quiet = False,
 ) -> None:
     """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps."""
@@ -63,7 +65,7 @@ def attribute(
     if top < 1:
         raise ValueError(f"--top must be at least 1: got {top}.")
     trajectory = open_run(run, network)
-    X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype))
+    X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype), seed)
     if not memory > 0:
         raise ValueError(f"--memory must be positive: got {memory}.")
     folder = make_folder(out)
@@ -86,8 +88,9 @@ def attribute(
     draw_attributions(folder / "attribution.png", explained, trajectory, X, range(min(_PANELS, len(X))), top)
     results = summarise(parts, explained, trajectory.targets, top)
     write_table(folder / "attribution.csv", explained, trajectory.targets, top)
-    config = {"run": run, "head": head.value, "rule": rule, "num_points": len(X), "dtype": str(X.dtype), "top": top}
-    write_json(folder / "attribution.json", "attribute", config | {"outputs": outputs.value}, results, watch)
+    asked_for = {"run": run, "head": head.value, "rule": rule, "num_points": len(X), "dtype": str(X.dtype), "top": top}
+    config = asked_for | {"outputs": outputs.value, "seed": seed}
+    write_json(folder / "attribution.json", "attribute", config, results, watch)
     asked = trajectory.num_outputs if outputs is OutputsName.every else 1
     typer.echo(f"{len(X)} points x {asked} outputs x {trajectory.num_points} training points")
     typer.echo(

@@ -6,6 +6,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from jaxtyping import Int64, Shaped
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -75,9 +76,22 @@ def write_held_out(run: Path, data: Dataset) -> None:
 
 
 def read_points(
-    run: Path, file: Path | None, trajectory: Trajectory, num_points: int | None, dtype: torch.dtype | None
-) -> Tensor:
+    run: Path,
+    file: Path | None,
+    trajectory: Trajectory,
+    num_points: int | None,
+    dtype: torch.dtype | None,
+    seed: int | None = None,
+) -> Shaped[Tensor, "n ..."]:
     """Read the points to explain: those of a file, or the run's held-out points, or else its training inputs.
+
+    Args:
+        run: Folder of the run.
+        file: File with `inputs`, or None.
+        trajectory: The run.
+        num_points: Points at most; all by default.
+        dtype: Floating type of the points; the run's by default.
+        seed: Draw the points at random; by default the first ones are taken.
 
     Raises:
         FileNotFoundError, ValueError: A file that is missing or damaged or has no `inputs`; no points.
@@ -88,10 +102,17 @@ def read_points(
     X = _array(read_arrays(source), "inputs", source) if file is not None or source.is_file() else trajectory.inputs
     if not len(X):
         raise ValueError(f"{source} must hold at least one point: `inputs` is empty.")
-    X = X[:num_points]
+    X = X[draw_rows(len(X), num_points, seed)]
     if not trajectory.inputs.is_floating_point():
         return X
     return X.to(dtype if dtype is not None else trajectory.dtype)
+
+
+def draw_rows(count: int, size: int | None, seed: int | None) -> Int64[Tensor, " n"]:
+    """Choose at most `size` of `count` rows: the first, or with a seed random ones, in their order."""
+    if seed is None:
+        return torch.arange(count)[:size]
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].sort().values
 
 
 def read_arrays(file: Path) -> dict[str, Tensor]:

@@ -17,12 +17,13 @@ from epk_gp.cli.app import (
     RuleOption,
     RunDtype,
     RunFolder,
+    SeedOfPoints,
     app,
     make_folder,
     parse_rule,
     torch_dtype,
 )
-from epk_gp.cli.data import read_points
+from epk_gp.cli.data import draw_rows, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.results import Stopwatch, write_arrays, write_json
 from epk_gp.engine.gram import Points, gram_block
@@ -51,14 +52,15 @@ def gram(
     points: PointsFile = None,
     network: Network = None,
     dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
     quiet: Quiet = False,
 ) -> None:
     """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C)."""
     watch, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
     kind = None if dtype is None else torch_dtype(dtype)
-    a = _points(run, points, trajectory, rows, num_rows, kind, "--num-rows")
-    b = _points(run, points, trajectory, columns, num_columns, kind, "--num-columns")
+    a = _points(run, points, trajectory, rows, num_rows, kind, seed, "--num-rows")
+    b = _points(run, points, trajectory, columns, num_columns, kind, seed, "--num-columns")
     folder = make_folder(out)
     K = gram_block(trajectory, a, b, head=head.value, rule=quadrature, progress=not quiet)
     about = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
@@ -67,7 +69,7 @@ def gram(
     write_arrays(folder / "gram.safetensors", arrays, about)
     results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(K.abs().max())}
     config = {"run": run, "rows": rows.value, "columns": columns.value, "head": head.value, "rule": rule}
-    write_json(folder / "gram.json", "gram", config | {"dtype": str(K.dtype)}, results, watch)
+    write_json(folder / "gram.json", "gram", config | {"dtype": str(K.dtype), "seed": seed}, results, watch)
     typer.echo(f"block of shape {tuple(K.shape)}, {K.dtype}, largest entry {results['largest']:.4g}")
     typer.echo(f"written to {folder}: gram.safetensors, gram.json ({watch.total:.1f} s)")
 
@@ -79,11 +81,12 @@ def _points(
     side: Side,
     count: int | None,
     dtype: torch.dtype | None,
+    seed: int | None,
     option: str,
 ) -> Points:
     if count is not None and count < 1:
         raise ValueError(f"{option} must be at least 1: got {count}.")
     if side is Side.test:
-        return Points(read_points(run, file, trajectory, count, dtype), is_train=False)
-    X = trajectory.inputs[:count]
+        return Points(read_points(run, file, trajectory, count, dtype, seed), is_train=False)
+    X = trajectory.inputs[draw_rows(trajectory.num_points, count, seed)]
     return Points(X.to(trajectory.dtype if dtype is None else dtype) if X.is_floating_point() else X, is_train=True)

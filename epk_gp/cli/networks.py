@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from epk_gp.recording import store
@@ -72,7 +73,7 @@ def build_network(spec: NetworkSpec) -> nn.Module:
     raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {spec.name!r}.")
 
 
-def check_network(net: nn.Module, X: Tensor, num_classes: int) -> int:
+def check_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) -> int:
     """Try a network on two inputs before training, and count its outputs.
 
     Raises:

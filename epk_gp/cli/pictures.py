@@ -6,6 +6,7 @@ from pathlib import Path
 import matplotlib.patheffects as effects
 import numpy as np
 import torch
+from jaxtyping import Shaped
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from torch import Tensor
@@ -65,7 +66,9 @@ def draw_errors(path: Path, rules: Sequence[tuple[str, float, float]]) -> None:
     figure.savefig(path, dpi=_DPI, bbox_inches="tight")
 
 
-def draw_map(path: Path, m: UncertaintyMap, labels: Tensor, axis_names: tuple[str, str] = ("$x_1$", "$x_2$")) -> None:
+def draw_map(
+    path: Path, m: UncertaintyMap, labels: Shaped[Tensor, "M ..."], axis_names: tuple[str, str] = ("$x_1$", "$x_2$")
+) -> None:
     """Draw the kernel, the doubt about the network's class, its standard deviation and the entropy over a plane."""
     figure = Figure(figsize=(10.5, 9.5), layout="constrained")
     stride = -(-len(m.training) // _MOST_POINTS)

@@ -10,11 +10,12 @@ import torch
 import typer
 from torch import nn
 from torch.nn import functional as F
+from tqdm.auto import tqdm
 
-from epk_gp.cli.app import Dtype, Quiet, RunFolder, Seed, app, torch_dtype
+from epk_gp.cli.app import Dtype, Quiet, RunFolder, Seed, app, make_folder, torch_dtype
 from epk_gp.cli.data import load_split, write_held_out
 from epk_gp.cli.networks import NetworkSpec, build_network, check_network, read_note, write_note
-from epk_gp.cli.results import Stopwatch
+from epk_gp.cli.results import Stopwatch, write_json
 from epk_gp.recording import store
 from epk_gp.recording.clipping import ClipNorm
 from epk_gp.recording.losses import CrossEntropy, MeanSquaredError
@@ -157,15 +158,20 @@ def make_optimizer(net: nn.Module, name: OptimizerName, rates: OptimizerRates) -
 
 
 @app.command(short_help="Say what a run holds.")
-def info(run: RunFolder) -> None:
+def info(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option(help="Folder for info.json; none is written by default.")] = None,
+    quiet: Quiet = False,
+) -> None:
     """Say what a recorded run holds, after checking its files; builds no network."""
+    watch = Stopwatch()
     header, chunks, spec = store.read_header(run), store.read_journal(run), read_note(run)
     data = store.read_data(run, header)
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
-    steps = [step for chunk in chunks for step in store.read_steps(run, chunk)]
+    steps = [step for chunk in tqdm(chunks, desc="chunks", disable=quiet) for step in store.read_steps(run, chunk)]
     sizes = sorted({step.size for step in steps})
     batches = sorted({len(data["inputs"]) if step.batch is None else len(step.batch) for step in steps})
-    lines = {
+    lines: dict[str, object] = {
         "network": "not noted (pass --network to the other commands)" if spec is None else spec.name,
         "steps": len(steps),
         "step sizes": _range(sizes),
@@ -181,6 +187,8 @@ def info(run: RunFolder) -> None:
         "chunks": len(chunks),
         "size on disk": f"{size / 1e6:.2f} MB",
     }
+    if out is not None:
+        write_json(make_folder(out) / "info.json", "info", {"run": run}, lines, watch)
     for name, value in lines.items():
         typer.echo(f"{name + ':':17}{value}")
 

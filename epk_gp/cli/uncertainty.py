@@ -10,7 +10,19 @@ from torch import Tensor
 
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import Plane, coordinate_plane, principal_plane
-from epk_gp.cli.app import Network, Out, PointsFile, Quiet, RunFolder, Seed, app, make_folder, parse_rule
+from epk_gp.cli.app import (
+    Dtype,
+    Network,
+    Out,
+    PointsFile,
+    Quiet,
+    RunFolder,
+    Seed,
+    app,
+    make_folder,
+    parse_rule,
+    torch_dtype,
+)
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.pictures import draw_map
@@ -69,6 +81,9 @@ def uncertainty(
     fit_steps: Annotated[int, typer.Option(help="Steps of the fit by marginal likelihood.")] = 50,
     points: PointsFile = None,
     network: Network = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
+    ] = Dtype.float64,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -90,10 +105,11 @@ def uncertainty(
     )
     draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane.value])
     about = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
-    write_arrays(folder / "map.safetensors", map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}, about)
+    arrays = map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}
+    write_arrays(folder / "map.safetensors", cast(arrays, torch_dtype(dtype)), about)
     at_points = {"inputs": X, "mean": u.mean, "std": u.std, "entropy": u.entropy, "standard_error": u.standard_error}
     at_points |= {"expected_entropy": u.expected_entropy, "mutual_information": u.mutual_information}
-    write_npz(folder / "points.npz", at_points)
+    write_npz(folder / "points.npz", cast(at_points, torch_dtype(dtype)))
     results = fitted_numbers(gp, losses) | map_numbers(m) | {"mean_std_at_points": float(u.std.mean())}
     config = {
         "run": run,
@@ -109,6 +125,7 @@ def uncertainty(
         "num_samples": num_samples,
         "fit_steps": fit_steps,
         "rule": rule,
+        "dtype": dtype.value,
     }
     write_json(folder / "uncertainty.json", "uncertainty", config, results, watch)
     typer.echo(f"GP on {len(chosen)} training points: outputscale {results['outputscale']}, noise {results['noise']}")
@@ -161,6 +178,11 @@ def map_arrays(m: UncertaintyMap) -> dict[str, Tensor]:
     """Name a map's arrays."""
     names = ("x", "y", "training", "kernel", "network_class", "probability", "std", "entropy", "mutual_information")
     return {name: getattr(m, name) for name in names}
+
+
+def cast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Bring floating arrays to another type."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in arrays.items()}
 
 
 def describe_map(m: UncertaintyMap) -> str:

@@ -14,6 +14,7 @@ from epk_gp.cli.app import (
     RuleOption,
     RunDtype,
     RunFolder,
+    SeedOfPoints,
     app,
     make_folder,
     parse_rule,
@@ -56,6 +57,7 @@ def verify(
     network: Network = None,
     dtype: RunDtype = None,
     out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
+    seed: SeedOfPoints = None,
     quiet: Quiet = False,
 ) -> None:
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
@@ -64,7 +66,7 @@ def verify(
         return
     watch, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
-    X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype))
+    X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype), seed)
     coarse = torch.float32 if torch.float32 in (X.dtype, trajectory.dtype) else torch.float64
     allowed = _TOLERANCE[coarse] if tol is None else tol
     if not allowed >= 0:
@@ -76,9 +78,11 @@ def verify(
     results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
-    error = max(result.max_error for result in results.values())
+    error = float(
+        torch.tensor([result.max_error for result in results.values()], dtype=torch.float64).max()
+    )  # NaN stays
     if folder is not None:
-        config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype)}
+        config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
         numbers = {name: certificate(result) for name, result in results.items()}
         write_json(folder / "verify.json", "verify", config, numbers | {"passed": error <= allowed}, watch)
     if not error <= allowed:

@@ -15,6 +15,7 @@ from torch import Tensor
 from epk_gp.engine.kinks import locate
 from epk_gp.engine.line import Line, slopes, values
 from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, gauss_legendre
+from epk_gp.recording.trajectory import check_finite
 
 _ROUNDING = 16  # a residual below this many eps of the outputs' size is rounding
 _NOISE = 1024
@@ -52,14 +53,14 @@ class Integral:
 class Segments:
     """E segments [a, b] of points, with f at both ends and the largest residual of the last levels above."""
 
-    point: Tensor
-    a: Tensor
-    b: Tensor
-    at_a: Tensor
-    at_b: Tensor
-    reference: Tensor
+    point: Int64[Tensor, " E"]
+    a: Float[Tensor, " E"]
+    b: Float[Tensor, " E"]
+    at_a: Float[Tensor, "E C"]
+    at_b: Float[Tensor, "E C"]
+    reference: Float[Tensor, " E"]
 
-    def __getitem__(self, rows: Tensor) -> "Segments":
+    def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Segments":
         """Pick some."""
         return Segments(*(value[rows] for value in vars(self).values()))
 
@@ -75,10 +76,15 @@ def integrate(line: Line, X: Shaped[Tensor, "n ..."], rule: QuadratureRule | Ada
 
     Returns:
         Integrals and certificate.
+
+    Raises:
+        ValueError: The network's outputs at either end of the step hold NaN or infinity.
     """
     n = len(X)
     zeros, ones = line.w.new_zeros(n), line.w.new_ones(n)
     start, end = values(line, X, zeros), values(line, X, ones)
+    check_finite(start, "the network's outputs at the start of a step")
+    check_finite(end, "the network's outputs at the end of a step")
     total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
     every = torch.arange(n, device=X.device)
     base = gauss_legendre(rule.order) if isinstance(rule, AdaptiveRule) else rule
@@ -136,15 +142,15 @@ def _acceptable(
 ) -> Tensor:
     if isinstance(rule, QuadratureRule) or level >= _MAX_LEVELS:
         return torch.ones_like(error, dtype=torch.bool)
-    size = torch.maximum(start.abs(), end.abs()).amax().clamp(min=1.0)
-    rounding = _ROUNDING * torch.finfo(error.dtype).eps * size
+    size = torch.maximum(start.abs(), end.abs()).amax(dim=1).clamp(min=1.0)
+    rounding = (_ROUNDING * torch.finfo(error.dtype).eps * size)[todo.point]
     fine = error <= torch.clamp(rounding, min=rule.tol / num_steps)
     # small and no longer falling with the width: rounding of the network's own, more than assumed
     noise = (error > todo.reference / 4) & (error <= _NOISE * rounding)
     noise &= level > 0 and level % _NOISE_LEVELS == 0
     crowded = torch.bincount(todo.point)[todo.point] > _MAX_SEGMENTS
     tiny = todo.b - todo.a <= 8 * torch.finfo(error.dtype).eps
-    return fine | noise | crowded | tiny
+    return fine | noise | crowded | tiny | error.isnan()  # NaN stays, and shows in the certificate
 
 
 def _split(line: Line, X: Tensor, failed: Segments, error: Tensor, level: int) -> tuple[Segments, Tensor]:

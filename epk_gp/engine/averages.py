@@ -29,8 +29,8 @@ class Evaluations:
     """
 
     features: Sequence[Feature]
-    weights: Tensor
-    points: Tensor | None = None
+    weights: Float[Tensor, " w"]
+    points: Int64[Tensor, " E"] | None = None
 
 
 def averageable(feature: Feature) -> bool:

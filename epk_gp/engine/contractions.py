@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.engine.features import Factors, Feature, Jacobian
@@ -64,7 +65,7 @@ class Tile:
         """Start a tile with other left points, for sums that are spread over this one's."""
         return Tile(self.total.new_zeros(self.total.shape[0], count, *self.total.shape[2:]), self.per_class)
 
-    def finished(self) -> Tensor:
+    def finished(self) -> Float[Tensor, "K N ..."]:
         """Complete the sum and give it."""
         for number, deltas in self._fixed.items():
             self._multiply_in(deltas, self._inputs[number], 1.0)
@@ -109,12 +110,12 @@ class Tile:
                 target.add_(products.view(-1, L, M, R).sum(dim=(1, 3)), alpha=weight)
 
 
-def empty_tile(left: int, N: int, right: int, M: int, like: Tensor, *, per_class: bool) -> Tile:
+def empty_tile(left: int, N: int, right: int, M: int, like: Float[Tensor, "..."], *, per_class: bool) -> Tile:
     """Start a tile for N points with `left` outputs against M points with `right` outputs."""
     return Tile(like.new_zeros((left, N, M) if per_class else (left, N, right, M)), per_class)
 
 
-def diagonal(features: Sequence[Feature]) -> Tensor:
+def diagonal(features: Sequence[Feature]) -> Float[Tensor, "N K K"]:
     """Compute each point's inner products with itself, (N, K, K)."""
     total: Tensor | float = 0.0
     for feature in features:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from epk_gp.engine.modes import LINEAR, AlongLine, LayerCall, Tape, plain_math
+from epk_gp.engine.modes import LINEAR, AlongLine, LayerCall, Tape, UnforeseenUseError, plain_math
 from epk_gp.engine.plan import Plan, grads_of_calls
 from epk_gp.recording.networks import Skeleton, call, unflatten
 
@@ -122,7 +122,7 @@ def gradients(
             seeds = cotangents(_logits_anywhere(skeleton, plan, place, X))
         return [dense_jacobian(skeleton, plan, skeleton.names, place, X, seeds)]
     with torch.enable_grad(), plain_math():
-        tape = Tape(weights, plan.biases)
+        tape = Tape(weights, plan.biases, len(X))
         with _line(skeleton, weights, place), tape:
             z = call(skeleton, weights, X)
         seeds = cotangents(z.detach())
@@ -130,6 +130,8 @@ def gradients(
     found: list[Feature] = []
     for name, bias in plan.biases.items():
         layer = [(c, delta) for c, delta in zip(tape.calls, deltas, strict=True) if c.weight == name]
+        if not layer:
+            raise UnforeseenUseError(f"the layer of {name} must see all {len(X)} rows: it was not called.")
         is_last = all(c.edge.node is z.grad_fn for c, _ in layer)
         averaged = is_last and form.fixed_head
         found.append(
@@ -151,7 +153,12 @@ def head_cotangents(head: str) -> Cotangents:
 
 
 def dense_jacobian(
-    skeleton: Skeleton, plan: Plan, names: tuple[str, ...], place: Place, X: Tensor, seeds: Float[Tensor, "K E C"]
+    skeleton: Skeleton,
+    plan: Plan,
+    names: tuple[str, ...],
+    place: Place,
+    X: Shaped[Tensor, "E ..."],
+    seeds: Float[Tensor, "K E C"],
 ) -> Jacobian:
     """Differentiate with respect to the named weights, sample by sample: for whatever is not a plain layer."""
     w = unflatten(skeleton, place.w)

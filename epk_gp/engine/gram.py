@@ -14,8 +14,9 @@ from epk_gp.engine.contractions import Tile, diagonal, empty_tile
 from epk_gp.engine.features import Feature, Form, Place, feature_bytes, gradients, head_cotangents
 from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan
-from epk_gp.engine.probe import plan_for
+from epk_gp.engine.probe import once_more, plan_for
 from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, Rule, check_rule, gauss_legendre
+from epk_gp.recording.checks import check_memory_budget
 from epk_gp.recording.networks import Head, Skeleton, check_head
 from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
 
@@ -66,6 +67,19 @@ class Points:
         return (self.is_train == is_train).nonzero().squeeze(1).to(self.X.device)
 
 
+def check_points(points: object, name: str) -> None:
+    """Refuse what does not say which copies it holds.
+
+    Raises:
+        TypeError: No `Points`.
+    """
+    if not isinstance(points, Points):
+        raise TypeError(
+            f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got "
+            f"{type(points).__name__}."
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """What all tiles of a block share."""
@@ -83,6 +97,7 @@ class Job:
     budget: int
 
 
+@once_more
 def gram_block(
     trajectory: Trajectory,
     a: Points,
@@ -106,7 +121,9 @@ def gram_block(
         b: M points.
         head: Whether f is the logits or their log-softmax.
         rule: Nodes and positive weights on [0, 1], the same for both sides; or an adaptive rule, which picks each test
-            point's own nodes against training copies, and the union of all points' nodes between test copies.
+            point's own nodes against training copies, and the union of a tile's points' nodes between test copies. The
+            Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
+            over common nodes. Take a fixed rule where a factorisation needs more.
         step_weights: eta_s >= 0; the learning rates by default.
         memory_budget: Bytes for everything but the inputs and the result.
         progress: Show a progress bar.
@@ -122,6 +139,7 @@ def gram_block(
     return _assemble(job, a, b).permute(1, 0, 3, 2).contiguous()
 
 
+@once_more
 def gram_block_per_class(
     trajectory: Trajectory,
     a: Points,
@@ -143,6 +161,7 @@ def gram_block_per_class(
     return _assemble(job, a, b)
 
 
+@once_more
 def gram_diagonal_blocks(
     trajectory: Trajectory,
     a: Points,
@@ -186,8 +205,9 @@ def _job(
     *,
     per_class: bool,
 ) -> Job:
-    for name, points in (("a.X", a), ("b.X", b)):
-        check_inputs(trajectory, points.X, name)
+    for name, points in (("a", a), ("b", b)):
+        check_points(points, name)
+        check_inputs(trajectory, points.X, f"{name}.X")
     if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
         raise ValueError(
             "both sets of points must share dtype and device: "
@@ -195,8 +215,7 @@ def _job(
         )
     check_head(head, trajectory.num_outputs)
     check_rule(rule)
-    if budget < 1 << 20:
-        raise ValueError(f"memory_budget must be at least 1 MiB (1048576 bytes): got {budget}.")
+    check_memory_budget(budget)
     dtype = compute_dtype(trajectory, a.X)
     return Job(
         trajectory=trajectory,
@@ -213,9 +232,14 @@ def _job(
     )
 
 
-def _etas(trajectory: Trajectory, step_weights: Tensor | None) -> tuple[float, ...]:
+def _etas(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:
     if step_weights is None:
         return tuple(step.size for step in trajectory.steps)
+    if not isinstance(step_weights, Tensor):
+        raise TypeError(
+            f"step_weights must be a torch.Tensor, ({trajectory.num_steps},): got {type(step_weights).__name__}. "
+            "Convert it with torch.tensor."
+        )
     if step_weights.shape != (trajectory.num_steps,):
         raise ValueError(f"step_weights must have shape ({trajectory.num_steps},): got {tuple(step_weights.shape)}.")
     if not (torch.isfinite(step_weights).all() and (step_weights >= 0).all()):
@@ -349,7 +373,7 @@ def _test_nodes(job: Job, s: int, X: Tensor, *, shared: bool) -> Iterator[Evalua
 
 def _line(job: Job, s: int) -> Line:
     start, end = (flat_weights(job.trajectory, state, job.like) for state in (s, s + 1))
-    return Line(job.skeleton, job.plan, start, end - start, job.head)
+    return Line(job.skeleton, job.plan, start, end - start, job.head, job.budget)
 
 
 def _panel(job: Job) -> int:
@@ -365,7 +389,7 @@ def _panel(job: Job) -> int:
 
 def _feature_bytes(job: Job) -> int:
     """Measure what the features of one point take."""
-    key = ("feature bytes", job.head, _form(job), job.like.dtype, job.like.device)
+    key = ("feature bytes", job.head, _form(job), *job.plan.biases, job.like.dtype, job.like.device)
     if key not in job.trajectory.memo:
         X = job.trajectory.inputs[:1].to(job.like.device)
         features = _features(job, _start(job, 0), X.to(job.like.dtype) if X.is_floating_point() else X)

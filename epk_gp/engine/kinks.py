@@ -5,107 +5,18 @@ are scalar functions of t that a forward pass computes anyway: their zeros are f
 without a gradient.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from epk_gp.engine.line import Line, block_rows
 from epk_gp.engine.modes import AlongLine, plain_math
+from epk_gp.engine.units import Units, Watch
 from epk_gp.recording.networks import apply_head, call, unflatten
 
 _ITERATIONS = 40
-
-
-def _at(*thresholds: float) -> Callable[..., tuple[float, ...]]:
-    return lambda *args, **kwargs: thresholds
-
-
-def _range(
-    x: Any,
-    min: Any = None,  # noqa: A002  # torch's argument names
-    max: Any = None,  # noqa: A002
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[float, ...]:
-    return tuple(float(bound) for bound in (min, max) if isinstance(bound, int | float))
-
-
-def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, *args: Any, **kwargs: Any) -> tuple[float, ...]:
-    return (min_val, max_val)
-
-
-def _threshold(x: Any, threshold: float, *args: Any, **kwargs: Any) -> tuple[float, ...]:
-    return (threshold,)
-
-
-# Functions that are smooth between thresholds of their first argument.
-THRESHOLDS: dict[Callable[..., Any], Callable[..., tuple[float, ...]]] = {
-    **{
-        function: _at(0.0)
-        for function in (
-            F.relu, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, F.leaky_relu, F.elu, F.selu, F.celu,
-            F.prelu, torch.abs, torch.Tensor.abs,
-        )
-    },
-    F.relu6: _at(0.0, 6.0),
-    F.hardswish: _at(-3.0, 3.0),
-    F.hardsigmoid: _at(-3.0, 3.0),
-    F.hardtanh: _hardtanh,
-    F.threshold: _threshold,
-    torch.clamp: _range,
-    torch.Tensor.clamp: _range,
-}  # fmt: skip
-POOLS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.max_pool1d: F.max_pool1d_with_indices,
-    F.max_pool2d: F.max_pool2d_with_indices,
-    F.max_pool3d: F.max_pool3d_with_indices,
-}
-
-
-@dataclass(frozen=True, eq=False)
-class Units:
-    """The inputs of one call of a piecewise-smooth function.
-
-    Attributes:
-        inputs: (E, U); for a threshold unit its distance from the threshold.
-        winners: (E, V) indices into U of the V pooled outputs, None for threshold units.
-        edge: Where the gradient with respect to the function's output is to be had, if it was asked for.
-    """
-
-    inputs: Tensor
-    winners: Tensor | None
-    edge: GradientEdge | None
-
-
-class Watch(TorchFunctionMode):
-    """Keep the inputs of every call of a piecewise-smooth function."""
-
-    def __init__(self, *, edges: bool) -> None:
-        """Start with nothing seen."""
-        super().__init__()
-        self.units: list[Units] = []
-        self.edges = edges
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Note the call's inputs, then make it."""
-        kwargs = kwargs or {}
-        thresholds = THRESHOLDS[func](*args, **kwargs) if func in THRESHOLDS else ()
-        kept = args[0].detach().flatten(1).clone() if thresholds else None
-        result = func(*args, **kwargs)
-        if kept is not None:
-            edge = get_gradient_edge(result) if self.edges and result.requires_grad else None
-            self.units += [Units(kept - threshold if threshold else kept, None, edge) for threshold in thresholds]
-        elif func in POOLS and isinstance(result, Tensor):
-            edge = get_gradient_edge(result) if self.edges and result.requires_grad else None
-            self.units.append(_pool_units(func, args, kwargs, edge))
-        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +41,7 @@ class Candidates:
 
 
 def locate(
-    line: Line, X: Tensor, a: Float[Tensor, " E"], b: Float[Tensor, " E"]
+    line: Line, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
 ) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
     """Find the places in (a_e, b_e) where a unit that matters to f switches for row e.
 
@@ -145,7 +56,7 @@ def locate(
     """
     if not line.plan.on_line:
         return torch.zeros(0, dtype=torch.int64, device=X.device), a[:0]
-    rows = max(1, block_rows(line.plan) // 4)
+    rows = max(1, block_rows(line) // 4)
     found, places = [], []
     for part in torch.arange(len(X), device=X.device).split(rows):
         candidates = _candidates(line, X[part], a[part], b[part])
@@ -180,7 +91,7 @@ def _watched(line: Line, X: Tensor, t: Tensor) -> list[tuple[Units, Tensor]]:
     """List the units at t, and which of their outputs a random combination of f depends on."""
     weights = {name: value.detach().requires_grad_() for name, value in unflatten(line.skeleton, line.w).items()}
     with torch.enable_grad(), plain_math():
-        watch = Watch(edges=True)
+        watch = Watch(len(X), edges=True)
         with AlongLine(weights, unflatten(line.skeleton, line.d), t), watch:
             z = call(line.skeleton, weights, X)
         f = apply_head(z, line.head)
@@ -193,7 +104,7 @@ def _watched(line: Line, X: Tensor, t: Tensor) -> list[tuple[Units, Tensor]]:
     for units in watch.units:
         gradient = gradients.get(id(units.edge))
         shape = units.inputs if units.winners is None else units.winners
-        matters = torch.zeros_like(shape, dtype=torch.bool) if gradient is None else gradient.flatten(1) != 0
+        matters = torch.zeros_like(shape, dtype=torch.bool) if gradient is None else gradient.reshape(len(X), -1) != 0
         listed.append((units, matters))
     return listed
 
@@ -229,9 +140,9 @@ def _roots(line: Line, X: Tensor, a: Tensor, b: Tensor, candidates: Candidates) 
 def _event_values(line: Line, X: Tensor, t: Tensor, candidates: Candidates, active: Tensor) -> Tensor:
     weights, direction = unflatten(line.skeleton, line.w), unflatten(line.skeleton, line.d)
     value = torch.zeros_like(t)
-    for part in torch.arange(len(active), device=X.device).split(block_rows(line.plan)):
+    for part in torch.arange(len(active), device=X.device).split(block_rows(line)):
         chosen = active[part]
-        watch = Watch(edges=False)
+        watch = Watch(len(chosen), edges=False)
         with torch.no_grad(), plain_math(), AlongLine(weights, direction, t[part]), watch:
             call(line.skeleton, weights, X[candidates.segment[chosen]])
         for number, units in enumerate(watch.units):
@@ -241,14 +152,3 @@ def _event_values(line: Line, X: Tensor, t: Tensor, candidates: Candidates, acti
             other = units.inputs[rows, second.clamp(min=0)]
             value[part[rows]] = torch.where(second >= 0, level - other, level)
     return value
-
-
-def _pool_units(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], edge: GradientEdge | None
-) -> Units:
-    x = args[0].detach()
-    options = {key: value for key, value in kwargs.items() if key != "return_indices"}
-    _, indices = POOLS[func](x, *args[1:6], **options)
-    channels, places = x.shape[1], x[0, 0].numel()
-    offset = places * torch.arange(channels, device=x.device).view(1, -1, 1)
-    return Units(x.flatten(1), (indices.flatten(2) + offset).flatten(1), edge)

@@ -15,6 +15,7 @@ from epk_gp.recording.networks import Head, Skeleton, apply_head, call, unflatte
 
 _BLOCK_ELEMENTS = 1 << 23
 _FEW_PLACES = 8
+_COPIES = 8  # of a forward pass: values, tangents, and both along the direction
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,7 @@ class Line:
         w: Flat weights at t = 0, (P,).
         d: Flat direction, (P,).
         head: "logits" or "log_softmax".
+        memory_budget: Bytes that an evaluation may use; blocks of rows follow from it.
     """
 
     skeleton: Skeleton
@@ -34,6 +36,7 @@ class Line:
     w: Float[Tensor, " P"]
     d: Float[Tensor, " P"]
     head: Head
+    memory_budget: int
 
 
 def values(line: Line, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]) -> Float[Tensor, "E C"]:
@@ -48,13 +51,14 @@ def slopes(
     return _in_blocks(line, X, t, slopes_too=True)
 
 
-def block_rows(plan: Plan) -> int:
+def block_rows(line: Line) -> int:
     """Count the rows that are evaluated at a time."""
-    return max(1, _BLOCK_ELEMENTS // plan.elements)
+    elements = min(_BLOCK_ELEMENTS, line.memory_budget // (_COPIES * line.w.element_size()))
+    return max(1, elements // line.plan.elements)
 
 
 def _in_blocks(line: Line, X: Tensor, t: Tensor, *, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    rows = block_rows(line.plan)
+    rows = block_rows(line)
     with torch.no_grad(), plain_math():
         blocks = [_block(line, x, u, slopes_too) for x, u in zip(X.split(rows), t.split(rows), strict=True)]
     return torch.cat([f for f, _ in blocks]), torch.cat([slope for _, slope in blocks])
@@ -120,6 +124,9 @@ def _at_one_place(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[T
             duals = {name: fwAD.make_dual(value, direction[name]) for name, value in here.items()}
             f, slope = fwAD.unpack_dual(apply_head(call(line.skeleton, duals, X), line.head))
         return f, torch.zeros_like(f) if slope is None else slope
+    if not line.plan.twice:
+        rows = [row_by_row(line.skeleton, here, direction, x, line.head) for x in X.split(1)]
+        return torch.cat([f for f, _ in rows]), torch.cat([slope for _, slope in rows])
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in here.items()}
         f = apply_head(call(line.skeleton, leaves, X), line.head)
@@ -137,3 +144,24 @@ def pushed_forward(
     value = torch.stack([(g * direction[name]).sum() for g, name in zip(pulled, leaves, strict=True)]).sum()
     (slope,) = torch.autograd.grad(value, v, allow_unused=True, materialize_grads=True)
     return slope
+
+
+def row_by_row(
+    skeleton: Skeleton,
+    weights: Mapping[str, Tensor],
+    direction: Mapping[str, Tensor],
+    x: Shaped[Tensor, "1 ..."],
+    head: Head,
+) -> tuple[Float[Tensor, "1 C"], Float[Tensor, "1 C"]]:
+    """Compute f and J d at one input by one backward pass per output: works wherever training does."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        f = apply_head(call(skeleton, leaves, x), head)
+        slopes = []
+        for value in f[0]:
+            pulled = torch.autograd.grad(
+                value, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            parts = [(g * direction[name]).sum() for g, name in zip(pulled, leaves, strict=True)]
+            slopes.append(torch.stack(parts).sum())
+    return f.detach(), torch.stack(slopes)[None]

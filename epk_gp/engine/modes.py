@@ -38,6 +38,10 @@ LINEAR = F.linear
 CONVOLUTIONS = (F.conv1d, F.conv2d)
 
 
+class UnforeseenUseError(ValueError):
+    """The network uses its weights otherwise than on the rows on which its plan was made (`probe.once_more`)."""
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """One call of a linear or convolution function with a trained weight.
@@ -114,38 +118,49 @@ class Uses(TorchFunctionMode):
 class Tape(TorchFunctionMode):
     """Keep inputs and gradient edges of the linear and convolution calls with the given weights."""
 
-    def __init__(self, weights: Mapping[str, Tensor], factored: Iterable[str]) -> None:
-        """Watch `factored`, a subset of the named weights."""
+    def __init__(self, weights: Mapping[str, Tensor], biases: Mapping[str, str | None], num_rows: int) -> None:
+        """Watch some weights.
+
+        Args:
+            weights: All weights by name.
+            biases: The layers' weights, each with the bias that goes with it.
+            num_rows: E, rows that every call must see.
+        """
         super().__init__()
-        self.names = {id(value): name for name, value in weights.items()}
-        self.factored = frozenset(factored)
+        watched = {*biases, *(bias for bias in biases.values() if bias is not None)}
+        self.names = {id(value): name for name, value in weights.items() if name in watched}
+        self.biases = biases
+        self.num_rows = num_rows
         self.calls: list[LayerCall] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call; tape it if it is a layer's."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is LINEAR or func in CONVOLUTIONS:
-            weight = self.names.get(id(_argument(1, "weight", args, kwargs)))
-            if weight in self.factored:
-                names = ("stride", "padding", "dilation", "groups")
-                options = {
-                    **dict(zip(names, args[3:], strict=False)),
-                    **{k: v for k, v in kwargs.items() if k in names},
-                }
-                x = _argument(0, "input", args, kwargs)
-                self.calls.append(
-                    LayerCall(
-                        function=func,
-                        weight=weight,
-                        bias=self.names.get(id(_argument(2, "bias", args, kwargs))),
-                        input=x.detach(),
-                        fixed_input=not x.requires_grad,
-                        options=options,
-                        shape=result.shape,
-                        edge=get_gradient_edge(result),
-                    )
-                )
+        found = {self.names[id(value)] for value in _flat((args, kwargs)) if id(value) in self.names}
+        if not found or not _has_tensors(result):
+            return result
+        weight = self.names.get(id(_argument(1, "weight", args, kwargs)))
+        bias = self.names.get(id(_argument(2, "bias", args, kwargs)))
+        layer = func is LINEAR or func in CONVOLUTIONS
+        if not layer or weight is None or self.biases.get(weight, weight) != bias or found - {weight, bias}:
+            raise UnforeseenUseError(f"the weights {sorted(found)} must be used by their layers only.")
+        x = _argument(0, "input", args, kwargs)
+        _check_rows(x, result, self.num_rows, weight)
+        names = ("stride", "padding", "dilation", "groups")
+        options = {**dict(zip(names, args[3:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+        self.calls.append(
+            LayerCall(
+                function=func,
+                weight=weight,
+                bias=bias,
+                input=x.detach(),
+                fixed_input=not x.requires_grad,
+                options=options,
+                shape=result.shape,
+                edge=get_gradient_edge(result),
+            )
+        )
         return result
 
 
@@ -162,29 +177,33 @@ class AlongLine(TorchFunctionMode):
         """
         super().__init__()
         self.direction = {id(weights[name]): value for name, value in direction.items()}
+        self.names = {id(weights[name]): name for name in direction}
         self.t = t
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, and add t times the call along the direction."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        slots = JOINTLY_LINEAR.get(func)
-        if slots is None:
+        found = [id(value) for value in _flat((args, kwargs)) if id(value) in self.direction]
+        if not found or not _has_tensors(result):
             return result
-        along, moved, trained = list(args), dict(kwargs), False
+        slots = JOINTLY_LINEAR.get(func, {})
+        along, moved, trained = list(args), dict(kwargs), 0
         for slot, name in slots.items():
             value = _argument(slot, name, args, kwargs)
             if value is None:
                 continue
-            trained |= id(value) in self.direction
+            trained += id(value) in self.direction
             turned = self.direction.get(id(value))
             turned = torch.zeros_like(value) if turned is None else turned
             if isinstance(slot, int) and slot < len(args):
                 along[slot] = turned
             else:
                 moved[name] = turned
-        if not trained:
-            return result
+        if trained != len(found):
+            names = sorted(self.names[key] for key in found)
+            raise UnforeseenUseError(f"the weights {names} must be used by functions that are linear in them.")
+        _check_rows(_argument(0, "input", args, kwargs), result, len(self.t), self.names[found[0]])
         return result + self.t.view(-1, *[1] * (result.ndim - 1)) * func(*along, **moved)
 
 
@@ -204,6 +223,17 @@ def _argument(slot: int | str, name: str, args: tuple[Any, ...], kwargs: Mapping
     if isinstance(slot, int) and slot < len(args):
         return args[slot]
     return kwargs.get(name)
+
+
+def _has_tensors(result: Any) -> bool:
+    """Whether a call made something that can depend on a weight's value: not a shape, not a dtype."""
+    return any(isinstance(value, Tensor) for value in _flat((result,)))
+
+
+def _check_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
+    seen = len(x) if isinstance(x, Tensor) and x.ndim else 0
+    if seen != num_rows or len(result) != num_rows:
+        raise UnforeseenUseError(f"the layer of {name} must see all {num_rows} rows: it saw {seen}.")
 
 
 def _flat(values: Any) -> Iterable[Any]:

@@ -20,6 +20,7 @@ class Plan:
         dense: All other weights.
         on_line: Rows at different places on a line share two calls per layer (`modes.AlongLine`).
         forward_mode: Forward-mode derivatives work.
+        twice: Reverse mode can be differentiated once more.
         batched: Gradients for several cotangents at once work.
         mapped: `torch.func.vmap` over samples works.
         map_chunk: Samples that it takes at a time.
@@ -30,6 +31,7 @@ class Plan:
     dense: tuple[str, ...]
     on_line: bool
     forward_mode: bool
+    twice: bool
     batched: bool
     mapped: bool
     map_chunk: int

@@ -8,46 +8,84 @@ differentiated densely.
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.autograd.forward_ad as fwAD
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.engine.features import Form, Place, dense_jacobian, gradients, written_out
-from epk_gp.engine.line import pushed_forward
-from epk_gp.engine.modes import CONVOLUTIONS, LINEAR, AlongLine, Use, Uses, plain_math
+from epk_gp.engine.line import pushed_forward, row_by_row
+from epk_gp.engine.modes import CONVOLUTIONS, LINEAR, AlongLine, UnforeseenUseError, Use, Uses, plain_math
 from epk_gp.engine.plan import Plan
 from epk_gp.recording.networks import Skeleton, call, unflatten
 from epk_gp.recording.trajectory import Trajectory, compute_dtype, flat_weights, skeleton_for
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _MAP_ELEMENTS = 1 << 24
+_PROBE_ROWS = 6
+_DENSE = "dense plan"
 
 
-def plan_for(trajectory: Trajectory, like: Tensor) -> Plan:
+def plan_for(trajectory: Trajectory, like: Shaped[Tensor, "..."]) -> Plan:
     """Give the plan for computations in the dtype and on the device of `like` (made once each)."""
-    key = ("plan", compute_dtype(trajectory, like), like.device)
+    dense = bool(trajectory.memo.get(_DENSE))
+    key = ("plan", dense, compute_dtype(trajectory, like), like.device)
     if key not in trajectory.memo:
         skeleton = skeleton_for(trajectory, compute_dtype(trajectory, like), like.device)
-        X = trajectory.inputs[:3].to(like.device)
+        X = probe_rows(trajectory.inputs).to(like.device)
         X = X.to(like.dtype) if X.is_floating_point() else X
-        trajectory.memo[key] = make_plan(skeleton, flat_weights(trajectory, trajectory.num_steps, like), X)
+        trajectory.memo[key] = make_plan(skeleton, flat_weights(trajectory, trajectory.num_steps, like), X, dense=dense)
     found: Plan = trajectory.memo[key]
     return found
 
 
-def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Tensor) -> Plan:
+def once_more(ask: Callable[P, T]) -> Callable[P, T]:
+    """Let a question be asked again, with a dense plan, if its own rows use weights otherwise than the probe's.
+
+    A network may send each row to another expert: a layer then sees some of the rows, which the probe's rows need not
+    show. The run remembers.
+
+    Args:
+        ask: Its first argument is the trajectory.
+    """
+
+    @wraps(ask)
+    def asked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return ask(*args, **kwargs)
+        except UnforeseenUseError:
+            trajectory: Any = args[0] if args else kwargs["trajectory"]
+            if trajectory.memo.get(_DENSE):
+                raise
+            trajectory.memo[_DENSE] = True
+            return ask(*args, **kwargs)
+
+    return asked
+
+
+def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
+    """Take a few rows, spread over all, forth and back: no order that a network could sort them into is theirs."""
+    forth = torch.linspace(0, len(X) - 1, _PROBE_ROWS, device=X.device).long()
+    return X[torch.cat([forth, forth[:-1].flip(0)])]
+
+
+def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "E ..."], *, dense: bool = False) -> Plan:
     """Watch the network at weights w and choose how to differentiate it.
 
     Args:
         skeleton: The network, in the computation's dtype.
         w: Flat weights of some state.
-        X: A few inputs; the first three are used.
+        X: A few inputs.
+        dense: Believe in no layer, and in no line.
 
     Raises:
         ValueError: A sample's output depends on the other samples of the batch.
     """
-    X = X[torch.arange(3, device=X.device) % len(X)]
     weights = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, w).items()}
     with Uses(weights) as uses, plain_math():
         z = call(skeleton, weights, X).detach()
@@ -59,10 +97,11 @@ def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Tensor) -> Plan:
             "rows one by one (statistics of the batch?)."
         )
     plan = Plan(
-        biases=_layers(uses.calls),
+        biases={} if dense else _layers(uses.calls),
         dense=(),
-        on_line=all(use.proper for use in uses.calls),
+        on_line=not dense and all(use.proper for use in uses.calls),
         forward_mode=True,
+        twice=True,
         batched=True,
         mapped=True,
         map_chunk=64,
@@ -112,6 +151,7 @@ def _verified(skeleton: Skeleton, w: Tensor, X: Tensor, plan: Plan) -> Plan:
         plan = replace(plan, on_line=_works(lambda: _line_error(skeleton, plan, here, X)))
     _load_forward_mode()
     plan = replace(plan, forward_mode=_works(lambda: _forward_error(skeleton, here, X)))
+    plan = replace(plan, twice=_works(lambda: _twice_error(skeleton, here, X)))
     names = plan.dense if plan.on_line else skeleton.names
     if names:
         wanted = torch.cat([pieces[name] for name in names], dim=2)
@@ -138,7 +178,7 @@ def _layer_error(
 
 def _line_error(skeleton: Skeleton, plan: Plan, here: Place, X: Tensor) -> Pair:
     d = 0.1 * here.w.flip(0)
-    t = torch.tensor([0.9, 0.2, 0.6], dtype=here.w.dtype, device=X.device)
+    t = (0.9 + 0.31 * torch.arange(len(X), dtype=here.w.dtype, device=X.device)) % 1
     weights = unflatten(skeleton, here.w)
     with torch.no_grad(), plain_math():
         with AlongLine(weights, unflatten(skeleton, d), t):
@@ -153,9 +193,20 @@ def _forward_error(skeleton: Skeleton, here: Place, X: Tensor) -> Pair:
     with torch.no_grad(), plain_math(), fwAD.dual_level():
         duals = {name: fwAD.make_dual(value, direction[name]) for name, value in weights.items()}
         tangent = fwAD.unpack_dual(call(skeleton, duals, X)).tangent
+    return tangent, _slope(skeleton, weights, direction, X)
+
+
+def _twice_error(skeleton: Skeleton, here: Place, X: Tensor) -> Pair:
+    weights, direction = unflatten(skeleton, here.w), unflatten(skeleton, 0.1 * here.w.flip(0))
     leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
     with torch.enable_grad(), plain_math():
-        return tangent, pushed_forward(call(skeleton, leaves, X), leaves, direction)
+        slope = pushed_forward(call(skeleton, leaves, X), leaves, direction)
+    return slope, _slope(skeleton, weights, direction, X)
+
+
+def _slope(skeleton: Skeleton, weights: dict[str, Tensor], direction: dict[str, Tensor], X: Tensor) -> Tensor:
+    with plain_math():
+        return torch.cat([row_by_row(skeleton, weights, direction, x, "logits")[1] for x in X.split(1)])
 
 
 def _load_forward_mode() -> None:

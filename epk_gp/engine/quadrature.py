@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from epk_gp.recording.checks import check_count, check_positive
+
 
 @dataclass(frozen=True)
 class QuadratureRule:
@@ -62,12 +64,11 @@ class AdaptiveRule:
         """Refuse a tolerance or order that means nothing.
 
         Raises:
+            TypeError: `tol` is no number, or `order` no whole one.
             ValueError: `tol` is not positive and finite, or `order` is below 1.
         """
-        if not 0 < self.tol < float("inf"):
-            raise ValueError(f"tol must be positive and finite: got {self.tol}.")
-        if self.order < 1:
-            raise ValueError(f"order must be at least 1: got {self.order}.")
+        check_positive(self.tol, "tol")
+        check_count(self.order, "order")
 
     @property
     def name(self) -> str:
@@ -80,7 +81,7 @@ Rule = QuadratureRule | AdaptiveRule
 
 def gauss_legendre(n: int) -> QuadratureRule:
     """Gauss-Legendre with n nodes: exact for polynomials of degree 2n - 1."""
-    _check_count(n)
+    check_count(n, "the number of nodes")
     x, w = np.polynomial.legendre.leggauss(n)
     return QuadratureRule(f"Gauss-Legendre {n}", tuple(((1 + x) / 2).tolist()), tuple((w / w.sum()).tolist()))
 
@@ -92,13 +93,14 @@ def left_endpoint() -> QuadratureRule:
 
 def left_riemann(n: int) -> QuadratureRule:
     """Left Riemann sum with n nodes: Algorithm 1 of Bell et al. (2023) with T = n."""
-    _check_count(n)
+    check_count(n, "the number of nodes")
     return QuadratureRule(f"left Riemann {n}", tuple(k / n for k in range(n)), (1 / n,) * n)
 
 
 def midpoint(n: int) -> QuadratureRule:
     """Composite midpoint rule with n nodes."""
-    _check_count(n)
+    check_count(n, "the number of nodes")
+    check_count(n, "the number of nodes")
     return QuadratureRule(f"midpoint {n}", tuple((k + 0.5) / n for k in range(n)), (1 / n,) * n)
 
 
@@ -115,8 +117,3 @@ def check_rule(rule: object) -> None:
     """
     if not isinstance(rule, QuadratureRule | AdaptiveRule):
         raise TypeError(f"rule must be a quadrature rule such as epk_gp.gauss_legendre(4): got {rule!r}.")
-
-
-def _check_count(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"a rule needs at least 1 node: got {n}.")

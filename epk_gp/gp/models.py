@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, final
 
 import gpytorch
+import numpy as np
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from jaxtyping import Int, Shaped
@@ -19,8 +20,9 @@ from epk_gp.gp.posterior import Conditioned, LogitPosterior, condition, posterio
 from epk_gp.gp.targets import TargetKind, make_targets
 from epk_gp.kernels.copies import test_copy, train_copy
 from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
+from epk_gp.recording.checks import check_count, check_positive
 from epk_gp.recording.networks import Head
-from epk_gp.recording.trajectory import Trajectory, check_inputs
+from epk_gp.recording.trajectory import Trajectory, check_inputs, check_trajectory
 
 
 @final
@@ -81,6 +83,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             raise ValueError(f"outputs must be 'full' or 'independent': got {outputs!r}.")
         if not NOISE_FLOOR < noise < float("inf"):
             raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
+        check_trajectory(trajectory)
         chosen = _read_points(points, trajectory)
         C, N = trajectory.num_outputs, len(chosen)
         gram_bytes = 8 * N**2 * (C**2 if outputs == "full" else C)
@@ -151,8 +154,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 "likelihood grows without bound as scale and noise shrink. Fit LogitGP(mean='initial') and load its "
                 "covar_module and likelihood states, or set the hyperparameters."
             )
-        if steps < 1 or not lr > 0:
-            raise ValueError(f"fit needs at least 1 step of positive size: got steps={steps}, lr={lr}.")
+        check_count(steps, "steps")
+        check_positive(lr, "lr")
         self.train()  # drops GPyTorch's predictions for the old hyperparameters
         self.eval()
         spectrum = self._spectrum()
@@ -228,7 +231,12 @@ def _read_points(points: Tensor | Sequence[int] | None, trajectory: Trajectory) 
     M = trajectory.inputs.shape[0]
     if points is None:
         return torch.arange(M, device=trajectory.device)
-    chosen = torch.as_tensor(points, device=trajectory.device)
+    try:
+        if not isinstance(points, Tensor | Sequence | range | np.ndarray):
+            raise TypeError("one index, or none")
+        chosen = torch.as_tensor(points, device=trajectory.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"points must be a list or tensor of indices of training points: got {points!r}.") from error
     if len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool):
         raise TypeError(f"points must be indices: got {chosen.dtype}. Turn a mask into mask.nonzero()[:, 0].")
     if chosen.ndim != 1 or not len(chosen):

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.recording.checks import check_count, check_generator
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -56,11 +57,17 @@ def softmax_uncertainty(
         Moments and entropies with the standard error of the mean.
 
     Raises:
+        TypeError: No posterior, no generator, or no whole number of draws.
         ValueError: Fewer than 2 draws, values that are not finite, or a covariance that is not symmetric or has a
             negative eigenvalue beyond rounding.
     """
-    if num_samples < 2:
-        raise ValueError(f"a standard deviation needs at least 2 samples: got num_samples={num_samples}.")
+    if not isinstance(posterior, LogitPosterior):
+        raise TypeError(
+            f"posterior must be an epk_gp.LogitPosterior: got {type(posterior).__name__}. "
+            "LogitGP.logit_posterior gives one."
+        )
+    check_generator(generator)
+    check_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
     mean = posterior.mean
     root, clipped = _symmetric_root(posterior)
     eps = torch.randn(num_samples, mean.shape[1], generator=generator, dtype=mean.dtype, device=mean.device)

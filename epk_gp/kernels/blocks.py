@@ -61,12 +61,18 @@ def check_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Non
         ValueError: Wrong width, a copy column that is not 0 or 1, a value that is not finite, or a gradient is asked
             for.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"points must be a torch.Tensor: got {type(x).__name__}. Make them with train_copy or test_copy."
+        )
     width = torch.Size(trajectory.input_shape).numel() + 1
     if x.ndim < 2 or x.shape[-1] != width:
         raise ValueError(
             f"points must have shape (..., n, {width}), flattened inputs {trajectory.input_shape} and the copy column: "
             f"got {tuple(x.shape)}. Make them with train_copy or test_copy."
         )
+    if not x.shape[-2]:
+        raise ValueError(f"there must be at least one point: got shape {tuple(x.shape)}.")
     if x.requires_grad and torch.is_grad_enabled():
         # The one seam for derivatives with respect to x: a differentiable engine starts by lifting this refusal.
         raise ValueError(

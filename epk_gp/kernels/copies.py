@@ -77,11 +77,18 @@ def _with_copy_column(X: Tensor, value: int) -> Tensor:
     _check_kind(X)
     if X.ndim == 0:
         raise ValueError("inputs must have shape (n, ...), one row per point: got a scalar. A single point is X[None].")
+    if X.ndim == 1:
+        raise ValueError(
+            f"inputs must have shape (n, ...), one row per point: got shape {tuple(X.shape)}. "
+            "A single point is X[None], n points of one number each are X[:, None]."
+        )
     _check_finite(X)
     return torch.cat([X.reshape(X.shape[0], X.shape[1:].numel()), X.new_full((X.shape[0], 1), value)], dim=1)
 
 
 def _check_kind(X: Tensor) -> None:
+    if not isinstance(X, Tensor):
+        raise TypeError(f"inputs must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
     if X.is_complex() or X.dtype == torch.bool:
         raise TypeError(f"inputs must be real numbers: got {X.dtype}. Convert them first.")
 

@@ -15,8 +15,9 @@ from epk_gp.kernels import batches, blocks
 from epk_gp.kernels.blocks import Reduction, Source
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.copies import train_copy
+from epk_gp.recording.checks import check_memory_budget
 from epk_gp.recording.networks import Head, check_head
-from epk_gp.recording.trajectory import Trajectory
+from epk_gp.recording.trajectory import Trajectory, check_trajectory
 
 Outputs = Literal["full", "independent", "trace", "sum"] | int
 Normalization = Literal["mean_diagonal"] | float | int | None
@@ -71,6 +72,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         memory_budget: int = MEMORY_BUDGET,
         active_dims: Sequence[int] | None = None,
     ) -> None:
+        check_trajectory(trajectory)
+        check_memory_budget(memory_budget)
         reduction, classes = _read_outputs(outputs, trajectory.num_outputs)
         check_head(head, trajectory.num_outputs)
         if not isinstance(rule, QuadratureRule):
@@ -122,7 +125,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
         for x in (x1,) if x2 is None or x2 is x1 else (x1, x2):
-            self._check(x if self.active_dims is None else x.index_select(-1, self.active_dims))
+            self._check(
+                x if self.active_dims is None or not isinstance(x, Tensor) else x.index_select(-1, self.active_dims)
+            )
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
 
     def forward(

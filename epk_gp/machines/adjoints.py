@@ -77,13 +77,13 @@ def accumulate(
     trajectory, n = query.trajectory, len(query.X)
     panel = panel_size(query)
     panels = torch.arange(n, device=query.X.device).split(panel)
-    largest, evaluations = 0.0, 0.0
+    largest, evaluations = query.X.new_zeros((), dtype=query.dtype), 0.0
     with tqdm(total=len(panels) * trajectory.num_steps, desc="steps", disable=not progress) as bar:
         for rows in panels:
             carried: Tensor | None = None  # keep_{s+1} * M_{s+1}
             for step in reversed(trajectory.steps):
                 integral, nodes = along_step(query, step, rows, max(1, panel))
-                largest = max(largest, float(integral.residual.max()))
+                largest = torch.maximum(largest, integral.residual.max())  # NaN stays
                 evaluations += float(integral.evaluations.sum())
                 Phi = averaged_jacobian(nodes, len(rows), query.layout)
                 del nodes
@@ -93,7 +93,7 @@ def accumulate(
                 _hand_out_decay(query, groups, step.index, rows, (H, Phi), u, w, take)
                 _hand_out_samples(query, groups, step.index, rows, H, u, w, take)
                 bar.update()
-    return Certificate(largest, evaluations / (n * trajectory.num_steps))
+    return Certificate(float(largest), evaluations / (n * max(1, trajectory.num_steps)))
 
 
 def panel_size(query: Query) -> int:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.engine.gram import MEMORY_BUDGET
+from epk_gp.engine.probe import once_more
 from epk_gp.engine.quadrature import Rule, adaptive
 from epk_gp.machines.adjoints import Certificate, Decay, Terms, accumulate
 from epk_gp.machines.axes import Axis, by_sample, check_axes
@@ -82,6 +83,7 @@ class GroupedAttribution:
         return float((self.total - self.network).abs().max())
 
 
+@once_more
 def attribute(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
@@ -128,6 +130,7 @@ def attribute(
     )
 
 
+@once_more
 def attribute_by(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],

@@ -37,7 +37,7 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: b
     trajectory, n = query.trajectory, len(query.X)
     if not is_plain(trajectory):
         raise ValueError(f"the steps must be plain gradient descent: the run was made by {trajectory.law}.")
-    largest, evaluations = 0.0, 0.0
+    largest, evaluations = query.X.new_zeros((), dtype=query.dtype), 0.0
     panel = _panel(query)
     for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
         w, u = flat_weights(trajectory, step.index, query.X), trajectory.updates[step.index]
@@ -46,7 +46,7 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: b
         eta = -float(u.direct[0]) * float(u.gradient[0])
         for rows in torch.arange(n, device=X.device).split(panel):
             integral, nodes = along_step(query, step, rows, max(1, panel))
-            largest = max(largest, float(integral.residual.max()))
+            largest = torch.maximum(largest, integral.residual.max())  # NaN stays
             evaluations += float(integral.evaluations.sum())
             size = integral.total.element_size()
             block = max(1, min(panel, query.memory_budget // (4 * size * query.num_rows * len(rows))))
@@ -61,7 +61,7 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: b
                 joined.close()
                 values = tile.finished()[:, :, 0].transpose(0, 1)
                 take(Terms(step.index, rows, samples[part], values.unsqueeze(3)))
-    return Certificate(largest, evaluations / (n * trajectory.num_steps))
+    return Certificate(float(largest), evaluations / (n * max(1, trajectory.num_steps)))
 
 
 def _panel(query: Query) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.engine.adaptive import Integral, integrate
@@ -13,6 +13,7 @@ from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan, flat_layout
 from epk_gp.engine.probe import plan_for
 from epk_gp.engine.quadrature import AdaptiveRule, Rule, check_rule
+from epk_gp.recording.checks import check_memory_budget
 from epk_gp.recording.networks import Head, Skeleton, check_head
 from epk_gp.recording.store import Step
 from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
@@ -59,10 +60,10 @@ class Query:
 
 def make_query(
     trajectory: Trajectory,
-    X: Tensor,
+    X: Shaped[Tensor, "n ..."],
     head: Head,
     rule: Rule,
-    classes: Tensor | None,
+    classes: Int64[Tensor, " n"] | None,
     memory_budget: int,
 ) -> Query:
     """Check a question and get ready to answer it.
@@ -73,6 +74,7 @@ def make_query(
     check_inputs(trajectory, X)
     check_head(head, trajectory.num_outputs)
     check_rule(rule)
+    check_memory_budget(memory_budget)
     C = trajectory.num_outputs
     if classes is not None:
         if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != X.shape[:1]:
@@ -106,7 +108,7 @@ def along_step(
     """
     X = query.X[rows]
     w, end = (flat_weights(query.trajectory, s, X) for s in (step.index, step.index + 1))
-    line = Line(query.skeleton, query.plan, w, end - w, query.head)
+    line = Line(query.skeleton, query.plan, w, end - w, query.head, query.memory_budget)
     integral = integrate(line, X, query.rule, query.trajectory.num_steps)
     found = []
     for part in torch.arange(len(integral.point), device=X.device).split(block_size):
@@ -121,7 +123,7 @@ def along_step(
     return integral, found
 
 
-def pick_classes(query: Query, f: Tensor) -> Tensor:
+def pick_classes(query: Query, f: Float[Tensor, "n C"]) -> Float[Tensor, "n K"]:
     """Keep the outputs that are asked for: (n, C) to (n, K)."""
     return f if query.classes is None else f.gather(1, query.classes[:, None])
 

@@ -10,10 +10,11 @@ from tqdm.auto import tqdm
 from epk_gp.engine.adaptive import integrate
 from epk_gp.engine.gram import MEMORY_BUDGET, Points, gram_block
 from epk_gp.engine.line import Line
-from epk_gp.engine.probe import plan_for
-from epk_gp.engine.quadrature import Rule, adaptive, check_rule
+from epk_gp.engine.probe import once_more, plan_for
+from epk_gp.engine.quadrature import AdaptiveRule, Rule, adaptive, check_rule
 from epk_gp.machines.directions import training_directions
 from epk_gp.machines.plain import is_plain
+from epk_gp.recording.checks import check_memory_budget
 from epk_gp.recording.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
 from epk_gp.recording.networks import Head, check_head
 from epk_gp.recording.trajectory import (
@@ -24,6 +25,8 @@ from epk_gp.recording.trajectory import (
     network_outputs,
     skeleton_for,
 )
+
+_SEGMENTS = 16  # of a point and step at a time under the adaptive rule: what most points stay below
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +57,14 @@ class Reconstruction:
     max_step_mismatch: float
 
 
+@once_more
 def reconstruct(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
     *,
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Reconstruction:
     """Evaluate the ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023).
@@ -76,6 +81,7 @@ def reconstruct(
         X: n inputs.
         head: Whether f is the logits or their log-softmax.
         rule: How each step's integral is taken.
+        memory_budget: Bytes for everything but the inputs and the result; beside it, one gradient of the training data.
         progress: Show a progress bar.
 
     Returns:
@@ -87,33 +93,45 @@ def reconstruct(
     check_inputs(trajectory, X)
     check_head(head, trajectory.num_outputs)
     check_rule(rule)
+    check_memory_budget(memory_budget)
     skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
     plan = plan_for(trajectory, X)
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
     total = torch.zeros_like(initial, dtype=torch.float64)
     residuals = torch.zeros_like(total[:, 0])
-    largest, evaluations, mismatch = 0.0, 0.0, 0.0
+    largest, mismatch = total.new_zeros(()), total.new_zeros(())  # tensors: Python's max() would drop a NaN
+    evaluations = 0.0
+    panels = torch.arange(len(X), device=X.device).split(_panel(X, rule, initial, memory_budget))
     directions = training_directions(trajectory, skeleton, X)
     for step, w, d in tqdm(directions, desc="steps", total=trajectory.num_steps, disable=not progress):
         end = flat_weights(trajectory, step.index + 1, X)
-        integral = integrate(Line(skeleton, plan, w, d, head), X, rule, trajectory.num_steps)
-        total += integral.total
-        residuals += integral.residual
-        largest = max(largest, float(integral.residual.max()))
-        evaluations += float(integral.evaluations.mean())
-        mismatch = max(mismatch, float((end - w - d).abs().max()))
+        line = Line(skeleton, plan, w, d, head, memory_budget // 2)
+        for rows in panels:
+            integral = integrate(line, X[rows], rule, trajectory.num_steps)
+            total[rows] += integral.total
+            residuals[rows] += integral.residual
+            largest = torch.maximum(largest, integral.residual.max())
+            evaluations += float(integral.evaluations.sum()) / len(X)
+        mismatch = torch.maximum(mismatch, (end - w - d).abs().max())
     outputs = (initial + total).to(initial.dtype)
     return Reconstruction(
         outputs=outputs,
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        max_residual=largest,
+        max_residual=float(largest),
         total_residual=float(residuals.max()),
-        evaluations=evaluations / trajectory.num_steps,
-        max_step_mismatch=mismatch,
+        evaluations=evaluations / max(1, trajectory.num_steps),
+        max_step_mismatch=float(mismatch),
     )
+
+
+def _panel(X: Tensor, rule: Rule, f: Tensor, budget: int) -> int:
+    """Choose how many points are integrated at a time, for half of the budget."""
+    nodes = _SEGMENTS * rule.order if isinstance(rule, AdaptiveRule) else len(rule)
+    per_point = nodes * (2 * X[0].nbytes + 8 * f[0].nbytes)  # inputs at the nodes; f, slopes, integrals
+    return max(1, budget // (2 * per_point))
 
 
 @dataclass(frozen=True, eq=False)

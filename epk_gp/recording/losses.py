@@ -83,6 +83,15 @@ class PerSampleLoss:
     reduction: Reduction = "mean"
     name: str = "custom"
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be called.
+
+        Raises:
+            TypeError: `function` is no function.
+        """
+        if not callable(self.function):
+            raise TypeError(f"the loss must be a function of outputs and targets: got {self.function!r}.")
+
 
 Loss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError | PerSampleLoss
 _Classes = CrossEntropy | NegativeLogLikelihood
@@ -230,7 +239,7 @@ def soft_targets(
     return q.masked_fill(ignored[:, None], 0)
 
 
-def check_targets(loss: Loss, targets: Tensor, num_points: int, num_outputs: int) -> None:
+def check_targets(loss: Loss, targets: Shaped[Tensor, "..."], num_points: int, num_outputs: int) -> None:
     """Refuse targets that do not fit the data, the network or the loss.
 
     Raises:

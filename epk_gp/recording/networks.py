@@ -164,8 +164,11 @@ def zero_final_layer(net: nn.Module) -> nn.Module:
         The same network.
 
     Raises:
+        TypeError: No network.
         ValueError: The last module with parameters is not a linear layer.
     """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
     holders = [module for module in net.modules() if any(True for _ in module.parameters(recurse=False))]
     if not holders or not isinstance(holders[-1], nn.Linear):
         got = type(holders[-1]).__name__ if holders else "a network without parameters"

@@ -122,7 +122,8 @@ class Recorder:
         self.X, self.y = _checked_data(X, y)
         refuse_random_or_coupled_layers(net)
         start = self._weights()
-        check_finite(start[None], "the initial weights")
+        for name, value in unflatten(self.skeleton, start).items():
+            check_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
         probe = _first_outputs(self.skeleton, start, self.X)
         check_targets(self.loss, self.y, len(self.X), probe.shape[1])
         refuse_mistaken_outputs(self.loss, probe)
@@ -417,7 +418,10 @@ def _first_outputs(skeleton: Skeleton, start: Tensor, X: Tensor) -> Tensor:
 
 
 def _checked_batch(indices: Tensor | Sequence[int], num_points: int, index: int) -> Tensor:
-    batch = torch.as_tensor(indices)
+    try:
+        batch = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
     if batch.ndim != 1 or batch.numel() == 0:
         raise ValueError(
             f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."

@@ -203,23 +203,41 @@ def read_steps(path: str | os.PathLike[str], chunk: Chunk) -> list[Step]:
 
 
 def read_state(path: str | os.PathLike[str], chunk: Chunk, state: int) -> Float[Tensor, " P"]:
-    """Read one weight state, mapped from the file."""
-    with safe_open(Path(path) / chunk.file, framework="pt") as file:
+    """Read one weight state, mapped from the file.
+
+    Raises:
+        FileNotFoundError: The file is gone.
+    """
+    with safe_open(_existing(path, chunk), framework="pt") as file:
         row: Tensor = file.get_slice("states")[state - chunk.first]
     return row
 
 
 def read_update(path: str | os.PathLike[str], chunk: Chunk, step: int) -> Update:
-    """Read one step's numbers, mapped from the file."""
+    """Read one step's numbers, mapped from the file.
+
+    Raises:
+        FileNotFoundError: The file is gone.
+    """
     row = step - max(chunk.first - 1, 0)
     values = {}
-    with safe_open(Path(path) / chunk.file, framework="pt") as file:
+    with safe_open(_existing(path, chunk), framework="pt") as file:
         stored = set(file.keys())
         numbers = file.get_slice("update")[row]
         for number, name in enumerate(FIELDS):
             diagonal = f"update.{name}"
             values[name] = file.get_slice(diagonal)[row] if diagonal in stored else numbers[number]
     return Update(**values)
+
+
+def _existing(path: str | os.PathLike[str], chunk: Chunk) -> Path:
+    file = Path(path) / chunk.file
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"a run must keep all its files while it is used: {file} (states {chunk.first}.."
+            f"{chunk.first + chunk.states - 1}) was removed or renamed. Restore it, or load the run from its new place."
+        )
+    return file
 
 
 def _chunk_from(line: bytes) -> Chunk:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
+from epk_gp.recording.checks import check_count, check_generator
 from epk_gp.recording.clipping import Clip, clip_gradients
 from epk_gp.recording.losses import CrossEntropy, Loss, per_sample_losses, sample_weights
 from epk_gp.recording.optimizers import StepLaw
@@ -57,10 +58,14 @@ def train(
         TypeError, ValueError, FileExistsError: As `Recorder`; also counts that are not positive.
         UnexplainedStepError: A step that is not plain gradient descent on the loss, or that diverged.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1: got {steps}.")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1: got {batch_size}.")
+    check_count(steps, "steps")
+    if batch_size is not None:
+        check_count(batch_size, "batch_size")
+    check_generator(generator)
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
+        )
     with Recorder(net, optimizer, X, y, loss=loss, law=law, clip=clip, path=path) as recorder:
         batches = _batches(len(recorder.X), batch_size, generator)
         for _ in tqdm(range(steps), desc="training", disable=not progress):

@@ -11,6 +11,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.recording import losses, store
+from epk_gp.recording.checks import check_count, check_whole
 from epk_gp.recording.losses import Loss
 from epk_gp.recording.networks import Head, Skeleton, apply_head, call, check_head, unflatten
 from epk_gp.recording.optimizers import Update
@@ -145,6 +146,7 @@ class Trajectory:
 
     def weights(self, s: int) -> dict[str, Tensor]:
         """Name the weights of state s (0 .. S; negative counts from the end)."""
+        check_whole(s, "state")
         count = self.num_steps + 1
         if not -count <= s < count:
             raise IndexError(f"state must lie in 0..{self.num_steps} (or be negative): got {s}.")
@@ -176,18 +178,32 @@ def skeleton_of_copy(skeleton: Skeleton) -> Skeleton:
     return Skeleton(copy.deepcopy(skeleton.module), skeleton.names, skeleton.shapes)
 
 
-def compute_dtype(trajectory: Trajectory, X: Tensor) -> torch.dtype:
+def compute_dtype(trajectory: Trajectory, X: Shaped[Tensor, "..."]) -> torch.dtype:
     """Follow the inputs' dtype; integer inputs leave the weights' dtype."""
     return X.dtype if X.is_floating_point() else trajectory.dtype
 
 
-def check_inputs(trajectory: Trajectory, X: Tensor, name: str = "X") -> None:
+def check_trajectory(trajectory: object) -> None:
+    """Refuse what is no recorded run.
+
+    Raises:
+        TypeError: Anything but a `Trajectory`.
+    """
+    if not isinstance(trajectory, Trajectory):
+        raise TypeError(
+            f"trajectory must be an epk_gp.Trajectory: got {type(trajectory).__name__}. Record one with "
+            "epk_gp.train or epk_gp.Recorder, or read one with epk_gp.load_trajectory."
+        )
+
+
+def check_inputs(trajectory: Trajectory, X: Shaped[Tensor, "..."], name: str = "X") -> None:
     """Refuse points that the network cannot take.
 
     Raises:
         TypeError: Not a tensor, or integers for a network of floats (or the reverse).
         ValueError: Wrong shape, no points, NaN or infinity.
     """
+    check_trajectory(trajectory)
     if not isinstance(X, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
     if tuple(X.shape[1:]) != trajectory.input_shape or X.ndim == 0:
@@ -204,14 +220,23 @@ def check_inputs(trajectory: Trajectory, X: Tensor, name: str = "X") -> None:
     check_finite(X, name)
 
 
-def check_finite(X: Tensor, name: str) -> None:
-    """Refuse NaN and infinity, naming the first row that holds one."""
+def check_finite(X: Shaped[Tensor, "n ..."], name: str, advice: str = "Remove or repair that point.") -> None:
+    """Refuse NaN and infinity, naming the first row that holds one.
+
+    Args:
+        X: Rows of numbers; those of integers are finite.
+        name: What to call them.
+        advice: What to do.
+
+    Raises:
+        ValueError: A row holds NaN or infinity.
+    """
     if X.is_floating_point() and not torch.isfinite(X).all():
         row = int((~torch.isfinite(X.reshape(X.shape[0], -1))).any(dim=1).nonzero()[0])
-        raise ValueError(f"{name} must be finite: row {row} holds NaN or infinity. Remove or repair that point.")
+        raise ValueError(f"{name} must be finite: row {row} holds NaN or infinity. {advice}")
 
 
-def flat_weights(trajectory: Trajectory, state: int, like: Tensor) -> Float[Tensor, " P"]:
+def flat_weights(trajectory: Trajectory, state: int, like: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
     """Read a state's flat weights in the dtype and on the device that computations with `like` use."""
     return trajectory.states[state].to(dtype=compute_dtype(trajectory, like), device=like.device)
 
@@ -239,6 +264,7 @@ def network_outputs(
     """
     check_inputs(trajectory, X)
     check_head(head, trajectory.num_outputs)
+    check_count(block_size, "block_size")
     skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
     weights = {
         k: v.to(dtype=compute_dtype(trajectory, X), device=X.device) for k, v in trajectory.weights(state).items()
@@ -260,7 +286,7 @@ def batch_of(
     return X, y.to(like.device), c.to(like)
 
 
-def digest_data(inputs: Tensor, targets: Tensor) -> str:
+def digest_data(inputs: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."]) -> str:
     """Hash the training data: values, shapes and dtypes."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in (inputs, targets):
@@ -297,7 +323,9 @@ def off_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
     return initial + 0.1 * wave
 
 
-def probe_outputs(skeleton: Skeleton, initial: Float[Tensor, " P"], inputs: Tensor) -> Float[Tensor, "n C"]:
+def probe_outputs(
+    skeleton: Skeleton, initial: Float[Tensor, " P"], inputs: Shaped[Tensor, "M ..."]
+) -> Float[Tensor, "n C"]:
     """Evaluate the first inputs near the initial weights: a fingerprint of the forward function."""
     with torch.no_grad():
         return call(skeleton, unflatten(skeleton, off_initial(initial)), inputs[:NUM_PROBES])

@@ -1,0 +1,86 @@
+"""Peak memory stays near the budget: measured in processes of their own."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not pathlib.Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
+)
+
+SETUP = """
+    import json, pathlib, torch
+    import epk_gp as epk
+    from epk_gp.analysis.maps import uncertainty_on_plane
+    from epk_gp.analysis.planes import principal_plane
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+    def resident(which):
+        status = pathlib.Path("/proc/self/status").read_text()
+        return int(status.split(which + ":")[1].split()[0]) * 1024
+
+    points = torch.randn({points}, {dim}, dtype=torch.float64)  # asked about
+    X, y = points[:{train}].clone(), torch.arange({train}) % 3
+    net = torch.nn.Sequential(torch.nn.Linear({dim}, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    trajectory = epk.train(net, X, y, optimizer=optimizer, steps=2)
+    small = X[:3]
+    epk.reconstruct(trajectory, small), epk.attribute(trajectory, small)  # what torch loads once
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident("VmRSS")
+"""
+REST = """
+    print(json.dumps(resident("VmHWM") - before))
+"""
+
+
+def increase(work: str, **sizes: int) -> int:
+    """Bytes by which the peak of a new process grows during some work."""
+    code = textwrap.dedent(SETUP).format(**sizes) + textwrap.dedent(work) + textwrap.dedent(REST)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    return int(json.loads(done.stdout.splitlines()[-1]))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.slow
+def test_reconstruct_keeps_to_its_budget() -> None:
+    """6000 points of 400 numbers: 20 MB, times the nodes of the adaptive rule."""
+    sizes = {"points": 6000, "train": 60, "dim": 400}
+    work = "epk.reconstruct(trajectory, points, rule=epk.adaptive(1e-9), memory_budget={budget})"
+    bounded = increase(work.format(budget=64 * MIB), **sizes)
+    assert bounded < 64 * MIB
+    loose = increase(work.format(budget=4096 * MIB), **sizes)
+    assert loose > bounded + 64 * MIB  # the control: without it the work takes more
+
+
+@pytest.mark.slow
+def test_attribute_keeps_to_its_budget() -> None:
+    sizes = {"points": 1500, "train": 1500, "dim": 100}
+    work = "parts = epk.attribute(trajectory, X[:300], memory_budget={budget})"
+    result = 3 * 300 * 1500 * 8  # samples, (n, C, M)
+    bounded = increase(work.format(budget=32 * MIB), **sizes)
+    assert bounded < 32 * MIB + result
+
+
+@pytest.mark.slow
+def test_an_uncertainty_map_keeps_to_its_budget() -> None:
+    """The demo's map in small: the Gram matrix and its factorisation stand beside the budget."""
+    sizes = {"points": 180, "train": 180, "dim": 100}
+    work = """
+    gp = epk.LogitGP(trajectory, rule=epk.gauss_legendre(2), memory_budget=32 * (1 << 20))
+    gp.fit(3)
+    generator = torch.Generator().manual_seed(0)
+    uncertainty_on_plane(gp, principal_plane(X), size=40, num_samples=64, generator=generator)
+    """
+    gram = (3 * 180) ** 2 * 8
+    assert increase(work, **sizes) < 32 * MIB + 12 * gram
