@@ -20,7 +20,6 @@ from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
 from epk_gp.analysis.stationarity import location_share, ray_growth
 from epk_gp.datasets import three_gaussians
-from epk_gp.engine.probe import plan_for
 from epk_gp.recording.trajectory import flat_weights, network_outputs
 from helpers import assert_close, make_case
 
@@ -61,7 +60,7 @@ def test_output_gradients_are_autograd_s():
     case = make_case("relu")
     t, X = case.trajectory, case.test
     outputs = torch.tensor([0, 1, 2, 0, 1])
-    found = output_gradients(t.skeleton, plan_for(t, X), flat_weights(t, 2, X), X, outputs, "log_softmax")
+    found = output_gradients(t.skeleton, flat_weights(t, 2, X), X, outputs, "log_softmax")
     w = {name: value.requires_grad_() for name, value in t.weights(2).items()}
     for n, c in enumerate(outputs):
         f = torch.func.functional_call(t.skeleton.module, w, (X[n : n + 1],)).log_softmax(1)[0, c]

@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.engine.features import Form, Place, gradients, written_out
-from epk_gp.engine.plan import Plan
-from epk_gp.engine.probe import plan_for
-from epk_gp.recording.networks import Head, Skeleton, apply_head, check_head
+from epk_gp.recording.networks import Head, Skeleton, apply_head, call, check_head, unflatten
 from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
+
+_BLOCK = 8  # points that share a forward pass: each pays a backward pass through all of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,26 +83,22 @@ def gradient_alignment(
     if not 0 <= int(outputs.min()) <= int(outputs.max()) < C:
         raise ValueError(f"outputs must lie in 0..{C - 1}: got {int(outputs.min())}..{int(outputs.max())}.")
     skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
-    plan = plan_for(trajectory, X)
-    tangent = output_gradients(skeleton, plan, flat_weights(trajectory, tangent_state % (S + 1), X), X, outputs, head)
-    columns: list[tuple[Tensor, ...]] = []
-    for s in steps:
+    tangent = output_gradients(skeleton, flat_weights(trajectory, tangent_state % (S + 1), X), X, outputs, head)
+    # Filled in place: small results that are kept between large temporaries would fragment the memory.
+    angles = X.new_empty(5, len(X), len(steps), len(places))
+    for i, s in enumerate(steps):
         start, end = flat_weights(trajectory, s, X), flat_weights(trajectory, s + 1, X)
         step = (end - start)[None]
-        discrete = output_gradients(skeleton, plan, start, X, outputs, head)
-        for t in places:
-            exact = output_gradients(skeleton, plan, start + t * (end - start), X, outputs, head)
-            columns.append(
-                (
-                    angle(exact, step),
-                    angle(discrete, step),
-                    angle(tangent, step),
-                    angle(exact, discrete),
-                    angle(exact, tangent),
-                )
-            )
+        discrete = output_gradients(skeleton, start, X, outputs, head)
+        angles[1, :, i] = angle(discrete, step)[:, None]
+        angles[2, :, i] = angle(tangent, step)[:, None]
+        for q, t in enumerate(places):
+            exact = output_gradients(skeleton, start + t * (end - start), X, outputs, head)
+            angles[0, :, i, q] = angle(exact, step)
+            angles[3, :, i, q] = angle(exact, discrete)
+            angles[4, :, i, q] = angle(exact, tangent)
     place = torch.tensor([s + t for s in steps for t in places], dtype=X.dtype)
-    return Alignment(place, *(torch.stack(column, dim=1) for column in zip(*columns, strict=True)))
+    return Alignment(place, *angles.flatten(2))
 
 
 def angle(u: Float[Tensor, "*n P"], v: Float[Tensor, "*m P"]) -> Float[Tensor, "*k"]:
@@ -120,15 +115,20 @@ def angle(u: Float[Tensor, "*n P"], v: Float[Tensor, "*m P"]) -> Float[Tensor, "
 
 
 def output_gradients(
-    skeleton: Skeleton, plan: Plan, w: Tensor, X: Tensor, outputs: Tensor, head: Head
+    skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "n ..."], outputs: Int64[Tensor, " n"], head: Head
 ) -> Float[Tensor, "n P"]:
     """Write out the gradient of one output per point, in the order of the flat weights."""
+    blocks = zip(X.split(_BLOCK), outputs.split(_BLOCK), strict=True)
+    return torch.cat([_block_gradients(skeleton, w, x, chosen, head) for x, chosen in blocks])
 
-    def chosen(z: Tensor) -> Tensor:
-        with torch.enable_grad():
-            leaf = z.detach().requires_grad_()
-            f = apply_head(leaf, head).gather(1, outputs[:, None].to(z.device)).sum()
-            return torch.autograd.grad(f, leaf)[0][None]
 
-    (feature,) = gradients(skeleton, plan, Place(w), X, chosen, Form(1, 1, dense=True), fixed_seed=False)
-    return written_out(feature)[0]
+def _block_gradients(skeleton: Skeleton, w: Tensor, X: Tensor, outputs: Tensor, head: Head) -> Tensor:
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, w).items()}
+        f = apply_head(call(skeleton, leaves, X), head).gather(1, outputs[:, None].to(X.device))[:, 0]
+        ordered = [leaves[name] for name in skeleton.names]
+        rows = [
+            torch.autograd.grad(value, ordered, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for value in f
+        ]
+    return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])

@@ -6,7 +6,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.analysis.alignment import output_gradients
-from epk_gp.engine.probe import plan_for
 from epk_gp.engine.quadrature import QuadratureRule, check_rule, gauss_legendre
 from epk_gp.recording.losses import per_sample_losses, sample_weight
 from epk_gp.recording.networks import Head, Skeleton, call, check_head, unflatten
@@ -55,7 +54,6 @@ def input_gradients(
     if not 0 <= output < trajectory.num_outputs:
         raise ValueError(f"output must lie in 0..{trajectory.num_outputs - 1}: got {output}.")
     skeleton = skeleton_for(trajectory, compute_dtype(trajectory, x), x.device)
-    plan = plan_for(trajectory, x)
     chosen = torch.tensor([output], device=x.device)
     training, targets = trajectory.inputs.to(x), trajectory.targets.to(x.device)
     total = torch.zeros_like(training)
@@ -63,7 +61,7 @@ def input_gradients(
         w, end = (flat_weights(trajectory, s, x) for s in (step.index, step.index + 1))
         direction = torch.zeros_like(w)
         for t, weight in rule:
-            direction += weight * output_gradients(skeleton, plan, w + t * (end - w), x, chosen, head)[0]
+            direction += weight * output_gradients(skeleton, w + t * (end - w), x, chosen, head)[0]
         rows = torch.arange(len(training)) if step.batch is None else step.batch
         eta = -step.size * sample_weight(trajectory.loss, len(rows))
         slopes = _slope_gradients(trajectory, skeleton, w, direction, training[rows], targets[rows])
