@@ -39,7 +39,7 @@ class Result:
         probability: Of each class on the map, by the retrained machine.
         points: Some training points in the plane.
         labels: Their classes.
-        network_class: What the network predicts on the map.
+        network_class: What the network predicts, on a finer grid over the same square.
         accuracy: Of `MACHINES`, on held-out points.
         agreement: Share of held-out points at which retrained machine and network agree.
         support: Support vectors per class, of the path kernel's machine.
@@ -67,6 +67,7 @@ def run(config: Config) -> Result:
     plane = coordinate_plane(trajectory.inputs)
     training = project(plane, trajectory.inputs)
     x, y = square_grid(training, config.grid, config.margin)
+    background = grid_coordinates(*square_grid(training, 3 * config.grid, config.margin))
     ends = [rays(training, config.directions, radius)[1] for radius in RADII]
     queries = torch.cat([held_out.inputs, lift(plane, torch.cat([grid_coordinates(x, y), *ends]))])
     copies = epk.Points(trajectory.inputs, is_train=True)
@@ -98,7 +99,7 @@ def run(config: Config) -> Result:
         probability=parts[0][1].T.reshape(-1, len(y), len(x)).tolist(),
         points=training[::stride].tolist(),
         labels=trajectory.targets[::stride].tolist(),
-        network_class=outputs.split(sizes)[1].argmax(1).reshape(len(y), len(x)).tolist(),
+        network_class=network_outputs(trajectory, lift(plane, background)).argmax(1).view(3 * len(y), -1).tolist(),
         accuracy=[_share(part[0].argmax(1)[test] == held_out.labels[test]) for part in parts],
         agreement=_share(parts[0][0].argmax(1)[test] == parts[2][0].argmax(1)[test]),
         support=support[0],
@@ -116,7 +117,7 @@ def draw(result: Result) -> Figure:
             torch.tensor(result.x),
             torch.tensor(result.y),
             torch.tensor(result.probability[c]),
-            title=f"class {c + 1}",
+            title=f"class {c}",
             points=torch.tensor(result.points),
             labels=torch.tensor(result.labels),
             boundary=torch.tensor(result.network_class),

@@ -21,7 +21,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """Log-softmax outputs of class 1, and errors over all classes.
+    """Log-softmax outputs of class 0 (the paper counts from 1), and errors over all classes.
 
     Attributes:
         network: The network's, one per test point.
@@ -69,15 +69,15 @@ def draw(result: Result) -> Figure:
         right.scatter(
             network, error, s=14, color=PALETTE[k], marker="o^s"[k], alpha=0.8, linewidth=0, label=result.rules[i]
         )
-    left.set(title="class 1, held-out points")
-    left.set_xlabel("network, log probability of class 1")
+    left.set(title="held-out points, class 0 (the paper's class 1)")
+    left.set_xlabel("network, log probability of class 0")
     left.set_ylabel("kernel machine")
-    right.set(yscale="log", ylim=(1e-17, 10), xlabel="network, log probability of class 1")
+    right.set(yscale="log", ylim=(1e-17, 10), xlabel="network, log probability of class 0")
     right.set_title("|kernel machine − network| (0 is drawn at 1e−17)")
     right.grid(visible=True, color="#dddddd", linewidth=0.7)
     right.set_axisbelow(True)
     left.legend(*left.get_legend_handles_labels(), fontsize="small", loc="upper left")
-    right.legend(fontsize="small", loc="upper left")
+    right.legend(fontsize="small", loc="center left")
     return figure
 
 

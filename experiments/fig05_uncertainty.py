@@ -113,7 +113,6 @@ def _stationarity(config: Config, trajectory: epk.Trajectory, X: Tensor) -> dict
 
 def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, list]:
     stride = -(-len(m.training) // 300)
-    rows, columns = (-(-size // len(axis)) for size, axis in zip(m.fine_class.shape, (m.y, m.x), strict=True))
     return {
         "x": m.x.tolist(),
         "y": m.y.tolist(),
@@ -121,7 +120,7 @@ def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, list]:
         "std": m.std.tolist(),
         "points": m.training[::stride].tolist(),
         "labels": labels[::stride].tolist(),
-        "network_class": m.fine_class[rows // 2 :: rows, columns // 2 :: columns].tolist(),
+        "network_class": m.fine_class.tolist(),
     }
 
 

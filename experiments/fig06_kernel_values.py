@@ -128,9 +128,9 @@ def draw(result: Result) -> Figure:
             ax.plot(*result.tests[n], marker="*", color="white", markeredgecolor="black", markersize=15)
             entry = result.numbers[3 * n + c]["rank_correlation_with_distance"]
             star = " (predicted)" if c == result.predicted[n] else ""
-            ax.set_title(f"class {c + 1}{star}: rank corr. with distance {entry:+.2f}", fontsize="small")
+            ax.set_title(f"class {c}{star}: rank corr. with distance {entry:+.2f}", fontsize="small")
         bar = figure.colorbar(dots, ax=list(row), fraction=0.03, pad=0.01)
-        bar.set_label(f"kernel value with the mean of class {n + 1} (star)", fontsize="small")
+        bar.set_label(f"kernel value with the mean of class {n} (star)", fontsize="small")
     figure.supxlabel("$x_1$")
     figure.supylabel("$x_2$")
     return figure
