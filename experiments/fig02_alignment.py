@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 
 import torch
-from harness import Experiment, main
 from matplotlib.figure import Figure
-from problems import SMALL_TOY, Toy, record_toy
 
 from epk_gp.analysis.alignment import gradient_alignment
 from epk_gp.plots import PALETTE
 from epk_gp.recording.trajectory import network_outputs
+from harness import Experiment, main
+from problems import SMALL_TOY, Toy, record_toy
 
 KERNELS = ("DPK: gradient at the step's start", "NTK at the initial weights", "NTK at the trained weights")
 
@@ -86,21 +86,26 @@ def draw(result: Result) -> Figure:
     left, right = figure.subplots(1, 2)
     for k, (name, values) in enumerate(zip(KERNELS, result.fine_error, strict=True)):
         left.plot(result.fine_place, values, color=PALETTE[k], label=name)
-        left.fill_between(result.fine_place, 0, values, color=PALETTE[k], alpha=0.25, linewidth=0)
+        left.fill_between(result.fine_place, 0, values, color=PALETTE[k], alpha=0.12, linewidth=0)
     left.axhline(0, color="black", linewidth=1.2, label="exact path kernel (reference)")
-    left.set(xlabel="training step s + t", ylabel="angle error in degrees", title="one test point, a few steps")
+    left.set(
+        xlabel="training step s + t",
+        ylabel="angle error in degrees",
+        title="one test point, a few steps (linear within ±0.1°)",
+    )
     left.set_yscale("symlog", linthresh=0.1)
     for k, (name, values, mean) in enumerate(zip(KERNELS, result.mean_error, result.mean, strict=True)):
-        right.plot(result.place, values, color=PALETTE[k], linewidth=1, label=f"{name}: mean {mean:.2g}°")
-    right.set(yscale="log", xlabel="training step s + t", ylabel="mean |angle error| in degrees")
-    right.set_title("all test points, the whole run")
+        per_step = torch.tensor(values).view(round(result.place[-1]), -1).mean(1)
+        right.plot(per_step, color=PALETTE[k], label=f"{name}: mean {mean:.2g}°")
+    right.set(yscale="log", xlabel="training step s", ylabel="mean |angle error| in degrees")
+    right.set_title("all test points, mean of each step")
     for ax in (left, right):
         ax.grid(visible=True, color="#dddddd", linewidth=0.7)
         ax.set_axisbelow(True)
     figure.legend(
         *left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small", frameon=False
     )
-    right.legend(fontsize="small", loc="lower right")
+    right.legend(fontsize="small", loc="lower left")
     return figure
 
 

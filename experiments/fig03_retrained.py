@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from harness import Experiment, main
 from matplotlib.figure import Figure
-from problems import SMALL_TOY, Toy, record_toy
 from torch import Tensor
 
 import epk_gp as epk
@@ -13,6 +11,8 @@ from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, pro
 from epk_gp.analysis.retraining import decision_values, fit_sigmoid, probabilities, retrain
 from epk_gp.plots import uncertainty_map
 from epk_gp.recording.trajectory import network_outputs
+from harness import Experiment, main
+from problems import SMALL_TOY, Toy, record_toy
 
 RADII = (1.0, 3.0, 10.0)
 MACHINES = ("SVM on the exact path kernel", "SVM on an RBF kernel", "network")

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 import torch
-from harness import Experiment, main
 from matplotlib.figure import Figure
-from problems import SMALL_TOY, Toy, record_toy
 
 import epk_gp as epk
 from epk_gp.plots import PALETTE, reconstruction_scatter
+from harness import Experiment, main
+from problems import SMALL_TOY, Toy, record_toy
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 import torch
-from harness import Experiment, main
 from matplotlib.figure import Figure
-from problems import SMALL_TOY, Toy, record_toy
 from torch import Tensor
 
 import epk_gp as epk
@@ -14,6 +12,8 @@ from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, nearest_d
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.analysis.stationarity import location_share, ray_growth
 from epk_gp.plots import uncertainty_map
+from harness import Experiment, main
+from problems import SMALL_TOY, Toy, record_toy
 
 
 @dataclass(frozen=True)

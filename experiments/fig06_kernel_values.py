@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field
 
 import torch
-from harness import Experiment, main
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from problems import SMALL_TOY, Toy, record_toy
 
 import epk_gp as epk
 from epk_gp.analysis.boundary import margins, over_weight
@@ -15,6 +13,8 @@ from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.datasets import GAUSSIAN_MEANS
 from epk_gp.plots import PALETTE
 from epk_gp.recording.trajectory import network_outputs
+from harness import Experiment, main
+from problems import SMALL_TOY, Toy, record_toy
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,11 @@ def run(config: Config) -> Result:
 
 def draw(result: Result) -> Figure:
     """Draw training points in their kernel value's colour, one row per test point and one column per class."""
-    figure = Figure(figsize=(11, 10.2), layout="constrained")
+    figure = Figure(figsize=(12, 10.2), layout="constrained")
     points, values = torch.tensor(result.points), torch.tensor(result.values)
     edges = (result.x[0], result.x[-1], result.y[0], result.y[-1])
     faint = ListedColormap(PALETTE[:3])
     for n, row in enumerate(figure.subplots(3, 3, sharex=True, sharey=True)):
-        largest = float(values[n].abs().max())
         for c, ax in enumerate(row):
             ax.imshow(
                 result.network_class,
@@ -122,17 +121,15 @@ def draw(result: Result) -> Figure:
                 aspect="equal",
             )
             order = values[n, c].argsort()
-            dots = ax.scatter(
-                *points[order].T, c=values[n, c][order], s=11, cmap="viridis", vmin=-largest, vmax=largest
-            )
+            dots = ax.scatter(*points[order].T, c=values[n, c][order], s=11, cmap="viridis")
             ax.plot(*result.tests[n], marker="*", color="white", markeredgecolor="black", markersize=15)
             entry = result.numbers[3 * n + c]["rank_correlation_with_distance"]
             star = " (predicted)" if c == result.predicted[n] else ""
-            ax.set_title(f"class {c}{star}: rank corr. with distance {entry:+.2f}", fontsize="small")
-        bar = figure.colorbar(dots, ax=list(row), fraction=0.03, pad=0.01)
-        bar.set_label(f"kernel value with the mean of class {n} (star)", fontsize="small")
+            ax.set_title(f"output {c}{star}: rank corr. with distance {entry:+.2f}", fontsize="small")
+            figure.colorbar(dots, ax=ax, fraction=0.046, pad=0.03).ax.tick_params(labelsize="small")
     figure.supxlabel("$x_1$")
     figure.supylabel("$x_2$")
+    figure.suptitle("kernel value K(x, x_i)[c, c] of training points x_i with x, the mean of a class (star)")
     return figure
 
 

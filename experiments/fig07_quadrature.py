@@ -4,20 +4,20 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from harness import Experiment, main
 from matplotlib.figure import Figure
-from problems import Images, record_images
 
 import epk_gp as epk
 from epk_gp.plots import PALETTE, error_against_evaluations
 from epk_gp.recording.networks import Head
+from harness import Experiment, main
+from problems import Images, record_images
 
 
 @dataclass(frozen=True)
 class Config:
     """Sizes and rules: Gauss-Legendre 1 to `gauss` nodes, composite ones are not needed beside the adaptive rule."""
 
-    images: Images = field(default_factory=lambda: Images(num_test=30))
+    images: Images = field(default_factory=lambda: Images(num_test=8))
     riemann: tuple[int, ...] = (1, 10, 200)
     gauss: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     tolerances: tuple[float, ...] = (1e-6, 1e-9, 1e-12)

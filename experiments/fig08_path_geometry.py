@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field, replace
 
 import torch
-from harness import Experiment, main
 from matplotlib.figure import Figure
-from problems import SMALL_TOY, Images, Toy, record_images, record_toy
 
 import epk_gp as epk
 from epk_gp.analysis.path_geometry import line_profile, path_profile
 from epk_gp.plots import PALETTE
+from harness import Experiment, main
+from problems import SMALL_TOY, Images, Toy, record_images, record_toy
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import Experiment, main
 from matplotlib.figure import Figure
-from problems import images
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.datasets import Dataset
 from epk_gp.plots import PALETTE
+from harness import Experiment, main
+from problems import images
 
 MEAN, DEVIATION = 0.1307, 0.3081  # of MNIST's pixels, as the notebook normalises them
 
