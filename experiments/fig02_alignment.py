@@ -84,8 +84,9 @@ def draw(result: Result) -> Figure:
     """Draw one point over a few steps, and the mean over all points along the run."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for k, (name, values) in enumerate(zip(KERNELS, result.fine_error, strict=True)):
-        left.plot(result.fine_place, values, color=PALETTE[k], label=name)
+    for k, (name, values, mean) in enumerate(zip(KERNELS, result.fine_error, result.mean, strict=True)):
+        label = f"{name}: mean |error| {mean:.2g}°"
+        left.plot(result.fine_place, values, color=PALETTE[k], label=label)
         left.fill_between(result.fine_place, 0, values, color=PALETTE[k], alpha=0.12, linewidth=0)
     left.axhline(0, color="black", linewidth=1.2, label="exact path kernel (reference)")
     left.set(
@@ -94,9 +95,9 @@ def draw(result: Result) -> Figure:
         title="one test point, a few steps (linear within ±0.1°)",
     )
     left.set_yscale("symlog", linthresh=0.1)
-    for k, (name, values, mean) in enumerate(zip(KERNELS, result.mean_error, result.mean, strict=True)):
+    for k, values in enumerate(result.mean_error):
         per_step = torch.tensor(values).view(round(result.place[-1]), -1).mean(1)
-        right.plot(per_step, color=PALETTE[k], label=f"{name}: mean {mean:.2g}°")
+        right.plot(per_step, color=PALETTE[k])
     right.set(yscale="log", xlabel="training step s", ylabel="mean |angle error| in degrees")
     right.set_title("all test points, mean of each step")
     for ax in (left, right):
@@ -105,7 +106,6 @@ def draw(result: Result) -> Figure:
     figure.legend(
         *left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small", frameon=False
     )
-    right.legend(fontsize="small", loc="lower left")
     return figure
 
 

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 from epk_gp.cli.results import Stopwatch, provenance
@@ -63,10 +65,17 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
         result = experiment.run(config)
         content = {"experiment": experiment.name, "config": asdict(config), "results": _plain(asdict(result))}
         file.write_text(json.dumps(content | provenance(watch), allow_nan=False) + "\n")
-    experiment.draw(result).savefig(picture, dpi=_DPI)
+    save_picture(experiment.draw(result), picture)
     print(
         f"written: {file.name} ({file.stat().st_size >> 10} KiB), {picture.name} ({picture.stat().st_size >> 10} KiB)"
     )
+
+
+def save_picture(figure: Figure, file: Path) -> None:
+    """Write a PNG with a palette of 256 colours: a third of the size, and no difference to the eye."""
+    buffer = BytesIO()
+    figure.savefig(buffer, dpi=_DPI)
+    Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
 def read_result(experiment: Experiment[Config, Result], file: Path) -> Result:

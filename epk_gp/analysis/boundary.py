@@ -1,8 +1,8 @@
 """Whether training points near the decision boundary weigh more than others of their class."""
 
 from dataclasses import dataclass
+from statistics import fmean
 
-import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -63,6 +63,6 @@ def over_weight(
         correlations.append(rank_correlation(size, distance))
     known = [r for r in correlations if r is not None]
     return OverWeight(
-        ratio=float(torch.tensor(ratios).mean()),
-        rank_correlation=float(torch.tensor(known).mean()) if known else None,
+        ratio=fmean(ratios),
+        rank_correlation=fmean(known) if known else None,
     )
