@@ -63,7 +63,9 @@ def _calibration(saved: dict) -> str:
 def _numbers(saved: dict) -> str:
     entries = saved["results"]["numbers"]
     head = [key.replace("_", " ") for key in entries[0]]
-    rows = [[v if isinstance(v, str) else "–" if v is None else f"{v:.3g}" for v in entry.values()] for entry in entries]
+    rows = [
+        [v if isinstance(v, str) else "–" if v is None else f"{v:.3g}" for v in entry.values()] for entry in entries
+    ]
     return _table(head, rows)
 
 
@@ -78,7 +80,9 @@ def _images(saved: dict) -> str:
 
 
 def _seconds(saved: dict) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch"))
+    versions = ", ".join(
+        f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch")
+    )
     return f"*{saved['seconds']['total']:.0f} seconds on one thread of a shared machine; {versions}.*"
 
 

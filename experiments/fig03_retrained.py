@@ -11,7 +11,7 @@ from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, pro
 from epk_gp.analysis.retraining import decision_values, fit_sigmoid, probabilities, retrain
 from epk_gp.plots import uncertainty_map
 from epk_gp.recording.trajectory import network_outputs
-from harness import Experiment, main
+from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 
 RADII = (1.0, 3.0, 10.0)
@@ -39,7 +39,7 @@ class Result:
         probability: Of each class on the map, by the retrained machine.
         points: Some training points in the plane.
         labels: Their classes.
-        network_class: What the network predicts, on a finer grid over the same square.
+        network_class: What the network predicts, on a finer grid over the same square, a digit per node.
         accuracy: Of `MACHINES`, on held-out points.
         agreement: Share of held-out points at which retrained machine and network agree.
         support: Support vectors per class, of the path kernel's machine.
@@ -52,7 +52,7 @@ class Result:
     probability: list[list[list[float]]]
     points: list[list[float]]
     labels: list[int]
-    network_class: list[list[int]]
+    network_class: list[str]
     accuracy: list[float]
     agreement: float
     support: list[int]
@@ -99,7 +99,9 @@ def run(config: Config) -> Result:
         probability=parts[0][1].T.reshape(-1, len(y), len(x)).tolist(),
         points=training[::stride].tolist(),
         labels=trajectory.targets[::stride].tolist(),
-        network_class=network_outputs(trajectory, lift(plane, background)).argmax(1).view(3 * len(y), -1).tolist(),
+        network_class=classes_as_text(
+            network_outputs(trajectory, lift(plane, background)).argmax(1).view(3 * len(y), -1)
+        ),
         accuracy=[_share(part[0].argmax(1)[test] == held_out.labels[test]) for part in parts],
         agreement=_share(parts[0][0].argmax(1)[test] == parts[2][0].argmax(1)[test]),
         support=support[0],
@@ -120,7 +122,7 @@ def draw(result: Result) -> Figure:
             title=f"class {c}",
             points=torch.tensor(result.points),
             labels=torch.tensor(result.labels),
-            boundary=torch.tensor(result.network_class),
+            boundary=classes_from_text(result.network_class),
             colorbar_label="probability",
         )
         legend = ax.get_legend()

@@ -12,7 +12,7 @@ from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, nearest_d
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.analysis.stationarity import location_share, ray_growth
 from epk_gp.plots import uncertainty_map
-from harness import Experiment, main
+from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 
 
@@ -120,7 +120,7 @@ def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, list]:
         "std": m.std.tolist(),
         "points": m.training[::stride].tolist(),
         "labels": labels[::stride].tolist(),
-        "network_class": m.fine_class.tolist(),
+        "network_class": classes_as_text(m.fine_class),
     }
 
 
@@ -140,7 +140,7 @@ def draw(result: Result) -> Figure:
                 title=title,
                 points=torch.tensor(m["points"]),
                 labels=torch.tensor(m["labels"]),
-                boundary=torch.tensor(m["network_class"]),
+                boundary=classes_from_text(m["network_class"]),
                 colorbar_label="relative to the training points' mean" if key == "kernel" else "standard deviation",
             )
             legend = ax.get_legend()
