@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
@@ -96,7 +97,7 @@ def draw(result: Result) -> Figure:
     )
     left.set_yscale("symlog", linthresh=0.1)
     for k, values in enumerate(result.mean_error):
-        per_step = torch.tensor(values).view(round(result.place[-1]), -1).mean(1)
+        per_step = np.array(values).reshape(round(result.place[-1]), -1).mean(1)
         right.plot(per_step, color=PALETTE[k])
     right.set(yscale="log", xlabel="training step s", ylabel="mean |angle error| in degrees")
     right.set_title("all test points, mean of each step")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -116,12 +117,12 @@ def draw(result: Result) -> Figure:
     for c, ax in enumerate(figure.subplots(1, 3)):
         uncertainty_map(
             ax,
-            torch.tensor(result.x),
-            torch.tensor(result.y),
-            torch.tensor(result.probability[c]),
+            np.array(result.x),
+            np.array(result.y),
+            np.array(result.probability[c]),
             title=f"class {c}",
-            points=torch.tensor(result.points),
-            labels=torch.tensor(result.labels),
+            points=np.array(result.points),
+            labels=np.array(result.labels),
             boundary=classes_from_text(result.network_class),
             colorbar_label="probability",
         )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 from matplotlib.figure import Figure
 
 import epk_gp as epk
@@ -58,14 +58,14 @@ def draw(result: Result) -> Figure:
     """Draw the paper's rule and ours against the network, and the errors alone."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    network = torch.tensor(result.network, dtype=torch.float64)
+    network = np.array(result.network)
     chosen = [0, len(result.rules) - 3, len(result.rules) - 2]
     for k, i in enumerate(chosen):
-        machine = torch.tensor(result.machine[i], dtype=torch.float64)
+        machine = np.array(result.machine[i])
         if k != 1:
             reconstruction_scatter(left, network, machine, label=result.rules[i])
             left.collections[-1].set_facecolor(PALETTE[k])
-        error = (machine - network).abs().clamp_min(1e-17)
+        error = np.maximum(np.abs(machine - network), 1e-17)
         right.scatter(
             network, error, s=14, color=PALETTE[k], marker="o^s"[k], alpha=0.8, linewidth=0, label=result.rules[i]
         )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -134,12 +135,12 @@ def draw(result: Result) -> Figure:
         for ax, key, title in zip(axes, ("kernel", "std"), titles, strict=True):
             uncertainty_map(
                 ax,
-                torch.tensor(m["x"]),
-                torch.tensor(m["y"]),
-                torch.tensor(m[key]),
+                np.array(m["x"]),
+                np.array(m["y"]),
+                np.array(m[key]),
                 title=title,
-                points=torch.tensor(m["points"]),
-                labels=torch.tensor(m["labels"]),
+                points=np.array(m["points"]),
+                labels=np.array(m["labels"]),
                 boundary=classes_from_text(m["network_class"]),
                 colorbar_label="relative to the training points' mean" if key == "kernel" else "standard deviation",
             )

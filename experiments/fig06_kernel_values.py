@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -105,7 +106,7 @@ def run(config: Config) -> Result:
 def draw(result: Result) -> Figure:
     """Draw training points in their kernel value's colour, one row per test point and one column per class."""
     figure = Figure(figsize=(12, 10.2), layout="constrained")
-    points, values = torch.tensor(result.points), torch.tensor(result.values)
+    points, values = np.array(result.points), np.array(result.values)
     edges = (result.x[0], result.x[-1], result.y[0], result.y[-1])
     faint = ListedColormap(PALETTE[:3])
     for n, row in enumerate(figure.subplots(3, 3, sharex=True, sharey=True)):

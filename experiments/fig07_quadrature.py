@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
@@ -86,12 +87,12 @@ def draw(result: Result) -> Figure:
     """Draw the outputs of the paper's three rules and ours, and error against evaluations for all."""
     figure = Figure(figsize=(12, 7.4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.45))
-    network = torch.tensor(result.network)
+    network = np.array(result.network)
     errors = dict(zip(result.rules, result.max_error, strict=True))
     axes = upper.subplots(1, len(result.drawn), sharex=True, sharey=True)
     for k, (ax, name, machine) in enumerate(zip(axes, result.drawn, result.machines, strict=True)):
         ax.axline((0, 0), slope=1, color="black", linewidth=0.8)
-        ax.scatter(network, torch.tensor(machine), s=9, color=PALETTE[k], linewidth=0)
+        ax.scatter(network, np.array(machine), s=9, color=PALETTE[k], linewidth=0)
         ax.set_title(f"{name.partition(',')[0]}\nlargest error {errors[name]:.1e}", fontsize="small")
         ax.set_xlabel("network output")
     axes[0].set_ylabel("kernel machine")

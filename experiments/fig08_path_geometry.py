@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-import torch
+import numpy as np
 from matplotlib.figure import Figure
 
 import epk_gp as epk
@@ -94,12 +94,12 @@ def draw(result: Result) -> Figure:
     figure = Figure(figsize=(12, 6.4), layout="constrained")
     (a, b), (c, d) = figure.subplots(2, 2)
     a.plot(result.t, result.accuracy, color=PALETTE[0], label="accuracy")
-    a.plot(result.t, torch.tensor(result.loss) / result.loss[0], color=PALETTE[2], label="mean loss / its start")
+    a.plot(result.t, np.array(result.loss) / result.loss[0], color=PALETTE[2], label="mean loss / its start")
     a.set(xlabel="t on the line from first to last weights", title="accuracy and loss on the line", ylim=(0, None))
     a.legend(fontsize="small")
     b.plot(result.t, result.norm, color=PALETTE[4], label="on the line")
     steps = len(result.path_norm) - 1
-    b.plot(torch.linspace(0, 1, steps + 1), result.path_norm, color=PALETTE[1], label="along the real path, s / S")
+    b.plot(np.linspace(0, 1, steps + 1), result.path_norm, color=PALETTE[1], label="along the real path, s / S")
     b.set(xlabel="t, or s / S", ylabel="|w|", title="L2 norm of the weights")
     b.legend(fontsize="small")
     c.plot(result.t, result.slope, color=PALETTE[2], linestyle="--")

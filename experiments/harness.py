@@ -10,7 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
+import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
@@ -95,9 +95,9 @@ def classes_as_text(classes: Tensor) -> list[str]:
     return ["".join(map(str, row)) for row in classes.tolist()]
 
 
-def classes_from_text(rows: list[str]) -> Tensor:
+def classes_from_text(rows: list[str]) -> np.ndarray:
     """Undo `classes_as_text`."""
-    return torch.tensor([[int(c) for c in row] for row in rows])
+    return np.array([[int(c) for c in row] for row in rows])
 
 
 def _plain(value: Any) -> Any:

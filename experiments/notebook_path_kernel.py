@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -198,7 +199,7 @@ def draw(result: Result) -> Figure:
     for k, (name, title) in enumerate(
         (("network", "network"), ("exact", "exact path kernel"), ("notebook", "notebook"))
     ):
-        places = torch.arange(len(result.images)) + 0.27 * (k - 1)
+        places = np.arange(len(result.images)) + 0.27 * (k - 1)
         heights = [image[f"{name}_confidence"] for image in result.images]
         drawn = bars.bar(places, heights, width=0.25, color=PALETTE[k], label=title)
         bars.bar_label(drawn, [str(image[f"{name}_prediction"]) for image in result.images], fontsize="small")
@@ -209,8 +210,8 @@ def draw(result: Result) -> Figure:
         (left, result.gram, "exact path kernel, 2-D problem"),
         (right, result.similarity, "notebook's gradient similarity"),
     ):
-        values = torch.tensor(matrix)
-        size = float(values.abs().max())
+        values = np.array(matrix)
+        size = float(np.abs(values).max())
         ax.imshow(values, cmap="RdBu_r", vmin=-size, vmax=size)
         for i, row in enumerate(matrix):
             for j, value in enumerate(row):

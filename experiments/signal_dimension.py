@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
@@ -97,7 +98,7 @@ def draw(result: Result) -> Figure:
             (left, result.eigenvalues[k], f"{name}: {result.gram_principal[k]} hold 95 %"),
             (right, result.energies[k], f"{name}: {result.dimension[k]:.1f} of {result.inputs[k]} hold 95 %"),
         ):
-            held = torch.tensor(values).cumsum(0)
+            held = np.array(values).cumsum(0)
             ax.plot(range(1, len(held) + 1), held, color=PALETTE[k], label=label)
     for ax, title in ((left, "eigenvalues of the Gram matrix"), (right, "principal directions of input gradients")):
         ax.axhline(0.95, color="black", linestyle=":", linewidth=0.8)
