@@ -36,6 +36,7 @@ format: $(DEV)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: export NO_MKDOCS_2_WARNING := 1 # its banner; warnings of the build are errors
 docs: $(DEV)
 	$(INSTALL) --no-build-isolation --editable ".[docs]"
 	$(BIN)/mkdocs build --strict

@@ -87,7 +87,7 @@ def uncertainty_map(
     title: str,
     points: Float[Numbers, "n 2"] | None = None,
     labels: Int[Numbers, " n"] | None = None,
-    boundary: Int[Numbers, "ny nx"] | None = None,
+    boundary: Int[Numbers, "fine_y fine_x"] | None = None,
     colorbar_label: str = "standard deviation",
 ) -> Axes:
     """Draw a scalar over a plane: dark where it is large, with training points and decision boundary on top.
@@ -100,7 +100,8 @@ def uncertainty_map(
         title: Title.
         points: Training points in the plane; those outside the grid are not seen.
         labels: Class of each point, which gives its colour.
-        boundary: Class that the network predicts at each node of the grid; lines are drawn where it changes.
+        boundary: Class that the network predicts at each node of the grid, or of a finer one over the same extent;
+            lines are drawn where it changes.
         colorbar_label: What `values` is, with its unit.
 
     Returns:
@@ -358,7 +359,9 @@ def _write_beside_bar(ax: Axes, row: int, height: float, width: float) -> None:
 
 
 def _draw_boundary(ax: Axes, x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> None:
-    _require_shape("boundary", classes, (len(y), len(x)))
+    if classes.ndim != 2 or classes.shape[0] < len(y) or classes.shape[1] < len(x):
+        raise ValueError(f"boundary must have shape {(len(y), len(x))}, or be finer: got {classes.shape}.")
+    y, x = (np.linspace(axis[0], axis[-1], size) for axis, size in zip((y, x), classes.shape, strict=True))
     present = np.unique(classes)
     # The last class has no border that the others do not have.
     for c in present[:-1]:

@@ -104,6 +104,14 @@ def test_the_boundary_lies_where_the_class_changes(ax):
     assert np.array_equal(np.unique(vertices[:, 0]), [1.5])
 
 
+def test_a_finer_boundary_lies_on_the_same_extent(ax):
+    boundary = np.repeat([[0] * 5 + [1] * 4], 6, axis=0)
+    uncertainty_map(ax, X, Y, VALUES, title="", boundary=boundary)
+    (lines,) = ax.collections
+    vertices = np.concatenate([path.vertices for path in lines.get_paths()])
+    assert np.allclose(vertices[:, 0], 2.25)  # the middle of 2.0 and 2.5
+
+
 def test_one_class_has_no_boundary(ax):
     uncertainty_map(ax, X, Y, VALUES, title="", boundary=np.zeros((3, 5), dtype=int))
     assert not ax.collections

@@ -1,1 +1,1 @@
-"""Numbers of the paper's figures: maps over planes through the data."""
+"""Numbers of the paper's figures: alignment, retraining, maps, stationarity, boundaries, geometry, detection."""

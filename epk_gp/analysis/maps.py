@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from epk_gp.analysis.planes import Plane, grid_coordinates, lift, nearest_distances, project, rays, square_grid
+from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.kernels.blocks import diagonal_matrices
@@ -108,7 +107,7 @@ def uncertainty_on_plane(
         entropy=shaped(u.entropy),
         mutual_information=shaped(u.mutual_information),
         standard_error=float(error[: len(nodes)].max()),
-        distance_correlation=_rank_correlation(std_nodes.numpy(), nearest_distances(nodes, training)),
+        distance_correlation=rank_correlation(std_nodes, nearest_distances(nodes, training)),
         falling_directions=float((std_far < std_near).double().mean()),
     )
 
@@ -118,9 +117,3 @@ def _decisions(trajectory: Trajectory, plane: Plane, x: Tensor, y: Tensor, size:
     nodes = grid_coordinates(columns, rows)
     found = [network_outputs(trajectory, lift(plane, part)).argmax(1) for part in nodes.split(4096)]
     return torch.cat(found).reshape(size, size)
-
-
-def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    if np.ptp(a) == 0 or np.ptp(b) == 0:
-        return None
-    return float(spearmanr(a, b).statistic)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from math import pi
 
-import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
@@ -119,9 +118,9 @@ def rays(uv: Float[Tensor, "n 2"], directions: int, far: float) -> tuple[Float[T
     return mean + radius * unit, mean + far * radius * unit
 
 
-def nearest_distances(a: Float[Tensor, "n 2"], b: Float[Tensor, "m 2"]) -> np.ndarray:
+def nearest_distances(a: Float[Tensor, "n D"], b: Float[Tensor, "m D"]) -> Float[Tensor, " n"]:
     """Measure how far each point of a is from the nearest point of b."""
-    return torch.cdist(a.double(), b.double()).amin(1).cpu().numpy()
+    return torch.cdist(a.double(), b.double()).amin(1)
 
 
 def _rows(X: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.patheffects as effects
-import numpy as np
 import torch
 from jaxtyping import Shaped
 from matplotlib.axes import Axes
@@ -88,11 +86,11 @@ def draw_map(
             title=title,
             points=m.training[::stride],
             labels=None if classes is None else classes[::stride],
+            boundary=m.fine_class,
             colorbar_label=unit,
         )
         ax.set_title(title, fontsize="medium")
         ax.set(xlabel=axis_names[0], ylabel=axis_names[1])
-        _draw_boundary(ax, m)
         legend = ax.get_legend()
         if legend is not None and number < 2:  # once per column is enough
             legend.remove()
@@ -173,13 +171,3 @@ def _as_images(X: Tensor) -> Tensor | None:
 
 def _classes(labels: Tensor) -> Tensor | None:
     return labels if labels.ndim == 1 and labels.dtype == torch.int64 else None
-
-
-def _draw_boundary(ax: Axes, m: UncertaintyMap) -> None:
-    rows, columns = m.fine_class.shape
-    x = np.linspace(float(m.x[0]), float(m.x[-1]), columns)
-    y = np.linspace(float(m.y[0]), float(m.y[-1]), rows)
-    classes = m.fine_class.numpy()
-    for c in np.unique(classes)[:-1]:  # the last class has no border of its own
-        lines = ax.contour(x, y, (classes == c).astype(float), levels=[0.5], colors="black", linewidths=1.1, zorder=3)
-        lines.set_path_effects([effects.withStroke(linewidth=2.6, foreground="white")])

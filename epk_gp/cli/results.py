@@ -45,11 +45,19 @@ def write_json(
     Raises:
         ValueError: A number that is not finite, which JSON has no word for.
     """
-    packages = ("torch", "gpytorch", "linear_operator", "numpy", "safetensors")
     content = {
         "command": command,
         "config": {name: _plain(value) for name, value in config.items()},
         "results": results,
+        **provenance(watch),
+    }
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def provenance(watch: Stopwatch) -> dict[str, object]:
+    """List the versions, the machine and the seconds behind a result."""
+    packages = ("torch", "gpytorch", "linear_operator", "numpy", "safetensors")
+    return {
         "versions": {
             "epk_gp": epk_gp.__version__,
             "python": platform.python_version(),
@@ -58,7 +66,6 @@ def write_json(
         "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
         "seconds": {"total": watch.total, **watch.laps},
     }
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Tensor], about: Mapping[str, str]) -> None:

@@ -133,7 +133,7 @@ def gram_block(
 
     Raises:
         TypeError, ValueError: Points that the network cannot take, points of different dtypes, an unknown head, bad
-        step weights.
+            step weights.
     """
     job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=False)
     return _assemble(job, a, b).permute(1, 0, 3, 2).contiguous()

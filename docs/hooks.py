@@ -1,0 +1,96 @@
+"""Two things that MkDocs does not do: formulas as MathML, without a script, and tables from the saved results."""
+
+import html
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from latex2mathml.converter import convert
+
+GALLERY = Path(__file__).parent / "gallery"
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_TABLE = re.compile(r"^\{\{ (\w+) (\w+) \}\}$", re.MULTILINE)
+
+
+def on_page_content(content: str, **_: object) -> str:
+    """Turn formulas into MathML, which browsers draw themselves."""
+
+    def formula(found: re.Match[str]) -> str:
+        return convert(html.unescape(found[2]).strip(), display="block" if found[1] == "div" else "inline")
+
+    return _FORMULA.sub(formula, content)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Replace {{ experiment table }} by a table of the experiment's saved numbers."""
+    return _TABLE.sub(lambda found: TABLES[found[2]](_saved(found[1])), markdown)
+
+
+def _saved(name: str) -> dict:
+    return json.loads((GALLERY / f"{name}.json").read_text())
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _spread(pair: list[float], digits: int = 3) -> str:
+    return f"{pair[0]:.{digits}f} ± {pair[1]:.{digits}f}"
+
+
+def _rules(saved: dict) -> str:
+    r = saved["results"]
+    columns = zip(r["rules"], r["evaluations"], r["max_error"], strict=True)
+    rows = [[name, f"{count:.1f}", f"{error:.1e}"] for name, count, error in columns]
+    return _table(["rule", "evaluations per point and step", "largest error"], rows)
+
+
+def _detection(saved: dict) -> str:
+    r = saved["results"]
+    keys = [f"{other} {measure}" for other in r["outside"] for measure in ("AUROC", "FPR95")]
+    rows = [[row["name"], *(_spread(row[key]) for key in keys)] for row in r["detection"]]
+    return _table(["score", *keys], rows)
+
+
+def _calibration(saved: dict) -> str:
+    keys = ["accuracy", "ECE", "NLL"]
+    rows = [[row["name"], *(_spread(row[key]) for key in keys)] for row in saved["results"]["calibration"]]
+    return _table(["model", *keys], rows)
+
+
+def _numbers(saved: dict) -> str:
+    entries = saved["results"]["numbers"]
+    head = [key.replace("_", " ") for key in entries[0]]
+    rows = [
+        [v if isinstance(v, str) else "–" if v is None else f"{v:.3g}" for v in entry.values()] for entry in entries
+    ]
+    return _table(head, rows)
+
+
+def _images(saved: dict) -> str:
+    head = ["image", "network", "exact kernel machine", "notebook's approximation"]
+    rows = [
+        [f"a {i['label']}"]
+        + [f"{i[f'{name}_prediction']} ({i[f'{name}_confidence']:.3f})" for name in ("network", "exact", "notebook")]
+        for i in saved["results"]["images"]
+    ]
+    return _table(head, rows)
+
+
+def _seconds(saved: dict) -> str:
+    versions = ", ".join(
+        f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch")
+    )
+    return f"*{saved['seconds']['total']:.0f} seconds on one thread of a shared machine; {versions}.*"
+
+
+TABLES: dict[str, Callable[[dict], str]] = {
+    "rules": _rules,
+    "detection": _detection,
+    "calibration": _calibration,
+    "numbers": _numbers,
+    "images": _images,
+    "seconds": _seconds,
+}

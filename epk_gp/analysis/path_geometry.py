@@ -1,0 +1,121 @@
+"""The shape of a run in weight space: the straight line w_0 → w_S and the real path (Figure 8, Bell et al. 2023)."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from epk_gp.analysis.alignment import angle
+from epk_gp.recording.diagnosis import batch_gradient
+from epk_gp.recording.losses import CrossEntropy, per_sample_losses
+from epk_gp.recording.networks import call, unflatten
+from epk_gp.recording.trajectory import Trajectory, check_inputs, flat_weights, skeleton_for
+
+
+@dataclass(frozen=True, eq=False)
+class LineProfile:
+    """A classifier on the line w_0 + t (w_S − w_0).
+
+    Attributes:
+        t: T places.
+        accuracy: Share of points classified rightly.
+        loss: Mean loss.
+        norm: L2 norm of the weights.
+        slope: Derivative of the mean loss along the unit vector from w_0 to w_S.
+        length: |w_S − w_0|.
+    """
+
+    t: Float[Tensor, " T"]
+    accuracy: Float[Tensor, " T"]
+    loss: Float[Tensor, " T"]
+    norm: Float[Tensor, " T"]
+    slope: Float[Tensor, " T"]
+    length: float
+
+
+@dataclass(frozen=True, eq=False)
+class PathProfile:
+    """The real path through its S + 1 weight states.
+
+    Attributes:
+        norm: |w_s|, (S + 1,).
+        turned: Angle between w_s and w_0 in degrees, (S + 1,).
+        distance: |w_s − w_0|, (S + 1,).
+        to_chord: Angle between each step and the chord w_S − w_0 in degrees, (S,).
+        straightness: Length of the chord over the length of the path, in (0, 1].
+    """
+
+    norm: Float[Tensor, " states"]
+    turned: Float[Tensor, " states"]
+    distance: Float[Tensor, " states"]
+    to_chord: Float[Tensor, " S"]
+    straightness: float
+
+    @property
+    def norm_change(self) -> float:
+        """|w_S| / |w_0| − 1."""
+        return float(self.norm[-1] / self.norm[0] - 1)
+
+
+def line_profile(
+    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], labels: Int64[Tensor, " n"], *, size: int = 51
+) -> LineProfile:
+    """Evaluate the network on the straight line from its first to its last weights.
+
+    Args:
+        trajectory: A run with cross entropy.
+        X: n points.
+        labels: Their classes.
+        size: Places on the line, at least 2.
+
+    Raises:
+        TypeError, ValueError: Points that the network cannot take, another loss, or fewer than 2 places.
+    """
+    check_inputs(trajectory, X)
+    if not isinstance(trajectory.loss, CrossEntropy):
+        raise ValueError(f"a line profile needs a run with cross entropy: got {trajectory.loss}.")
+    if size < 2:
+        raise ValueError(f"a line needs at least 2 places: got {size}.")
+    skeleton = skeleton_for(trajectory, X.dtype, X.device)
+    w, end = (flat_weights(trajectory, s, X) for s in (0, trajectory.num_steps))
+    length = float((end - w).norm())
+    mean = CrossEntropy()
+    rows = []
+    for t in torch.linspace(0, 1, size, dtype=w.dtype, device=w.device):
+        here = w + t * (end - w)
+        with torch.no_grad():
+            z = torch.cat([call(skeleton, unflatten(skeleton, here), part) for part in X.split(1024)])
+        accuracy = (z.argmax(1) == labels).to(w).mean()
+        slope = batch_gradient(skeleton, here, X, labels, mean) @ (end - w) / length
+        rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), here.norm(), slope]))
+    places, accuracy, loss, norm, slopes = torch.stack(rows, dim=1)
+    return LineProfile(places, accuracy, loss, norm, slopes, length)
+
+
+def path_profile(trajectory: Trajectory) -> PathProfile:
+    """Measure norms, angles and lengths along the recorded path.
+
+    Raises:
+        ValueError: A run whose weights are zero at first, or that stands still.
+    """
+    first, last = trajectory.states[0], trajectory.states[trajectory.num_steps]
+    chord = last - first
+    norm, turned, distance, to_chord, length = [], [], [], [], 0.0
+    before = first
+    for s in range(trajectory.num_steps + 1):
+        w = trajectory.states[s]
+        norm.append(w.norm())
+        turned.append(angle(w, first))
+        distance.append((w - first).norm())
+        if s:
+            to_chord.append(angle(w - before, chord))
+            length += float((w - before).norm())
+        before = w
+    return PathProfile(
+        norm=torch.stack(norm),
+        turned=torch.stack(turned),
+        distance=torch.stack(distance),
+        to_chord=torch.stack(to_chord),
+        straightness=float(chord.norm()) / length,
+    )

@@ -1,0 +1,90 @@
+"""The signal's dimension: how many directions of input space the training data speak in."""
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.analysis.alignment import output_gradients
+from epk_gp.engine.quadrature import QuadratureRule, check_rule, gauss_legendre
+from epk_gp.recording.losses import per_sample_losses, sample_weight
+from epk_gp.recording.networks import Head, Skeleton, call, check_head, unflatten
+from epk_gp.recording.optimizers import GradientDescent
+from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
+
+
+def input_gradients(
+    trajectory: Trajectory,
+    x: Shaped[Tensor, "1 ..."],
+    output: int,
+    *,
+    head: Head = "log_softmax",
+    rule: QuadratureRule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    progress: bool = False,
+) -> Float[Tensor, "M D"]:
+    """Differentiate every training point's contribution to one prediction with respect to that training point.
+
+        G[i] = d/dx_i sum_s <Phi_s(x), -eps_s c_{s,i} grad_w loss(w_s; x_i, y_i)>
+
+    The path itself is held as recorded. The rows' principal directions are those of input space along which the
+    training data move the prediction.
+
+    Args:
+        trajectory: A run of plain gradient descent on M points of floating-point entries.
+        x: One test point.
+        output: Which output.
+        head: "logits" or "log_softmax".
+        rule: A fixed rule.
+        progress: Show a progress bar.
+
+    Returns:
+        (M, D), the inputs flattened.
+
+    Raises:
+        TypeError, ValueError: A point that the network cannot take, an output that does not exist, inputs without
+            derivatives, or another step law.
+    """
+    check_inputs(trajectory, x)
+    check_head(head, trajectory.num_outputs)
+    check_rule(rule)
+    if not trajectory.inputs.is_floating_point():
+        raise TypeError(f"input gradients need floating-point inputs: got {trajectory.inputs.dtype}.")
+    if not isinstance(trajectory.law, GradientDescent):
+        raise ValueError(f"input gradients are offered for plain gradient descent: got {trajectory.law}.")
+    if not 0 <= output < trajectory.num_outputs:
+        raise ValueError(f"output must lie in 0..{trajectory.num_outputs - 1}: got {output}.")
+    skeleton = skeleton_for(trajectory, compute_dtype(trajectory, x), x.device)
+    chosen = torch.tensor([output], device=x.device)
+    training, targets = trajectory.inputs.to(x), trajectory.targets.to(x.device)
+    total = torch.zeros_like(training)
+    for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
+        w, end = (flat_weights(trajectory, s, x) for s in (step.index, step.index + 1))
+        direction = torch.zeros_like(w)
+        for t, weight in rule:
+            direction += weight * output_gradients(skeleton, w + t * (end - w), x, chosen, head)[0]
+        rows = torch.arange(len(training)) if step.batch is None else step.batch
+        eta = -step.size * sample_weight(trajectory.loss, len(rows))
+        slopes = _slope_gradients(trajectory, skeleton, w, direction, training[rows], targets[rows])
+        total.index_add_(0, rows.to(x.device), slopes, alpha=eta)
+    return total.flatten(1)
+
+
+def signal_energies(gradients: Float[Tensor, "M D"]) -> Float[Tensor, " k"]:
+    """Give the squared singular values of the rows, descending; count them with `spectrum.principal_directions`."""
+    energies: Tensor = torch.linalg.svdvals(gradients).square()
+    return energies
+
+
+def _slope_gradients(
+    trajectory: Trajectory, skeleton: Skeleton, w: Tensor, v: Tensor, X: Tensor, y: Int64[Tensor, " B"] | Tensor
+) -> Tensor:
+    """Differentiate <v, grad_w loss_i> with respect to x_i, for all points at once: no point feels another."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, w).items()}
+        inputs = X.detach().requires_grad_()
+        losses = per_sample_losses(trajectory.loss, call(skeleton, leaves, inputs), y).sum()
+        ordered = [leaves[name] for name in skeleton.names]
+        found = torch.autograd.grad(losses, ordered, create_graph=True, allow_unused=True, materialize_grads=True)
+        slope = torch.cat([g.reshape(-1) for g in found]) @ v
+        (gradient,) = torch.autograd.grad(slope, inputs, allow_unused=True, materialize_grads=True)
+    return gradient

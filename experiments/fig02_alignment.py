@@ -1,0 +1,118 @@
+"""Figure 2: how far the test gradients of other kernels point away from the exact path kernel's, along training."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from epk_gp.analysis.alignment import gradient_alignment
+from epk_gp.plots import PALETTE
+from epk_gp.recording.trajectory import network_outputs
+from harness import Experiment, main
+from problems import SMALL_TOY, Toy, record_toy
+
+KERNELS = ("DPK: gradient at the step's start", "NTK at the initial weights", "NTK at the trained weights")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes; `shown` steps from `first` on are drawn in full for one point."""
+
+    toy: Toy = field(default_factory=lambda: Toy(num_test=99))
+    places: int = 5
+    first: int = 10
+    shown: int = 6
+    fine: int = 25
+
+
+@dataclass(frozen=True)
+class Result:
+    """Angles in degrees, between a test gradient and the step, less that of the exact path kernel.
+
+    Attributes:
+        place: s + t over the whole run.
+        mean_error: Mean |error| over test points at each place, for each of `KERNELS`.
+        mean_apart: Mean angle between a kernel's gradient and the exact one, over points and places.
+        mean: Mean |error| over points and places.
+        fine_place: s + t of the steps shown in full.
+        fine_error: Signed errors of one test point there.
+        accuracy: Of the network at the test points.
+    """
+
+    place: list[float]
+    mean_error: list[list[float]]
+    mean_apart: list[float]
+    mean: list[float]
+    fine_place: list[float]
+    fine_error: list[list[float]]
+    accuracy: float
+
+
+def run(config: Config) -> Result:
+    """Record the toy problem and measure."""
+    trajectory, held_out = record_toy(config.toy)
+    outputs = network_outputs(trajectory, held_out.inputs)
+    chosen = outputs.argmax(1)
+    steps, places = range(trajectory.num_steps), torch.linspace(0, 1, config.places).tolist()
+    first, last = (
+        gradient_alignment(trajectory, held_out.inputs, chosen, steps=steps, places=places, tangent_state=state)
+        for state in (0, -1)
+    )
+    errors = [last.discrete_error, first.tangent_error, last.tangent_error]
+    apart = [last.discrete_apart, first.tangent_apart, last.tangent_apart]
+    fine_steps = range(config.first, config.first + config.shown)
+    fine_places = torch.linspace(0, 1, config.fine).tolist()
+    fine = [
+        gradient_alignment(
+            trajectory, held_out.inputs[:1], chosen[:1], steps=fine_steps, places=fine_places, tangent_state=state
+        )
+        for state in (0, -1)
+    ]
+    shown = [fine[1].discrete_error, fine[0].tangent_error, fine[1].tangent_error]
+    return Result(
+        place=last.place.tolist(),
+        mean_error=[error.abs().mean(0).tolist() for error in errors],
+        mean_apart=[float(a.mean()) for a in apart],
+        mean=[float(error.abs().mean()) for error in errors],
+        fine_place=fine[1].place.tolist(),
+        fine_error=[error[0].tolist() for error in shown],
+        accuracy=float((chosen == held_out.labels).double().mean()),
+    )
+
+
+def draw(result: Result) -> Figure:
+    """Draw one point over a few steps, and the mean over all points along the run."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for k, (name, values, mean) in enumerate(zip(KERNELS, result.fine_error, result.mean, strict=True)):
+        label = f"{name}: mean |error| {mean:.2g}°"
+        left.plot(result.fine_place, values, color=PALETTE[k], label=label)
+        left.fill_between(result.fine_place, 0, values, color=PALETTE[k], alpha=0.12, linewidth=0)
+    left.axhline(0, color="black", linewidth=1.2, label="exact path kernel (reference)")
+    left.set(
+        xlabel="training step s + t",
+        ylabel="angle error in degrees",
+        title="one test point, a few steps (linear within ±0.1°)",
+    )
+    left.set_yscale("symlog", linthresh=0.1)
+    for k, values in enumerate(result.mean_error):
+        per_step = np.array(values).reshape(round(result.place[-1]), -1).mean(1)
+        right.plot(per_step, color=PALETTE[k])
+    right.set(yscale="log", xlabel="training step s", ylabel="mean |angle error| in degrees")
+    right.set_title("all test points, mean of each step")
+    for ax in (left, right):
+        ax.grid(visible=True, color="#dddddd", linewidth=0.7)
+        ax.set_axisbelow(True)
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small", frameon=False
+    )
+    return figure
+
+
+EXPERIMENT = Experiment(
+    "fig02_alignment", Config(), Config(toy=SMALL_TOY, places=3, first=1, shown=2, fine=4), Result, run, draw
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,143 @@
+"""Figure 3: class predictions over the plane when a support vector machine retrains the kernel's coefficients."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import epk_gp as epk
+from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
+from epk_gp.analysis.retraining import decision_values, fit_sigmoid, probabilities, retrain
+from epk_gp.plots import uncertainty_map
+from epk_gp.recording.trajectory import network_outputs
+from harness import Experiment, classes_as_text, classes_from_text, main
+from problems import SMALL_TOY, Toy, record_toy
+
+RADII = (1.0, 3.0, 10.0)
+MACHINES = ("SVM on the exact path kernel", "SVM on an RBF kernel", "network")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes; half of the held-out points calibrate the probabilities, half are for the accuracy."""
+
+    toy: Toy = field(default_factory=lambda: Toy(num_test=600))
+    grid: int = 60
+    margin: float = 0.6
+    penalty: float = 1.0
+    directions: int = 72
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the machines say.
+
+    Attributes:
+        x: Columns of the map.
+        y: Its rows.
+        probability: Of each class on the map, by the retrained machine.
+        points: Some training points in the plane.
+        labels: Their classes.
+        network_class: What the network predicts, on a finer grid over the same square, a digit per node.
+        accuracy: Of `MACHINES`, on held-out points.
+        agreement: Share of held-out points at which retrained machine and network agree.
+        support: Support vectors per class, of the path kernel's machine.
+        num_train: M.
+        confidence: Mean largest probability, over directions, at each of `RADII` (1: where the data end), per machine.
+    """
+
+    x: list[float]
+    y: list[float]
+    probability: list[list[list[float]]]
+    points: list[list[float]]
+    labels: list[int]
+    network_class: list[str]
+    accuracy: list[float]
+    agreement: float
+    support: list[int]
+    num_train: int
+    confidence: list[list[float]]
+
+
+def run(config: Config) -> Result:
+    """Record the toy problem, retrain, and map."""
+    trajectory, held_out = record_toy(config.toy)
+    half = len(held_out) // 2
+    plane = coordinate_plane(trajectory.inputs)
+    training = project(plane, trajectory.inputs)
+    x, y = square_grid(training, config.grid, config.margin)
+    background = grid_coordinates(*square_grid(training, 3 * config.grid, config.margin))
+    ends = [rays(training, config.directions, radius)[1] for radius in RADII]
+    queries = torch.cat([held_out.inputs, lift(plane, torch.cat([grid_coordinates(x, y), *ends]))])
+    copies = epk.Points(trajectory.inputs, is_train=True)
+    # Two nodes are exact between the kinks of a network with one hidden ReLU layer.
+    path = tuple(
+        epk.gram_block_per_class(trajectory, points, copies, rule=epk.gauss_legendre(2))
+        for points in (copies, epk.Points(queries, is_train=False))
+    )
+    width = torch.cdist(trajectory.inputs[:500], trajectory.inputs[:500]).square().median()
+    rbf = tuple(
+        torch.exp(-torch.cdist(X, trajectory.inputs).square() / width)[None].expand(3, -1, -1)
+        for X in (trajectory.inputs, queries)
+    )
+    outputs = network_outputs(trajectory, queries)
+    found, support = [], []
+    for gram, cross in (path, rbf):
+        machine = retrain(gram, trajectory.targets, penalty=config.penalty)
+        decisions = decision_values(machine, cross)
+        found.append(probabilities(fit_sigmoid(decisions[:half], held_out.labels[:half]), decisions))
+        support.append(machine.support.tolist())
+    found.append(outputs.softmax(1))
+    sizes = [len(held_out), len(x) * len(y), *[config.directions] * len(RADII)]
+    parts = [values.split(sizes) for values in found]
+    test = slice(half, len(held_out))
+    stride = -(-trajectory.num_points // 300)
+    return Result(
+        x=x.tolist(),
+        y=y.tolist(),
+        probability=parts[0][1].T.reshape(-1, len(y), len(x)).tolist(),
+        points=training[::stride].tolist(),
+        labels=trajectory.targets[::stride].tolist(),
+        network_class=classes_as_text(
+            network_outputs(trajectory, lift(plane, background)).argmax(1).view(3 * len(y), -1)
+        ),
+        accuracy=[_share(part[0].argmax(1)[test] == held_out.labels[test]) for part in parts],
+        agreement=_share(parts[0][0].argmax(1)[test] == parts[2][0].argmax(1)[test]),
+        support=support[0],
+        num_train=trajectory.num_points,
+        confidence=[[float(p.amax(1).mean()) for p in part[2:]] for part in parts],
+    )
+
+
+def draw(result: Result) -> Figure:
+    """Draw one map per class."""
+    figure = Figure(figsize=(12.5, 4.6), layout="constrained")
+    for c, ax in enumerate(figure.subplots(1, 3)):
+        uncertainty_map(
+            ax,
+            np.array(result.x),
+            np.array(result.y),
+            np.array(result.probability[c]),
+            title=f"class {c}",
+            points=np.array(result.points),
+            labels=np.array(result.labels),
+            boundary=classes_from_text(result.network_class),
+            colorbar_label="probability",
+        )
+        legend = ax.get_legend()
+        if legend is not None and c != 1:
+            legend.remove()
+    figure.suptitle("Probability of each class by an SVM on the exact path kernel; lines: the network's boundary")
+    return figure
+
+
+def _share(right: Tensor) -> float:
+    return float(right.double().mean())
+
+
+EXPERIMENT = Experiment("fig03_retrained", Config(), Config(toy=SMALL_TOY, grid=8, directions=6), Result, run, draw)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,87 @@
+"""Figure 4: the kernel machine against the network on 100 test points, class 1."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from matplotlib.figure import Figure
+
+import epk_gp as epk
+from epk_gp.plots import PALETTE, reconstruction_scatter
+from harness import Experiment, main
+from problems import SMALL_TOY, Toy, record_toy
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes."""
+
+    toy: Toy = field(default_factory=lambda: Toy(num_test=100))
+    riemann: tuple[int, ...] = (1, 10, 100)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Log-softmax outputs of class 0 (the paper counts from 1), and errors over all classes.
+
+    Attributes:
+        network: The network's, one per test point.
+        rules: Names of the quadrature rules; the last is the single machine of Theorem 3.7 with the adaptive rule.
+        machine: The kernel machine's, per rule.
+        max_error: Largest |machine - network| over points and classes, per rule.
+        evaluations: Gradients per point and step, per rule.
+    """
+
+    network: list[float]
+    rules: list[str]
+    machine: list[list[float]]
+    max_error: list[float]
+    evaluations: list[float]
+
+
+def run(config: Config) -> Result:
+    """Record the toy problem and reconstruct it with each rule."""
+    trajectory, held_out = record_toy(config.toy)
+    X = held_out.inputs
+    rules = [*(epk.left_riemann(n) for n in config.riemann), epk.adaptive()]
+    ensembles = [epk.reconstruct(trajectory, X, rule=rule) for rule in rules]
+    single = epk.single_machine(trajectory, X)
+    return Result(
+        network=single.network[:, 0].tolist(),
+        rules=[*(rule.name for rule in rules), f"single machine, {rules[-1].name}"],
+        machine=[*(e.outputs[:, 0].tolist() for e in ensembles), single.outputs[:, 0].tolist()],
+        max_error=[*(e.max_error for e in ensembles), single.max_error],
+        evaluations=[*(e.evaluations for e in ensembles), ensembles[-1].evaluations],
+    )
+
+
+def draw(result: Result) -> Figure:
+    """Draw the paper's rule and ours against the network, and the errors alone."""
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    network = np.array(result.network)
+    chosen = [0, len(result.rules) - 3, len(result.rules) - 2]
+    for k, i in enumerate(chosen):
+        machine = np.array(result.machine[i])
+        if k != 1:
+            reconstruction_scatter(left, network, machine, label=result.rules[i])
+            left.collections[-1].set_facecolor(PALETTE[k])
+        error = np.maximum(np.abs(machine - network), 1e-17)
+        right.scatter(
+            network, error, s=14, color=PALETTE[k], marker="o^s"[k], alpha=0.8, linewidth=0, label=result.rules[i]
+        )
+    left.set(title="held-out points, class 0 (the paper's class 1)")
+    left.set_xlabel("network, log probability of class 0")
+    left.set_ylabel("kernel machine")
+    right.set(yscale="log", ylim=(1e-17, 10), xlabel="network, log probability of class 0")
+    right.set_title("|kernel machine − network| (0 is drawn at 1e−17)")
+    right.grid(visible=True, color="#dddddd", linewidth=0.7)
+    right.set_axisbelow(True)
+    left.legend(*left.get_legend_handles_labels(), fontsize="small", loc="upper left")
+    right.legend(fontsize="small", loc="center left")
+    return figure
+
+
+EXPERIMENT = Experiment("fig04_machine", Config(), Config(toy=SMALL_TOY, riemann=(1, 10)), Result, run, draw)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,140 @@
+"""Figure 6: the kernel value of every training point for three test points and three classes."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+import epk_gp as epk
+from epk_gp.analysis.boundary import margins, over_weight
+from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, square_grid
+from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.datasets import GAUSSIAN_MEANS
+from epk_gp.plots import PALETTE
+from epk_gp.recording.trajectory import network_outputs
+from harness import Experiment, main
+from problems import SMALL_TOY, Toy, record_toy
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes; `drawn` training points are drawn, all are measured."""
+
+    toy: Toy = field(default_factory=Toy)
+    grid: int = 120
+    margin: float = 0.1
+    drawn: int = 600
+    share: float = 0.1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Kernel values K(x, x_i)[c, c] for the means x of the generating distributions.
+
+    Attributes:
+        x: Columns of the background.
+        y: Its rows.
+        network_class: What the network predicts there.
+        points: Training points in the plane.
+        values: Their kernel values, (test point, class, training point).
+        tests: The test points in the plane.
+        predicted: Classes that the network predicts for them.
+        numbers: One entry per test point and class: rank correlation of the kernel value with the Euclidean distance,
+            over all training points and over those of the test point's class; over-weight near the boundary.
+        contributions: One entry per test point: the same for the exact contributions to the predicted class.
+    """
+
+    x: list[float]
+    y: list[float]
+    network_class: list[list[int]]
+    points: list[list[float]]
+    values: list[list[list[float]]]
+    tests: list[list[float]]
+    predicted: list[int]
+    numbers: list[dict[str, float | int | None]]
+    contributions: list[dict[str, float | int | None]]
+
+
+def run(config: Config) -> Result:
+    """Record the toy problem and evaluate the kernel."""
+    trajectory, _ = record_toy(config.toy)
+    X, labels = trajectory.inputs, trajectory.targets
+    tests = X.new_zeros(3, X.shape[1])
+    tests[:, :2] = torch.tensor(GAUSSIAN_MEANS, dtype=X.dtype)
+    values = epk.gram_block_per_class(
+        trajectory, epk.Points(tests, is_train=False), epk.Points(X, is_train=True), rule=epk.gauss_legendre(2)
+    )
+    margin = margins(network_outputs(trajectory, X), labels)
+    predicted = network_outputs(trajectory, tests).argmax(1)
+    parts = epk.attribute(trajectory, tests)
+    numbers, contributions = [], []
+    for n, test in enumerate(tests):
+        distance = (X - test).norm(dim=1)
+        own = labels == predicted[n]
+
+        def describe(weights: torch.Tensor, distance: torch.Tensor = distance, own: torch.Tensor = own) -> dict:
+            found = over_weight(weights, margin, labels, share=config.share)
+            return {
+                "rank_correlation_with_distance": rank_correlation(weights, distance),
+                "rank_correlation_with_distance_own_class": rank_correlation(weights[own], distance[own]),
+                "over_weight_ratio": found.ratio,
+                "rank_correlation_of_size_with_margin": found.rank_correlation,
+            }
+
+        numbers += [{"test": n, "class": c} | describe(values[c, n]) for c in range(3)]
+        contributions.append({"test": n, "class": int(predicted[n])} | describe(parts.samples[n, predicted[n]]))
+    plane = coordinate_plane(X)
+    points = project(plane, X)
+    x, y = square_grid(points, config.grid, config.margin)
+    background = network_outputs(trajectory, lift(plane, grid_coordinates(x, y))).argmax(1)
+    stride = -(-len(X) // config.drawn)
+    return Result(
+        x=x.tolist(),
+        y=y.tolist(),
+        network_class=background.reshape(len(y), len(x)).tolist(),
+        points=points[::stride].tolist(),
+        values=values[:, :, ::stride].transpose(0, 1).tolist(),
+        tests=project(plane, tests).tolist(),
+        predicted=predicted.tolist(),
+        numbers=numbers,
+        contributions=contributions,
+    )
+
+
+def draw(result: Result) -> Figure:
+    """Draw training points in their kernel value's colour, one row per test point and one column per class."""
+    figure = Figure(figsize=(12, 10.2), layout="constrained")
+    points, values = np.array(result.points), np.array(result.values)
+    edges = (result.x[0], result.x[-1], result.y[0], result.y[-1])
+    faint = ListedColormap(PALETTE[:3])
+    for n, row in enumerate(figure.subplots(3, 3, sharex=True, sharey=True)):
+        for c, ax in enumerate(row):
+            ax.imshow(
+                result.network_class,
+                origin="lower",
+                extent=edges,
+                cmap=faint,
+                vmin=0,
+                vmax=2,
+                alpha=0.3,
+                aspect="equal",
+            )
+            order = values[n, c].argsort()
+            dots = ax.scatter(*points[order].T, c=values[n, c][order], s=11, cmap="viridis")
+            ax.plot(*result.tests[n], marker="*", color="white", markeredgecolor="black", markersize=15)
+            entry = result.numbers[3 * n + c]["rank_correlation_with_distance"]
+            star = " (predicted)" if c == result.predicted[n] else ""
+            ax.set_title(f"output {c}{star}: rank corr. with distance {entry:+.2f}", fontsize="small")
+            figure.colorbar(dots, ax=ax, fraction=0.046, pad=0.03).ax.tick_params(labelsize="small")
+    figure.supxlabel("$x_1$")
+    figure.supylabel("$x_2$")
+    figure.suptitle("kernel value K(x, x_i)[c, c] of training points x_i with x, the mean of a class (star)")
+    return figure
+
+
+EXPERIMENT = Experiment("fig06_kernel_values", Config(), Config(toy=SMALL_TOY, grid=10), Result, run, draw)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)

@@ -1,0 +1,116 @@
+"""Figure 7: the kernel machine of an MNIST network against the network, for many quadrature rules."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+import epk_gp as epk
+from epk_gp.plots import PALETTE, error_against_evaluations
+from epk_gp.recording.networks import Head
+from harness import Experiment, main
+from problems import Images, record_images
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and rules: Gauss-Legendre 1 to `gauss` nodes, composite ones are not needed beside the adaptive rule."""
+
+    images: Images = field(default_factory=lambda: Images(num_test=8))
+    riemann: tuple[int, ...] = (1, 10, 200)
+    gauss: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    tolerances: tuple[float, ...] = (1e-6, 1e-9, 1e-12)
+    head: Head = "logits"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What each rule costs and leaves, over all test images and classes.
+
+    Attributes:
+        rules: Names.
+        evaluations: Gradients per point and step.
+        max_error: Largest |kernel machine - network|.
+        max_residual: Largest quadrature residual of a (point, step).
+        seconds: Of each reconstruction.
+        largest_output: Largest |network output|.
+        gain: Error of the finest left Riemann rule over that of the finest adaptive rule.
+        accuracy: Of the network at the test images.
+        network: Outputs of the network, (point, class) flattened.
+        machines: Outputs of the kernel machine with each left Riemann rule and the finest adaptive rule.
+        drawn: Their names.
+    """
+
+    rules: list[str]
+    evaluations: list[float]
+    max_error: list[float]
+    max_residual: list[float]
+    seconds: list[float]
+    largest_output: float
+    gain: float
+    accuracy: float
+    network: list[float]
+    machines: list[list[float]]
+    drawn: list[str]
+
+
+def run(config: Config) -> Result:
+    """Record the network and reconstruct it with every rule."""
+    trajectory, held_out = record_images(config.images)
+    rules: list[epk.QuadratureRule | epk.AdaptiveRule] = [epk.left_riemann(n) for n in config.riemann]
+    rules += [epk.gauss_legendre(n) for n in config.gauss] + [epk.adaptive(tol) for tol in config.tolerances]
+    found, seconds = [], []
+    for rule in rules:
+        start = time.perf_counter()
+        found.append(epk.reconstruct(trajectory, held_out.inputs, head=config.head, rule=rule))
+        seconds.append(time.perf_counter() - start)
+    network = found[0].network
+    shown = [*range(len(config.riemann)), len(rules) - 1]
+    return Result(
+        rules=[rule.name for rule in rules],
+        evaluations=[r.evaluations for r in found],
+        max_error=[r.max_error for r in found],
+        max_residual=[r.max_residual for r in found],
+        seconds=seconds,
+        largest_output=float(network.abs().max()),
+        gain=found[len(config.riemann) - 1].max_error / max(found[-1].max_error, torch.finfo(network.dtype).eps),
+        accuracy=float((network.argmax(1) == held_out.labels).double().mean()),
+        network=network.flatten().tolist(),
+        machines=[found[i].outputs.flatten().tolist() for i in shown],
+        drawn=[rules[i].name for i in shown],
+    )
+
+
+def draw(result: Result) -> Figure:
+    """Draw the outputs of the paper's three rules and ours, and error against evaluations for all."""
+    figure = Figure(figsize=(12, 7.4), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.45))
+    network = np.array(result.network)
+    errors = dict(zip(result.rules, result.max_error, strict=True))
+    axes = upper.subplots(1, len(result.drawn), sharex=True, sharey=True)
+    for k, (ax, name, machine) in enumerate(zip(axes, result.drawn, result.machines, strict=True)):
+        ax.axline((0, 0), slope=1, color="black", linewidth=0.8)
+        ax.scatter(network, np.array(machine), s=9, color=PALETTE[k], linewidth=0)
+        ax.set_title(f"{name.partition(',')[0]}\nlargest error {errors[name]:.1e}", fontsize="small")
+        ax.set_xlabel("network output")
+    axes[0].set_ylabel("kernel machine")
+    ax = lower.subplots()
+    names = [name.replace("Gauss-Legendre", "Gauss").replace(" 4, tol", ", tol") for name in result.rules]
+    error_against_evaluations(ax, names, result.evaluations, result.max_error)
+    ax.set_title("every rule: what it costs, and what it leaves")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    "fig07_quadrature",
+    Config(),
+    Config(Images("digits", num_train=20, num_test=3, steps=3, lr=0.5), (1, 10), (1, 2), (1e-3, 1e-12)),
+    Result,
+    run,
+    draw,
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT)
