@@ -46,7 +46,7 @@ class LayerCall:
         function: `F.linear`, `F.conv1d` or `F.conv2d`.
         weight: Name of its weight.
         bias: Name of its bias, None without a trained one.
-        input: What the layer saw, (E, ...), detached.
+        input: What the layer saw, (E, ...), detached unless a graph is kept.
         fixed_input: The input does not depend on the weights.
         options: stride, padding, dilation, groups, by name.
         shape: Shape of its output, (E, ...).
@@ -114,9 +114,10 @@ class Uses(TorchFunctionMode):
 class Tape(TorchFunctionMode):
     """Keep inputs and gradient edges of the linear and convolution calls with the given weights."""
 
-    def __init__(self, weights: Mapping[str, Tensor], factored: Iterable[str]) -> None:
-        """Watch `factored`, a subset of the named weights."""
+    def __init__(self, weights: Mapping[str, Tensor], factored: Iterable[str], *, keep_graph: bool = False) -> None:
+        """Watch `factored`, a subset of the named weights; keep layers' inputs attached with `keep_graph`."""
         super().__init__()
+        self.keep_graph = keep_graph
         self.names = {id(value): name for name, value in weights.items()}
         self.factored = frozenset(factored)
         self.calls: list[LayerCall] = []
@@ -139,8 +140,8 @@ class Tape(TorchFunctionMode):
                         function=func,
                         weight=weight,
                         bias=self.names.get(id(_argument(2, "bias", args, kwargs))),
-                        input=x.detach(),
-                        fixed_input=not x.requires_grad,
+                        input=x if self.keep_graph else x.detach(),
+                        fixed_input=not self.keep_graph and not x.requires_grad,
                         options=options,
                         shape=result.shape,
                         edge=get_gradient_edge(result),

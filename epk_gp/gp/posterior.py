@@ -8,8 +8,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.kernels.blocks import Source, block, diagonal_matrices
+from epk_gp.kernels.blocks import block, diagonal_matrices
 from epk_gp.kernels.cache import BlockCache
+from epk_gp.kernels.source import Source
 
 
 @dataclass(frozen=True, eq=False)
