@@ -10,6 +10,10 @@ from epk_gp.engine.quadrature import (
     left_riemann,
     midpoint,
 )
+from epk_gp.gp.calibration import Temperature, calibrated_temperature
+from epk_gp.gp.draws import MonteCarlo, QuasiMonteCarlo
+from epk_gp.gp.functions import sample_functions
+from epk_gp.gp.leave_one_out import LeaveOneOut, leave_one_out
 from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import LogitPosterior
@@ -32,32 +36,39 @@ __all__ = [
     "Attribution",
     "CrossEntropy",
     "EPKKernel",
+    "LeaveOneOut",
     "LogitGP",
     "LogitPosterior",
     "MeanSquaredError",
+    "MonteCarlo",
     "MultitaskFixedNoiseGaussianLikelihood",
     "PerSampleLoss",
     "Points",
     "QuadratureRule",
+    "QuasiMonteCarlo",
     "Reconstruction",
     "Recorder",
     "SingleMachine",
     "SoftmaxUncertainty",
     "Step",
+    "Temperature",
     "Trajectory",
     "UnexplainedStepError",
     "adaptive",
     "attribute",
+    "calibrated_temperature",
     "gauss_legendre",
     "gram_block",
     "gram_block_per_class",
     "gram_diagonal_blocks",
+    "leave_one_out",
     "left_endpoint",
     "left_riemann",
     "load_trajectory",
     "midpoint",
     "network_outputs",
     "reconstruct",
+    "sample_functions",
     "single_machine",
     "softmax_uncertainty",
     "split_copy",
