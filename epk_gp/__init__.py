@@ -10,6 +10,7 @@ from epk_gp.engine.quadrature import (
     left_riemann,
     midpoint,
 )
+from epk_gp.engine.tangent import tangent_trajectory
 from epk_gp.gp.calibration import Temperature, calibrated_temperature
 from epk_gp.gp.draws import MonteCarlo, QuasiMonteCarlo
 from epk_gp.gp.functions import sample_functions
@@ -20,7 +21,10 @@ from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.kernels.copies import split_copy, test_copy, train_copy
 from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
+from epk_gp.kernels.matrix import epk_gram
 from epk_gp.machines.attribute import Attribution, attribute
+from epk_gp.machines.baselines import Baseline, chen_machine, domingos_machine, k_prime_block
 from epk_gp.machines.reconstruct import Reconstruction, SingleMachine, reconstruct, single_machine
 from epk_gp.recording.diagnosis import UnexplainedStepError
 from epk_gp.recording.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
@@ -33,9 +37,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveRule",
+    "ArcCosineKernel",
     "Attribution",
+    "Baseline",
     "CrossEntropy",
     "EPKKernel",
+    "ErfKernel",
     "LeaveOneOut",
     "LogitGP",
     "LogitPosterior",
@@ -57,10 +64,14 @@ __all__ = [
     "adaptive",
     "attribute",
     "calibrated_temperature",
+    "chen_machine",
+    "domingos_machine",
+    "epk_gram",
     "gauss_legendre",
     "gram_block",
     "gram_block_per_class",
     "gram_diagonal_blocks",
+    "k_prime_block",
     "leave_one_out",
     "left_endpoint",
     "left_riemann",
@@ -72,6 +83,7 @@ __all__ = [
     "single_machine",
     "softmax_uncertainty",
     "split_copy",
+    "tangent_trajectory",
     "test_copy",
     "train",
     "train_copy",
