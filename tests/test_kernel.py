@@ -338,6 +338,7 @@ def test_the_network_leaks_no_parameter(trajectory):
         "raw_outputscale",
         "raw_outputscale_constraint.lower_bound",
         "raw_outputscale_constraint.upper_bound",
+        "base_kernel._extra_state",  # the run's digest
     }
 
 
@@ -361,6 +362,35 @@ def test_copies_share_the_run_and_pickles_carry_it(trajectory):
     assert kernel[0].source is kernel.source
     restored = pickle.loads(pickle.dumps(kernel))
     assert torch.equal(restored(x).to_dense(), K)
+
+
+def test_a_state_dict_loads_into_a_kernel_of_the_same_run_only(trajectory, tmp_path):
+    scaled = gpytorch.kernels.ScaleKernel(EPKKernel(trajectory))
+    scaled.outputscale = 3.0
+    torch.save(scaled.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    again = gpytorch.kernels.ScaleKernel(EPKKernel(make_run()))  # recorded once more: the same digest
+    again.load_state_dict(state)
+    assert again.outputscale.item() == pytest.approx(3.0)
+    with pytest.raises(ValueError, match=r"kernel of the run that it was saved with: its digest is [0-9a-f]{12}, this"):
+        gpytorch.kernels.ScaleKernel(EPKKernel(make_run(points=8))).load_state_dict(state)
+
+
+@pytest.mark.parametrize("outputs", MODES)
+def test_twenty_likelihood_steps_cost_one_gram_matrix(trajectory, counter, outputs):
+    """GPyTorch's own loop, with train() and eval() in between: the cache is not tied to GPyTorch's."""
+    kernel = EPKKernel(trajectory, outputs)
+    module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
+    x = train_copy(trajectory.inputs)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    for _ in range(20):
+        module.train()
+        optimizer.zero_grad()
+        K = module(x).to_dense()
+        torch.logdet(K + torch.eye(K.shape[-1], dtype=K.dtype)).sum().backward()
+        optimizer.step()
+        module.eval()
+    assert len(counter.calls) == 1
 
 
 @pytest.mark.parametrize("outputs", ["full", "independent"])
@@ -473,6 +503,9 @@ def test_integer_inputs_travel_as_whole_floats():
     expected = gram_block(run, Points(X, True), Points(X, True))
     assert_close(kernel(x).to_dense() * kernel.scale, reduced(expected, "full"))
     assert torch.equal(kernel(train_copy(X)).to_dense(), kernel(x).to_dense())
+    with pytest.raises(ValueError, match="must not require gradients where the network takes integers"):
+        kernel(x.requires_grad_())
+    x = x.detach()
     x[0, 0] += 0.5
     with pytest.raises(ValueError, match="whole numbers"):
         kernel(x).to_dense()
@@ -518,15 +551,6 @@ def test_points_of_the_wrong_width_are_refused_at_the_door(trajectory, unchecked
             kernel(x)
         with pytest.raises(ValueError, match=r"points must have shape"):
             kernel.forward(x, x)
-
-
-def test_points_with_gradients_are_refused_until_the_engine_differentiates(trajectory):
-    kernel = gpytorch.kernels.ScaleKernel(EPKKernel(trajectory))
-    x = mixed(4).requires_grad_()
-    with pytest.raises(ValueError, match=r"Pass x\.detach\(\)"):
-        kernel(x).to_dense()
-    with torch.no_grad():
-        kernel(x).to_dense()
 
 
 def test_calls_that_mean_nothing_are_refused(trajectory):

@@ -17,6 +17,7 @@ RANK = {
     "kernels": 2,
     "gp": 3,
     "analysis": 4,
+    "classifier": 4,
     "plots": 5,
     "cli": 6,
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epk_gp.analysis.alignment import angle
 from epk_gp.recording.diagnosis import batch_gradient
-from epk_gp.recording.losses import CrossEntropy, per_sample_losses
+from epk_gp.recording.losses import CrossEntropy, per_sample_losses, sample_weights
 from epk_gp.recording.networks import call, unflatten
 from epk_gp.recording.trajectory import Trajectory, check_inputs, flat_weights, skeleton_for
 
@@ -87,7 +87,7 @@ def line_profile(
         with torch.no_grad():
             z = torch.cat([call(skeleton, unflatten(skeleton, here), part) for part in X.split(1024)])
         accuracy = (z.argmax(1) == labels).to(w).mean()
-        slope = batch_gradient(skeleton, here, X, labels, mean) @ (end - w) / length
+        slope = batch_gradient(skeleton, here, X, labels, mean, sample_weights(mean, labels)) @ (end - w) / length
         rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), here.norm(), slope]))
     places, accuracy, loss, norm, slopes = torch.stack(rows, dim=1)
     return LineProfile(places, accuracy, loss, norm, slopes, length)

@@ -7,10 +7,10 @@ from tqdm.auto import tqdm
 
 from epk_gp.analysis.alignment import output_gradients
 from epk_gp.engine.quadrature import QuadratureRule, check_rule, gauss_legendre
-from epk_gp.recording.losses import per_sample_losses, sample_weight
+from epk_gp.machines.plain import plain_size, refuse_other_laws
+from epk_gp.recording.losses import per_sample_losses
 from epk_gp.recording.networks import Head, Skeleton, call, check_head, unflatten
-from epk_gp.recording.optimizers import GradientDescent
-from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
+from epk_gp.recording.trajectory import Trajectory, batch_of, check_inputs, compute_dtype, flat_weights, skeleton_for
 
 
 def input_gradients(
@@ -49,23 +49,22 @@ def input_gradients(
     check_rule(rule)
     if not trajectory.inputs.is_floating_point():
         raise TypeError(f"input gradients need floating-point inputs: got {trajectory.inputs.dtype}.")
-    if not isinstance(trajectory.law, GradientDescent):
-        raise ValueError(f"input gradients are offered for plain gradient descent: got {trajectory.law}.")
+    refuse_other_laws(trajectory, "input gradients")
     if not 0 <= output < trajectory.num_outputs:
         raise ValueError(f"output must lie in 0..{trajectory.num_outputs - 1}: got {output}.")
     skeleton = skeleton_for(trajectory, compute_dtype(trajectory, x), x.device)
     chosen = torch.tensor([output], device=x.device)
-    training, targets = trajectory.inputs.to(x), trajectory.targets.to(x.device)
-    total = torch.zeros_like(training)
+    total = torch.zeros_like(trajectory.inputs.to(x))
     for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
         w, end = (flat_weights(trajectory, s, x) for s in (step.index, step.index + 1))
         direction = torch.zeros_like(w)
         for t, weight in rule:
             direction += weight * output_gradients(skeleton, w + t * (end - w), x, chosen, head)[0]
-        rows = torch.arange(len(training)) if step.batch is None else step.batch
-        eta = -step.size * sample_weight(trajectory.loss, len(rows))
-        slopes = _slope_gradients(trajectory, skeleton, w, direction, training[rows], targets[rows])
-        total.index_add_(0, rows.to(x.device), slopes, alpha=eta)
+        X, y, c = batch_of(trajectory, step, w)
+        rows = torch.arange(len(X)) if step.batch is None else step.batch
+        slopes = _slope_gradients(trajectory, skeleton, w, direction, X, y)
+        weights = c.view(-1, *[1] * (slopes.ndim - 1))
+        total.index_add_(0, rows.to(x.device), weights * slopes, alpha=-plain_size(trajectory, step))
     return total.flatten(1)
 
 

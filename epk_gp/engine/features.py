@@ -99,6 +99,7 @@ def gradients(
     form: Form,
     *,
     fixed_seed: bool,
+    create_graph: bool = False,
 ) -> list[Feature]:
     """Compute the features of E inputs.
 
@@ -110,6 +111,8 @@ def gradients(
         cotangents: Maps logits (E, C) to the K vectors (K, E, C) that the output gradients are contracted with.
         form: Decides factored or dense.
         fixed_seed: The cotangents do not depend on the logits.
+        create_graph: Keep the features differentiable with respect to X. No input counts as fixed then, so that both
+            sides of an inner product take the same form with or without a graph to their own points.
 
     Returns:
         One feature per layer, always in the same order.
@@ -118,15 +121,15 @@ def gradients(
     if place.t is not None and not (form.dense or plan.on_line):
         raise ValueError("rows at different places need a network that can be evaluated on a line, or the dense form.")
     if form.dense:
-        with torch.no_grad(), plain_math():
+        with torch.set_grad_enabled(create_graph), plain_math():
             seeds = cotangents(_logits_anywhere(skeleton, plan, place, X))
-        return [dense_jacobian(skeleton, plan, skeleton.names, place, X, seeds)]
+        return [dense_jacobian(skeleton, plan, skeleton.names, place, X, seeds, create_graph=create_graph)]
     with torch.enable_grad(), plain_math():
-        tape = Tape(weights, plan.biases, len(X))
+        tape = Tape(weights, plan.biases, len(X), keep_graph=create_graph)
         with _line(skeleton, weights, place), tape:
             z = call(skeleton, weights, X)
-        seeds = cotangents(z.detach())
-        deltas = grads_of_calls(z, tape.calls, seeds, batched=plan.batched)
+        seeds = cotangents(z if create_graph else z.detach())
+        deltas = grads_of_calls(z, tape.calls, seeds, batched=plan.batched, create_graph=create_graph)
     found: list[Feature] = []
     for name, bias in plan.biases.items():
         layer = [(c, delta) for c, delta in zip(tape.calls, deltas, strict=True) if c.weight == name]
@@ -138,7 +141,7 @@ def gradients(
             _layer_feature(layer, bias is not None, weights[name].shape, form, averaged, fixed_seed and is_last)
         )
     if plan.dense:
-        found.append(dense_jacobian(skeleton, plan, plan.dense, place, X, seeds))
+        found.append(dense_jacobian(skeleton, plan, plan.dense, place, X, seeds, create_graph=create_graph))
     return found
 
 
@@ -159,6 +162,8 @@ def dense_jacobian(
     place: Place,
     X: Shaped[Tensor, "E ..."],
     seeds: Float[Tensor, "K E C"],
+    *,
+    create_graph: bool = False,
 ) -> Jacobian:
     """Differentiate with respect to the named weights, sample by sample: for whatever is not a plain layer."""
     w = unflatten(skeleton, place.w)
@@ -179,8 +184,8 @@ def dense_jacobian(
     with plain_math():
         if plan.mapped:
             rows = vmap(pulled_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=plan.map_chunk)(X, seeds, t)
-            return Jacobian(rows.detach())
-        return Jacobian(_looped_jacobian(skeleton, names, w, d, X, seeds, t))
+            return Jacobian(rows if create_graph else rows.detach())
+        return Jacobian(_looped_jacobian(skeleton, names, w, d, X, seeds, t, create_graph=create_graph))
 
 
 def _looped_jacobian(
@@ -191,6 +196,8 @@ def _looped_jacobian(
     X: Tensor,
     seeds: Tensor,
     t: Tensor,
+    *,
+    create_graph: bool,
 ) -> Tensor:
     rows = []
     for e in range(len(X)):
@@ -199,7 +206,15 @@ def _looped_jacobian(
             z = call(skeleton, here, X[e : e + 1])
             leaves = [here[name] for name in names]
             per_output = [
-                torch.autograd.grad(z, leaves, seed, retain_graph=True, allow_unused=True, materialize_grads=True)
+                torch.autograd.grad(
+                    z,
+                    leaves,
+                    seed,
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
                 for seed in seeds[:, e : e + 1]
             ]
         rows.append(torch.stack([torch.cat([g.reshape(-1) for g in grads]) for grads in per_output]))

@@ -50,7 +50,7 @@ class LayerCall:
         function: `F.linear`, `F.conv1d` or `F.conv2d`.
         weight: Name of its weight.
         bias: Name of its bias, None without a trained one.
-        input: What the layer saw, (E, ...), detached.
+        input: What the layer saw, (E, ...), detached unless a graph is kept.
         fixed_input: The input does not depend on the weights.
         options: stride, padding, dilation, groups, by name.
         shape: Shape of its output, (E, ...).
@@ -118,19 +118,28 @@ class Uses(TorchFunctionMode):
 class Tape(TorchFunctionMode):
     """Keep inputs and gradient edges of the linear and convolution calls with the given weights."""
 
-    def __init__(self, weights: Mapping[str, Tensor], biases: Mapping[str, str | None], num_rows: int) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        biases: Mapping[str, str | None],
+        num_rows: int,
+        *,
+        keep_graph: bool = False,
+    ) -> None:
         """Watch some weights.
 
         Args:
             weights: All weights by name.
             biases: The layers' weights, each with the bias that goes with it.
             num_rows: E, rows that every call must see.
+            keep_graph: Keep the layers' inputs attached.
         """
         super().__init__()
         watched = {*biases, *(bias for bias in biases.values() if bias is not None)}
         self.names = {id(value): name for name, value in weights.items() if name in watched}
         self.biases = biases
         self.num_rows = num_rows
+        self.keep_graph = keep_graph
         self.calls: list[LayerCall] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
@@ -154,8 +163,8 @@ class Tape(TorchFunctionMode):
                 function=func,
                 weight=weight,
                 bias=bias,
-                input=x.detach(),
-                fixed_input=not x.requires_grad,
+                input=x if self.keep_graph else x.detach(),
+                fixed_input=not self.keep_graph and not x.requires_grad,
                 options=options,
                 shape=result.shape,
                 edge=get_gradient_edge(result),

@@ -58,18 +58,26 @@ def flat_layout(skeleton: Skeleton, plan: Plan, *, dense: bool) -> Int64[Tensor,
 
 
 def grads_of_calls(
-    z: Float[Tensor, "E C"], calls: Sequence[LayerCall], seeds: Float[Tensor, "K E C"], *, batched: bool
+    z: Float[Tensor, "E C"],
+    calls: Sequence[LayerCall],
+    seeds: Float[Tensor, "K E C"],
+    *,
+    batched: bool,
+    create_graph: bool = False,
 ) -> list[Tensor]:
     """Pull K cotangents of the logits back to the outputs of layer calls: one (K, E, ...) tensor each."""
     if not calls:
         return []
     edges = [c.edge for c in calls]
     columns: list[Tensor | None]
-    if batched:
+    if batched and not create_graph:
         found = torch.autograd.grad(z, edges, seeds, is_grads_batched=True, allow_unused=True)
         columns = [None if g is None else g.detach() for g in found]
     else:
-        rows = [torch.autograd.grad(z, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
+        rows = [
+            torch.autograd.grad(z, edges, seed, retain_graph=True, create_graph=create_graph, allow_unused=True)
+            for seed in seeds
+        ]
         columns = [None if rows[0][i] is None else torch.stack([row[i] for row in rows]) for i in range(len(edges))]
     return [
         z.new_zeros(len(seeds), *c.shape) if column is None else column

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.kernels.blocks import Source, as_points, check_points
 from epk_gp.kernels.cache import content_key
-from epk_gp.recording.trajectory import network_outputs
+from epk_gp.kernels.source import Source, as_points, check_points, needs_graph
+from epk_gp.recording.networks import apply_head, call
+from epk_gp.recording.trajectory import network_outputs, skeleton_for
 
 PriorMean = Literal["initial", "constant", "zero", "network"]
 
@@ -50,6 +51,8 @@ class NetworkMean(gpytorch.means.Mean):  # type: ignore[misc]  # gpytorch ships 
     def _outputs(self, x: Tensor) -> Tensor:
         source = self.source
         check_points(source.trajectory, x)
+        if needs_graph(x):
+            return self._with_graph(x)
         key = ("mean", source.trajectory.digest, source.head, self.state, content_key(x))
         found = source.cache.get(key)
         if found is None:
@@ -58,6 +61,13 @@ class NetworkMean(gpytorch.means.Mean):  # type: ignore[misc]  # gpytorch ships 
             found = f.to(x.dtype).reshape(*x.shape[:-1], -1)
             source.cache.put(key, found)
         return found
+
+    def _with_graph(self, x: Tensor) -> Tensor:
+        trajectory = self.source.trajectory
+        X = x[..., :-1].reshape(-1, *trajectory.input_shape)
+        weights = {name: value.to(X) for name, value in trajectory.weights(self.state).items()}
+        z = call(skeleton_for(trajectory, X.dtype, X.device), weights, X)
+        return apply_head(z, self.source.head).reshape(*x.shape[:-1], -1)
 
 
 def make_mean(mean: PriorMean, source: Source) -> gpytorch.means.Mean:

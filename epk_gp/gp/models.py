@@ -7,7 +7,7 @@ import gpytorch
 import numpy as np
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -53,7 +53,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         points: Indices of the training points to condition on; all by default.
         head: "logits" or "log_softmax".
         rule: Quadrature rule.
-        noise: Initial noise variance, relative to the kernel's mean diagonal; not used with targets="dirichlet".
+        noise: A number - initial noise variance, relative to the kernel's mean diagonal, to be learned; or (N, C) known
+            variances of the conditioning points' targets, which stay. Not used with targets="dirichlet", whose
+            variances are known.
         memory_budget: Bytes that kernel blocks and posteriors may use beside the factorisation.
 
     Attributes:
@@ -76,16 +78,15 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         *,
         head: Head = "logits",
         rule: QuadratureRule = gauss_legendre(4),  # noqa: B008  # a frozen value
-        noise: float = 1e-2,
+        noise: float | Float[Tensor, "N C"] = 1e-2,
         memory_budget: int = MEMORY_BUDGET,
     ) -> None:
         if outputs not in ("full", "independent"):
             raise ValueError(f"outputs must be 'full' or 'independent': got {outputs!r}.")
-        if not NOISE_FLOOR < noise < float("inf"):
-            raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
         check_trajectory(trajectory)
         chosen = _read_points(points, trajectory)
         C, N = trajectory.num_outputs, len(chosen)
+        _check_noise(noise, (N, C), targets)
         gram_bytes = 8 * N**2 * (C**2 if outputs == "full" else C)
         kernel = EPKKernel(
             trajectory,
@@ -97,6 +98,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             memory_budget=memory_budget,
         )
         y, variances = make_targets(trajectory, chosen, targets, head)
+        if isinstance(noise, Tensor):
+            variances = noise.detach().to(y)
         x = train_copy(trajectory.inputs[chosen].to(torch.float64))
         likelihood = make_likelihood(kernel.batch_shape, C, variances)
         super().__init__(x, y if outputs == "full" else y.mT.contiguous(), likelihood)
@@ -107,7 +110,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         self._residual_is_zero = mean == "network" and targets == "network"
         self.to(device=trajectory.device, dtype=torch.float64)
         self.covar_module.outputscale = torch.ones_like(self.covar_module.outputscale)
-        if variances is None:
+        if not isinstance(noise, Tensor) and variances is None:
             self.likelihood.noise = torch.full_like(self.likelihood.noise, noise)
         self.eval()
 
@@ -188,11 +191,21 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         check_inputs(self.kernel.trajectory, X_test, "X_test")
         x = test_copy(X_test.to(self.train_inputs[0]))
         with torch.no_grad():
-            return posterior_at(self._conditioned(), self._prior_mean, x, block_size=block_size, progress=progress)
+            return posterior_at(self.conditioned(), self.prior_mean, x, block_size=block_size, progress=progress)
 
-    def _prior_mean(self, x: Tensor) -> Tensor:
+    def prior_mean(self, x: Shaped[Tensor, "n columns"]) -> Float[Tensor, "n C"]:
+        """Evaluate the prior mean at tagged points."""
         mean: Tensor = self.mean_module(x)
         return mean if self.kernel.source.reduction == "full" else mean.mT
+
+    def conditioned(self) -> Conditioned:
+        """Factorise the covariance of the observations, with the hyperparameters as they are."""
+        K = self.kernel.source.num_matrices
+        outputscale = self.covar_module.outputscale.reshape(K)
+        covariance = outputscale[:, None, None] * self._gram()
+        covariance.diagonal(dim1=-2, dim2=-1).add_(self.likelihood.noise.reshape(K, -1))
+        scale = outputscale / self.kernel.scale
+        return condition(self.kernel.source, scale, self.train_inputs[0], covariance, self._residual())
 
     def _residual(self) -> Tensor:
         """Observations minus prior mean, (K, rows)."""
@@ -218,13 +231,15 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             loss = loss - prior.log_prob(closure(module)).sum()
         return loss / rows
 
-    def _conditioned(self) -> Conditioned:
-        K = self.kernel.source.num_matrices
-        outputscale = self.covar_module.outputscale.reshape(K)
-        covariance = outputscale[:, None, None] * self._gram()
-        covariance.diagonal(dim1=-2, dim2=-1).add_(self.likelihood.noise.reshape(K, -1))
-        scale = outputscale / self.kernel.scale
-        return condition(self.kernel.source, scale, self.train_inputs[0], covariance, self._residual())
+
+def _check_noise(noise: float | Tensor, shape: tuple[int, int], targets: TargetKind) -> None:
+    if not isinstance(noise, Tensor):
+        if not NOISE_FLOOR < noise < float("inf"):
+            raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
+    elif targets == "dirichlet":
+        raise ValueError("noise must not be given with targets='dirichlet': the transformed labels bring their own.")
+    elif noise.shape != shape:
+        raise ValueError(f"noise must be one variance per point and output {shape}: got shape {tuple(noise.shape)}.")
 
 
 def _read_points(points: Tensor | Sequence[int] | None, trajectory: Trajectory) -> Int[Tensor, " N"]:

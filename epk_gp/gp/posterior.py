@@ -8,8 +8,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.kernels.blocks import Source, block, diagonal_matrices
+from epk_gp.kernels.blocks import block, diagonal_matrices
 from epk_gp.kernels.cache import BlockCache
+from epk_gp.kernels.source import Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,29 @@ def posterior_at(
             bar.update(len(rows))
     rounding = conditioned.factor.shape[-1] * torch.finfo(conditioned.factor.dtype).eps * largest
     return LogitPosterior(torch.cat(means), torch.cat(covariances), rounding)
+
+
+def joint_posterior_at(
+    conditioned: Conditioned, prior_mean: Callable[[Tensor], Tensor], x: Shaped[Tensor, "n columns"]
+) -> tuple[Float[Tensor, "K rows"], Float[Tensor, "K rows rows"]]:
+    """Evaluate the posterior of all outputs at all points together: dense, for small n.
+
+    Args:
+        conditioned: The factorised prior.
+        prior_mean: Gives (n, C) at n points.
+        x: Points, usually test copies.
+
+    Returns:
+        Mean and covariance, per matrix of the prior: one with n * C rows, or C with n rows.
+    """
+    source, scale = conditioned.source, conditioned.scale[:, None, None]
+    with torch.no_grad():
+        cross = scale * block(source, x, conditioned.points)
+        V = torch.linalg.solve_triangular(conditioned.factor, cross.mT, upper=False)
+        prior = prior_mean(x)
+        prior = prior.reshape(1, -1) if source.reduction == "full" else prior.mT
+        mean = prior + (cross @ conditioned.weights[..., None])[..., 0]
+        return mean, scale * block(source, x, x) - V.mT @ V
 
 
 def _block_size(conditioned: Conditioned) -> int:

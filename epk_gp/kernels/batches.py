@@ -4,7 +4,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.kernels.blocks import Source, block, diagonal_matrices, reduce_diagonal, same_points
+from epk_gp.kernels.blocks import block, diagonal_matrices, reduce_diagonal
+from epk_gp.kernels.source import Source, needs_graph, same_points
 
 PAIR_POINTS = 256  # points that are joined into one block when a batch asks for many small ones
 
@@ -20,7 +21,8 @@ def batch_of_blocks(
         y: (*c, m, D + 1); b and c broadcast.
 
     Returns:
-        (*d, K, n * R, m * R). A batch dimension along which both x and y only repeat themselves has size 1.
+        (*d, K, n * R, m * R). A batch dimension along which both x and y only repeat themselves has size 1, unless
+        their derivatives are wanted.
     """
     x, y = _without_copies(x), _without_copies(y)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
@@ -32,7 +34,7 @@ def batch_of_blocks(
         parts = joint.reshape(K, P, n * R, Q, m * R).permute(1, 3, 0, 2, 4)
         return parts.reshape(*batch, K, n * R, m * R)
     pairs = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3), y.expand(*batch, *y.shape[-2:]).flatten(0, -3))
-    blocks = _self_blocks(source, pairs[0]) if n == 1 and same_points(*pairs) else _paired_blocks(source, *pairs)
+    blocks = _self_blocks(source, *pairs) if n == 1 and same_points(*pairs) else _paired_blocks(source, *pairs)
     return blocks.reshape(*batch, *blocks.shape[1:])
 
 
@@ -53,7 +55,8 @@ def batch_of_diagonals(
     R, n = source.num_rows, x.shape[-2]
     if same_points(x, y):
         batch = x.shape[:-2]
-        diagonal = reduce_diagonal(source, diagonal_matrices(source, x.reshape(-1, x.shape[-1])))
+        rows = x.reshape(-1, x.shape[-1])
+        diagonal = reduce_diagonal(source, diagonal_matrices(source, rows, rows if y is x else y.reshape(rows.shape)))
     else:
         batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
         singles = (z.expand(*batch, *z.shape[-2:]).reshape(-1, 1, z.shape[-1]) for z in (x, y))
@@ -63,9 +66,9 @@ def batch_of_diagonals(
     return diagonal.reshape(K, -1, n * R).movedim(0, 1).reshape(*batch, K, n * R)
 
 
-def _self_blocks(source: Source, x: Tensor) -> Tensor:
+def _self_blocks(source: Source, x: Tensor, y: Tensor) -> Tensor:
     """Blocks of single points with themselves, (P, K, R, R)."""
-    blocks = diagonal_matrices(source, x.reshape(x.shape[0], -1))
+    blocks = diagonal_matrices(source, x.reshape(x.shape[0], -1), y.reshape(y.shape[0], -1))
     if source.reduction == "full":
         return blocks[:, None]
     return reduce_diagonal(source, blocks).mT[..., None, None]
@@ -89,7 +92,12 @@ def _paired_blocks(source: Source, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _without_copies(x: Tensor) -> Tensor:
-    """Cut a batch dimension whose slices are all equal down to one slice: SVGP and BoTorch pass such copies."""
+    """Cut a batch dimension whose slices are all equal down to one slice: SVGP and BoTorch pass such copies.
+
+    Not where derivatives are wanted: each slice has its own.
+    """
+    if needs_graph(x):
+        return x
     for dim in range(x.ndim - 2):
         first = x.narrow(dim, 0, 1)
         if x.shape[dim] > 1 and (x.stride(dim) == 0 or torch.equal(x, first.expand_as(x))):

@@ -1,115 +1,24 @@
 """Blocks of the kernel between sets of tagged points, reduced over classes as asked, each computed once."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from epk_gp.engine.gram import Points, gram_block, gram_block_per_class, gram_diagonal_blocks
-from epk_gp.engine.quadrature import QuadratureRule
-from epk_gp.kernels.cache import BlockCache, content_key
-from epk_gp.kernels.copies import split_copy
-from epk_gp.recording.networks import Head
-from epk_gp.recording.trajectory import Trajectory, compute_dtype
-
-Reduction = Literal["full", "per_class", "trace", "sum"]
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """Where blocks come from. All copies of a kernel share it: it is never changed, and the cache only saves time.
-
-    Attributes:
-        trajectory: The run.
-        reduction: What to do with the C x C block of two points: keep it ("full"), keep its diagonal ("per_class"), or
-            add up its diagonal ("trace") or all of it ("sum").
-        head: "logits" or "log_softmax".
-        rule: Quadrature rule.
-        memory_budget: Bytes that a computation may use beside its result.
-        cache: Blocks computed so far.
-    """
-
-    trajectory: Trajectory
-    reduction: Reduction
-    head: Head
-    rule: QuadratureRule
-    memory_budget: int
-    cache: BlockCache
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Source":
-        return self
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a matrix per point: C for "full", else 1."""
-        return self.trajectory.num_outputs if self.reduction == "full" else 1
-
-    @property
-    def num_matrices(self) -> int:
-        """Matrices per block: C for "per_class", else 1."""
-        return self.trajectory.num_outputs if self.reduction == "per_class" else 1
-
-
-def check_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> None:
-    """Refuse points that the kernel cannot take.
-
-    Raises:
-        TypeError: Complex or Boolean entries.
-        ValueError: Wrong width, a copy column that is not 0 or 1, a value that is not finite, or a gradient is asked
-            for.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"points must be a torch.Tensor: got {type(x).__name__}. Make them with train_copy or test_copy."
-        )
-    width = torch.Size(trajectory.input_shape).numel() + 1
-    if x.ndim < 2 or x.shape[-1] != width:
-        raise ValueError(
-            f"points must have shape (..., n, {width}), flattened inputs {trajectory.input_shape} and the copy column: "
-            f"got {tuple(x.shape)}. Make them with train_copy or test_copy."
-        )
-    if not x.shape[-2]:
-        raise ValueError(f"there must be at least one point: got shape {tuple(x.shape)}.")
-    if x.requires_grad and torch.is_grad_enabled():
-        # The one seam for derivatives with respect to x: a differentiable engine starts by lifting this refusal.
-        raise ValueError(
-            "points must not require gradients: got requires_grad=True, and derivatives of the kernel with respect to "
-            "its inputs are not offered. Pass x.detach(), or work under torch.no_grad()."
-        )
-    split_copy(x)
-
-
-def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
-    """Translate GPyTorch's rows into the engine's points.
-
-    Args:
-        trajectory: The run, which knows the shape and the kind of its inputs.
-        x: (n, D + 1).
-
-    Raises:
-        ValueError: A fraction where the network takes integers.
-    """
-    X, is_train = split_copy(x)
-    X = X.reshape(-1, *trajectory.input_shape)
-    if not trajectory.inputs.is_floating_point() and X.is_floating_point():
-        whole = X.to(trajectory.inputs.dtype)
-        if not torch.equal(whole.to(X.dtype), X):
-            raise ValueError(
-                f"inputs must be whole numbers, as the run was trained on {trajectory.inputs.dtype}: got a fraction. "
-                "Round them."
-            )
-        X = whole
-    same = bool((is_train == is_train[:1]).all())
-    return Points(X, bool(is_train[0]) if same and len(is_train) else is_train)
+from epk_gp.kernels.cache import content_key
+from epk_gp.kernels.derivatives import block_derivative, diagonal_derivative
+from epk_gp.kernels.source import Source, as_points, needs_graph, same_points
+from epk_gp.recording.trajectory import compute_dtype
 
 
 def block(
     source: Source, x: Shaped[Tensor, "n columns"], y: Shaped[Tensor, "m columns"]
 ) -> Float[Tensor, "K rows cols"]:
-    """Evaluate the kernel between two sets of points.
+    """Evaluate the kernel between two sets of points; differentiable, once, in both.
 
     Args:
         source: Run, rule and reduction.
@@ -119,6 +28,9 @@ def block(
     Returns:
         (K, n * R, m * R) with K matrices and R rows per point, point-major: row i * R + k is class k of point i.
     """
+    if needs_graph(x) or needs_graph(y):
+        values = block(source, x.detach(), x.detach() if x is y else y.detach())
+        return cast(Tensor, _Block.apply(x, y, source, values))  # type: ignore[no-untyped-call]
     key = ("block", _identity(source), content_key(x, y))
     found = source.cache.get(key)
     if found is None:
@@ -129,16 +41,23 @@ def block(
     return found
 
 
-def diagonal_matrices(source: Source, x: Shaped[Tensor, "n columns"]) -> Float[Tensor, "n C C"]:
-    """Evaluate the C x C block of every point with itself, whatever the reduction.
+def diagonal_matrices(
+    source: Source, x: Shaped[Tensor, "n columns"], y: Shaped[Tensor, "n columns"] | None = None
+) -> Float[Tensor, "n C C"]:
+    """Evaluate the C x C block of every point with itself, whatever the reduction; differentiable, once.
 
     Args:
         source: Run and rule.
         x: (n, D + 1).
+        y: The same points, if derivatives go to each side's own; x by default.
 
     Returns:
         K(x_i, x_i); costs n blocks, not n^2.
     """
+    y = x if y is None else y
+    if needs_graph(x) or needs_graph(y):
+        values = diagonal_matrices(source, x.detach())
+        return cast(Tensor, _Diagonal.apply(x, y, source, values))  # type: ignore[no-untyped-call]
     key = ("diagonal", _identity(source), content_key(x))
     found = source.cache.get(key)
     if found is None:
@@ -171,9 +90,51 @@ def reduce_diagonal(source: Source, blocks: Float[Tensor, "n C C"]) -> Float[Ten
     return blocks.sum((-2, -1))[None]
 
 
-def same_points(x: Shaped[Tensor, "*n"], y: Shaped[Tensor, "*m"]) -> bool:
-    """Say whether two sets of points are equal in value and shape."""
-    return x is y or (x.dtype == y.dtype and torch.equal(x, y))
+class _Block(torch.autograd.Function):
+    """Attach derivatives to values, computed step by step when they are asked for.
+
+    The values come from outside: torch switches forward-mode derivatives, which the engine uses, off in here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, source: Source, values: Tensor) -> Tensor:
+        ctx.source = source
+        ctx.save_for_backward(x, y)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, y = ctx.saved_tensors
+        to_x, to_y = ctx.needs_input_grad[:2]
+        return (
+            block_derivative(ctx.source, x, y, weights) if to_x else None,
+            block_derivative(ctx.source, y, x, weights.mT) if to_y else None,
+            None,
+            None,
+        )
+
+
+class _Diagonal(torch.autograd.Function):
+    """The same for the blocks of points with themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, source: Source, values: Tensor) -> Tensor:
+        ctx.source = source
+        ctx.save_for_backward(x)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        to_x, to_y = ctx.needs_input_grad[:2]
+        return (
+            diagonal_derivative(ctx.source, x, weights) if to_x else None,
+            diagonal_derivative(ctx.source, x, weights.mT) if to_y else None,
+            None,
+            None,
+        )
 
 
 def _evaluate(source: Source, A: Points, B: Points) -> Tensor:

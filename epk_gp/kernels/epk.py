@@ -6,15 +6,15 @@ from typing import Any, Literal, final
 
 import gpytorch
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.engine.gram import MEMORY_BUDGET
 from epk_gp.engine.quadrature import QuadratureRule, gauss_legendre
 from epk_gp.kernels import batches, blocks
-from epk_gp.kernels.blocks import Reduction, Source
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.copies import train_copy
+from epk_gp.kernels.source import Reduction, Source, check_points
 from epk_gp.recording.checks import check_memory_budget
 from epk_gp.recording.networks import Head, check_head
 from epk_gp.recording.trajectory import Trajectory, check_trajectory
@@ -33,8 +33,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     """The exact path kernel between tagged points (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
 
     Points are rows made with `train_copy` and `test_copy`: the flattened input, then the copy column. There is nothing
-    to learn in it: the network's weights are no parameters of the kernel. Values are computed without a graph, in the
-    dtype of the points, and each block once (see `BlockCache`).
+    to learn in it: the network's weights are no parameters of the kernel. Values have the dtype of the points, and each
+    block is computed once (see `BlockCache`). They can be differentiated with respect to the points, once; the copy
+    column gets the gradient 0. A state dict holds the run's digest: it loads only into a kernel of the same run.
 
     Args:
         trajectory: Training run with C outputs.
@@ -160,13 +161,30 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
         evaluate = batches.batch_of_diagonals if diag else batches.batch_of_blocks
-        values = evaluate(self.source, x1.detach(), x2.detach())
+        values = evaluate(self.source, x1, x2)
         value_ndim = 1 if diag else 2
         batch = values.shape[: -value_ndim - 1]
         position = torch.arange(batch.numel(), device=values.device).view(batch)
         chosen = values.reshape(-1, *values.shape[-value_ndim - 1 :])[position, self.classes.to(values.device)]
         full_batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], self.classes.shape)
         return (chosen / self.scale).expand(*full_batch, *chosen.shape[-value_ndim:])
+
+    def get_extra_state(self) -> UInt8[Tensor, " bytes"]:
+        """Give the run's digest, for the state dict; a tensor, as BoTorch copies state dicts entry by entry."""
+        return torch.tensor(list(bytes.fromhex(self.trajectory.digest)), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Shaped[Tensor, " bytes"]) -> None:
+        """Compare the digest in a state dict with the run's.
+
+        Raises:
+            ValueError: The state belongs to a kernel of another run.
+        """
+        theirs = bytes(state.to(torch.uint8).tolist()).hex()
+        if theirs != self.trajectory.digest:
+            raise ValueError(
+                f"a state must be loaded into a kernel of the run that it was saved with: its digest is {theirs[:12]}, "
+                f"this kernel's is {self.trajectory.digest[:12]}. Build the kernel from that run."
+            )
 
     def __repr__(self) -> str:
         return (
@@ -175,7 +193,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         )
 
     def _check(self, x: Tensor) -> None:
-        blocks.check_points(self.source.trajectory, x)
+        check_points(self.source.trajectory, x)
 
 
 def _read_outputs(outputs: Outputs, num_outputs: int) -> tuple[Reduction, Tensor]:

@@ -11,6 +11,7 @@ from epk_gp.engine.contractions import empty_tile
 from epk_gp.engine.features import Place, feature_bytes, gradients, head_cotangents
 from epk_gp.machines.adjoints import Certificate, Terms, weighted_loss
 from epk_gp.machines.query import Query, along_step
+from epk_gp.recording.store import Step
 from epk_gp.recording.trajectory import Trajectory, batch_of, flat_weights
 
 
@@ -28,6 +29,25 @@ def is_plain(trajectory: Trajectory) -> bool:
     return bool(trajectory.memo[key])
 
 
+def refuse_other_laws(trajectory: Trajectory, what: str) -> None:
+    """Refuse a run whose steps are not those of plain gradient descent.
+
+    Raises:
+        ValueError: Momentum, decay or a preconditioner.
+    """
+    if not is_plain(trajectory):
+        raise ValueError(
+            f"{what} must have steps of plain gradient descent, -eps_s times the batch gradient: the run was made by "
+            f"{trajectory.law}. Use epk_gp.reconstruct or epk_gp.attribute, which follow every step law."
+        )
+
+
+def plain_size(trajectory: Trajectory, step: Step) -> float:
+    """Give eps_s, with -eps_s the batch gradient's factor in a plain step: clipping and sign are in it."""
+    u = trajectory.updates[step.index]
+    return float(u.direct[0]) * float(u.gradient[0])
+
+
 def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: bool) -> Certificate:
     """Go through the run and hand out every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>, as `accumulate`.
 
@@ -35,15 +55,14 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: b
         ValueError: The run's steps are not those of plain gradient descent.
     """
     trajectory, n = query.trajectory, len(query.X)
-    if not is_plain(trajectory):
-        raise ValueError(f"the steps must be plain gradient descent: the run was made by {trajectory.law}.")
+    refuse_other_laws(trajectory, "factored contributions")
     largest, evaluations = query.X.new_zeros((), dtype=query.dtype), 0.0
     panel = _panel(query)
     for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
-        w, u = flat_weights(trajectory, step.index, query.X), trajectory.updates[step.index]
+        w = flat_weights(trajectory, step.index, query.X)
         X, y, c = batch_of(trajectory, step, w)
         samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
-        eta = -float(u.direct[0]) * float(u.gradient[0])
+        eta = -plain_size(trajectory, step)
         for rows in torch.arange(n, device=X.device).split(panel):
             integral, nodes = along_step(query, step, rows, max(1, panel))
             largest = torch.maximum(largest, integral.residual.max())  # NaN stays

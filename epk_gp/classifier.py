@@ -1,0 +1,175 @@
+"""A scikit-learn classifier: a network trained by gradient descent, its record, and its doubt. Needs scikit-learn."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Literal, final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from numpy.typing import ArrayLike
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.preprocessing import LabelEncoder
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
+from torch import Tensor, nn
+
+from epk_gp.gp.draws import Method, MonteCarlo
+from epk_gp.gp.models import LogitGP
+from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.recording.losses import CrossEntropy
+from epk_gp.recording.training import train
+from epk_gp.recording.trajectory import Trajectory, network_outputs
+
+Network = nn.Module | Callable[[int, int], nn.Module]
+
+
+def one_hidden_layer(num_features: int, num_classes: int, width: int = 32) -> nn.Module:
+    """Build the default network: one hidden layer of tanh units."""
+    return nn.Sequential(nn.Linear(num_features, width), nn.Tanh(), nn.Linear(width, num_classes))
+
+
+@final
+class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
+    """Train and record a network; predict with it; say how sure it is with the GP of its exact path kernel.
+
+    Inputs are rows of features, not scaled: put a `StandardScaler` in front.
+
+    Args:
+        network: A torch module, which is copied and not changed, or a function of the numbers of features and classes
+            that returns one. It maps (n, features) to (n, classes).
+        steps: Training steps.
+        lr: Their size, for plain gradient descent.
+        batch_size: Points per step; all by default.
+        optimizer: Maps parameters to a `torch.optim.Optimizer`, in place of SGD with `lr`.
+        outputs: "full" or "independent", as in `LogitGP`.
+        num_condition: Training points, evenly spaced, that the GP is conditioned on; all by default.
+        gp_steps: Steps of its marginal-likelihood fit.
+        random_state: Seed of initial weights and batches.
+
+    Attributes:
+        classes_: The labels.
+        n_features_in_: Number of features.
+        trajectory_: The recorded run, in float64.
+    """
+
+    def __init__(
+        self,
+        network: Network = one_hidden_layer,
+        *,
+        steps: int = 100,
+        lr: float = 0.5,
+        batch_size: int | None = None,
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
+        outputs: Literal["full", "independent"] = "full",
+        num_condition: int | None = None,
+        gp_steps: int = 50,
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:
+        self.network = network
+        self.steps = steps
+        self.lr = lr
+        self.batch_size = batch_size
+        self.optimizer = optimizer
+        self.outputs = outputs
+        self.num_condition = num_condition
+        self.gp_steps = gp_steps
+        self.random_state = random_state
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> "EPKClassifier":
+        """Train the network on cross entropy, recording the run.
+
+        Args:
+            X: (n, features).
+            y: n labels of any kind.
+
+        Raises:
+            ValueError: Fewer than two classes, or data, network or optimizer that cannot be recorded.
+        """
+        features, labels = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(labels)
+        encoder = LabelEncoder().fit(labels)
+        if len(encoder.classes_) < 2:
+            raise ValueError(f"y must hold at least 2 classes: got 1 class, {encoder.classes_[0]!r}.")
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net = self._network(features.shape[1], len(encoder.classes_)).double()
+        parameters = [p for p in net.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=self.lr) if self.optimizer is None else self.optimizer(parameters)
+        self.trajectory_ = train(
+            net,
+            torch.as_tensor(features),
+            torch.as_tensor(encoder.transform(labels)).long(),
+            optimizer=optimizer,
+            steps=self.steps,
+            loss=CrossEntropy(),
+            batch_size=self.batch_size,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self.classes_ = encoder.classes_
+        self._gp: LogitGP | None = None
+        return self
+
+    def decision_function(self, X: ArrayLike) -> Float[np.ndarray, "n C"] | Float[np.ndarray, " n"]:
+        """Evaluate the trained network's logits; for two classes their difference."""
+        z = self._logits(X).numpy()
+        return z[:, 1] - z[:, 0] if z.shape[1] == 2 else z
+
+    def predict_proba(self, X: ArrayLike) -> Float[np.ndarray, "n C"]:
+        """Evaluate the trained network's softmax."""
+        return torch.softmax(self._logits(X), dim=1).numpy()
+
+    def predict(self, X: ArrayLike) -> Shaped[np.ndarray, " n"]:
+        """Name the likeliest class of each point."""
+        z = self._logits(X)
+        found: np.ndarray = self.classes_[z.argmax(dim=1).numpy()]
+        return found
+
+    def predict_uncertainty(
+        self,
+        X: ArrayLike,
+        num_samples: int = 1024,
+        *,
+        method: Method = MonteCarlo(),  # noqa: B008  # a frozen value
+    ) -> SoftmaxUncertainty:
+        """Evaluate the softmax's distribution under the GP with the exact path kernel.
+
+        The GP is built and fitted at the first call. Its mean is not the network: see `LogitGP`.
+
+        Args:
+            X: (n, features).
+            num_samples: Draws per point, the same at every call.
+            method: How to draw.
+        """
+        points = self._points(X)
+        generator = torch.Generator().manual_seed(0)
+        return softmax_uncertainty(self.gp().logit_posterior(points), num_samples, generator, method=method)
+
+    def gp(self) -> LogitGP:
+        """Give the fitted GP, made once."""
+        check_is_fitted(self)
+        if self._gp is None:
+            trajectory: Trajectory = self.trajectory_
+            M = trajectory.num_points
+            count = M if self.num_condition is None else min(self.num_condition, M)
+            gp = LogitGP(trajectory, self.outputs, points=torch.arange(count) * M // count)
+            gp.fit(self.gp_steps)
+            self._gp = gp
+        return self._gp
+
+    def _network(self, num_features: int, num_classes: int) -> nn.Module:
+        if isinstance(self.network, nn.Module):
+            return copy.deepcopy(self.network)
+        net = self.network(num_features, num_classes)
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
+        return net
+
+    def _points(self, X: ArrayLike) -> Tensor:
+        check_is_fitted(self)
+        return torch.as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def _logits(self, X: ArrayLike) -> Tensor:
+        points = self._points(X)
+        return network_outputs(self.trajectory_, points)

@@ -1,0 +1,69 @@
+"""Derivatives of kernel values with respect to the points: weights on a block in, gradients of rows out."""
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.engine.input_gradients import block_input_gradient, diagonal_input_gradient
+from epk_gp.kernels.source import Source, as_points
+
+
+def block_derivative(
+    source: Source,
+    x: Shaped[Tensor, "n columns"],
+    y: Shaped[Tensor, "m columns"],
+    weights: Float[Tensor, "K rows cols"],
+) -> Float[Tensor, "n columns"]:
+    """Differentiate sum(weights * block(x, y)) with respect to x alone.
+
+    Args:
+        source: Run, rule and reduction.
+        x: (n, D + 1).
+        y: (m, D + 1), held fixed, also where it is x.
+        weights: As the block.
+    """
+    C, n, m = source.trajectory.num_outputs, len(x), len(y)
+    if source.reduction == "full":
+        weights = weights.reshape(n, C, m, C).permute(1, 0, 3, 2)  # class-major
+    elif source.reduction == "sum":
+        weights = weights.reshape(1, n, 1, m)
+    elif source.reduction == "trace":
+        weights = weights.expand(C, n, m)
+    gradient = block_input_gradient(
+        source.trajectory,
+        as_points(source.trajectory, x),
+        as_points(source.trajectory, y),
+        weights,
+        head=source.head,
+        rule=source.rule,
+        summed=source.reduction == "sum",
+        memory_budget=source.memory_budget,
+    )
+    return _with_copy_column(gradient)
+
+
+def diagonal_derivative(
+    source: Source, x: Shaped[Tensor, "n columns"], weights: Float[Tensor, "n C C"]
+) -> Float[Tensor, "n columns"]:
+    """Differentiate sum(weights * K(x_i, y_i)) with respect to x alone, at y = x.
+
+    Args:
+        source: Run and rule.
+        x: (n, D + 1).
+        weights: One C x C block per point.
+    """
+    gradient = diagonal_input_gradient(
+        source.trajectory,
+        as_points(source.trajectory, x),
+        weights,
+        head=source.head,
+        rule=source.rule,
+        memory_budget=source.memory_budget,
+    )
+    return _with_copy_column(gradient)
+
+
+def _with_copy_column(gradient: Tensor) -> Tensor:
+    """Flatten to rows of points; which copy a point is does not move, so its column gets 0."""
+    flat = gradient.flatten(1)
+    return torch.cat([flat, flat.new_zeros(len(flat), 1)], dim=1)

@@ -1,0 +1,126 @@
+"""The scikit-learn face: its own checks, the recorded network behind it, and precomputed kernels."""
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import make_blobs
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import SVC
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import nn
+
+import epk_gp as epk
+from epk_gp.classifier import EPKClassifier, one_hidden_layer
+from epk_gp.kernels.matrix import epk_gram
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # scikit-learn's checks provoke warnings on purpose
+@parametrize_with_checks([EPKClassifier(steps=60)])
+def test_scikit_learns_own_checks_pass(estimator, check, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users' calls, with wrong types on purpose
+    check(estimator)
+
+
+@pytest.fixture(scope="module")
+def data():
+    X, y = make_blobs(60, centers=3, n_features=4, cluster_std=2.0, random_state=0)
+    return StandardScaler().fit_transform(X), np.array(["ant", "bee", "cat"])[y]
+
+
+@pytest.fixture(scope="module")
+def fitted(data):
+    X, y = data
+    return EPKClassifier(steps=30, random_state=0).fit(X[:45], y[:45])
+
+
+def test_predictions_are_the_recorded_networks(data, fitted):
+    X, y = data
+    z = epk.network_outputs(fitted.trajectory_, torch.as_tensor(X[45:]))
+    np.testing.assert_array_equal(fitted.predict_proba(X[45:]), torch.softmax(z, 1).numpy())
+    assert set(fitted.predict(X[45:])) <= {"ant", "bee", "cat"}
+    assert fitted.score(X[45:], y[45:]) > 0.8
+    untrained = epk.network_outputs(fitted.trajectory_, torch.as_tensor(X[45:]), state=0)
+    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(X[45:], y[45:])  # the control
+
+
+def test_the_record_serves_the_rest_of_the_package(data, fitted):
+    X_test = torch.as_tensor(data[0][45:50].copy())
+    assert epk.reconstruct(fitted.trajectory_, X_test).max_error < 1e-12
+    assert epk.attribute(fitted.trajectory_, X_test).samples.shape == (5, 3, 45)
+
+
+def test_the_uncertainty_is_that_of_the_logit_gp(data, fitted):
+    X = data[0][45:]
+    u = fitted.predict_uncertainty(X, 256, method=epk.QuasiMonteCarlo(4))
+    gp = epk.LogitGP(fitted.trajectory_)
+    gp.fit(50)
+    posterior = gp.logit_posterior(torch.as_tensor(X))
+    generator = torch.Generator().manual_seed(0)
+    expected = epk.softmax_uncertainty(posterior, 256, generator, method=epk.QuasiMonteCarlo(4))
+    torch.testing.assert_close(u.mean, expected.mean)
+    torch.testing.assert_close(u.std, expected.std)
+    assert torch.equal(fitted.predict_uncertainty(X, 256, method=epk.QuasiMonteCarlo(4)).mean, u.mean)
+    some = clone(fitted).set_params(num_condition=10).fit(data[0][:45], data[1][:45])
+    assert len(some.gp().points) == 10
+    assert (some.predict_uncertainty(X).std > u.std).float().mean() > 0.6
+
+
+def test_a_given_network_is_copied_and_not_changed(data):
+    X, y = data
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    before = [p.clone() for p in net.parameters()]
+    classifier = EPKClassifier(net, steps=3).fit(X, y)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+    start = classifier.trajectory_.weights(0)["0.weight"]
+    torch.testing.assert_close(start, before[0].double())
+    other = EPKClassifier(lambda d, c: one_hidden_layer(d, c, width=5), steps=3, random_state=1).fit(X, y)
+    assert other.trajectory_.weights(0)["0.weight"].shape == (5, 4)
+
+
+def test_one_seed_gives_one_run(data):
+    X, y = data
+    runs = [EPKClassifier(steps=3, batch_size=10, random_state=s).fit(X, y).trajectory_.digest for s in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_it_works_in_pipelines_and_cross_validation(data):
+    X, y = data
+    pipeline = make_pipeline(StandardScaler(), EPKClassifier(steps=20, random_state=0))
+    assert cross_val_score(pipeline, 100 * X, y, cv=3).mean() > 0.7
+
+
+def test_a_support_vector_machine_takes_the_matrix(data, fitted):
+    X, y = (torch.as_tensor(data[0]), data[1])
+    train, test = epk.Points(X[:45], is_train=True), epk.Points(X[45:], is_train=False)
+    K = epk_gram(fitted.trajectory_, train, normalize="mean_diagonal")
+    assert K.shape == (45, 45)
+    np.testing.assert_allclose(K, K.T, atol=1e-12)
+    svc = SVC(kernel="precomputed").fit(K, y[:45])
+    cross = epk_gram(fitted.trajectory_, test, train, normalize="mean_diagonal")
+    assert svc.score(cross, y[45:]) > 0.8
+    block = epk.gram_block(fitted.trajectory_, test, train).numpy()
+    np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train), np.einsum("ncmc->nm", block), rtol=1e-10)
+    np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train, outputs=1), block[:, 1, :, 1], rtol=1e-10)
+    some = torch.arange(45) % 2 == 0
+    mixed = epk_gram(fitted.trajectory_, epk.Points(X[:45], some))
+    copies = epk.gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], some)] * 2).sum(0)
+    np.testing.assert_allclose(mixed, copies.numpy(), rtol=1e-10)
+
+
+def test_what_means_nothing_is_refused(data, fitted, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    X, y = data
+    with pytest.raises(ValueError, match="one number per pair: got 'full'"):
+        epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), outputs="full")
+    with pytest.raises(ValueError, match=r"b\.X must have shape \(n, 4\)"):
+        epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), epk.Points(torch.zeros(2, 3).double(), True))
+    with pytest.raises(TypeError, match="network must be a torch.nn.Module or a function that returns one: got 3"):
+        EPKClassifier(lambda d, c: 3).fit(X, y)
+    with pytest.raises(ValueError, match="at least 2 classes: got 1 class"):
+        EPKClassifier().fit(X, np.zeros(len(X)))

@@ -1,0 +1,62 @@
+"""Every tutorial's code runs as it stands, and what its text says of the numbers is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import epk_gp as epk
+
+TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
+
+
+def run(name):
+    text = (TUTORIALS / f"{name}.md").read_text()
+    names = {"__name__": name}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+        exec(compile(block, f"{name}.md", "exec"), names)
+    return names
+
+
+def test_every_tutorial_is_tested():
+    here = Path(__file__).read_text()
+    names = {file.stem for file in TUTORIALS.glob("*.md")}
+    assert names >= {"active_learning", "composing", "out_of_distribution", "own_model"}
+    assert all(f'run("{name}")' in here for name in names)
+
+
+@pytest.mark.slow
+def test_composing():
+    names = run("composing")
+    assert names["loss_summed"] < names["loss_alone"]
+    table = names["table"]
+    for alone, summed in zip(table["path"], table["path + RBF"], strict=True):
+        assert summed < 1.2 * alone
+    assert table["path + RBF, its scale set to 1"][2] > 2 * table["path"][2]
+
+
+@pytest.mark.slow
+def test_active_learning():
+    curves = run("active_learning")["curves"]
+    assert curves["random"][0] == curves["mutual information"][0]
+    assert all(curve[-1] > curve[0] + 0.1 for curve in curves.values())
+
+
+@pytest.mark.slow
+def test_out_of_distribution():
+    areas = run("out_of_distribution")["areas"]
+    assert abs(areas["GP: entropy"] - areas["network: entropy"]) < 0.02
+    assert areas["GP: mutual information"] < areas["GP: entropy"]
+    assert all(0.8 < value < 0.95 for value in areas.values())
+
+
+@pytest.mark.slow
+def test_own_model():
+    names = run("own_model")
+    place, variance = names["climb"](0.6)
+    assert abs(place) < 0.15
+    assert variance**0.5 > 0.15
+    place, variance = names["climb"](2.2)
+    assert 1 < place < 2.1
+    assert variance**0.5 < 0.08
+    assert (epk.network_outputs(names["run"], names["X"]) - names["y"]).abs().max() < 0.5  # training converged
