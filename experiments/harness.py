@@ -59,14 +59,12 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
         os.environ[DATA_VARIABLE] = str(options.data_dir)
     options.out.mkdir(parents=True, exist_ok=True)
     file, picture = (options.out / f"{experiment.name}{suffix}" for suffix in (".json", ".png"))
-    if options.redraw:
-        result = read_result(experiment, file)
-    else:
+    if not options.redraw:
         config, watch = (experiment.smoke if options.smoke else experiment.config), Stopwatch()
         result = experiment.run(config)
         content = {"experiment": experiment.name, "config": asdict(config), "results": _plain(asdict(result))}
         file.write_text(json.dumps(content | provenance(watch), allow_nan=False) + "\n")
-    save_picture(experiment.draw(result), picture)
+    save_picture(experiment.draw(read_result(experiment, file)), picture)
     print(
         f"written: {file.name} ({file.stat().st_size >> 10} KiB), {picture.name} ({picture.stat().st_size >> 10} KiB)"
     )

@@ -13,7 +13,7 @@ from epk_gp.kernels.cache import BlockCache, content_key
 from epk_gp.kernels.copies import test_copy, train_copy
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.recording.losses import CrossEntropy
-from epk_gp.recording.recorder import train
+from epk_gp.recording.training import train
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from epk_gp.gp.targets import dirichlet_targets
 from epk_gp.kernels import blocks
 from epk_gp.kernels.copies import test_copy, train_copy
 from epk_gp.recording.losses import CrossEntropy, MeanSquaredError
-from epk_gp.recording.recorder import train
+from epk_gp.recording.training import train
 from epk_gp.recording.trajectory import network_outputs
 
 D, C, M, N_TEST = 2, 3, 9, 6

@@ -20,7 +20,7 @@ from epk_gp.kernels import blocks
 from epk_gp.kernels.copies import split_copy, test_copy, train_copy
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.recording.losses import CrossEntropy
-from epk_gp.recording.recorder import train
+from epk_gp.recording.training import train
 
 D, C = 2, 3
 MODES = ["full", "independent", "trace", "sum", 1]

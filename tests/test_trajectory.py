@@ -109,6 +109,6 @@ def test_a_trajectory_says_what_it_is_in_one_line(trajectory):
 
 def test_the_data_digest_tells_values_shapes_types_and_sides_apart():
     X, y = torch.arange(6.0), torch.zeros(6)
-    variants = [(X, y), (X.reshape(2, 3), y), (X.double(), y), (X + 1, y), (y, X), (X, y.long())]
+    variants = [(X, y), (X.reshape(6, 1), y), (X.double(), y), (X + 1, y), (y, X), (X, y.long())]
     assert len({digest_data(*pair) for pair in variants}) == len(variants)
     assert digest_data(X, y) == digest_data(X.clone(), torch.zeros(12)[::2])
