@@ -15,9 +15,11 @@ def code(language: str) -> list[str]:
 
 
 def exit_status(words: list[str]) -> int:
-    with pytest.raises(SystemExit) as end:
+    try:
         main(words)
-    return int(end.value.code or 0)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 @pytest.mark.slow
