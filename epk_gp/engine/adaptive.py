@@ -1,15 +1,16 @@
 """Adaptive quadrature along a training step, steered by the free residual, with its certificate.
 
 A segment [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough: forward
-passes are all that it takes to know. Otherwise it is split where units switch (`kinks.locate`), or in the middle. The
-residual only chooses nodes; it is never added to anything.
+passes are all that it takes to know. Otherwise it is split where units switch (`kinks.locate`), or in the middle.
+Between switches f is nearly a polynomial: segments that are cut there get few nodes first, and the rule's own number
+before they are split again. The residual only chooses nodes; it is never added to anything.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.engine.kinks import locate
@@ -17,6 +18,7 @@ from epk_gp.engine.line import Line, slopes, values
 from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, gauss_legendre
 from epk_gp.recording.trajectory import check_finite
 
+_FEW = 2  # nodes of a segment between located kinks
 _ROUNDING = 16  # a residual below this many eps of the outputs' size is rounding
 _NOISE = 1024
 _NOISE_LEVELS = 8
@@ -37,6 +39,7 @@ class Integral:
         point: Which point each of the E accepted nodes belongs to, (E,).
         t: Their places, (E,).
         weight: Their weights, (E,); for every point they sum to 1.
+        cuts: Where the accepted segments start, (A,).
     """
 
     total: Float[Tensor, "n C"]
@@ -47,11 +50,15 @@ class Integral:
     point: Int64[Tensor, " E"]
     t: Float[Tensor, " E"]
     weight: Float[Tensor, " E"]
+    cuts: Float[Tensor, " A"]
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """E segments [a, b] of points, with f at both ends and the largest residual of the last levels above."""
+    """E segments [a, b] of points, with f at both ends and the largest residual of the last levels above.
+
+    `fine` ones get all of the rule's nodes, others a few.
+    """
 
     point: Int64[Tensor, " E"]
     a: Float[Tensor, " E"]
@@ -59,6 +66,7 @@ class Segments:
     at_a: Float[Tensor, "E C"]
     at_b: Float[Tensor, "E C"]
     reference: Float[Tensor, " E"]
+    fine: Bool[Tensor, " E"]
 
     def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Segments":
         """Pick some."""
@@ -88,47 +96,53 @@ def integrate(line: Line, X: Shaped[Tensor, "n ..."], rule: QuadratureRule | Ada
     total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
     every = torch.arange(n, device=X.device)
     base = gauss_legendre(rule.order) if isinstance(rule, AdaptiveRule) else rule
-    nodes = line.w.new_tensor(base.nodes)
-    weights = line.w.new_tensor(base.weights)
-    accepted: list[tuple[Tensor, Tensor, Tensor]] = []
-    todo = Segments(every, zeros, ones, start, end, zeros)
+    few = gauss_legendre(min(_FEW, len(base)))
+    accepted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    todo = Segments(every, zeros, ones, start, end, zeros, torch.ones_like(every, dtype=torch.bool))
     level = 0
     while len(todo.point):
-        width = todo.b - todo.a
-        t = (todo.a[:, None] + width[:, None] * nodes).flatten()
-        point = todo.point.repeat_interleave(len(nodes))
+        owner, t, weight = _nodes(todo, few, base)
+        point = todo.point[owner]
         slope = slopes(line, X[point], t)[1]
-        integral = width[:, None] * torch.einsum("eqc,q->ec", slope.unflatten(0, (-1, len(nodes))), weights)
+        integral = torch.zeros_like(todo.at_a).index_add_(0, owner, weight[:, None] * slope)
         error = (todo.at_b - todo.at_a - integral).abs().amax(dim=1)
-        evaluations.index_add_(0, todo.point, torch.full_like(width, len(nodes)))
+        evaluations.index_add_(0, point, torch.ones_like(t))
         done = _acceptable(rule, error, todo, start, end, num_steps, level)
         total.index_add_(0, todo.point[done], integral[done])
         residual.index_add_(0, todo.point[done], error[done])
-        kept = done.repeat_interleave(len(nodes))
-        accepted.append((point[kept], t[kept], (width[:, None] * weights).flatten()[kept]))
-        todo, located = _split(line, X, todo[~done], error[~done], level)
+        kept = done[owner]
+        accepted.append((point[kept], t[kept], weight[kept], todo.a[done]))
+        todo, located = _refine(line, X, todo[~done], error[~done], level)
         evaluations.index_add_(0, located, torch.full_like(located, 2, dtype=evaluations.dtype))
         level += 1
-    point, t, weight = (torch.cat(parts) for parts in zip(*accepted, strict=True))
-    return Integral(total, start, end, residual, evaluations, point, t, weight)
+    point, t, weight, cuts = (torch.cat(parts) for parts in zip(*accepted, strict=True))
+    return Integral(total, start, end, residual, evaluations, point, t, weight, cuts)
 
 
 def common_nodes(
     line: Line, X: Shaped[Tensor, "n ..."], rule: AdaptiveRule, num_steps: int
 ) -> list[tuple[float, float]]:
     """Choose one composite rule that is fine enough for all n points: segment ends are the union of every point's."""
-    found = integrate(line, X, rule, num_steps)
-    base = gauss_legendre(rule.order)
-    first = found.t.view(-1, rule.order)
-    width = found.weight.view(-1, rule.order).sum(dim=1)
-    ends = (first[:, 0] - width * base.nodes[0]).clamp(0, 1)
-    edges = torch.cat([ends, ends.new_tensor([0.0, 1.0])]).unique().tolist()
+    base, cuts = gauss_legendre(rule.order), integrate(line, X, rule, num_steps).cuts
+    edges = torch.cat([cuts, cuts.new_tensor([0.0, 1.0])]).unique().tolist()
     merged = [edges[0]]
     for edge in edges[1:]:
         if edge - merged[-1] > 1e-12:
             merged.append(edge)
     merged[-1] = 1.0
     return [(a + (b - a) * t, (b - a) * weight) for a, b in pairwise(merged) for t, weight in base]
+
+
+def _nodes(todo: Segments, few: QuadratureRule, base: QuadratureRule) -> tuple[Tensor, Tensor, Tensor]:
+    """List every segment's nodes: whose they are, where, and with which weights."""
+    rules = [few, base]
+    counts = torch.tensor([len(rule) for rule in rules], device=todo.point.device)[todo.fine.long()]
+    owner = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    number = torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
+    filled = [[*values, *[0.0] * (len(base) - len(values))] for rule in rules for values in (rule.nodes, rule.weights)]
+    table = todo.a.new_tensor(filled).view(2, 2, -1)[todo.fine.long()[owner], :, number]
+    width = (todo.b - todo.a)[owner]
+    return owner, todo.a[owner] + width * table[:, 0], width * table[:, 1]
 
 
 def _acceptable(
@@ -151,6 +165,14 @@ def _acceptable(
     crowded = torch.bincount(todo.point)[todo.point] > _MAX_SEGMENTS
     tiny = todo.b - todo.a <= 8 * torch.finfo(error.dtype).eps
     return fine | noise | crowded | tiny | error.isnan()  # NaN stays, and shows in the certificate
+
+
+def _refine(line: Line, X: Tensor, failed: Segments, error: Tensor, level: int) -> tuple[Segments, Tensor]:
+    """Give segments of few nodes all of them, split the others; also list the points whose kinks were looked for."""
+    split, looked = _split(line, X, failed[failed.fine], error[failed.fine], level)
+    again = replace(failed, fine=torch.ones_like(failed.fine))[~failed.fine]
+    both = (torch.cat(pair) for pair in zip(vars(split).values(), vars(again).values(), strict=True))
+    return Segments(*both), looked
 
 
 def _split(line: Line, X: Tensor, failed: Segments, error: Tensor, level: int) -> tuple[Segments, Tensor]:
@@ -188,4 +210,4 @@ def _split(line: Line, X: Tensor, failed: Segments, error: Tensor, level: int) -
     at_right = torch.where(last[:, None], failed.at_b[owner], at_left.roll(-1, dims=0))
     # neighbouring kinks can cancel in one residual: the largest of the last levels is what must fall
     reference = (error if level % _NOISE_LEVELS == 0 else torch.maximum(error, failed.reference))[owner]
-    return Segments(failed.point[owner], left, right, at_left, at_right, reference), looked
+    return Segments(failed.point[owner], left, right, at_left, at_right, reference, halved[owner]), looked

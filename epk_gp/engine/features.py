@@ -5,9 +5,9 @@ positions or several times, sums such products over its positions l. Which form 
 (`products_cost_less`), the same on both sides of an inner product.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
 from epk_gp.engine.modes import LINEAR, AlongLine, LayerCall, Tape, UnforeseenUseError, plain_math
-from epk_gp.engine.plan import Plan, grads_of_calls
+from epk_gp.engine.plan import Plan, grads_of_calls, rows_at_a_time
 from epk_gp.recording.networks import Skeleton, call, unflatten
 
 Cotangents = Callable[[Tensor], Tensor]
@@ -145,6 +145,20 @@ def gradients(
     return found
 
 
+def gradients_in_blocks(
+    skeleton: Skeleton, plan: Plan, place: Place, X: Shaped[Tensor, "E ..."], head: str, form: Form
+) -> list[Feature]:
+    """Compute the features of all outputs of E inputs, as many at a time as the caches like."""
+    rows = rows_at_a_time(plan)
+    blocks = torch.arange(len(X), device=X.device).split(rows)
+    found = []
+    for part in blocks:
+        here = place if place.t is None else replace(place, t=place.t[part])
+        x = X if len(blocks) == 1 else X[part]
+        found.append(gradients(skeleton, plan, here, x, head_cotangents(head), form, fixed_seed=head == "logits"))
+    return found[0] if len(found) == 1 else [_joined(layer) for layer in zip(*found, strict=True)]
+
+
 def head_cotangents(head: str) -> Cotangents:
     """Give the C cotangents of the outputs: rows of I, or of I - 1 p^T for the log-softmax head."""
 
@@ -261,6 +275,15 @@ def written_out(feature: Feature) -> Float[Tensor, "K E P_layer"]:
     if isinstance(feature, Jacobian):
         return feature.values
     return _outer(feature.a.unsqueeze(2), feature.delta.unsqueeze(3), feature.bias)
+
+
+def _joined(parts: Sequence[Feature]) -> Feature:
+    """Join one layer's features of several blocks of rows."""
+    factors = [part for part in parts if isinstance(part, Factors)]
+    if not factors:
+        return Jacobian(torch.cat([part.values for part in parts if isinstance(part, Jacobian)], dim=1))
+    delta = torch.cat([part.delta for part in factors], dim=1)
+    return replace(factors[0], a=torch.cat([part.a for part in factors]), delta=delta)
 
 
 def feature_bytes(features: list[Feature]) -> int:

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 from epk_gp.engine.adaptive import common_nodes, integrate
 from epk_gp.engine.averages import Evaluations, StepIntegral
 from epk_gp.engine.contractions import Tile, diagonal, empty_tile
-from epk_gp.engine.features import Feature, Form, Place, feature_bytes, gradients, head_cotangents
+from epk_gp.engine.features import Feature, Form, Place, feature_bytes, gradients_in_blocks
 from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan
 from epk_gp.engine.probe import once_more, plan_for
@@ -338,9 +338,7 @@ def _between(job: Job, s: int, t: float) -> Place:
 
 
 def _features(job: Job, place: Place, X: Tensor) -> list[Feature]:
-    return gradients(
-        job.skeleton, job.plan, place, X, head_cotangents(job.head), _form(job), fixed_seed=job.head == "logits"
-    )
+    return gradients_in_blocks(job.skeleton, job.plan, place, X, job.head, _form(job))
 
 
 def _form(job: Job) -> Form:

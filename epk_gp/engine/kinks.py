@@ -5,6 +5,7 @@ are scalar functions of t that a forward pass computes anyway: their zeros are f
 without a gradient.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from epk_gp.engine.line import Line, block_rows
 from epk_gp.engine.modes import AlongLine, plain_math
-from epk_gp.engine.units import Units, Watch
+from epk_gp.engine.units import EnoughError, Read, Units, Watch
 from epk_gp.recording.networks import apply_head, call, unflatten
 
 _ITERATIONS = 40
@@ -138,17 +139,22 @@ def _roots(line: Line, X: Tensor, a: Tensor, b: Tensor, candidates: Candidates) 
 
 
 def _event_values(line: Line, X: Tensor, t: Tensor, candidates: Candidates, active: Tensor) -> Tensor:
+    """Evaluate events at places of their own, early layers' first: a forward pass ends at the last unit asked for."""
     weights, direction = unflatten(line.skeleton, line.w), unflatten(line.skeleton, line.d)
     value = torch.zeros_like(t)
-    for part in torch.arange(len(active), device=X.device).split(block_rows(line)):
+    for part in candidates.call[active].argsort().split(block_rows(line)):
         chosen = active[part]
-        watch = Watch(len(chosen), edges=False)
-        with torch.no_grad(), plain_math(), AlongLine(weights, direction, t[part]), watch:
-            call(line.skeleton, weights, X[candidates.segment[chosen]])
-        for number, units in enumerate(watch.units):
-            rows = (candidates.call[chosen] == number).nonzero().squeeze(1)
+        calls = candidates.call[chosen]
+        wanted: dict[int, tuple[Tensor, Tensor]] = {}
+        for number in calls.unique().tolist():
+            rows = (calls == number).nonzero().squeeze(1)
             first, second = candidates.first[chosen[rows]], candidates.second[chosen[rows]]
-            level = units.inputs[rows, first]
-            other = units.inputs[rows, second.clamp(min=0)]
-            value[part[rows]] = torch.where(second >= 0, level - other, level)
+            wanted[number] = rows.repeat(2), torch.cat([first, second.clamp(min=0)])
+        read = Read(len(chosen), wanted)
+        with suppress(EnoughError), torch.no_grad(), plain_math(), AlongLine(weights, direction, t[part]), read:
+            call(line.skeleton, weights, X[candidates.segment[chosen]])
+        for number, (rows, _) in wanted.items():
+            mine = part[rows[: len(rows) // 2]]
+            level, other = read.found[number].chunk(2)
+            value[mine] = torch.where(candidates.second[active[mine]] >= 0, level - other, level)
     return value

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.func import functional_call, jacrev, jvp, vmap
 
 from epk_gp.engine.modes import AlongLine, plain_math
-from epk_gp.engine.plan import Plan
+from epk_gp.engine.plan import Plan, rows_at_a_time
 from epk_gp.recording.networks import Head, Skeleton, apply_head, call, unflatten
 
-_BLOCK_ELEMENTS = 1 << 23
 _FEW_PLACES = 8
 _COPIES = 8  # of a forward pass: values, tangents, and both along the direction
 
@@ -53,8 +52,8 @@ def slopes(
 
 def block_rows(line: Line) -> int:
     """Count the rows that are evaluated at a time."""
-    elements = min(_BLOCK_ELEMENTS, line.memory_budget // (_COPIES * line.w.element_size()))
-    return max(1, elements // line.plan.elements)
+    elements = line.memory_budget // (_COPIES * line.w.element_size())
+    return max(1, min(elements // line.plan.elements, rows_at_a_time(line.plan)))
 
 
 def _in_blocks(line: Line, X: Tensor, t: Tensor, *, slopes_too: bool) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ from torch import Tensor
 from epk_gp.engine.modes import LayerCall
 from epk_gp.recording.networks import Skeleton
 
+_ELEMENTS_AT_A_TIME = 1 << 21
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -36,6 +38,15 @@ class Plan:
     mapped: bool
     map_chunk: int
     elements: int
+
+
+def rows_at_a_time(plan: Plan) -> int:
+    """Count the samples whose forward pass stays small enough that memory is used again, not fetched anew.
+
+    Above some 32 MiB per tensor the C library returns memory to the system after each use, and every convolution pays
+    for page faults: measured 4 times slower (float64, 400 MNIST images against 100).
+    """
+    return max(1, _ELEMENTS_AT_A_TIME // plan.elements)
 
 
 def flat_layout(skeleton: Skeleton, plan: Plan, *, dense: bool) -> Int64[Tensor, " P"]:

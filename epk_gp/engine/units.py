@@ -1,6 +1,6 @@
 """Piecewise-smooth functions: where each of their units stands, read off a forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,13 @@ EXTREMES: dict[Callable[..., Any], int] = {
 }
 
 
+WATCHED = {*THRESHOLDS, *POOLS, *EXTREMES}
+
+
+class EnoughError(Exception):
+    """A forward pass has told what it was made for."""
+
+
 @dataclass(frozen=True, eq=False)
 class Units:
     """The inputs of one call of a piecewise-smooth function.
@@ -120,11 +127,10 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Note the call's inputs, then make it."""
         kwargs = kwargs or {}
-        if func not in THRESHOLDS and func not in POOLS and func not in EXTREMES:
+        if func not in WATCHED:
             return func(*args, **kwargs)
-        rest = {name: value for name, value in kwargs.items() if name != "input"}
-        x = args[0] if args else kwargs.get("input")
-        mine = isinstance(x, Tensor) and x.ndim > 1 and len(x) == self.num_rows
+        x, rest = _first(args, kwargs)
+        mine = _has_rows(x, self.num_rows)
         thresholds = THRESHOLDS[func](x, *args[1:], **rest) if mine and func in THRESHOLDS else ()
         kept = x.detach().flatten(1).clone() if thresholds else None
         result = func(*args, **kwargs)
@@ -138,6 +144,64 @@ class Watch(TorchFunctionMode):
             picked = _picked(EXTREMES[func] * x.detach(), EXTREMES[func], args[1:], rest, output)
             self.units += [] if picked is None else [Units(*picked, edge)]
         return result
+
+
+class Read(TorchFunctionMode):
+    """Read some units' inputs off a forward pass, and end it after the last of them by raising `EnoughError`."""
+
+    def __init__(self, num_rows: int, wanted: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Start with nothing read.
+
+        Args:
+            num_rows: E.
+            wanted: Rows and units, each (B,), by number of the call in a `Watch`'s list.
+        """
+        super().__init__()
+        self.num_rows, self.wanted = num_rows, wanted
+        self.found: dict[int, Tensor] = {}
+        self._number, self._last = 0, max(wanted)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Read the call's inputs, then make it."""
+        kwargs = kwargs or {}
+        if func not in WATCHED:
+            return func(*args, **kwargs)
+        x, rest = _first(args, kwargs)
+        mine = _has_rows(x, self.num_rows)
+        if mine and func in THRESHOLDS:
+            for threshold in THRESHOLDS[func](x, *args[1:], **rest):
+                self._read(x, threshold)
+            return func(*args, **kwargs)
+        if mine and func in POOLS:
+            sure = len(args) <= 2 and not rest.get("return_indices")  # it gives a tensor, and need not be made
+            result = None if sure and self._number == self._last else func(*args, **kwargs)
+            if result is None or isinstance(result, Tensor):
+                self._read(x, 0.0)
+            return result
+        result = func(*args, **kwargs)
+        if mine:
+            output = result if isinstance(result, Tensor) else result[0]
+            picked = _picked(EXTREMES[func] * x.detach(), EXTREMES[func], args[1:], rest, output)
+            if picked is not None:
+                self._read(picked[0], 0.0)
+        return result
+
+    def _read(self, x: Tensor, threshold: float) -> None:
+        if self._number in self.wanted:
+            rows, units = self.wanted[self._number]
+            self.found[self._number] = x.detach().flatten(1)[rows, units] - threshold
+        if self._number == self._last:
+            raise EnoughError
+        self._number += 1
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    rest = {name: value for name, value in kwargs.items() if name != "input"}
+    return (args[0] if args else kwargs.get("input")), rest
+
+
+def _has_rows(x: Any, num_rows: int) -> bool:
+    return isinstance(x, Tensor) and x.ndim > 1 and len(x) == num_rows
 
 
 def _pool_units(

@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from epk_gp.engine.averages import averaged_jacobian, in_flat_order
 from epk_gp.engine.features import Cotangents, Form, Place, gradients
+from epk_gp.engine.plan import rows_at_a_time
 from epk_gp.machines.query import Query, along_step
 from epk_gp.recording.losses import Loss, loss_derivatives
 from epk_gp.recording.optimizers import Update, per_weight
@@ -183,7 +184,8 @@ def _grouped(
 
 def _batch_size(query: Query) -> int:
     size = torch.finfo(query.dtype).bits // 8
-    return max(1, query.memory_budget // (8 * size * (3 * query.skeleton.num_weights + 8 * query.plan.elements)))
+    rows = query.memory_budget // (8 * size * (3 * query.skeleton.num_weights + 8 * query.plan.elements))
+    return max(1, min(rows, rows_at_a_time(query.plan)))
 
 
 def weighted_loss(loss: Loss, y: Shaped[Tensor, "B ..."], c: Float[Tensor, " B"]) -> Cotangents:

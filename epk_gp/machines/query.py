@@ -10,7 +10,7 @@ from epk_gp.engine.adaptive import Integral, integrate
 from epk_gp.engine.averages import Evaluations
 from epk_gp.engine.features import Cotangents, Form, Place, gradients, head_cotangents
 from epk_gp.engine.line import Line
-from epk_gp.engine.plan import Plan, flat_layout
+from epk_gp.engine.plan import Plan, flat_layout, rows_at_a_time
 from epk_gp.engine.probe import plan_for
 from epk_gp.engine.quadrature import AdaptiveRule, Rule, check_rule
 from epk_gp.recording.checks import check_memory_budget
@@ -110,8 +110,8 @@ def along_step(
     w, end = (flat_weights(query.trajectory, s, X) for s in (step.index, step.index + 1))
     line = Line(query.skeleton, query.plan, w, end - w, query.head, query.memory_budget)
     integral = integrate(line, X, query.rule, query.trajectory.num_steps)
-    found = []
-    for part in torch.arange(len(integral.point), device=X.device).split(block_size):
+    found, size = [], min(block_size, rows_at_a_time(query.plan))
+    for part in torch.arange(len(integral.point), device=X.device).split(size):
         points = integral.point[part]
         place = Place(line.w, line.d, integral.t[part])
         classes = None if query.classes is None else query.classes[rows[points]]
