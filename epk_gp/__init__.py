@@ -29,6 +29,7 @@ from epk_gp.machines.baselines import Baseline, chen_machine, domingos_machine, 
 from epk_gp.machines.reconstruct import Reconstruction, SingleMachine, reconstruct, single_machine
 from epk_gp.recording.clipping import ClipNorm, ClipValue
 from epk_gp.recording.diagnosis import UnexplainedStepError
+from epk_gp.recording.indexed import IndexedDataset
 from epk_gp.recording.loading import load_trajectory
 from epk_gp.recording.losses import CrossEntropy, MeanSquaredError, NegativeLogLikelihood, PerSampleLoss
 from epk_gp.recording.networks import zero_final_layer
@@ -52,6 +53,7 @@ __all__ = [
     "EPKKernel",
     "ErfKernel",
     "GroupedAttribution",
+    "IndexedDataset",
     "LeaveOneOut",
     "LinearStep",
     "LogitGP",

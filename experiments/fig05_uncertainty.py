@@ -144,6 +144,8 @@ def draw(result: Result) -> Figure:
                 boundary=classes_from_text(m["network_class"]),
                 colorbar_label="relative to the training points' mean" if key == "kernel" else "standard deviation",
             )
+            if key == "std":
+                ax.set_ylabel("")  # that of the left map serves both
             legend = ax.get_legend()
             if legend is not None and dim != dims[-1]:
                 legend.remove()

@@ -116,7 +116,7 @@ def _models(config: Config, seed: int, trajectory: epk.Trajectory, X: Tensor) ->
         "network": Model(p, {"1 - largest probability": 1 - p.amax(1), "entropy": torch.special.entr(p).sum(1)}),
         "path kernel": Model(p, _kernel_scores(config, trajectory, X)),
         "EPK-GP": _gaussian_process(config, seed, trajectory, X),
-        "NTK-GP, last step": _gaussian_process(config, seed, _standing_still(trajectory), X),
+        "NTK-GP, last step": _gaussian_process(config, seed, epk.tangent_trajectory(trajectory), X),
         "RBF-GP": _rbf(config, seed, trajectory, X),
     }
     if LAPLACE:
@@ -140,14 +140,6 @@ def _gaussian_process(config: Config, seed: int, trajectory: epk.Trajectory, X: 
     gp = epk.LogitGP(trajectory, "independent", mean="zero", points=range(config.num_condition), rule=rule)
     gp.fit(config.fit_steps)
     return _pushed_through(config, seed, gp.logit_posterior(X))
-
-
-def _standing_still(trajectory: epk.Trajectory) -> epk.Trajectory:
-    """Give one step of size 1 and length 0 at the trained weights: its path kernel is the NTK there."""
-    last = trajectory.states[trajectory.num_steps]
-    return replace(
-        trajectory, states=[last, last], steps=(epk.Step(0, 1.0, None),), digest=f"{trajectory.digest}-still", memo={}
-    )
 
 
 def _rbf(config: Config, seed: int, trajectory: epk.Trajectory, X: Tensor) -> Model:
