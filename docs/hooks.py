@@ -79,6 +79,14 @@ def _images(saved: dict) -> str:
     return _table(head, rows)
 
 
+def _scores(saved: dict) -> str:
+    keys = {"leave-one-out": "leave-one-out", "datamodel": "linear datamodeling score", "seconds": "seconds"}
+    rows = [
+        [row["optimizer"], row["score"], *(_spread(row[key]) for key in keys)] for row in saved["results"]["table"]
+    ]
+    return _table(["optimizer", "score", *keys.values()], rows)
+
+
 def _seconds(saved: dict) -> str:
     versions = ", ".join(
         f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch")
@@ -92,5 +100,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "calibration": _calibration,
     "numbers": _numbers,
     "images": _images,
+    "scores": _scores,
     "seconds": _seconds,
 }

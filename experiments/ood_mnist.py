@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel
 from torch import Tensor
@@ -28,7 +29,7 @@ class Config:
 
     images: Images = field(
         default_factory=lambda: Images(
-            network="mlp", num_train=2000, num_test=300, batch_size=100, lr=0.1, steps=200, width=64
+            network="mlp", num_train=2000, num_test=300, batch_size=100, lr=0.3, steps=400, width=64
         )
     )
     outside: tuple[str, ...] = ("fashion-mnist", "kmnist")
@@ -216,6 +217,9 @@ def draw(result: Result) -> Figure:
     right.set_yticks(models, [row["name"] for row in result.calibration], fontsize="small")
     right.invert_yaxis()
     right.set(xscale="log", xlabel="smaller is better", title="in distribution")
+    right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    right.xaxis.set_minor_formatter(NullFormatter())
     right.legend(fontsize="small", framealpha=0.9)
     for ax in (left, right):
         ax.grid(visible=True, axis="x", color="#dddddd", linewidth=0.7)
