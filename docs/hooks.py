@@ -81,9 +81,7 @@ def _images(saved: dict) -> str:
 
 def _scores(saved: dict) -> str:
     keys = {"leave-one-out": "leave-one-out", "datamodel": "linear datamodeling score", "seconds": "seconds"}
-    rows = [
-        [row["optimizer"], row["score"], *(_spread(row[key]) for key in keys)] for row in saved["results"]["table"]
-    ]
+    rows = [[row["optimizer"], row["score"], *(_spread(row[key]) for key in keys)] for row in saved["results"]["table"]]
     return _table(["optimizer", "score", *keys.values()], rows)
 
 

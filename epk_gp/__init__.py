@@ -1,6 +1,7 @@
 """Exact path kernels: which training points made a prediction, exactly, and how sure can it be?"""
 
-from epk_gp.engine.gram import Points, gram_block, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.engine.gram import gram_block, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.engine.points import Points
 from epk_gp.engine.quadrature import (
     AdaptiveRule,
     QuadratureRule,
@@ -11,6 +12,7 @@ from epk_gp.engine.quadrature import (
     midpoint,
 )
 from epk_gp.engine.tangent import tangent_trajectory
+from epk_gp.engine.thinning import Thinning, thin_path
 from epk_gp.gp.calibration import Temperature, calibrated_temperature
 from epk_gp.gp.draws import MonteCarlo, QuasiMonteCarlo
 from epk_gp.gp.functions import sample_functions
@@ -73,6 +75,7 @@ __all__ = [
     "Step",
     "StepLaw",
     "Temperature",
+    "Thinning",
     "Trajectory",
     "UnexplainedStepError",
     "adaptive",
@@ -106,6 +109,7 @@ __all__ = [
     "split_copy",
     "tangent_trajectory",
     "test_copy",
+    "thin_path",
     "train",
     "train_copy",
     "zero_final_layer",

@@ -13,7 +13,8 @@ from gpytorch.utils.warnings import GPInputWarning
 from torch import nn
 
 import reference
-from epk_gp.engine.gram import Points, gram_block
+from epk_gp.engine.gram import gram_block
+from epk_gp.engine.points import Points
 from epk_gp.engine.quadrature import gauss_legendre, left_endpoint
 from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood
 from epk_gp.gp.models import LogitGP

@@ -14,7 +14,8 @@ from botorch.models import SingleTaskGP
 from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 from torch import Tensor, nn
 
-from epk_gp.engine.gram import Points, gram_block
+from epk_gp.engine.gram import gram_block
+from epk_gp.engine.points import Points
 from epk_gp.engine.quadrature import gauss_legendre, left_endpoint
 from epk_gp.kernels import blocks
 from epk_gp.kernels.copies import split_copy, test_copy, train_copy

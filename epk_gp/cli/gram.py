@@ -26,7 +26,8 @@ from epk_gp.cli.app import (
 from epk_gp.cli.data import draw_rows, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.results import Stopwatch, write_arrays, write_json
-from epk_gp.engine.gram import Points, gram_block
+from epk_gp.engine.gram import gram_block
+from epk_gp.engine.points import Points
 from epk_gp.recording.trajectory import Trajectory
 
 

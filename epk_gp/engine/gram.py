@@ -1,19 +1,24 @@
 """Gram blocks of the exact path kernel, streamed over steps, nodes and tiles within a memory budget."""
 
+import hashlib
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.engine.adaptive import common_nodes, integrate
 from epk_gp.engine.averages import Evaluations, StepIntegral
+from epk_gp.engine.checkpoint import Checkpoint
 from epk_gp.engine.contractions import Tile, diagonal, empty_tile
 from epk_gp.engine.features import Feature, Form, Place, feature_bytes, gradients_in_blocks
 from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan
+from epk_gp.engine.points import Points, check_points
 from epk_gp.engine.probe import once_more, plan_for
 from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, Rule, check_rule, gauss_legendre
 from epk_gp.recording.checks import check_memory_budget
@@ -21,63 +26,7 @@ from epk_gp.recording.networks import Head, Skeleton, check_head
 from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
 
 MEMORY_BUDGET = 1 << 30
-
-
-@dataclass(frozen=True, eq=False)
-class Points:
-    """Points of H x {0, 1} (Definition 3.4, Bell et al. 2023).
-
-    Attributes:
-        X: n inputs.
-        is_train: Whether they are training copies (gradient frozen at the step's start) or test copies; one for all,
-            or (n,).
-    """
-
-    X: Shaped[Tensor, "n ..."]
-    is_train: bool | Bool[Tensor, " n"]
-
-    def __post_init__(self) -> None:
-        """Refuse a copy mask that does not fit.
-
-        Raises:
-            TypeError: `X` is no tensor, or `is_train` neither a bool nor a bool tensor.
-            ValueError: Another length than X.
-        """
-        if not isinstance(self.X, Tensor):
-            raise TypeError(f"X must be a torch.Tensor: got {type(self.X).__name__}.")
-        if isinstance(self.is_train, bool):
-            return
-        if not isinstance(self.is_train, Tensor) or self.is_train.dtype != torch.bool:
-            got = self.is_train.dtype if isinstance(self.is_train, Tensor) else type(self.is_train).__name__
-            raise TypeError(f"is_train must be a bool or a bool tensor: got {got}. Convert it with .bool().")
-        if self.is_train.shape != self.X.shape[:1]:
-            raise ValueError(
-                "is_train must have one entry per point: "
-                f"got shape {tuple(self.is_train.shape)} for {len(self.X)} points."
-            )
-
-    def __len__(self) -> int:
-        """Count the points."""
-        return len(self.X)
-
-    def copies(self, is_train: bool) -> Tensor:
-        """List the indices of the points of one copy."""
-        if isinstance(self.is_train, bool):
-            return torch.arange(len(self) if self.is_train == is_train else 0, device=self.X.device)
-        return (self.is_train == is_train).nonzero().squeeze(1).to(self.X.device)
-
-
-def check_points(points: object, name: str) -> None:
-    """Refuse what does not say which copies it holds.
-
-    Raises:
-        TypeError: No `Points`.
-    """
-    if not isinstance(points, Points):
-        raise TypeError(
-            f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got "
-            f"{type(points).__name__}."
-        )
+_STEPS_AT_ONCE = 16  # summed in the points' dtype before they are added to the sum of all
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +44,9 @@ class Job:
     progress: bool
     num_outputs: int
     budget: int
+    dtype: torch.dtype
+    steps_at_once: int | None = None
+    checkpoint: Checkpoint | None = None
 
 
 @once_more
@@ -106,6 +58,8 @@ def gram_block(
     head: Head = "log_softmax",
     rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
     step_weights: Float[Tensor, " S"] | None = None,
+    accumulate: torch.dtype | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Float[Tensor, "N C M C"]:
@@ -125,17 +79,21 @@ def gram_block(
             Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
             over common nodes. Take a fixed rule where a factorisation needs more.
         step_weights: eta_s >= 0; the learning rates by default.
+        accumulate: torch.float64 to sum steps in float64 where the points, and so all products, are float32.
+        checkpoint: Folder for partial sums. A call that was killed, made again with the same arguments and number of
+            threads, goes on from there and gives the same bytes. Delete the folder when the result is safe.
         memory_budget: Bytes for everything but the inputs and the result.
         progress: Show a progress bar.
 
     Returns:
-        The block, not flattened, in the dtype of the points.
+        The block, not flattened, in the dtype of the points or of `accumulate`.
 
     Raises:
         TypeError, ValueError: Points that the network cannot take, points of different dtypes, an unknown head, bad
-            step weights.
+            step weights, a checkpoint of another computation.
     """
     job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=False)
+    job = _with_blocks_of_steps(job, a, b, accumulate, checkpoint)
     return _assemble(job, a, b).permute(1, 0, 3, 2).contiguous()
 
 
@@ -148,6 +106,8 @@ def gram_block_per_class(
     head: Head = "log_softmax",
     rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
     step_weights: Float[Tensor, " S"] | None = None,
+    accumulate: torch.dtype | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Float[Tensor, "C N M"]:
@@ -158,7 +118,7 @@ def gram_block_per_class(
     Arguments, errors: as `gram_block`.
     """
     job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=True)
-    return _assemble(job, a, b)
+    return _assemble(_with_blocks_of_steps(job, a, b, accumulate, checkpoint), a, b)
 
 
 @once_more
@@ -183,7 +143,7 @@ def gram_diagonal_blocks(
             if not len(rows):
                 continue
             X, total = a.X[rows], result.new_zeros(len(rows), job.num_outputs, job.num_outputs)
-            for s, eta in _steps(job):
+            for s, eta in tqdm(_steps(job), desc="steps", disable=not job.progress):
                 if is_train:
                     total += eta * diagonal(_features(job, _start(job, s), X))
                     continue
@@ -229,7 +189,33 @@ def _job(
         progress=progress,
         num_outputs=trajectory.num_outputs,
         budget=budget,
+        dtype=dtype,
     )
+
+
+def _with_blocks_of_steps(
+    job: Job, a: Points, b: Points, accumulate: torch.dtype | None, checkpoint: str | os.PathLike[str] | None
+) -> Job:
+    """Sum blocks of steps apart, if their sums are wanted in another dtype or on disk."""
+    if accumulate not in (None, job.dtype, torch.float64):
+        raise ValueError(f"accumulate must be torch.float64 or None: got {accumulate}.")
+    if (accumulate is None or accumulate is job.dtype) and checkpoint is None:
+        return job
+    job = replace(job, dtype=job.dtype if accumulate is None else accumulate, steps_at_once=_STEPS_AT_ONCE)
+    return job if checkpoint is None else replace(job, checkpoint=Checkpoint(checkpoint, _identity(job, a, b)))
+
+
+def _identity(job: Job, a: Points, b: Points) -> str:
+    """Hash everything that the bytes of a block depend on, but the machine."""
+    hasher = hashlib.blake2b(digest_size=16)
+    about = (job.trajectory.digest, job.head, repr(job.rule), job.etas, job.per_class, job.dtype, _panel(job), a is b)
+    hasher.update(repr((*about, torch.get_num_threads())).encode())
+    for points in (a, b):
+        masks = points.is_train if isinstance(points.is_train, Tensor) else torch.tensor(points.is_train)
+        for tensor in (points.X, masks):
+            hasher.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+            hasher.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
 
 
 def _etas(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:
@@ -253,7 +239,7 @@ def _assemble(job: Job, a: Points, b: Points) -> Tensor:
     """Fill the class-major result copy by copy."""
     K = job.num_outputs
     same = a is b
-    result = a.X.new_zeros((K, len(a), len(b)) if job.per_class else (K, len(a), K, len(b)), dtype=job.like.dtype)
+    result = a.X.new_zeros((K, len(a), len(b)) if job.per_class else (K, len(a), K, len(b)), dtype=job.dtype)
     columns_dim = result.ndim - 1
     for left in (True, False):
         for right in (True, False):
@@ -287,24 +273,54 @@ def _one_kind(
         return block.transpose(1, 2) if job.per_class else block.permute(2, 3, 0, 1)
     K, panel = job.num_outputs, _panel(job)
     shape = (K, len(rows), len(columns)) if job.per_class else (K, len(rows), K, len(columns))
-    block = torch.empty(shape, dtype=job.like.dtype, device=job.like.device)
+    block = torch.empty(shape, dtype=job.dtype, device=job.like.device)
     for i in range(0, len(rows), panel):
         for j in range(0, len(columns), panel):
             mirrored = same and left == right
             if mirrored and j < i:
                 continue
             X, Y = A[rows[i : i + panel]], B[columns[j : j + panel]]
-            tile = empty_tile(K, len(X), K, len(Y), job.like, per_class=job.per_class)
-            _sum_steps(job, tile, X, left, Y, right, shared=mirrored and i == j)
-            block[:, i : i + panel, ..., j : j + panel] = tile.finished()
+            total = _sum_tile(job, f"{left:d}{right:d}-{i}-{j}", X, left, Y, right, shared=mirrored and i == j)
+            block[:, i : i + panel, ..., j : j + panel] = total
             if mirrored and i != j:
-                turned = tile.total.transpose(1, 2) if job.per_class else tile.total.permute(2, 3, 0, 1)
+                turned = total.transpose(1, 2) if job.per_class else total.permute(2, 3, 0, 1)
                 block[:, j : j + panel, ..., i : i + panel] = turned
     return block
 
 
-def _sum_steps(job: Job, tile: Tile, X: Tensor, left: bool, Y: Tensor, right: bool, *, shared: bool) -> None:
-    for s, eta in _steps(job):
+def _sum_tile(job: Job, name: str, X: Tensor, left: bool, Y: Tensor, right: bool, *, shared: bool) -> Tensor:
+    """Sum a tile over all steps, in blocks of steps from where a checkpoint has it."""
+    stored, done = ({}, 0) if job.checkpoint is None else job.checkpoint.load(name)
+    total = stored["total"].to(job.like.device) if stored else None
+    steps = _steps(job)
+    size = job.steps_at_once or max(1, len(steps))
+    with tqdm(total=len(steps), initial=min(done, len(steps)), desc="steps", disable=not job.progress) as bar:
+        for first in range(done, max(1, len(steps)), size):
+            part = steps[first : first + size]
+            tile = empty_tile(job.num_outputs, len(X), job.num_outputs, len(Y), job.like, per_class=job.per_class)
+            _sum_steps(job, part, tile, X, left, Y, right, shared=shared, bar=bar)
+            total = tile.finished().to(job.dtype) if total is None else total.add_(tile.finished())
+            if job.checkpoint is not None and (job.checkpoint.due or first + size >= len(steps)):
+                job.checkpoint.save(name, {"total": total}, first + size)
+    if total is None:
+        raise ValueError(f"checkpoint must hold the sum of tile {name}: it is empty. Delete its folder.")
+    return total
+
+
+def _sum_steps(
+    job: Job,
+    steps: list[tuple[int, float]],
+    tile: Tile,
+    X: Tensor,
+    left: bool,
+    Y: Tensor,
+    right: bool,
+    *,
+    shared: bool,
+    bar: "tqdm[Any]",
+) -> None:
+    for s, eta in steps:
+        bar.update()
         if right:
             start = _start(job, s)
             other = _features(job, start, Y)
@@ -323,9 +339,8 @@ def _sum_steps(job: Job, tile: Tile, X: Tensor, left: bool, Y: Tensor, right: bo
                 tile.add(features, features if shared else _features(job, place, Y), eta * weight)
 
 
-def _steps(job: Job) -> Iterator[tuple[int, float]]:
-    pairs = [(s, eta) for s, eta in enumerate(job.etas) if eta > 0]
-    yield from tqdm(pairs, desc="steps", disable=not job.progress)
+def _steps(job: Job) -> list[tuple[int, float]]:
+    return [(s, eta) for s, eta in enumerate(job.etas) if eta > 0]
 
 
 def _start(job: Job, s: int) -> Place:

@@ -23,8 +23,9 @@ from epk_gp.engine.features import (
     head_cotangents,
     written_out,
 )
-from epk_gp.engine.gram import MEMORY_BUDGET, Points
+from epk_gp.engine.gram import MEMORY_BUDGET
 from epk_gp.engine.plan import Plan
+from epk_gp.engine.points import Points
 from epk_gp.engine.probe import plan_for
 from epk_gp.engine.quadrature import QuadratureRule
 from epk_gp.recording.networks import Head, Skeleton

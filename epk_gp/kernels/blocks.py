@@ -8,7 +8,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from epk_gp.engine.gram import Points, gram_block, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.engine.gram import gram_block, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.engine.points import Points
 from epk_gp.kernels.cache import content_key
 from epk_gp.kernels.derivatives import block_derivative, diagonal_derivative
 from epk_gp.kernels.source import Source, as_points, needs_graph, same_points

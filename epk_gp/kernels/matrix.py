@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.engine.gram import MEMORY_BUDGET, Points
+from epk_gp.engine.gram import MEMORY_BUDGET
+from epk_gp.engine.points import Points
 from epk_gp.engine.quadrature import QuadratureRule, gauss_legendre
 from epk_gp.kernels.epk import EPKKernel, Normalization
 from epk_gp.recording.networks import Head

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.engine.gram import Points
+from epk_gp.engine.points import Points
 from epk_gp.engine.quadrature import QuadratureRule
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.copies import split_copy

@@ -12,7 +12,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.engine.gram import MEMORY_BUDGET, Points, gram_block
+from epk_gp.engine.gram import MEMORY_BUDGET, gram_block
+from epk_gp.engine.points import Points
 from epk_gp.engine.quadrature import QuadratureRule, Rule, gauss_legendre, left_endpoint
 from epk_gp.engine.tangent import standing_at
 from epk_gp.machines.plain import plain_size, refuse_other_laws

@@ -8,8 +8,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.engine.adaptive import integrate
-from epk_gp.engine.gram import MEMORY_BUDGET, Points, gram_block
+from epk_gp.engine.gram import MEMORY_BUDGET, gram_block
 from epk_gp.engine.line import Line
+from epk_gp.engine.points import Points
 from epk_gp.engine.probe import once_more, plan_for
 from epk_gp.engine.quadrature import AdaptiveRule, Rule, adaptive, check_rule
 from epk_gp.machines.directions import training_directions
