@@ -10,6 +10,7 @@ import epk_gp as epk
 from epk_gp.engine.plan import flat_layout
 from epk_gp.engine.probe import plan_for
 from epk_gp.machines.adjoints import accumulate
+from epk_gp.machines.keeping import Keeper
 from epk_gp.machines.query import make_query
 from helpers import NETWORKS, assert_close, make_case
 
@@ -68,7 +69,7 @@ def test_the_two_ways_to_accumulate_agree():
         total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
 
     groups = torch.zeros(len(case.trajectory.skeleton.names), dtype=torch.int64)
-    accumulate(query, groups, take, progress=False)
+    accumulate(query, groups, take, Keeper(None, [total], total), progress=False)
     assert_close(total, epk.attribute(case.trajectory, case.test, rule=epk.gauss_legendre(2)).samples)
 
 

@@ -181,3 +181,39 @@ def test_kill_9_and_the_same_call_again_give_the_same_bytes(tmp_path):
     with start("cut") as process:
         assert process.wait() == 0
     assert torch.equal(torch.load(tmp_path / "cut.pt"), torch.load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9], ids=["plain", "momentum"])
+def test_an_attribution_goes_on_where_it_was_stopped(tmp_path, monkeypatch, momentum):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(12, 3, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01 if momentum else 0.0)
+    run = epk.train(net, X, torch.arange(12) % 3, optimizer=optimizer, steps=6, batch_size=5)
+    x = X[:4] + 0.1
+    plain = epk.attribute(run, x)
+    whole = epk.attribute(run, x, checkpoint=tmp_path / "whole")
+    assert torch.equal(plain.samples, whole.samples)
+
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    save, saves = checkpoints.Checkpoint.save, []
+
+    def counted(self, *args):
+        saves.append(args[2])
+        save(self, *args)
+        if len(saves) in (2, 5):
+            raise KilledError
+
+    monkeypatch.setattr(checkpoints.Checkpoint, "save", counted)
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            epk.attribute(run, x, checkpoint=tmp_path / "cut")
+    done = epk.attribute(run, x, checkpoint=tmp_path / "cut")
+    assert saves == list(range(1, run.num_steps + 1))  # no step twice
+    for name in ("samples", "decay", "total", "max_residual", "evaluations"):
+        assert torch.equal(torch.as_tensor(getattr(done, name)), torch.as_tensor(getattr(whole, name))), name
+    again = epk.attribute(run, x, checkpoint=tmp_path / "cut")
+    assert torch.equal(again.samples, whole.samples)
+    with pytest.raises(ValueError, match="of this very computation"):
+        epk.attribute(run, x + 1, checkpoint=tmp_path / "cut")

@@ -16,6 +16,7 @@ from epk_gp.engine.quadrature import Rule, adaptive, gauss_legendre, left_endpoi
 # typer either uses click or brings a copy of its own: the base of what both say about wrong words on the command line
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _INTERRUPTED = 130  # 128 + SIGINT
+PARTIAL = "partial"  # folder of a long job's partial sums, gone when it is done
 _ORDER = ("demo", "record", "info", "verify", "attribute", "gram", "uncertainty")
 
 
@@ -74,6 +75,7 @@ RuleOption = Annotated[
     typer.Option(help="adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint."),
 ]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
+Memory = Annotated[float, typer.Option(help="Memory for the computation, GiB.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
 
@@ -109,6 +111,17 @@ def parse_rule(text: str) -> Rule:
 def torch_dtype(dtype: Dtype) -> torch.dtype:
     """Translate an option's value."""
     return torch.float32 if dtype is Dtype.float32 else torch.float64
+
+
+def memory_bytes(memory: float) -> int:
+    """Translate an option's GiB.
+
+    Raises:
+        ValueError: Not positive.
+    """
+    if not 0 < memory < float("inf"):
+        raise ValueError(f"--memory must be positive: got {memory}.")
+    return int(memory * 2**30)
 
 
 def make_folder(out: Path) -> Path:

@@ -1,5 +1,6 @@
 """`epk-gp attribute`: what each training point added to each prediction."""
 
+import shutil
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -7,8 +8,10 @@ from typing import Annotated
 import typer
 
 from epk_gp.cli.app import (
+    PARTIAL,
     HeadName,
     HeadOption,
+    Memory,
     Network,
     Out,
     PointsFile,
@@ -19,6 +22,7 @@ from epk_gp.cli.app import (
     SeedOfPoints,
     app,
     make_folder,
+    memory_bytes,
     parse_rule,
     torch_dtype,
 )
@@ -53,21 +57,22 @@ def attribute(
         OutputsName,
         typer.Option(help="Every output, or the one that the network predicts, at a fraction of the cost."),
     ] = OutputsName.every,
-    memory: Annotated[float, typer.Option(help="Memory for the computation, GiB.")] = 1.0,
+    memory: Memory = 1.0,
     points: PointsFile = None,
     network: Network = None,
     dtype: RunDtype = None,
     seed: SeedOfPoints = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps."""
+    """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps.
+
+    A command that was killed goes on where it was when it is given again.
+    """
     watch, quadrature = Stopwatch(), parse_rule(rule)
     if top < 1:
         raise ValueError(f"--top must be at least 1: got {top}.")
     trajectory = open_run(run, network)
     X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype), seed)
-    if not memory > 0:
-        raise ValueError(f"--memory must be positive: got {memory}.")
     folder = make_folder(out)
     predicted = network_outputs(trajectory, X).argmax(dim=1)
     parts, curve = attribute_by_each(
@@ -77,7 +82,8 @@ def attribute(
         head=head.value,
         rule=quadrature,
         classes=predicted if outputs is OutputsName.predicted else None,
-        memory_budget=int(memory * 2**30),
+        checkpoint=folder / PARTIAL,
+        memory_budget=memory_bytes(memory),
         progress=not quiet,
     )
     explained = explain(parts, curve, predicted)
@@ -85,6 +91,7 @@ def attribute(
     arrays |= {"network": parts.network, "steps": curve.values, "predicted": predicted, "inputs": X}
     about = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs.value}
     write_arrays(folder / "attribution.safetensors", arrays, about)
+    shutil.rmtree(folder / PARTIAL)
     draw_attributions(folder / "attribution.png", explained, trajectory, X, range(min(_PANELS, len(X))), top)
     results = summarise(parts, explained, trajectory.targets, top)
     write_table(folder / "attribution.csv", explained, trajectory.targets, top)

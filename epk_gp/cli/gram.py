@@ -1,5 +1,6 @@
 """`epk-gp gram`: a block of the exact path kernel."""
 
+import shutil
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,8 +9,10 @@ import torch
 import typer
 
 from epk_gp.cli.app import (
+    PARTIAL,
     HeadName,
     HeadOption,
+    Memory,
     Network,
     Out,
     PointsFile,
@@ -20,6 +23,7 @@ from epk_gp.cli.app import (
     SeedOfPoints,
     app,
     make_folder,
+    memory_bytes,
     parse_rule,
     torch_dtype,
 )
@@ -50,24 +54,39 @@ def gram(
     num_columns: Annotated[int | None, typer.Option(help="Points along the columns, at most.")] = None,
     head: HeadOption = HeadName.log_softmax,
     rule: RuleOption = "gauss-legendre:4",
+    memory: Memory = 1.0,
     points: PointsFile = None,
     network: Network = None,
     dtype: RunDtype = None,
     seed: SeedOfPoints = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C)."""
+    """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
+
+    A command that was killed goes on where it was when it is given again.
+    """
     watch, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
     kind = None if dtype is None else torch_dtype(dtype)
     a = _points(run, points, trajectory, rows, num_rows, kind, seed, "--num-rows")
     b = _points(run, points, trajectory, columns, num_columns, kind, seed, "--num-columns")
     folder = make_folder(out)
-    K = gram_block(trajectory, a, b, head=head.value, rule=quadrature, progress=not quiet)
+    partial = folder / PARTIAL
+    K = gram_block(
+        trajectory,
+        a,
+        b,
+        head=head.value,
+        rule=quadrature,
+        checkpoint=partial,
+        memory_budget=memory_bytes(memory),
+        progress=not quiet,
+    )
     about = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X}
     arrays["row_is_train"], arrays["column_is_train"] = (torch.full((len(p),), bool(p.is_train)) for p in (a, b))
     write_arrays(folder / "gram.safetensors", arrays, about)
+    shutil.rmtree(partial)
     results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(K.abs().max())}
     config = {"run": run, "rows": rows.value, "columns": columns.value, "head": head.value, "rule": rule}
     write_json(folder / "gram.json", "gram", config | {"dtype": str(K.dtype), "seed": seed}, results, watch)

@@ -1,10 +1,12 @@
 """Partial sums on disk: a computation that was killed goes on where it last saved, to the same bytes."""
 
+import hashlib
 import json
 import os
 import time
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -12,6 +14,21 @@ from torch import Tensor
 from epk_gp.recording.store import _write_durably as write_durably
 
 SECONDS = 30.0  # between saves of an unfinished sum
+
+
+def identity_of(*parts: object) -> str:
+    """Hash what a result depends on: tensors by their content, all else by what it says of itself.
+
+    The number of threads belongs to it: sums are split by it.
+    """
+    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=16)
+    for part in parts:
+        if isinstance(part, Tensor):
+            hasher.update(repr((tuple(part.shape), part.dtype)).encode())
+            hasher.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        else:
+            hasher.update(repr(part).encode())
+    return hasher.hexdigest()
 
 
 class Checkpoint:

@@ -1,6 +1,5 @@
 """Gram blocks of the exact path kernel, streamed over steps, nodes and tiles within a memory budget."""
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from tqdm.auto import tqdm
 
 from epk_gp.engine.adaptive import common_nodes, integrate
 from epk_gp.engine.averages import Evaluations, StepIntegral
-from epk_gp.engine.checkpoint import Checkpoint
+from epk_gp.engine.checkpoint import Checkpoint, identity_of
 from epk_gp.engine.contractions import Tile, diagonal, empty_tile
 from epk_gp.engine.features import Feature, Form, Place, feature_bytes, gradients_in_blocks
 from epk_gp.engine.line import Line
@@ -202,20 +201,13 @@ def _with_blocks_of_steps(
     if (accumulate is None or accumulate is job.dtype) and checkpoint is None:
         return job
     job = replace(job, dtype=job.dtype if accumulate is None else accumulate, steps_at_once=_STEPS_AT_ONCE)
-    return job if checkpoint is None else replace(job, checkpoint=Checkpoint(checkpoint, _identity(job, a, b)))
-
-
-def _identity(job: Job, a: Points, b: Points) -> str:
-    """Hash everything that the bytes of a block depend on, but the machine."""
-    hasher = hashlib.blake2b(digest_size=16)
-    about = (job.trajectory.digest, job.head, repr(job.rule), job.etas, job.per_class, job.dtype, _panel(job), a is b)
-    hasher.update(repr((*about, torch.get_num_threads())).encode())
-    for points in (a, b):
-        masks = points.is_train if isinstance(points.is_train, Tensor) else torch.tensor(points.is_train)
-        for tensor in (points.X, masks):
-            hasher.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
-            hasher.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
+    if checkpoint is None:
+        return job
+    identity = identity_of(
+        job.trajectory.digest, job.head, job.rule, job.etas, job.per_class, job.dtype, _panel(job), a is b,
+        a.X, b.X, a.is_train, b.is_train,
+    )  # fmt: skip
+    return replace(job, checkpoint=Checkpoint(checkpoint, identity))
 
 
 def _etas(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:

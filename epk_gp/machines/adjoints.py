@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from epk_gp.engine.averages import averaged_jacobian, in_flat_order
 from epk_gp.engine.features import Cotangents, Form, Place, gradients
 from epk_gp.engine.plan import rows_at_a_time
+from epk_gp.machines.keeping import Keeper
 from epk_gp.machines.query import Query, along_step
 from epk_gp.recording.losses import Loss, loss_derivatives
 from epk_gp.recording.optimizers import Update, per_weight
@@ -43,26 +44,14 @@ class Decay:
     values: Float[Tensor, "N K G"]
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """What the quadrature says of itself.
-
-    Attributes:
-        max_residual: Largest residual of a (point, step).
-        evaluations: Gradients evaluated per point and step to choose the nodes, on average.
-    """
-
-    max_residual: float
-    evaluations: float
-
-
 def accumulate(
     query: Query,
     groups: Int64[Tensor, " L"],
     take: Callable[[Terms | Decay], None],
+    keeper: Keeper,
     *,
     progress: bool,
-) -> Certificate:
+) -> None:
     """Go through the run from its last step to its first and hand out every term.
 
     With Phi the averaged gradients of the outputs, the adjoint of the momentum buffer is
@@ -73,19 +62,20 @@ def accumulate(
         query: What is asked.
         groups: Group of each of the L parameters.
         take: Called with every term; decay terms that are zero are left out.
+        keeper: Where the pass stands; what is done is left out.
         progress: Show a progress bar.
     """
     trajectory, n = query.trajectory, len(query.X)
     panel = panel_size(query)
     panels = torch.arange(n, device=query.X.device).split(panel)
-    largest, evaluations = query.X.new_zeros((), dtype=query.dtype), 0.0
-    with tqdm(total=len(panels) * trajectory.num_steps, desc="steps", disable=not progress) as bar:
-        for rows in panels:
-            carried: Tensor | None = None  # keep_{s+1} * M_{s+1}
-            for step in reversed(trajectory.steps):
+    S = trajectory.num_steps
+    units = len(panels) * S
+    with tqdm(total=units, initial=keeper.done, desc="steps", disable=not progress) as bar:
+        for number, rows in enumerate(panels):
+            for place in range(max(0, keeper.done - number * S), S):
+                step = trajectory.steps[S - 1 - place]
+                carried = keeper.carried if place else None  # keep_{s+1} * M_{s+1}
                 integral, nodes = along_step(query, step, rows, max(1, panel))
-                largest = torch.maximum(largest, integral.residual.max())  # NaN stays
-                evaluations += float(integral.evaluations.sum())
                 Phi = averaged_jacobian(nodes, len(rows), query.layout)
                 del nodes
                 w = flat_weights(trajectory, step.index, query.X)
@@ -93,8 +83,8 @@ def accumulate(
                 H, carried = _adjoints(u, query.skeleton.sizes, Phi, carried)
                 _hand_out_decay(query, groups, step.index, rows, (H, Phi), u, w, take)
                 _hand_out_samples(query, groups, step.index, rows, H, u, w, take)
+                keeper.advance(integral, carried, last=keeper.done + 1 == units)
                 bar.update()
-    return Certificate(float(largest), evaluations / (n * max(1, trajectory.num_steps)))
 
 
 def panel_size(query: Query) -> int:

@@ -1,5 +1,6 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,11 +8,13 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from epk_gp.engine.checkpoint import Checkpoint, identity_of
 from epk_gp.engine.gram import MEMORY_BUDGET
 from epk_gp.engine.probe import once_more
 from epk_gp.engine.quadrature import Rule, adaptive
-from epk_gp.machines.adjoints import Certificate, Decay, Terms, accumulate
+from epk_gp.machines.adjoints import Decay, Terms, accumulate
 from epk_gp.machines.axes import Axis, by_sample, check_axes
+from epk_gp.machines.keeping import Keeper
 from epk_gp.machines.plain import accumulate_plain, is_plain
 from epk_gp.machines.query import Query, make_query, pick_classes
 from epk_gp.recording.networks import Head
@@ -91,6 +94,7 @@ def attribute(
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
     classes: Int64[Tensor, " n"] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Attribution:
@@ -109,6 +113,8 @@ def attribute(
         head: Whether f is the logits or their log-softmax.
         rule: How each step's integral is taken.
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
+        checkpoint: Folder for partial sums. A call that was killed, made again with the same arguments and number of
+            threads, goes on from there and gives the same bytes. Delete the folder when the result is safe.
         memory_budget: Bytes for everything but the inputs and the result.
         progress: Show a progress bar.
 
@@ -119,7 +125,7 @@ def attribute(
         TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule; classes out of range.
     """
     query = make_query(trajectory, X, head, rule, classes, memory_budget)
-    (parts,) = _split(query, [(by_sample(trajectory),)], progress)
+    (parts,) = _split(query, [(by_sample(trajectory),)], checkpoint, progress)
     return Attribution(
         initial=parts.initial,
         samples=parts.values,
@@ -139,6 +145,7 @@ def attribute_by(
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
     classes: Int64[Tensor, " n"] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> GroupedAttribution:
@@ -154,6 +161,7 @@ def attribute_by(
         head: Whether f is the logits or their log-softmax.
         rule: How each step's integral is taken.
         classes: One output per input; C is then 1 in the result.
+        checkpoint: As `attribute`.
         memory_budget: Bytes for everything but the inputs and the result.
         progress: Show a progress bar.
 
@@ -167,6 +175,7 @@ def attribute_by(
         head=head,
         rule=rule,
         classes=classes,
+        checkpoint=checkpoint,
         memory_budget=memory_budget,
         progress=progress,
     )
@@ -181,6 +190,7 @@ def attribute_by_each(
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
     classes: Int64[Tensor, " n"] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> tuple[GroupedAttribution, ...]:
@@ -191,7 +201,8 @@ def attribute_by_each(
     """
     for by in splits:
         check_axes(trajectory, by)
-    return _split(make_query(trajectory, X, head, rule, classes, memory_budget), list(map(tuple, splits)), progress)
+    query = make_query(trajectory, X, head, rule, classes, memory_budget)
+    return _split(query, list(map(tuple, splits)), checkpoint, progress)
 
 
 class _Collector:
@@ -246,7 +257,9 @@ class _Collector:
         return tensor
 
 
-def _split(query: Query, splits: list[tuple[Axis, ...]], progress: bool) -> tuple[GroupedAttribution, ...]:
+def _split(
+    query: Query, splits: list[tuple[Axis, ...]], checkpoint: str | os.PathLike[str] | None, progress: bool
+) -> tuple[GroupedAttribution, ...]:
     trajectory, X, head = query.trajectory, query.X, query.head
     initial = pick_classes(query, network_outputs(trajectory, X, state=0, head=head))
     network = pick_classes(query, network_outputs(trajectory, X, state=-1, head=head))
@@ -257,13 +270,14 @@ def _split(query: Query, splits: list[tuple[Axis, ...]], progress: bool) -> tupl
             collector.take(term)
 
     whole = not any(collector.sizes["parameter"] for collector in collectors)
-    certificate: Certificate
+    kept = None if checkpoint is None else Checkpoint(checkpoint, _identity(query, splits))
+    keeper = Keeper(kept, [total for collector in collectors for total in (collector.values, collector.decay)], initial)
     if whole and is_plain(trajectory):
-        certificate = accumulate_plain(query, take, progress=progress)
+        accumulate_plain(query, take, keeper, progress=progress)
     else:
         count = len(trajectory.skeleton.names)
         groups = torch.zeros(count, dtype=torch.int64) if whole else torch.arange(count)
-        certificate = accumulate(query, groups, take, progress=progress)
+        accumulate(query, groups, take, keeper, progress=progress)
     return tuple(
         GroupedAttribution(
             initial=initial,
@@ -271,8 +285,17 @@ def _split(query: Query, splits: list[tuple[Axis, ...]], progress: bool) -> tupl
             decay=collector.result(collector.decay, ("step", "parameter")),
             network=network,
             axes=collector.axes,
-            max_residual=certificate.max_residual,
-            evaluations=certificate.evaluations,
+            max_residual=float(keeper.largest),
+            evaluations=keeper.evaluations / (len(X) * max(1, trajectory.num_steps)),
         )
         for collector in collectors
     )
+
+
+def _identity(query: Query, splits: list[tuple[Axis, ...]]) -> str:
+    axes = [axis for split in splits for axis in split]
+    kinds = [[axis.kind for axis in split] for split in splits]
+    return identity_of(
+        query.trajectory.digest, query.head, query.rule, query.memory_budget, kinds, query.X, query.classes,
+        *(axis.group for axis in axes),
+    )  # fmt: skip

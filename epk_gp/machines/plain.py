@@ -9,7 +9,8 @@ from tqdm.auto import tqdm
 from epk_gp.engine.averages import StepIntegral
 from epk_gp.engine.contractions import empty_tile
 from epk_gp.engine.features import Place, feature_bytes, gradients, head_cotangents
-from epk_gp.machines.adjoints import Certificate, Terms, weighted_loss
+from epk_gp.machines.adjoints import Terms, weighted_loss
+from epk_gp.machines.keeping import Keeper
 from epk_gp.machines.query import Query, along_step
 from epk_gp.recording.store import Step
 from epk_gp.recording.trajectory import Trajectory, batch_of, flat_weights
@@ -48,7 +49,7 @@ def plain_size(trajectory: Trajectory, step: Step) -> float:
     return float(u.direct[0]) * float(u.gradient[0])
 
 
-def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: bool) -> Certificate:
+def accumulate_plain(query: Query, take: Callable[[Terms], None], keeper: Keeper, *, progress: bool) -> None:
     """Go through the run and hand out every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>, as `accumulate`.
 
     Raises:
@@ -56,17 +57,19 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: b
     """
     trajectory, n = query.trajectory, len(query.X)
     refuse_other_laws(trajectory, "factored contributions")
-    largest, evaluations = query.X.new_zeros((), dtype=query.dtype), 0.0
     panel = _panel(query)
-    for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
+    panels = torch.arange(n, device=query.X.device).split(panel)
+    units = len(panels) * trajectory.num_steps
+    steps = trajectory.steps[keeper.done // len(panels) :]
+    for step in tqdm(
+        steps, desc="steps", total=trajectory.num_steps, initial=keeper.done // len(panels), disable=not progress
+    ):
         w = flat_weights(trajectory, step.index, query.X)
         X, y, c = batch_of(trajectory, step, w)
         samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
         eta = -plain_size(trajectory, step)
-        for rows in torch.arange(n, device=X.device).split(panel):
+        for rows in panels[keeper.done % len(panels) :]:
             integral, nodes = along_step(query, step, rows, max(1, panel))
-            largest = torch.maximum(largest, integral.residual.max())  # NaN stays
-            evaluations += float(integral.evaluations.sum())
             size = integral.total.element_size()
             block = max(1, min(panel, query.memory_budget // (4 * size * query.num_rows * len(rows))))
             for part in torch.arange(len(X), device=X.device).split(block):
@@ -80,7 +83,7 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], *, progress: b
                 joined.close()
                 values = tile.finished()[:, :, 0].transpose(0, 1)
                 take(Terms(step.index, rows, samples[part], values.unsqueeze(3)))
-    return Certificate(float(largest), evaluations / (n * max(1, trajectory.num_steps)))
+            keeper.advance(integral, None, last=keeper.done + 1 == units)
 
 
 def _panel(query: Query) -> int:

@@ -1,0 +1,54 @@
+"""Where a pass over the run stands: its sums, its certificate, the adjoint it carries; on disk if that is asked for."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.engine.adaptive import Integral
+from epk_gp.engine.checkpoint import Checkpoint
+
+_NAME = "sums"
+
+
+class Keeper:
+    """The state of a pass, taken up again where a checkpoint has it.
+
+    Attributes:
+        done: Units of work that the sums hold.
+        carried: The adjoint that the next unit needs.
+        largest: Largest quadrature residual so far; NaN stays.
+        evaluations: Gradient evaluations so far.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None, sums: Sequence[Tensor], like: Float[Tensor, "..."]) -> None:
+        """Start, or go on.
+
+        Args:
+            checkpoint: Where the state is kept; nowhere if None.
+            sums: What the pass adds to; filled with what the checkpoint holds.
+            like: Gives dtype and device.
+        """
+        self.checkpoint, self.sums = checkpoint, sums
+        self.carried: Tensor | None = None
+        self.largest, self.evaluations = like.new_zeros(()), 0.0
+        stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(_NAME)
+        if not stored:
+            return
+        for number, total in enumerate(sums):
+            total.copy_(stored[f"sum.{number}"])
+        self.largest, self.evaluations = stored["largest"].to(like), float(stored["evaluations"])
+        self.carried = stored["carried"].to(like) if "carried" in stored else None
+
+    def advance(self, integral: Integral, carried: Tensor | None, *, last: bool) -> None:
+        """Count one more unit, and save if it is time or the last one."""
+        self.done += 1
+        self.carried = carried
+        self.largest = torch.maximum(self.largest, integral.residual.max())
+        self.evaluations += float(integral.evaluations.sum())
+        if self.checkpoint is None or not (last or self.checkpoint.due):
+            return
+        held = {f"sum.{number}": total for number, total in enumerate(self.sums)}
+        held |= {"largest": self.largest, "evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
+        self.checkpoint.save(_NAME, held if carried is None else held | {"carried": carried}, self.done)
