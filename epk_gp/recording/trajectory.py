@@ -247,7 +247,7 @@ def network_outputs(
     *,
     state: int = -1,
     head: Head = "logits",
-    block_size: int = 4096,
+    block_size: int = 512,
 ) -> Float[Tensor, "n C"]:
     """Evaluate the recorded network f_{w_s}.
 
