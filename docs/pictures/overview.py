@@ -5,7 +5,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from epk_gp.plots import GREY, PALETTE
+from epk_gp.plots import PALETTE
+from epk_gp.plots.common import GREY
 
 HALF_WIDTH, HALF_HEIGHT = 0.12, 0.13
 BOXES = (

@@ -1,0 +1,17 @@
+"""Pictures of numbers that were computed elsewhere: each function draws into an Axes and returns it."""
+
+from epk_gp.plots.attributions import attribution_bars, contribution_curve, training_image
+from epk_gp.plots.common import COLORMAP, PALETTE
+from epk_gp.plots.errors import error_against_evaluations, reconstruction_scatter
+from epk_gp.plots.maps import uncertainty_map
+
+__all__ = [
+    "COLORMAP",
+    "PALETTE",
+    "attribution_bars",
+    "contribution_curve",
+    "error_against_evaluations",
+    "reconstruction_scatter",
+    "training_image",
+    "uncertainty_map",
+]
