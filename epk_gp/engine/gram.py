@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def gram_block(
     """
     job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=False)
     job = _with_blocks_of_steps(job, a, b, accumulate, checkpoint)
-    return _assemble(job, a, b).permute(1, 0, 3, 2).contiguous()
+    return _assemble(job, a, b)
 
 
 @once_more
@@ -228,56 +229,54 @@ def _etas(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:
 
 
 def _assemble(job: Job, a: Points, b: Points) -> Tensor:
-    """Fill the class-major result copy by copy."""
-    K = job.num_outputs
-    same = a is b
-    result = a.X.new_zeros((K, len(a), len(b)) if job.per_class else (K, len(a), K, len(b)), dtype=job.dtype)
-    columns_dim = result.ndim - 1
-    for left in (True, False):
-        for right in (True, False):
-            rows, columns = a.copies(left), b.copies(right)
-            if not len(rows) or not len(columns) or (same and right and not left):
+    """Fill the result copy by copy, tile by tile: (N, K, M, K), or (K, N, M) per class."""
+    K, same = job.num_outputs, a is b
+    shape = (K, len(a), len(b)) if job.per_class else (len(a), K, len(b), K)
+    result = torch.empty(shape, dtype=job.dtype, device=job.like.device)
+    for left, right in product((True, False), repeat=2):
+        if same and right and not left:
+            continue  # the mirror image of another kind
+        rows, columns = a.copies(left).split(_panel(job)), b.copies(right).split(_panel(job))
+        mirrored = same and left == right
+        for (i, n), (j, m) in product(enumerate(rows), enumerate(columns)):
+            if not len(n) or not len(m) or (mirrored and j < i):
                 continue
-            block = _one_kind(job, a.X, rows, left, b.X, columns, right, same)
-            _scatter(result, block, rows, columns, columns_dim)
-            if same and left and not right:
-                mirrored = block.transpose(1, 2) if job.per_class else block.permute(2, 3, 0, 1)
-                _scatter(result, mirrored, columns, rows, columns_dim)
+            name = f"{left:d}{right:d}-{i}-{j}"
+            if left and not right:  # the training side stands on the right
+                tile = _turned(job, _sum_tile(job, name, b.X[m], False, a.X[n], True, shared=False))
+            else:
+                tile = _sum_tile(job, name, a.X[n], left, b.X[m], right, shared=mirrored and i == j)
+            _write(job, result, tile, n, m)
+            if same and (left != right or i != j):
+                _write(job, result, _turned(job, tile), m, n)
     return result
 
 
-def _scatter(result: Tensor, block: Tensor, rows: Tensor, columns: Tensor, columns_dim: int) -> None:
-    if len(rows) == result.shape[1] and len(columns) == result.shape[columns_dim]:
-        result.copy_(block)
-    elif columns_dim == 2:
-        result[:, rows[:, None], columns] = block
+def _turned(job: Job, tile: Tensor) -> Tensor:
+    return tile.transpose(1, 2) if job.per_class else tile.permute(2, 3, 0, 1)
+
+
+def _write(job: Job, result: Tensor, tile: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Put a class-major tile into its place."""
+    n, m = _range(rows), _range(columns)
+    if job.per_class:
+        if isinstance(n, slice) and isinstance(m, slice):
+            result[:, n, m] = tile
+        else:
+            result[:, rows[:, None], columns] = tile
+        return
+    values = tile.permute(1, 0, 3, 2)
+    if isinstance(n, slice):
+        result[n][:, :, m] = values
     else:
-        K = torch.arange(result.shape[0], device=result.device)
-        result[K[:, None, None, None], rows[:, None, None], K[:, None], columns] = block
+        K = torch.arange(job.num_outputs, device=rows.device)
+        result[rows[:, None, None, None], K[:, None, None], columns[:, None], K] = values
 
 
-def _one_kind(
-    job: Job, A: Tensor, rows: Tensor, left: bool, B: Tensor, columns: Tensor, right: bool, same: bool
-) -> Tensor:
-    """Compute the block of one copy of A against one copy of B, tile by tile."""
-    if left and not right:  # the training side stands on the right
-        block = _one_kind(job, B, columns, right, A, rows, left, same)
-        return block.transpose(1, 2) if job.per_class else block.permute(2, 3, 0, 1)
-    K, panel = job.num_outputs, _panel(job)
-    shape = (K, len(rows), len(columns)) if job.per_class else (K, len(rows), K, len(columns))
-    block = torch.empty(shape, dtype=job.dtype, device=job.like.device)
-    for i in range(0, len(rows), panel):
-        for j in range(0, len(columns), panel):
-            mirrored = same and left == right
-            if mirrored and j < i:
-                continue
-            X, Y = A[rows[i : i + panel]], B[columns[j : j + panel]]
-            total = _sum_tile(job, f"{left:d}{right:d}-{i}-{j}", X, left, Y, right, shared=mirrored and i == j)
-            block[:, i : i + panel, ..., j : j + panel] = total
-            if mirrored and i != j:
-                turned = total.transpose(1, 2) if job.per_class else total.permute(2, 3, 0, 1)
-                block[:, j : j + panel, ..., i : i + panel] = turned
-    return block
+def _range(rows: Tensor) -> slice | Tensor:
+    """Give consecutive rows as a slice: writing to one costs a copy less."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
 def _sum_tile(job: Job, name: str, X: Tensor, left: bool, Y: Tensor, right: bool, *, shared: bool) -> Tensor:
