@@ -13,6 +13,7 @@ RANK = {
     "datasets": 0,
     "recording": 0,
     "engine": 1,
+    "lightning": 1,
     "machines": 2,
     "kernels": 2,
     "gp": 3,
