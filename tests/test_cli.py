@@ -13,6 +13,7 @@ import epk_gp as epk
 from epk_gp.cli import main
 from epk_gp.cli.app import parse_rule
 from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.recording.journal import read_journal
 
 SMALL = ("--num-train", "24", "--num-test", "6", "--width", "5", "--steps", "4", "--quiet")
 
@@ -114,7 +115,7 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
     seeds = {"a": 1, "b": 1, "c": 2}
     for name, seed in seeds.items():
         assert run("record", "--out", tmp_path / name, "--seed", seed, "--batch-size", 7, *SMALL) == 0
-    digests = {name: json.loads((tmp_path / name / "journal.jsonl").read_text())["digest"] for name in seeds}
+    digests = {name: read_journal(tmp_path / name).chunks[-1].digest for name in seeds}
     assert digests["a"] == digests["b"] != digests["c"]
 
 
@@ -204,7 +205,7 @@ def test_verify_checks_files(recorded, tmp_path, capsys):
     content = bytearray(chunk.read_bytes())
     content[-9] ^= 1
     chunk.write_bytes(content)
-    assert "checksum" in refused(capsys, "verify", damaged, "--checksums")
+    assert "checksum" in refused(capsys, "verify", damaged, "--checksums", "--quiet")
 
 
 def test_progress_bars_go_to_stderr(recorded, capsys):

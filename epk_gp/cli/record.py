@@ -10,7 +10,6 @@ import torch
 import typer
 from torch import nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from epk_gp.cli.app import Dtype, Quiet, RunFolder, Seed, app, make_folder, torch_dtype
 from epk_gp.cli.data import load_split, write_held_out
@@ -165,27 +164,30 @@ def info(
 ) -> None:
     """Say what a recorded run holds, after checking its files; builds no network."""
     watch = Stopwatch()
-    header, chunks, spec = store.read_header(run), store.read_journal(run), read_note(run)
-    data = store.read_data(run, header)
+    found, spec = store.check_run(run, progress=not quiet), read_note(run)
+    header = found.header
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
-    steps = [step for chunk in tqdm(chunks, desc="chunks", disable=quiet) for step in store.read_steps(run, chunk)]
-    sizes = sorted({step.size for step in steps})
-    batches = sorted({len(data["inputs"]) if step.batch is None else len(step.batch) for step in steps})
     lines: dict[str, object] = {
         "network": "not noted (pass --network to the other commands)" if spec is None else spec.name,
-        "steps": len(steps),
-        "step sizes": _range(sizes),
-        "points per step": _range(batches),
-        "weights": f"{sum(torch.Size(shape).numel() for shape in header['shapes'])} in {len(header['names'])} tensors",
+        "steps": found.num_steps,
+        "step sizes": _range(sorted(set(found.sizes))),
+        "points per step": _range(sorted(set(found.batch_sizes))),
+        "weights": f"{sum(store.layout_of(header).sizes)} in {len(header['names'])} tensors",
         "dtype": header["dtype"].removeprefix("torch."),
         "outputs": header["num_outputs"],
-        "training points": f"{len(data['inputs'])} of shape {tuple(data['inputs'].shape[1:])}",
-        "loss": f"{header['loss']['kind']}, {header['loss']['reduction']}",
+        "training points": f"{found.data_shapes['inputs'][0]} of shape {found.data_shapes['inputs'][1:]}",
+        "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
         "step law": header["law"]["name"],
-        "digest": chunks[-1].digest,
+        "gradients": "every step's recomputed while recording"
+        if header.get("check_every") == 1
+        else f"one in {header.get('check_every')} recomputed while recording",
+        "digest": found.chunks[-1].digest,
         "data digest": header["data_digest"],
-        "chunks": len(chunks),
+        "chunks": len(found.chunks),
+        "compression": header["compression"],
         "size on disk": f"{size / 1e6:.2f} MB",
+        "recording": "finished" if found.finished else "not finished: record --resume goes on with it",
+        "files": f"all {found.files} verified against their checksums",
     }
     if out is not None:
         write_json(make_folder(out) / "info.json", "info", {"run": run}, lines, watch)

@@ -11,7 +11,7 @@ from epk_gp.engine.contractions import empty_tile
 from epk_gp.engine.features import Place, feature_bytes, gradients, head_cotangents
 from epk_gp.machines.adjoints import Certificate, Terms, weighted_loss
 from epk_gp.machines.query import Query, along_step
-from epk_gp.recording.store import Step
+from epk_gp.recording.chunks import Step
 from epk_gp.recording.trajectory import Trajectory, batch_of, flat_weights
 
 
