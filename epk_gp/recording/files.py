@@ -78,9 +78,10 @@ def open_plain(file: Path, where: str) -> Iterator[BinaryIO]:
         raise ValueError(
             f"{where} must be a plain file: it is a symbolic link. Put the file itself in its place."
         ) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ValueError(f"{where} must be a plain file: it is a folder, a pipe or a device.")
     with os.fdopen(handle, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError(f"{where} must be a plain file: it is a folder, a pipe or a device.")
         yield stream
 
 
@@ -106,11 +107,14 @@ def read_bytes(file: Path, limit: int, where: str) -> bytes:
         FileNotFoundError: It is missing.
         ValueError: It is no plain file, or larger than the limit.
     """
+    content = bytearray()
     with open_plain(file, where) as stream:
-        content = stream.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
-    return content
+        if os.fstat(stream.fileno()).st_size <= limit:
+            while len(content) <= limit and (block := stream.read(_BLOCK)):
+                content += block
+            if len(content) <= limit:
+                return bytes(content)
+    raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
 
 
 def parse_json(content: bytes, what: str) -> Any:
@@ -125,6 +129,27 @@ def parse_json(content: bytes, what: str) -> Any:
         raise ValueError(f"{what}: it is nested too deeply.") from error
     except ValueError as error:  # also of bytes that are no text, and of numbers with thousands of digits
         raise ValueError(f"{what}: {error}.") from error
+
+
+def signed_json(record: dict[str, Any]) -> bytes:
+    """Write a JSON object with its own checksum in it."""
+    return json.dumps(record | {"blake2b": checksum_json(record)}, indent=1).encode()
+
+
+def read_signed_json(content: bytes, what: str) -> dict[str, Any] | None:
+    """Read what `signed_json` wrote; None if a byte of it is another one, of the spaces, too.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+    record = parse_json(content, what)
+    if not isinstance(record, dict) or "blake2b" not in record:
+        return None
+    del record["blake2b"]
+    try:
+        return record if signed_json(record) == content else None
+    except RecursionError:  # nested as deeply as can be read, but not written
+        return None
 
 
 @contextmanager
@@ -167,8 +192,14 @@ def _check_header_length(start: bytes, size: int, where: str) -> None:
         )
 
 
-def write_durably(file: Path, content: bytes) -> None:
-    """Write a file so that it is there in full or not at all, whatever happens."""
+def write_durably(file: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write a file so that it is there in full or not at all, whatever happens.
+
+    Args:
+        file: Where.
+        content: What.
+        sync: Make its name last, too; False where a `sync_folder` of the caller's follows.
+    """
     partial = file.with_name(file.name + ".part")
     try:
         with partial.open("wb") as stream:
@@ -180,7 +211,8 @@ def write_durably(file: Path, content: bytes) -> None:
         with suppress(OSError):
             partial.unlink()  # gives the space back
         raise
-    sync_folder(file.parent)
+    if sync:
+        sync_folder(file.parent)
 
 
 def sync_folder(folder: Path) -> None:

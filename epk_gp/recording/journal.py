@@ -5,11 +5,19 @@ import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from epk_gp.recording.files import checksum, checksum_json, parse_json, plain_size, read_bytes
+from epk_gp.recording.files import (
+    checksum,
+    checksum_json,
+    parse_json,
+    plain_size,
+    read_bytes,
+    read_signed_json,
+    signed_json,
+)
 
 JOURNAL, FINISHED = "journal.jsonl", "finished.json"
-MAX_CHUNKS = 200_000
-MAX_LINE_BYTES = 1024
+MAX_CHUNKS = 100_000
+MAX_LINE_BYTES = 512
 _FINISHED_BYTES = 1024
 
 
@@ -99,12 +107,10 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
     finished = _read_finished(folder)
     where = f"{folder / JOURNAL}"
     limit = MAX_CHUNKS * MAX_LINE_BYTES
-    if (plain_size(folder / JOURNAL, where) or 0) > limit:
-        raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
     content = read_bytes(folder / JOURNAL, limit, where)
     chunks, used = _parse(content, where)
     if not chunks:
-        raise ValueError(f"a run must hold at least its initial weights: {folder} has no committed chunk.")
+        raise ValueError(f"a run must hold at least its initial weights: {folder / JOURNAL} has no committed chunk.")
     if finished is not None:
         _check_finished(folder, finished, content)
     elif numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
@@ -119,7 +125,7 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
 def finished_content(chunks: int, journal: bytes) -> bytes:
     """Write the closing record of a run that came to its end."""
     record = {"chunks": chunks, "journal_bytes": len(journal), "journal_blake2b": checksum(journal)}
-    return json.dumps(record | {"blake2b": checksum_json(record)}).encode()
+    return signed_json(record)
 
 
 def _parse(content: bytes, where: str) -> tuple[list[Chunk], int]:
@@ -135,7 +141,7 @@ def _parse(content: bytes, where: str) -> tuple[list[Chunk], int]:
             chunk = _chunk_from(parse_json(line, said))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{said} must describe a chunk: it is damaged. Restore it from a copy.") from error
-        if chunk.line != line_checksum(chunks[-1].line if chunks else "", chunk):
+        if chunk.line != line_checksum(chunks[-1].line if chunks else "", chunk) or line_of(chunk) != line + b"\n":
             raise ValueError(f"{said} must have its checksum: it is damaged, or a line before it is lost.")
         expected = chunks[-1].last + 1 if chunks else 0
         if chunk.first != expected or chunk.file != chunk_name(number) or chunk.states < 1:
@@ -166,10 +172,11 @@ def _read_finished(folder: Path) -> dict[str, object] | None:
     if plain_size(file, str(file)) is None:
         return None
     try:
-        record = parse_json(read_bytes(file, _FINISHED_BYTES, str(file)), f"{file} must be JSON")
+        content = read_bytes(file, _FINISHED_BYTES, str(file))
     except FileNotFoundError:  # the run was taken up again just now
         return None
-    if not isinstance(record, dict) or record.pop("blake2b", None) != checksum_json(record):
+    record: dict[str, object] | None = read_signed_json(content, f"{file} must be JSON")
+    if record is None:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
     return record
 

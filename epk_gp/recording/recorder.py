@@ -171,6 +171,11 @@ class Recorder:
         return len(self._steps)
 
     @property
+    def num_committed(self) -> int:
+        """Steps that are on disk for good: what a crash leaves."""
+        return 0 if self._writer is None else self._writer.chunks[-1].last
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """Size and batch of each step recorded so far."""
         return tuple(self._steps)

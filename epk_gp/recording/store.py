@@ -22,11 +22,11 @@ from epk_gp.recording.files import (
     MAX_JSON_BYTES,
     checksum,
     checksum_file,
-    checksum_json,
     load_tensors,
     parse_json,
     plain_size,
     read_bytes,
+    read_signed_json,
 )
 from epk_gp.recording.journal import Chunk, read_journal, resume_name
 
@@ -53,7 +53,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path) / HEADER
     if plain_size(file, str(file)) is None:
         raise FileNotFoundError(f"path must hold a recorded run: {file} does not exist.")
-    header = parse_json(read_bytes(file, MAX_JSON_BYTES, str(file)), f"{file} must be the JSON header of a run")
+    content = read_bytes(file, MAX_JSON_BYTES, str(file))
+    header = parse_json(content, f"{file} must be the JSON header of a run")
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{file} must be the header of an epk_gp run: its 'format' is not {FORMAT!r}.")
     if header.get("version") != FORMAT_VERSION:
@@ -61,7 +62,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"run format version must be {FORMAT_VERSION}: {path} has {header.get('version')!r}. "
             "Open it with the version of epk_gp that recorded it."
         )
-    if header.pop("blake2b", None) != checksum_json(header):
+    header = read_signed_json(content, str(file))
+    if header is None:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
     if not _is_header(header):
         raise ValueError(f"{file} must describe weights, data, loss and step law: it lacks or mistakes some of them.")

@@ -1,6 +1,5 @@
 """A run on disk, written: whatever stops the writer, what was committed stays."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from epk_gp.recording import store
 from epk_gp.recording.checks import check_count, check_positive
 from epk_gp.recording.chunks import Layout, Step
 from epk_gp.recording.codec import pack_rows
-from epk_gp.recording.files import checksum, checksum_json, plain_size, sync_folder, write_durably
+from epk_gp.recording.files import checksum, plain_size, signed_json, sync_folder, write_durably
 from epk_gp.recording.journal import (
     FINISHED,
     JOURNAL,
@@ -117,8 +116,8 @@ class RunWriter:
         with _explained(self.path, first):
             try:
                 self._reopen()
-                write_durably(self.path / chunk.file, content)
-                write_durably(self.path / resume_name(number), kept)
+                write_durably(self.path / chunk.file, content, sync=False)
+                write_durably(self.path / resume_name(number), kept)  # synchronises both names
                 os.lseek(self.journal, self.bytes, os.SEEK_SET)
                 _write_all(self.journal, line)
                 os.fsync(self.journal)
@@ -215,9 +214,8 @@ def publish(writer: RunWriter, header: Mapping[str, Any]) -> None:
     Raises:
         OSError: It could not be written.
     """
-    text = json.dumps({**header, "blake2b": checksum_json(dict(header))}, indent=1)
     with _explained(writer.path, 0):
-        write_durably(writer.path / store.HEADER, text.encode())
+        write_durably(writer.path / store.HEADER, signed_json(dict(header)))
 
 
 def open_for_writing(path: str | os.PathLike[str], header: Mapping[str, Any]) -> RunWriter:
