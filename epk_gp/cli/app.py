@@ -16,7 +16,7 @@ from epk_gp.engine.quadrature import Rule, adaptive, gauss_legendre, left_endpoi
 # typer either uses click or brings a copy of its own: the base of what both say about wrong words on the command line
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _INTERRUPTED = 130  # 128 + SIGINT
-_ORDER = ("demo", "record", "info", "verify", "attribute", "gram", "uncertainty")
+_ORDER = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty")
 
 
 class _InOrder(TyperGroup):

@@ -17,10 +17,12 @@ from epk_gp.cli.networks import NetworkSpec, build_network, check_network, read_
 from epk_gp.cli.results import Stopwatch, write_json
 from epk_gp.recording import store
 from epk_gp.recording.clipping import ClipNorm
+from epk_gp.recording.diagnosis import UnexplainedStepError
 from epk_gp.recording.losses import CrossEntropy, MeanSquaredError
 from epk_gp.recording.networks import zero_final_layer
 from epk_gp.recording.training import train
 from epk_gp.recording.trajectory import network_outputs
+from epk_gp.recording.writer import Storage, is_run
 
 _BLOCK = 1000  # inputs evaluated at a time
 
@@ -40,6 +42,13 @@ class OptimizerName(StrEnum):
     adamw = "adamw"
     rmsprop = "rmsprop"
     adagrad = "adagrad"
+
+
+class CompressionName(StrEnum):
+    """How weights are stored."""
+
+    none = "none"
+    deltas = "deltas"
 
 
 @app.command(short_help="Train a network and record every step.")
@@ -74,6 +83,16 @@ def record(
         LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")
     ] = LossName.cross_entropy,
     dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, given the options it was started with.")
+    ] = False,
+    compression: Annotated[
+        CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
+    ] = CompressionName.none,
+    commit_seconds: Annotated[float, typer.Option(help="A crash costs at most the steps of so many seconds.")] = 60.0,
+    check_every: Annotated[
+        int, typer.Option(help="Recompute the gradient of one step in so many, to check it; of every step by default.")
+    ] = 1,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -88,19 +107,6 @@ def record(
         zero_final_layer(net)
     num_outputs = check_network(net, X, split.train.num_classes)
     rates = OptimizerRates(lr, momentum, nesterov, weight_decay)
-    trajectory = train(
-        net,
-        X,
-        y if loss is LossName.cross_entropy else F.one_hot(y, num_outputs).to(torch_dtype(dtype)),
-        optimizer=make_optimizer(net, optimizer, rates),
-        steps=steps,
-        loss=CrossEntropy() if loss is LossName.cross_entropy else MeanSquaredError(),
-        batch_size=batch_size,
-        generator=torch.Generator().manual_seed(seed),
-        clip=None if clip_norm is None else ClipNorm(clip_norm),
-        path=out,
-        progress=not quiet,
-    )
     config: dict[str, object] = {
         "data": data,
         "data_dir": None if data_dir is None else str(data_dir),
@@ -108,8 +114,29 @@ def record(
     }
     config |= {"steps": steps, "batch_size": batch_size, "loss": str(loss), "seed": seed, "clip_norm": clip_norm}
     config |= {"optimizer": str(optimizer)} | asdict(rates)
-    write_note(out, spec, config | {"zero_final_layer": zero_final})
-    write_held_out(out, split.held_out)
+    config |= {"zero_final_layer": zero_final, "compression": str(compression), "check_every": check_every}
+    try:
+        trajectory = train(
+            net,
+            X,
+            y if loss is LossName.cross_entropy else F.one_hot(y, num_outputs).to(torch_dtype(dtype)),
+            optimizer=make_optimizer(net, optimizer, rates),
+            steps=steps,
+            loss=CrossEntropy() if loss is LossName.cross_entropy else MeanSquaredError(),
+            batch_size=batch_size,
+            generator=torch.Generator().manual_seed(seed),
+            clip=None if clip_norm is None else ClipNorm(clip_norm),
+            path=out,
+            resume=resume,
+            storage=Storage(seconds=commit_seconds, compression=compression.value),
+            check_every=check_every,
+            progress=not quiet,
+        )
+    except (UnexplainedStepError, KeyboardInterrupt):  # the steps before can be opened
+        if is_run(out):
+            write_note(out, spec, config, write_held_out(out, split.held_out))
+        raise
+    write_note(out, spec, config, write_held_out(out, split.held_out))
     parts = [(name, d) for name, d in (("training", split.train), ("held-out", split.held_out)) if len(d)]
     predicted = {name: network_outputs(trajectory, d.inputs, block_size=_BLOCK).argmax(1) for name, d in parts}
     accuracy = {name: float((predicted[name] == d.labels).double().mean()) for name, d in parts}

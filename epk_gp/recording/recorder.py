@@ -28,10 +28,8 @@ from epk_gp.recording.losses import (
     check_targets,
     refuse_coupled_losses,
     refuse_mistaken_outputs,
-    sample_weights,
 )
 from epk_gp.recording.networks import (
-    call,
     constants_of,
     flatten,
     refuse_random_or_coupled_layers,
@@ -39,17 +37,15 @@ from epk_gp.recording.networks import (
     unflatten,
 )
 from epk_gp.recording.optimizers import StepLaw, Update, law_of, learning_rate, refuse_momentum
-from epk_gp.recording.replay import check_law, check_replay, read_numbers, replay_step
+from epk_gp.recording.replay import check_constants, check_law, check_replay, join_batches, read_numbers, replay_step
 from epk_gp.recording.resume import Kept, capture, check_kept, options_of
 from epk_gp.recording.trajectory import (
-    NUM_PROBES,
     StoredStates,
     StoredUpdates,
     Trajectory,
     check_finite,
     digest_data,
     header_of,
-    off_initial,
 )
 from epk_gp.recording.writer import RunWriter, Storage, is_run
 
@@ -207,7 +203,7 @@ class Recorder:
                     f"the one of step {len(self._steps)} was not."
                 )
             if kind is None:
-                self._check_constants(len(self._steps))
+                check_constants(self.net, self.skeleton, self._last, self.X, len(self._steps))
                 if self._writer is not None:
                     self._writer.finish()
         finally:
@@ -270,7 +266,7 @@ class Recorder:
                 f"step {index}: the weights must be those the last recorded step left: they were changed in between "
                 "(an optimizer.step() outside the recorder's sight, or an edit)."
             )
-        self._check_constants(index)
+        check_constants(self.net, self.skeleton, self._last, self.X, index)
         self._pending.append((batch, weight))
 
     @property
@@ -320,26 +316,6 @@ class Recorder:
         end = found.states[found.num_steps].to(self.X.device)
         self._records = {found.num_steps - 1: _Record(end, None, found.digest)}
 
-    def _check_constants(self, index: int) -> None:
-        now = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
-        changed = {
-            name: now[name].detach()
-            for name, value in constants_of(self.skeleton).items()
-            if not torch.equal(now[name], value)
-        }
-        if changed and self._matters(changed):
-            raise UnexplainedStepError(
-                f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
-                f"{next(iter(changed))!r} changed."
-            )
-
-    def _matters(self, changed: dict[str, Tensor]) -> bool:
-        """Whether outputs depend on constants that changed; a counter of calls, say, does not matter."""
-        weights, rows = unflatten(self.skeleton, off_initial(self._last)), self.X[:NUM_PROBES]
-        with torch.no_grad():
-            before, after = call(self.skeleton, weights, rows), call(self.skeleton, {**weights, **changed}, rows)
-        return not torch.equal(before, after)
-
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         parameters = dict(self.net.named_parameters())
         states = {name: optimizer.state.get(parameters[name], {}) for name in self.skeleton.names}
@@ -359,35 +335,22 @@ class Recorder:
                 "Lower the learning rate."
             )
         try:
-            step = self._step(index, announced)
+            step = join_batches(index, learning_rate(self.optimizer), announced, self.loss, self.y)
         except ValueError as error:
             raise UnexplainedStepError(f"step {index}: {error}") from error
-        net, skeleton, law = self.net, self.skeleton, self.law
-        update = read_numbers(net, skeleton, optimizer, law, self._fresh)
+        net, skeleton, law, parameters = self.net, self.skeleton, self.law, dict(self.net.named_parameters())
+        update = read_numbers(parameters, skeleton, optimizer, law, self._fresh)
         if _is_replayed(index, self.check_every):
-            replay, factor = replay_step(net, skeleton, start, step, (self.X, self.y), self.loss, self.clip)
+            replay, factor = replay_step(parameters, skeleton, start, step, (self.X, self.y), self.loss, self.clip)
             update, self._momentum = check_replay(
                 net, skeleton, law, replay, update, factor, end, self._momentum, index
             )
         else:
-            self._momentum = check_law(net, skeleton, law, start, update, end, self._momentum, index)
+            self._momentum = check_law(parameters, skeleton, law, start, update, end, self._momentum, index)
         self._records[index] = _Record(end, update, digest_step(self._records[index - 1].digest, step, update, end))
         self._steps.append(step)  # from here on it counts
         if not self._in_until:
             self._complete()
-
-    def _step(self, index: int, announced: list[tuple[Tensor | None, float]]) -> Step:
-        """Join the announced batches to one step."""
-        size = learning_rate(self.optimizer)
-        if len(announced) == 1 and announced[0][1] == 1:
-            return Step(index, size, announced[0][0])
-        every = torch.arange(len(self.X))
-        batches = [every if batch is None else batch for batch, _ in announced]
-        weights = [
-            weight * sample_weights(self.loss, self.y[batch.to(self.y.device)]).cpu()
-            for batch, (_, weight) in zip(batches, announced, strict=True)
-        ]
-        return Step(index, size, torch.cat([batch.cpu() for batch in batches]), torch.cat(weights))
 
     def _complete(self) -> None:
         """Note what the run goes on from after the steps so far, and commit them if it is time."""

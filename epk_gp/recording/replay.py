@@ -1,6 +1,6 @@
 """Replay of one step: the gradient recomputed, the optimizer's numbers read, and the two compared."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from jaxtyping import Float, Shaped
@@ -18,7 +18,7 @@ from epk_gp.recording.diagnosis import (
     step_tolerance,
 )
 from epk_gp.recording.losses import Loss, sample_weights
-from epk_gp.recording.networks import Skeleton, flatten, unflatten
+from epk_gp.recording.networks import Skeleton, call, constants_of, flatten, unflatten
 from epk_gp.recording.optimizers import (
     SKIPPED,
     LinearStep,
@@ -28,30 +28,75 @@ from epk_gp.recording.optimizers import (
     predict_step,
     with_factor,
 )
+from epk_gp.recording.trajectory import NUM_PROBES, off_initial
 
 
-def used_gradient(net: nn.Module, skeleton: Skeleton) -> Float[Tensor, " P"]:
+def join_batches(
+    index: int,
+    size: float,
+    announced: Sequence[tuple[Tensor | None, float]],
+    loss: Loss,
+    y: Shaped[Tensor, "M ..."],
+) -> Step:
+    """Make one step of the batches that were announced, each with its weight."""
+    if len(announced) == 1 and announced[0][1] == 1:
+        return Step(index, size, announced[0][0])
+    every = torch.arange(len(y))
+    batches = [every if batch is None else batch for batch, _ in announced]
+    weights = [
+        weight * sample_weights(loss, y[batch.to(y.device)]).cpu()
+        for batch, (_, weight) in zip(batches, announced, strict=True)
+    ]
+    return Step(index, size, torch.cat([batch.cpu() for batch in batches]), torch.cat(weights))
+
+
+def check_constants(
+    net: nn.Module, skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "M ..."], index: int
+) -> None:
+    """Refuse buffers and frozen parameters that changed; a counter of calls, say, does not matter.
+
+    Raises:
+        UnexplainedStepError: The outputs at the first inputs depend on what changed.
+    """
+    constants = constants_of(skeleton)
+    if not constants:
+        return
+    now = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    changed = {name: now[name].detach() for name, value in constants.items() if not torch.equal(now[name], value)}
+    if not changed:
+        return
+    weights, rows = unflatten(skeleton, off_initial(w)), X[:NUM_PROBES]
+    with torch.no_grad():
+        before, after = call(skeleton, weights, rows), call(skeleton, {**weights, **changed}, rows)
+    if not torch.equal(before, after):
+        raise UnexplainedStepError(
+            f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
+            f"{next(iter(changed))!r} changed."
+        )
+
+
+def used_gradient(parameters: Mapping[str, nn.Parameter], skeleton: Skeleton) -> Float[Tensor, " P"]:
     """Read the gradient that the optimizer used."""
-    parameters = dict(net.named_parameters())
     return flatten(skeleton, {name: _dense_gradient(parameters[name]) for name in skeleton.names})
 
 
-def read_numbers(net: nn.Module, skeleton: Skeleton, optimizer: Optimizer, law: StepLaw, fresh: Set[str]) -> Update:
+def read_numbers(
+    parameters: Mapping[str, nn.Parameter], skeleton: Skeleton, optimizer: Optimizer, law: StepLaw, fresh: Set[str]
+) -> Update:
     """Read the numbers of the optimizer's last step; `fresh` names the parameters it had no state of before."""
-    parameters = dict(net.named_parameters())
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
     def linear(name: str) -> LinearStep:
         parameter = parameters[name]
         if parameter.grad is None:
             return SKIPPED
-        group = next(g for g in optimizer.param_groups if any(parameter is p for p in g["params"]))
-        return law.coefficients(parameter, group, optimizer.state.get(parameter, {}), name in fresh)
+        return law.coefficients(parameter, groups[id(parameter)], optimizer.state.get(parameter, {}), name in fresh)
 
     return join_steps([linear(name) for name in skeleton.names], skeleton.sizes)
 
 
 def replay_step(
-    net: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     skeleton: Skeleton,
     start: Float[Tensor, " P"],
     step: Step,
@@ -64,12 +109,11 @@ def replay_step(
     X, y = data[0][rows], data[1][rows]
     c = sample_weights(loss, y) if step.sample_weights is None else step.sample_weights.to(start)
     gradient = batch_gradient(skeleton, start, X, y, loss, c)
-    parameters = dict(net.named_parameters())
     for name, part in unflatten(skeleton, gradient).items():
         if parameters[name].grad is None:  # frozen for this step: torch neither clips nor moves it
             part.zero_()
     factor = clip_factor(clip, gradient)
-    used = used_gradient(net, skeleton)
+    used = used_gradient(parameters, skeleton)
     replay = Replay(start=start, used=used, gradient=gradient, clipped=gradient * factor, X=X, y=y, c=c, loss=loss)
     return replay, factor
 
@@ -109,7 +153,7 @@ def check_replay(
 
 
 def check_law(
-    net: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     skeleton: Skeleton,
     law: StepLaw,
     start: Float[Tensor, " P"],
@@ -126,7 +170,7 @@ def check_law(
     Raises:
         UnexplainedStepError: It is another one.
     """
-    predicted, after = predict_step(numbers, skeleton.sizes, start, used_gradient(net, skeleton), momentum)
+    predicted, after = predict_step(numbers, skeleton.sizes, start, used_gradient(parameters, skeleton), momentum)
     difference = float((end - start - predicted).abs().max())
     if not difference <= step_tolerance(start, predicted):
         raise UnexplainedStepError(
