@@ -308,6 +308,20 @@ def test_a_full_disk_gives_one_message_and_leaves_a_readable_run(tmp_path, monke
     assert again.trajectory.digest == epk.train(net, X, y, optimizer=sgd(net), steps=8).digest
 
 
+def test_an_error_of_the_loop_s_own_keeps_the_steps_before_it(tmp_path):
+    recorder = resumed(tmp_path / "run")
+
+    def loop():
+        with recorder:
+            for _ in range(3):
+                step(recorder)
+            raise FileNotFoundError("mine")
+
+    with pytest.raises(FileNotFoundError, match="mine"):
+        loop()
+    assert epk.load_trajectory(tmp_path / "run", mlp()).num_steps == 3
+
+
 def test_a_folder_that_may_not_be_written_is_said_to_be(tmp_path, monkeypatch):
     """The rights themselves where they hold; the superuser's hold nowhere, so they are taken from `os.open`."""
     net, (X, y) = mlp(), data()

@@ -1,5 +1,6 @@
 """Chunks of a run on disk: consecutive weight states, and the steps that led to them."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from epk_gp.recording.journal import Chunk
 from epk_gp.recording.optimizers import FIELDS, Update
 
 _SMALL = {"sizes", "lengths", "weighted", "batches", "sample_weights"}
+_BLOCK_ELEMENTS = 1 << 22  # looked at at a time
 _NAMES = {torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -186,8 +188,9 @@ def _check_layout(found: Mapping[str, Any], layout: Layout, chunk: Chunk, where:
 
 def _check_rows(tensors: Any, name: str, rows: int, where: str) -> None:
     part = tensors.get_slice(name)
-    for start in range(0, rows, 64):
-        if not torch.isfinite(part[start : start + 64]).all():
+    block = max(1, _BLOCK_ELEMENTS * rows // max(1, math.prod(part.get_shape())))
+    for start in range(0, rows, block):
+        if not torch.isfinite(part[start : start + block]).all():
             raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
 
 

@@ -194,7 +194,7 @@ class Recorder:
         try:
             if kind is None:
                 self._complete()
-            if self._writer is not None and not isinstance(error, OSError):  # which a second try only hides
+            if self._writer is not None and not self._writer.failed:  # a second try would only hide the first
                 del self._steps[self._completed[0] :]  # a step whose iteration was left half done
                 self._commit()
             if kind is None and self._pending:
@@ -312,7 +312,7 @@ class Recorder:
         found, self._writer = open_again(
             path, header | self._about_writing(), self.net, self.optimizer, self.loss, self._keep, self._momentum
         )
-        self.skeleton, self._steps = found.skeleton, list(found.steps)
+        self.skeleton, self._steps = skeleton_of(self.net, self.skeleton.names), list(found.steps)
         end = found.states[found.num_steps].to(self.X.device)
         self._records = {found.num_steps - 1: _Record(end, None, found.digest)}
 

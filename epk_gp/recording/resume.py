@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from epk_gp.recording.files import parse_json
 
+_BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"}
 _STATE, _RANDOM, _MOMENTUM = "state", "random", "momentum"
 
 
@@ -136,11 +137,11 @@ def _state_of(value: Stateful | torch.Generator) -> Any:
 
 
 def _check_optimizer_state(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
-    """Refuse buffers of another shape than their parameter's: torch would take them."""
+    """Refuse buffers of another shape than their parameter's, which torch would take."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in recorded["state"].items():
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.ndim and value.shape != parameters[index].shape:
+            if name in _BUFFERS and isinstance(value, Tensor) and value.shape != parameters[index].shape:
                 raise ValueError(
                     f"the optimizer's {name} must have the shape {tuple(parameters[index].shape)} of its parameter: "
                     f"got {tuple(value.shape)}."

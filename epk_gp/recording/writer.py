@@ -75,6 +75,7 @@ class RunWriter:
         journal: Descriptor of the journal; the lock is on it.
         chunks: What is committed.
         bytes: Length of the journal.
+        failed: Whether the last commit failed; the next one would most likely, too.
     """
 
     path: Path
@@ -82,6 +83,7 @@ class RunWriter:
     journal: int
     chunks: list[Chunk] = field(default_factory=list)
     bytes: int = 0
+    failed: bool = False
 
     @property
     def committed(self) -> int:
@@ -123,7 +125,8 @@ class RunWriter:
                 os.fsync(self.journal)
                 self.chunks.append(chunk)
                 self.bytes += len(line)
-            except BaseException:  # also Ctrl-C between two bytes
+            except BaseException as error:  # also Ctrl-C between two bytes
+                self.failed = isinstance(error, OSError)
                 self._undo(number, start)
                 raise
         if number:
