@@ -138,8 +138,8 @@ def check_replay(
         UnexplainedStepError: It is another one.
     """
     start, sizes = replay.start, skeleton.sizes
-    predicted, after = predict_step(numbers, sizes, start, replay.clipped, momentum)
-    moved, _ = predict_step(numbers, sizes, start, replay.used, momentum)
+    predicted, _ = predict_step(numbers, sizes, start, replay.clipped, momentum)
+    moved, after = predict_step(numbers, sizes, start, replay.used, momentum)  # the buffer follows the optimizer's own
     difference = float((end - start - predicted).abs().max())
     lawful = float((end - start - moved).abs().max()) <= step_tolerance(start, moved)
     if not (difference <= step_tolerance(start, predicted) or (lawful and explained(skeleton, replay))):
