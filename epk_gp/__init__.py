@@ -29,6 +29,7 @@ from epk_gp.machines.attribute import Attribution, GroupedAttribution, attribute
 from epk_gp.machines.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.machines.baselines import Baseline, chen_machine, domingos_machine, k_prime_block
 from epk_gp.machines.reconstruct import Reconstruction, SingleMachine, reconstruct, single_machine
+from epk_gp.recording.chunks import Step
 from epk_gp.recording.clipping import ClipNorm, ClipValue
 from epk_gp.recording.diagnosis import UnexplainedStepError
 from epk_gp.recording.indexed import IndexedDataset
@@ -37,9 +38,9 @@ from epk_gp.recording.losses import CrossEntropy, MeanSquaredError, NegativeLogL
 from epk_gp.recording.networks import zero_final_layer
 from epk_gp.recording.optimizers import LinearStep, StepLaw
 from epk_gp.recording.recorder import Recorder
-from epk_gp.recording.store import Step
 from epk_gp.recording.training import train
 from epk_gp.recording.trajectory import Trajectory, network_outputs
+from epk_gp.recording.writer import Storage
 
 __version__ = "0.1.0"
 
@@ -74,6 +75,7 @@ __all__ = [
     "SoftmaxUncertainty",
     "Step",
     "StepLaw",
+    "Storage",
     "Temperature",
     "Thinning",
     "Trajectory",

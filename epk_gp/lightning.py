@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from epk_gp.recording.clipping import Clip, ClipNorm, ClipValue
 from epk_gp.recording.losses import CrossEntropy, Loss
 from epk_gp.recording.optimizers import StepLaw
-from epk_gp.recording.recorder import CHUNK_BYTES, Recorder
+from epk_gp.recording.recorder import Recorder
 from epk_gp.recording.trajectory import Trajectory
+from epk_gp.recording.writer import Storage
 
 
 def first_of(batch: Any) -> Any:
@@ -42,7 +43,7 @@ class RecorderCallback(Callback):
         loss: Loss | nn.Module = CrossEntropy(),  # noqa: B008  # a frozen value
         law: StepLaw | None = None,
         path: str | os.PathLike[str] | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        storage: Storage = Storage(),  # noqa: B008  # a frozen value
     ) -> None:
         """Say what will be recorded; the recorder starts with training.
 
@@ -54,11 +55,11 @@ class RecorderCallback(Callback):
             loss: The loss that `training_step` computes.
             law: How the optimizer steps, if it is none of torch's known ones.
             path: New folder for the run; kept in memory if None.
-            chunk_bytes: Weights are committed to disk in chunks of about this size.
+            storage: How often steps are committed to disk, and how.
         """
         self._net, self._indices = net, indices
         self._data = (X, y)
-        self._options: dict[str, Any] = {"loss": loss, "law": law, "path": path, "chunk_bytes": chunk_bytes}
+        self._options: dict[str, Any] = {"loss": loss, "law": law, "path": path, "storage": storage}
         self._recorder: Recorder | None = None
         self._open = False
 

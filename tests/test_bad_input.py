@@ -529,6 +529,6 @@ def test_a_chunk_that_is_removed_while_the_run_is_used_is_named(tmp_path):
     (tmp_path / "run" / "chunk-000001.safetensors").unlink(missing_ok=True)
     (tmp_path / "run" / "chunk-000000.safetensors").unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"chunk-000000.safetensors \(states 0..\d\) was removed or renamed. Restore"
+        FileNotFoundError, match=r"chunk-00000\d.safetensors \(states \d..\d\) was removed or renamed. Restore"
     ):
         epk.reconstruct(trajectory, X)

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import epk_gp as epk
 from epk_gp.cli import main
 from epk_gp.cli.app import parse_rule
-from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.cli.networks import NetworkSpec, build_network, open_run
+from epk_gp.recording.journal import read_journal
 
 SMALL = ("--num-train", "24", "--num-test", "6", "--width", "5", "--steps", "4", "--quiet")
 
@@ -84,8 +87,9 @@ def test_every_command_explains_itself(capsys, command):
     assert "Usage: epk-gp" in capsys.readouterr().out
 
 
-COMMANDS = ("demo", "record", "info", "verify", "attribute", "gram", "uncertainty")
-NOT_MEANT = {("info", "--seed"), ("info", "--dtype")}  # it computes nothing and draws nothing
+COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty")
+# they compute nothing and draw nothing
+NOT_MEANT = {(command, option) for command in ("info", "export") for option in ("--seed", "--dtype")}
 
 
 @pytest.mark.parametrize("option", ["--help", "--out", "--seed", "--dtype", "--quiet"])
@@ -114,7 +118,7 @@ def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
     seeds = {"a": 1, "b": 1, "c": 2}
     for name, seed in seeds.items():
         assert run("record", "--out", tmp_path / name, "--seed", seed, "--batch-size", 7, *SMALL) == 0
-    digests = {name: json.loads((tmp_path / name / "journal.jsonl").read_text())["digest"] for name in seeds}
+    digests = {name: read_journal(tmp_path / name).chunks[-1].digest for name in seeds}
     assert digests["a"] == digests["b"] != digests["c"]
 
 
@@ -204,7 +208,55 @@ def test_verify_checks_files(recorded, tmp_path, capsys):
     content = bytearray(chunk.read_bytes())
     content[-9] ^= 1
     chunk.write_bytes(content)
-    assert "checksum" in refused(capsys, "verify", damaged, "--checksums")
+    assert "checksum" in refused(capsys, "verify", damaged, "--checksums", "--quiet")
+
+
+def test_record_goes_on_after_an_interrupt_as_if_it_had_not_been(tmp_path, monkeypatch, capsys):
+    arguments = ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.01, *SMALL)
+    assert run("record", "--out", tmp_path / "whole", *arguments) == 0
+    left, real = [2], epk.Recorder._before_step
+
+    def interrupted(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(epk.Recorder, "_before_step", interrupted)
+        assert run("record", "--out", tmp_path / "run", *arguments) == 130
+    capsys.readouterr()
+    assert run("info", tmp_path / "run", "--quiet") == 0
+    assert "not finished: record --resume goes on with it" in capsys.readouterr().out
+    assert "already holds something" in refused(capsys, "record", "--out", tmp_path / "run", *arguments)
+    assert run("record", "--out", tmp_path / "run", "--resume", *arguments) == 0
+    digests = [read_journal(tmp_path / name).chunks[-1].digest for name in ("whole", "run")]
+    assert digests[0] == digests[1]
+    other = ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.02, *SMALL)
+    assert "must have the recorded options" in refused(capsys, "record", "--out", tmp_path / "run", "--resume", *other)
+
+
+def test_export_writes_the_run_to_one_file(recorded, tmp_path, capsys):
+    assert run("export", recorded, "--out", tmp_path / "run.safetensors", "--quiet") == 0
+    found = load_file(tmp_path / "run.safetensors")
+    trajectory = open_run(recorded, None)
+    assert torch.equal(found["states"], torch.stack(list(trajectory.states)))
+    assert torch.equal(found["inputs"], trajectory.inputs)
+    assert torch.equal(found["sizes"], trajectory.step_sizes)
+    assert (found["update.direct"] == 0.1).all()
+    with safe_open(tmp_path / "run.safetensors", framework="pt") as file:
+        assert file.metadata()["digest"] == trajectory.digest
+        assert json.loads(file.metadata()["header"])["num_points"] == 24
+    assert "must be a new file" in refused(capsys, "export", recorded, "--out", tmp_path / "run.safetensors")
+
+
+@pytest.mark.parametrize("name", ["network.json", "held_out.safetensors"])
+def test_damage_in_the_command_line_s_own_files_is_found(recorded, tmp_path, capsys, name):
+    damaged = shutil.copytree(recorded, tmp_path / "damaged")
+    content = bytearray((damaged / name).read_bytes())
+    content[len(content) // 2] ^= 2
+    (damaged / name).write_bytes(content)
+    assert name in refused(capsys, "verify", damaged, "--quiet")
 
 
 def test_progress_bars_go_to_stderr(recorded, capsys):
@@ -284,9 +336,11 @@ def test_users_bring_their_own_network_and_data(user_module, tmp_path, suffix, c
     network = f"{user_module}:tanh_net"
     arguments = ("--data", data, "--num-train", 9, "--network", network, "--steps", 3, "--quiet")
     assert run("record", "--out", "mine", *arguments) == 0
-    assert run("verify", "mine", "--quiet") == 0  # the network is found again, and the 3 points that were held out
+    said = refused(capsys, "verify", "mine", "--quiet")  # what a run names is not executed
+    assert f"If you trust it, pass --network {network}" in said
+    assert run("verify", "mine", "--network", network, "--quiet") == 0
     assert "3 points, 3 steps" in capsys.readouterr().out
-    assert run("verify", "mine", "--points", data, "--quiet") == 0
+    assert run("verify", "mine", "--network", network, "--points", data, "--quiet") == 0
     assert "12 points" in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -13,20 +14,24 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.recording.chunks import Step, read_state, read_steps
+from epk_gp.recording.journal import Chunk, line_checksum, line_of, read_journal
 from epk_gp.recording.optimizers import FIELDS, Update, per_weight
-from epk_gp.recording.recorder import CHUNK_BYTES
-from epk_gp.recording.store import Step, create_run, read_data, read_header, read_journal, read_state, read_steps
-from epk_gp.recording.trajectory import StoredUpdates
+from epk_gp.recording.store import DTYPES, read_data, read_header, read_resume
+from epk_gp.recording.trajectory import StoredStates, StoredUpdates
+from epk_gp.recording.writer import create_run, publish
 from loops import CASES, data, file_hashes, mlp, sgd, squares, trained
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"
 
 
-def record(path, steps=6, chunk_bytes=800):
-    """A run of six steps in several chunks: three states of 408 bytes do not fit into 800."""
+def record(path, steps=6, chunk_bytes=800, finish=True, **options):
+    """A run of six steps in chunks of two: 408 bytes of weights are too few to commit, 816 are enough."""
     net, (X, y) = mlp(), data()
     optimizer = sgd(net)
-    with epk.Recorder(net, optimizer, X, y, path=path, chunk_bytes=chunk_bytes) as recorder:
+    storage = epk.Storage(chunk_bytes=chunk_bytes, **options)
+    recorder = epk.Recorder(net, optimizer, X, y, path=path, storage=storage)
+    with recorder if finish else unfinished(recorder):
         for step in range(steps):
             batch = None if step % 3 == 0 else torch.tensor([step, 9, 2])[: step % 3 + 1]
             rows = slice(None) if batch is None else batch
@@ -35,6 +40,14 @@ def record(path, steps=6, chunk_bytes=800):
             recorder.batch(batch)
             optimizer.step()
     return recorder.trajectory
+
+
+@contextmanager
+def unfinished(recorder):
+    """Stop as an error would: what was recorded is committed, and the run is not closed."""
+    recorder.__enter__()
+    yield
+    recorder.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +60,13 @@ def pristine(tmp_path_factory):
 @pytest.fixture
 def run(pristine, tmp_path):
     return shutil.copytree(pristine, tmp_path / "run")
+
+
+@pytest.fixture
+def crashed(tmp_path):
+    """A run that was not finished."""
+    record(tmp_path / "crashed", finish=False)
+    return tmp_path / "crashed"
 
 
 def chunk_files(run):
@@ -85,7 +105,7 @@ def test_loading_unpickles_nothing(run, monkeypatch):
 
 
 def test_chunks_do_not_change_the_run(tmp_path):
-    for chunk_bytes, chunks in ((1, 6), (500, 4), (1500, 2), (CHUNK_BYTES, 1)):
+    for chunk_bytes, chunks in ((1, 7), (500, 4), (1500, 3), (1 << 24, 2)):
         path = tmp_path / str(chunk_bytes)
         assert record(path, chunk_bytes=chunk_bytes).digest == record(None).digest
         assert len(chunk_files(path)) == chunks
@@ -93,8 +113,9 @@ def test_chunks_do_not_change_the_run(tmp_path):
 
 def test_the_journal_counts_every_state_once(run):
     journal = read_journal(run)
-    assert [chunk.states for chunk in journal] == [2, 2, 2, 1]
-    assert sum(chunk.states for chunk in journal) == 7
+    assert [chunk.states for chunk in journal.chunks] == [1, 2, 2, 2]
+    assert journal.chunks[-1].last == 6
+    assert journal.finished
 
 
 def test_no_partial_file_is_left(run):
@@ -151,7 +172,9 @@ def test_a_missing_file_is_named(run, name):
 def test_a_missing_chunk_is_named_with_its_states(run, number):
     file = chunk_files(run)[number]
     file.unlink()
-    refused(run, ValueError, rf"{file.name} \(states {2 * number}\.\.\d\) must have \d+ bytes: it is missing")
+    refused(
+        run, ValueError, rf"{file.name} \(states {max(0, 2 * number - 1)}\.\.\d\) must have \d+ bytes: it is missing"
+    )
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -165,7 +188,7 @@ def test_a_truncated_chunk_is_named_with_its_states(run, number):
 def test_a_flipped_bit_in_a_chunk_is_found(run, position):
     file = chunk_files(run)[1]
     flip(file, position)
-    refused(run, ValueError, rf"{file.name} \(states 2\.\.3\) must have the checksum .*damaged. Restore it from a copy")
+    refused(run, ValueError, rf"{file.name} \(states 1\.\.2\) must have the checksum .*damaged. Restore it from a copy")
 
 
 @pytest.mark.parametrize("change", ["flip", "truncate"])
@@ -182,7 +205,9 @@ def test_chunks_of_another_run_do_not_pass(run, tmp_path):
     with torch.no_grad():
         net[0].bias += 1
     optimizer = sgd(net)
-    with epk.Recorder(net, optimizer, X, y, path=tmp_path / "another", chunk_bytes=800) as recorder:
+    with epk.Recorder(
+        net, optimizer, X, y, path=tmp_path / "another", storage=epk.Storage(chunk_bytes=800)
+    ) as recorder:
         F.cross_entropy(net(X), y).backward()
         recorder.batch(None)
         optimizer.step()
@@ -190,68 +215,114 @@ def test_chunks_of_another_run_do_not_pass(run, tmp_path):
     refused(run, ValueError, "chunk-000000.safetensors .* must have the checksum")
 
 
-@pytest.mark.parametrize("length", [1, 20, -1])
-def test_a_last_journal_line_that_was_cut_short_is_not_committed(run, length):
-    lines = (run / JOURNAL).read_bytes().splitlines(keepends=True)
-    (run / JOURNAL).write_bytes(b"".join(lines[:-1]) + lines[-1][:length])
-    loaded = epk.load_trajectory(run, mlp())
-    assert loaded.num_steps == 5
-    whole = record(None, steps=5)
+def cut(run, lines, length=0):
+    """Leave whole lines of the journal, and the start of the next one."""
+    whole = (run / JOURNAL).read_bytes().splitlines(keepends=True)
+    (run / JOURNAL).write_bytes(b"".join(whole[:lines]) + (whole[lines][:length] if length else b""))
+
+
+def before_its_last_commit(run):
+    """Bring back the file that the run would go on from, as a crash between journal and removal leaves it."""
+    (run / "resume-000002.safetensors").write_bytes(b"whatever the second but last commit kept")
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, -1])
+def test_a_last_journal_line_that_was_cut_short_is_not_committed(crashed, length):
+    before_its_last_commit(crashed)
+    cut(crashed, 3, length)
+    loaded = epk.load_trajectory(crashed, mlp())
+    assert loaded.num_steps == 4
+    whole = record(None, steps=4)
     assert loaded.digest == whole.digest
-    for s in range(6):
+    for s in range(5):
         assert torch.equal(loaded.states[s], whole.states[s])
 
 
-def test_a_chunk_without_its_journal_line_is_not_committed(run):
-    lines = (run / JOURNAL).read_bytes().splitlines(keepends=True)
-    (run / JOURNAL).write_bytes(b"".join(lines[:2]))
-    (run / "chunk-000002.safetensors.part").write_bytes(b"torn")
-    chunk_files(run)[2].write_bytes(b"torn too")
-    assert epk.load_trajectory(run, mlp()).num_steps == 3
+@pytest.mark.parametrize("lines", [1, 2, 3])
+def test_a_journal_that_lost_whole_lines_is_found(crashed, run, lines):
+    """The files of later commits say that there were more, whether the run was finished or not."""
+    cut(crashed, lines)
+    refused(crashed, ValueError, rf"a line for each of 4 committed chunks: it ends after {lines}")
+    cut(run, lines)
+    refused(run, ValueError, r"must be as it was when the run was finished, with \d+ bytes and 4 chunks")
 
 
-def test_a_journal_without_any_line_is_no_run(run):
-    (run / JOURNAL).write_bytes(b"")
-    refused(run, ValueError, "at least its initial weights.*no committed chunk")
+def test_a_run_that_was_not_finished_opens_as_what_was_committed(crashed):
+    assert epk.load_trajectory(crashed, mlp()).digest == record(None).digest
+    assert not read_journal(crashed).finished
+
+
+def test_a_chunk_without_its_journal_line_is_not_committed(crashed):
+    before_its_last_commit(crashed)
+    cut(crashed, 3)
+    (crashed / "chunk-000003.safetensors.part").write_bytes(b"torn")
+    chunk_files(crashed)[3].write_bytes(b"torn too")
+    assert epk.load_trajectory(crashed, mlp()).num_steps == 4
+
+
+def test_a_journal_without_any_line_is_no_run(crashed):
+    (crashed / JOURNAL).write_bytes(b"")
+    refused(crashed, ValueError, "at least its initial weights.*no committed chunk")
 
 
 @pytest.mark.parametrize(
     "line", [b"\n", b"null\n", b"[]\n", b"{}\n", b'{"file": "x"}\n', b"\xff\xfe\n", b"{truncated\n"], ids=repr
 )
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_a_damaged_line_within_the_journal_is_an_error(run, number, line):
-    lines = (run / JOURNAL).read_bytes().splitlines(keepends=True)
+def test_a_damaged_line_within_the_journal_is_an_error(crashed, number, line):
+    lines = (crashed / JOURNAL).read_bytes().splitlines(keepends=True)
     lines[number] = line
-    (run / JOURNAL).write_bytes(b"".join(lines))
-    refused(run, ValueError, rf"line {number + 1} of .*{JOURNAL} must describe a chunk: it is damaged")
+    (crashed / JOURNAL).write_bytes(b"".join(lines))
+    refused(crashed, ValueError, rf"line {number + 1} of .*{JOURNAL} must describe a chunk: it is damaged")
+
+
+def rewritten(run, change):
+    """Edit the second line of the journal, and sign all lines anew as an insider would."""
+    chunks, before = [], ""
+    for number, line in enumerate((run / JOURNAL).read_text().splitlines()):
+        chunk = Chunk(**(json.loads(line) | (change if number == 1 else {})))
+        before = line_checksum(before, chunk)
+        chunks.append(Chunk(**(vars(chunk) | {"line": before})))
+    (run / JOURNAL).write_bytes(b"".join(line_of(chunk) for chunk in chunks))
+
+
+CHANGES = {
+    "first": ({"first": 3}, "line 2 .*must continue at state 1"),
+    "path": ({"file": "../chunk-000001.safetensors"}, "line 2 .*must continue at state 1"),
+    "none": ({"states": 0}, "line 2 .*must continue at state 1"),
+    "more": ({"states": 3}, "line 3 .*must continue at state 4"),
+    "text": ({"states": "2"}, "line 2 .*damaged"),
+    "bytes": ({"bytes": 7}, "must have 7 bytes"),
+    "blake2b": ({"blake2b": "0" * 32}, "must have the checksum"),
+    "digest": ({"digest": "0" * 32}, "must have the checksum"),
+}
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"first": 3}, "line 2 .*must continue at state 2"),
-        ({"file": "../chunk-000001.safetensors"}, "line 2 .*must continue at state 2"),
-        ({"states": 0}, "line 2 .*must continue at state 2"),
-        ({"states": 3}, "line 3 .*must continue at state 5"),
-        ({"states": "2"}, "line 2 .*damaged"),
-        ({"bytes": 7}, "must have 7 bytes"),
-        ({"blake2b": "0" * 32}, "must have the checksum"),
-        ({"digest": "0" * 32}, "must have the checksum"),
-    ],
-    ids=lambda value: "_".join(value) if isinstance(value, dict) else "",
-)
-def test_an_edited_journal_line_is_found(run, change, says):
-    lines = (run / JOURNAL).read_text().splitlines()
+@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_journal_line_that_was_edited_and_signed_anew_is_found(crashed, change, says):
+    rewritten(crashed, change)
+    refused(crashed, ValueError, says)
+
+
+@pytest.mark.parametrize("change", [change for change, _ in CHANGES.values()], ids=CHANGES.keys())
+def test_an_edited_journal_line_is_found(crashed, change):
+    lines = (crashed / JOURNAL).read_text().splitlines()
     lines[1] = json.dumps(json.loads(lines[1]) | change)
-    (run / JOURNAL).write_text("\n".join(lines) + "\n")
-    refused(run, ValueError, says)
+    (crashed / JOURNAL).write_text("\n".join(lines) + "\n")
+    refused(crashed, ValueError, "line 2 of .* (must have its checksum: it is damaged|must describe a chunk)")
 
 
-def test_a_line_lost_from_the_middle_of_the_journal_is_found(run):
-    lines = (run / JOURNAL).read_bytes().splitlines(keepends=True)
-    (run / JOURNAL).write_bytes(b"".join(lines[:1] + lines[2:]))
-    refused(run, ValueError, "line 2 .*must continue at state 2")
+def test_a_line_lost_from_the_middle_of_the_journal_is_found(crashed):
+    lines = (crashed / JOURNAL).read_bytes().splitlines(keepends=True)
+    (crashed / JOURNAL).write_bytes(b"".join(lines[:1] + lines[2:]))
+    refused(crashed, ValueError, "line 2 .*must have its checksum: it is damaged, or a line before it is lost")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"{", b"[" * 1000], ids=repr)
+def test_a_damaged_closing_record_is_found(run, content):
+    (run / "finished.json").write_bytes(content)
+    refused(run, ValueError, "finished.json must (be JSON|have)")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"epk_gp run"', b"\xff\xfe", b"{}"], ids=repr)
@@ -261,7 +332,19 @@ def test_a_damaged_header_is_found(run, content):
 
 
 @pytest.mark.parametrize(
-    "key", ["names", "shapes", "dtype", "num_outputs", "loss", "law", "data_digest", "data_blake2b"]
+    "key",
+    [
+        "names",
+        "shapes",
+        "dtype",
+        "num_outputs",
+        "num_points",
+        "loss",
+        "law",
+        "data_digest",
+        "data_blake2b",
+        "compression",
+    ],
 )
 @pytest.mark.parametrize("change", ["removed", "edited"])
 def test_an_edited_header_is_found(run, key, change):
@@ -273,11 +356,11 @@ def test_an_edited_header_is_found(run, key, change):
     refused(run, ValueError, "run.json must have the checksum it was written with: it is damaged")
 
 
-@pytest.mark.parametrize("version", [2, 0, None, "1"])
+@pytest.mark.parametrize("version", [1, 3, None, "2"])
 def test_a_run_of_another_version_is_refused(run, version):
     header = json.loads((run / HEADER).read_text()) | {"version": version, "something": "new"}
     (run / HEADER).write_text(json.dumps(header))
-    refused(run, ValueError, rf"format version must be 1: .* has {version!r}. Update epk_gp")
+    refused(run, ValueError, rf"format version must be 2: .* has {version!r}. Open it with the version of epk_gp")
 
 
 # --- Another network, another loss ----------------------------------------------------------------------------------
@@ -378,7 +461,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(run):
     net, (X, y) = mlp(), data()
     for make in (
         lambda: epk.train(net, X, y, optimizer=sgd(net), steps=1, path=run),
-        lambda: epk.Recorder(net, sgd(net), X, y, path=run),
+        lambda: epk.Recorder(net, sgd(net), X, y, path=run, storage=epk.Storage()),
     ):
         with pytest.raises(FileExistsError, match=r"must be a new or empty folder: .*run already holds something"):
             make()
@@ -419,6 +502,7 @@ def test_nothing_is_written_for_a_run_that_is_refused_at_the_door(tmp_path, wron
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compression", ["none", "deltas"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_weights=st.integers(3, 30),
@@ -427,34 +511,43 @@ def test_nothing_is_written_for_a_run_that_is_refused_at_the_door(tmp_path, wron
     chunk_states=st.integers(1, 4),
     sizes=st.lists(st.floats(0, 1e300), min_size=9, max_size=9),
 )
-def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, lengths, chunk_states, sizes):
+def test_what_is_written_is_what_is_read(
+    tmp_path_factory, compression, num_weights, dtype, lengths, chunk_states, sizes
+):
     path = tmp_path_factory.mktemp("property") / "run"
     generator = torch.Generator().manual_seed(len(lengths))
+    num_points = 1 << 20
     states = [torch.randn(num_weights, generator=generator, dtype=dtype) for _ in range(len(lengths) + 1)]
-    batches = [None if n is None else torch.randint(0, 1 << 40, (n,), generator=generator) for n in lengths]
+    batches = [None if n is None else torch.randint(0, num_points, (n,), generator=generator) for n in lengths]
     weights = [None if batch is None or len(batch) % 2 else torch.rand(len(batch)).double() for batch in batches]
     steps = [Step(s, sizes[s], batch, c) for s, (batch, c) in enumerate(zip(batches, weights, strict=True))]
-    shapes = [[num_weights - 1], [1]]
     updates = [
         Update(**{f: torch.rand(num_weights).to(dtype) if f in diagonal else torch.rand(2).double() for f in FIELDS})
         for diagonal in ([("direct",), ("take", "keep"), ()][s % 3] for s in range(len(lengths)))
     ]
-    tensors = {"inputs": states[0], "labels": torch.arange(3), "scalar": torch.tensor(3.0)}
-    writer = create_run(path, {"names": ["w"], "shapes": shapes}, tensors)
+    tensors = {"inputs": torch.zeros(num_points, 0), "targets": torch.zeros(num_points, 0), "probe": states[0]}
+    kept = {"state": torch.arange(5)}
+    about = {"names": ["w", "b"], "shapes": [[num_weights - 1], [1]], "dtype": str(dtype), "num_outputs": 1}
+    about |= {"num_points": num_points, "loss": {"kind": "mine"}, "law": {"name": "mine"}, "data_digest": "none"}
+    writer, header = create_run(path, {**about, "compression": compression, "optimizer": []}, tensors)
     for first in range(0, len(states), chunk_states):
         last = min(first + chunk_states, len(states))
         own = slice(max(first - 1, 0), last - 1)
-        writer.append_chunk(states[first:last], steps[own], updates[own], f"digest {last}")
+        writer.append(states[first:last], steps[own], updates[own], f"digest {last}", kept)
+    publish(writer, header)
+    writer.finish()
+    writer.close()
 
-    header = read_header(path)
-    assert header["names"] == ["w"]
+    assert read_header(path) == header
+    assert DTYPES[header["dtype"]] == dtype
     for name, value in read_data(path, header).items():
         assert torch.equal(value, tensors[name])
         assert value.dtype == tensors[name].dtype
-    chunks = read_journal(path)
-    assert chunks == writer.chunks
+    chunks = read_journal(path).chunks
+    assert list(chunks) == writer.chunks
     assert chunks[-1].digest == f"digest {len(states)}"
-    read = [step for chunk in chunks for step in read_steps(path, chunk)]
+    assert torch.equal(read_resume(path, len(chunks) - 1, chunks[-1])["state"], kept["state"])
+    read = [step for chunk in chunks for step in read_steps(path, writer.layout, chunk)]
     assert [(step.index, step.size) for step in read] == [(step.index, step.size) for step in steps]
     for found, written in zip(read, batches, strict=True):
         assert (found.batch is None) == (written is None)
@@ -462,16 +555,19 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, l
     for found, written in zip(read, weights, strict=True):
         assert (found.sample_weights is None) == (written is None)
         assert written is None or torch.equal(found.sample_weights, written)
-    stored = StoredUpdates(path, tuple(chunks))
+    stored = StoredUpdates(path, writer.layout, chunks)
     assert len(stored) == len(updates)
-    like = torch.zeros(num_weights, dtype=dtype)
-    for s, update in enumerate(updates):
-        for found, written in zip(stored[s], update, strict=True):
-            assert torch.equal(per_weight(found, writer.sizes, like), per_weight(written, writer.sizes, like))
+    like, sizes_of = torch.zeros(num_weights, dtype=dtype), writer.layout.sizes
+    for s in torch.randperm(len(updates)).tolist():
+        for found, written in zip(stored[s], updates[s], strict=True):
+            assert torch.equal(per_weight(found, sizes_of, like), per_weight(written, sizes_of, like))
+    in_order = StoredStates(path, writer.layout, chunks)
     for chunk in chunks:
-        for state in range(chunk.first, chunk.first + chunk.states):
-            assert torch.equal(read_state(path, chunk, state), states[state])
-            assert read_state(path, chunk, state).dtype == dtype
+        for state in range(chunk.first, chunk.last + 1):
+            assert torch.equal(in_order[state], states[state])
+            alone = read_state(path, writer.layout, chunk, state)
+            assert torch.equal(alone, states[state])
+            assert alone.dtype == dtype
 
 
 @pytest.mark.slow
@@ -482,8 +578,11 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, l
     steps=st.integers(1, 5),
     chunk_bytes=st.integers(1, 2000),
     batch_size=st.one_of(st.none(), st.integers(1, 10)),
+    compression=st.sampled_from(["none", "deltas"]),
 )
-def test_a_recorded_run_is_the_run_in_memory(tmp_path_factory, widths, dtype, steps, chunk_bytes, batch_size):
+def test_a_recorded_run_is_the_run_in_memory(
+    tmp_path_factory, widths, dtype, steps, chunk_bytes, batch_size, compression
+):
     def make_net():
         torch.manual_seed(4)
         sizes = [4, *widths, 3]
@@ -493,7 +592,8 @@ def test_a_recorded_run_is_the_run_in_memory(tmp_path_factory, widths, dtype, st
     def loop(path):
         net, (X, y) = make_net(), data(dtype=dtype)
         optimizer = sgd(net)
-        with epk.Recorder(net, optimizer, X, y, path=path, chunk_bytes=chunk_bytes) as recorder:
+        storage = epk.Storage(chunk_bytes=chunk_bytes, compression=compression)
+        with epk.Recorder(net, optimizer, X, y, path=path, storage=storage) as recorder:
             for step in range(steps):
                 batch = None if batch_size is None else (torch.arange(batch_size) + step) % len(X)
                 rows = slice(None) if batch is None else batch

@@ -17,7 +17,7 @@ from epk_gp.engine.quadrature import Rule, adaptive, gauss_legendre, left_endpoi
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _INTERRUPTED = 130  # 128 + SIGINT
 PARTIAL = "partial"  # folder of a long job's partial sums, gone when it is done
-_ORDER = ("demo", "record", "info", "verify", "attribute", "gram", "uncertainty")
+_ORDER = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty")
 
 
 class _InOrder(TyperGroup):

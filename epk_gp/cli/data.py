@@ -11,7 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from epk_gp.cli.networks import noted_held_out
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
+from epk_gp.recording.files import checksum, checksum_file, write_durably
 from epk_gp.recording.trajectory import Trajectory
 
 _HELD_OUT = "held_out.safetensors"
@@ -68,11 +70,13 @@ def load_split(
     return Split(train[:num_train], test[:num_test])
 
 
-def write_held_out(run: Path, data: Dataset) -> None:
-    """Keep the held-out points in a run's folder, if there are any."""
-    if len(data):
-        arrays = {"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()}
-        (run / _HELD_OUT).write_bytes(save(arrays))
+def write_held_out(run: Path, data: Dataset) -> str | None:
+    """Keep the held-out points in a run's folder, if there are any, and give the file's checksum."""
+    if not len(data):
+        return None
+    content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()})
+    write_durably(run / _HELD_OUT, content)
+    return checksum(content)
 
 
 def read_points(
@@ -99,6 +103,8 @@ def read_points(
     if num_points is not None and num_points < 1:
         raise ValueError(f"--num-points must be at least 1: got {num_points}.")
     source = file if file is not None else run / _HELD_OUT
+    if file is None and source.is_file():
+        _check_held_out(source, noted_held_out(run))
     X = _array(read_arrays(source), "inputs", source) if file is not None or source.is_file() else trajectory.inputs
     if not len(X):
         raise ValueError(f"{source} must hold at least one point: `inputs` is empty.")
@@ -106,6 +112,11 @@ def read_points(
     if not trajectory.inputs.is_floating_point():
         return X
     return X.to(dtype if dtype is not None else trajectory.dtype)
+
+
+def _check_held_out(source: Path, noted: str | None) -> None:
+    if noted is not None and checksum_file(source, None, str(source)) != noted:
+        raise ValueError(f"{source} must have the checksum it was written with: it is damaged. Pass --points.")
 
 
 def draw_rows(count: int, size: int | None, seed: int | None) -> Int64[Tensor, " n"]:

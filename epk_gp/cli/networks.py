@@ -1,16 +1,17 @@
 """Which network a run has: the built-in ones, the user's own, and the note of it in the run's folder."""
 
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from epk_gp.recording import store
+from epk_gp.recording.files import MAX_JSON_BYTES, plain_size, read_bytes, read_signed_json, signed_json, write_durably
 from epk_gp.recording.loading import load_trajectory
 from epk_gp.recording.networks import call, skeleton_of
 from epk_gp.recording.trajectory import Trajectory
@@ -93,10 +94,10 @@ def check_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) 
     return outputs.shape[1]
 
 
-def write_note(run: Path, spec: NetworkSpec, config: Mapping[str, object]) -> None:
-    """Note in a run's folder how its network is made, and how the run was recorded."""
-    note = {"network": asdict(spec), "recorded_with": dict(config)}
-    (run / _NOTE).write_text(json.dumps(note, indent=1) + "\n")
+def write_note(run: Path, spec: NetworkSpec, config: Mapping[str, object], held_out: str | None) -> None:
+    """Note in a run's folder how its network is made, how it was recorded, and the checksum of its held-out points."""
+    note = {"network": asdict(spec), "recorded_with": dict(config), "held_out_blake2b": held_out}
+    write_durably(run / _NOTE, signed_json(note))
 
 
 def open_run(run: Path, network: str | None) -> Trajectory:
@@ -114,6 +115,11 @@ def open_run(run: Path, network: str | None) -> Trajectory:
         spec = NetworkSpec(network, shape, header["num_outputs"])
     if spec is None:
         raise ValueError(f"--network must say how the network is made: {run} has no {_NOTE}.")
+    if network is None and ":" in spec.name:
+        raise ValueError(
+            f"--network must name a factory that is to be run: {run} says that {spec.name} makes its network. If you "
+            f"trust it, pass --network {spec.name}."
+        )
     try:
         return load_trajectory(run, build_network(spec))
     except RuntimeError as error:  # torch, on weights of the right names and inputs of another shape
@@ -126,11 +132,11 @@ def read_note(run: Path) -> NetworkSpec | None:
     Raises:
         ValueError: A damaged note.
     """
-    file = run / _NOTE
-    if not file.is_file():
+    note = _read_note(run)
+    if note is None:
         return None
     try:
-        fields = json.loads(file.read_text())["network"]
+        fields = note["network"]
         return NetworkSpec(
             str(fields["name"]),
             tuple(int(n) for n in fields["input_shape"]),
@@ -140,8 +146,30 @@ def read_note(run: Path) -> NetworkSpec | None:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{file} must say how the network is made: it is damaged ({error}). Pass --network."
+            f"{run / _NOTE} must say how the network is made: it does not ({error}). Pass --network."
         ) from error
+
+
+def noted_held_out(run: Path) -> str | None:
+    """Read the checksum of a run's held-out points; None if none is noted.
+
+    Raises:
+        ValueError: A damaged note.
+    """
+    note = _read_note(run)
+    found = None if note is None else note.get("held_out_blake2b")
+    return found if isinstance(found, str) else None
+
+
+def _read_note(run: Path) -> dict[str, Any] | None:
+    file = run / _NOTE
+    if plain_size(file, str(file)) is None:
+        return None
+    says = f"{file} must say how the network is made"
+    note = read_signed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), says)
+    if note is None:
+        raise ValueError(f"{says}: it is damaged, for its checksum is not that of its content. Pass --network.")
+    return note
 
 
 def _from_factory(name: str) -> nn.Module:

@@ -10,7 +10,6 @@ import torch
 import typer
 from torch import nn
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from epk_gp.cli.app import Dtype, Quiet, RunFolder, Seed, app, make_folder, torch_dtype
 from epk_gp.cli.data import load_split, write_held_out
@@ -18,10 +17,12 @@ from epk_gp.cli.networks import NetworkSpec, build_network, check_network, read_
 from epk_gp.cli.results import Stopwatch, write_json
 from epk_gp.recording import store
 from epk_gp.recording.clipping import ClipNorm
+from epk_gp.recording.diagnosis import UnexplainedStepError
 from epk_gp.recording.losses import CrossEntropy, MeanSquaredError
 from epk_gp.recording.networks import zero_final_layer
 from epk_gp.recording.training import train
 from epk_gp.recording.trajectory import network_outputs
+from epk_gp.recording.writer import Storage, is_run
 
 _BLOCK = 1000  # inputs evaluated at a time
 
@@ -41,6 +42,13 @@ class OptimizerName(StrEnum):
     adamw = "adamw"
     rmsprop = "rmsprop"
     adagrad = "adagrad"
+
+
+class CompressionName(StrEnum):
+    """How weights are stored."""
+
+    none = "none"
+    deltas = "deltas"
 
 
 @app.command(short_help="Train a network and record every step.")
@@ -75,6 +83,16 @@ def record(
         LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")
     ] = LossName.cross_entropy,
     dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, given the options it was started with.")
+    ] = False,
+    compression: Annotated[
+        CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
+    ] = CompressionName.none,
+    commit_seconds: Annotated[float, typer.Option(help="A crash costs at most the steps of so many seconds.")] = 60.0,
+    check_every: Annotated[
+        int, typer.Option(help="Recompute the gradient of one step in so many, to check it; of every step by default.")
+    ] = 1,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -89,19 +107,6 @@ def record(
         zero_final_layer(net)
     num_outputs = check_network(net, X, split.train.num_classes)
     rates = OptimizerRates(lr, momentum, nesterov, weight_decay)
-    trajectory = train(
-        net,
-        X,
-        y if loss is LossName.cross_entropy else F.one_hot(y, num_outputs).to(torch_dtype(dtype)),
-        optimizer=make_optimizer(net, optimizer, rates),
-        steps=steps,
-        loss=CrossEntropy() if loss is LossName.cross_entropy else MeanSquaredError(),
-        batch_size=batch_size,
-        generator=torch.Generator().manual_seed(seed),
-        clip=None if clip_norm is None else ClipNorm(clip_norm),
-        path=out,
-        progress=not quiet,
-    )
     config: dict[str, object] = {
         "data": data,
         "data_dir": None if data_dir is None else str(data_dir),
@@ -109,8 +114,29 @@ def record(
     }
     config |= {"steps": steps, "batch_size": batch_size, "loss": str(loss), "seed": seed, "clip_norm": clip_norm}
     config |= {"optimizer": str(optimizer)} | asdict(rates)
-    write_note(out, spec, config | {"zero_final_layer": zero_final})
-    write_held_out(out, split.held_out)
+    config |= {"zero_final_layer": zero_final, "compression": str(compression), "check_every": check_every}
+    try:
+        trajectory = train(
+            net,
+            X,
+            y if loss is LossName.cross_entropy else F.one_hot(y, num_outputs).to(torch_dtype(dtype)),
+            optimizer=make_optimizer(net, optimizer, rates),
+            steps=steps,
+            loss=CrossEntropy() if loss is LossName.cross_entropy else MeanSquaredError(),
+            batch_size=batch_size,
+            generator=torch.Generator().manual_seed(seed),
+            clip=None if clip_norm is None else ClipNorm(clip_norm),
+            path=out,
+            resume=resume,
+            storage=Storage(seconds=commit_seconds, compression=compression.value),
+            check_every=check_every,
+            progress=not quiet,
+        )
+    except (UnexplainedStepError, KeyboardInterrupt):  # the steps before can be opened
+        if is_run(out):
+            write_note(out, spec, config, write_held_out(out, split.held_out))
+        raise
+    write_note(out, spec, config, write_held_out(out, split.held_out))
     parts = [(name, d) for name, d in (("training", split.train), ("held-out", split.held_out)) if len(d)]
     predicted = {name: network_outputs(trajectory, d.inputs, block_size=_BLOCK).argmax(1) for name, d in parts}
     accuracy = {name: float((predicted[name] == d.labels).double().mean()) for name, d in parts}
@@ -165,27 +191,30 @@ def info(
 ) -> None:
     """Say what a recorded run holds, after checking its files; builds no network."""
     watch = Stopwatch()
-    header, chunks, spec = store.read_header(run), store.read_journal(run), read_note(run)
-    data = store.read_data(run, header)
+    found, spec = store.check_run(run, progress=not quiet), read_note(run)
+    header = found.header
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
-    steps = [step for chunk in tqdm(chunks, desc="chunks", disable=quiet) for step in store.read_steps(run, chunk)]
-    sizes = sorted({step.size for step in steps})
-    batches = sorted({len(data["inputs"]) if step.batch is None else len(step.batch) for step in steps})
     lines: dict[str, object] = {
         "network": "not noted (pass --network to the other commands)" if spec is None else spec.name,
-        "steps": len(steps),
-        "step sizes": _range(sizes),
-        "points per step": _range(batches),
-        "weights": f"{sum(torch.Size(shape).numel() for shape in header['shapes'])} in {len(header['names'])} tensors",
+        "steps": found.num_steps,
+        "step sizes": _range(sorted(set(found.sizes))),
+        "points per step": _range(sorted(set(found.batch_sizes))),
+        "weights": f"{sum(store.layout_of(header).sizes)} in {len(header['names'])} tensors",
         "dtype": header["dtype"].removeprefix("torch."),
         "outputs": header["num_outputs"],
-        "training points": f"{len(data['inputs'])} of shape {tuple(data['inputs'].shape[1:])}",
-        "loss": f"{header['loss']['kind']}, {header['loss']['reduction']}",
+        "training points": f"{found.data_shapes['inputs'][0]} of shape {found.data_shapes['inputs'][1:]}",
+        "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
         "step law": header["law"]["name"],
-        "digest": chunks[-1].digest,
+        "gradients": "every step's recomputed while recording"
+        if header.get("check_every") == 1
+        else f"one in {header.get('check_every')} recomputed while recording",
+        "digest": found.chunks[-1].digest,
         "data digest": header["data_digest"],
-        "chunks": len(chunks),
+        "chunks": len(found.chunks),
+        "compression": header["compression"],
         "size on disk": f"{size / 1e6:.2f} MB",
+        "recording": "finished" if found.finished else "not finished: record --resume goes on with it",
+        "files": f"all {found.files} verified against their checksums",
     }
     if out is not None:
         write_json(make_folder(out) / "info.json", "info", {"run": run}, lines, watch)

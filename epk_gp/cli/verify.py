@@ -62,7 +62,7 @@ def verify(
 ) -> None:
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
     if checksums:
-        _check_files(run)
+        _check_files(run, quiet)
         return
     watch, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
@@ -111,9 +111,7 @@ def _table(results: dict[Head, Reconstruction]) -> str:
     return "\n".join("  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
 
 
-def _check_files(run: Path) -> None:
-    header = store.read_header(run)
-    store.read_data(run, header)
-    chunks = store.read_journal(run)
-    steps = sum(len(store.read_steps(run, chunk)) for chunk in chunks)
-    typer.echo(f"all {len(chunks) + 1} files have the checksums they were committed with: {steps} steps")
+def _check_files(run: Path, quiet: bool) -> None:
+    found = store.check_run(run, progress=not quiet)
+    ended = "finished" if found.finished else "not finished: record --resume goes on with it"
+    typer.echo(f"all {found.files} files have the checksums they were committed with: {found.num_steps} steps, {ended}")

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from epk_gp.recording.store import _write_durably as write_durably
+from epk_gp.recording.files import write_durably
 
 SECONDS = 30.0  # between saves of an unfinished sum
 

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.recording.chunks import Step
 from epk_gp.recording.optimizers import LinearStep, join_steps
-from epk_gp.recording.store import Step
 from epk_gp.recording.trajectory import Trajectory
 
 _STATELESS = ("plan", "skeleton")  # what is remembered of a network, not of its weights

@@ -11,8 +11,8 @@ from epk_gp.engine.gram import MEMORY_BUDGET, gram_block
 from epk_gp.engine.points import Points
 from epk_gp.engine.quadrature import Rule, gauss_legendre
 from epk_gp.recording.checks import check_count
+from epk_gp.recording.chunks import Step
 from epk_gp.recording.networks import Head
-from epk_gp.recording.store import Step
 from epk_gp.recording.trajectory import Trajectory, check_inputs
 
 

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.recording.chunks import Step
 from epk_gp.recording.diagnosis import batch_gradient
 from epk_gp.recording.networks import Skeleton
 from epk_gp.recording.optimizers import predict_step
-from epk_gp.recording.store import Step
 from epk_gp.recording.trajectory import Trajectory, batch_of, flat_weights
 
 

@@ -12,7 +12,7 @@ from epk_gp.engine.features import Place, feature_bytes, gradients, head_cotange
 from epk_gp.machines.adjoints import Terms, weighted_loss
 from epk_gp.machines.keeping import Keeper
 from epk_gp.machines.query import Query, along_step
-from epk_gp.recording.store import Step
+from epk_gp.recording.chunks import Step
 from epk_gp.recording.trajectory import Trajectory, batch_of, flat_weights
 
 

@@ -14,8 +14,8 @@ from epk_gp.engine.plan import Plan, flat_layout, rows_at_a_time
 from epk_gp.engine.probe import plan_for
 from epk_gp.engine.quadrature import AdaptiveRule, Rule, check_rule
 from epk_gp.recording.checks import check_memory_budget
+from epk_gp.recording.chunks import Step
 from epk_gp.recording.networks import Head, Skeleton, check_head
-from epk_gp.recording.store import Step
 from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
 
 

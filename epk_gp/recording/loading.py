@@ -1,7 +1,6 @@
 """Open a recorded run."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from epk_gp.recording import losses, store
+from epk_gp.recording.chunks import read_steps
 from epk_gp.recording.diagnosis import batch_gradient, step_tolerance
+from epk_gp.recording.journal import read_journal
 from epk_gp.recording.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.recording.networks import Skeleton, constants_of, skeleton_of
 from epk_gp.recording.optimizers import predict_step
 from epk_gp.recording.trajectory import (
-    States,
     StoredStates,
     StoredUpdates,
     Trajectory,
@@ -47,11 +47,11 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
         ValueError: A damaged file, a network of other names, shapes or forward function, a missing or another loss.
     """
     header = store.read_header(path)
+    layout = store.layout_of(header)
     data = store.read_data(path, header)
-    chunks = store.read_journal(path)
+    chunks = read_journal(path).chunks
     skeleton = _skeleton_from(header, data, net)
-    steps = tuple(step for chunk in chunks for step in store.read_steps(path, chunk))
-    states: Sequence[Tensor] | States = StoredStates(Path(path), tuple(chunks))
+    steps = tuple(step for chunk in chunks for step in read_steps(path, layout, chunk))
     if digest_data(data["inputs"], data["targets"]) != header["data_digest"]:
         raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
     trajectory = Trajectory(
@@ -60,8 +60,8 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
         targets=data["targets"],
         loss=_loss_from(header, loss),
         law=header["law"]["name"],
-        states=states,
-        updates=StoredUpdates(Path(path), tuple(chunks)),
+        states=StoredStates(Path(path), layout, chunks),
+        updates=StoredUpdates(Path(path), layout, chunks),
         steps=steps,
         num_outputs=header["num_outputs"],
         digest=chunks[-1].digest,
@@ -79,7 +79,7 @@ def _skeleton_from(header: dict[str, Any], data: dict[str, Tensor], net: nn.Modu
             raise ValueError(
                 f"the network must be the recorded one: {name} has shape {tuple(shape)}, the run has {tuple(recorded)}."
             )
-    skeleton.module.to(getattr(torch, header["dtype"].removeprefix("torch.")))
+    skeleton.module.to(store.DTYPES[header["dtype"]])
     skeleton.module.to("cpu")
     constants, recorded_constants = constants_of(skeleton), _constants_from(data)
     if constants.keys() != recorded_constants.keys():
@@ -106,7 +106,10 @@ def _loss_from(header: dict[str, Any], given: Loss | nn.Module | None) -> Loss:
     if given is None and recorded["kind"] not in _KNOWN_LOSSES:
         raise ValueError(f"the run was recorded with the user's own loss {recorded['name']!r}: pass it as loss=.")
     options = {key: value for key, value in recorded.items() if key != "kind"}
-    loss = losses.as_loss(_KNOWN_LOSSES[recorded["kind"]](**options) if given is None else given)
+    try:
+        loss = losses.as_loss(_KNOWN_LOSSES[recorded["kind"]](**options) if given is None else given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the run's loss must be one that is known: {error}") from error
     if describe_loss(loss) != recorded:
         raise ValueError(f"loss must be the one the run was recorded with, {recorded}: got {describe_loss(loss)}.")
     return loss

@@ -127,10 +127,17 @@ def predict_step(
         g: The gradient of the batch's loss at w.
         m: The momentum buffer before the step; zero before the first.
     """
-    u = Update(*(per_weight(value, sizes, w) for value in update))
+    u = Update(*(_one_number(value, sizes, w) for value in update))
     h = u.gradient * g + u.decay * w
     after = u.keep * m + u.take * h
     return -(u.momentum * after + u.direct * h) - u.shrink * w, after
+
+
+def _one_number(value: Tensor, sizes: Sequence[int], like: Tensor) -> Tensor:
+    """Write one number for all weights where they share it, or one per weight."""
+    if len(value) == len(sizes) and len(set(value.tolist())) == 1:
+        return value[0].to(like)
+    return per_weight(value, sizes, like)
 
 
 def with_factor(update: Update, factor: float | Tensor, sizes: Sequence[int]) -> Update:

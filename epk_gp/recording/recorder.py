@@ -3,25 +3,24 @@
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.recording import store
-from epk_gp.recording.clipping import Clip, check_clip, clip_factor
-from epk_gp.recording.diagnosis import (
-    Replay,
-    UnexplainedStepError,
-    batch_gradient,
-    explain_mismatch,
-    explained,
-    step_tolerance,
-)
+from epk_gp.recording.arguments import checked_batch, checked_data, first_outputs, trained_names
+from epk_gp.recording.checks import check_count
+from epk_gp.recording.chunks import Step
+from epk_gp.recording.clipping import Clip, check_clip
+from epk_gp.recording.continuation import check_schedules, open_again, start_run
+from epk_gp.recording.diagnosis import UnexplainedStepError
+from epk_gp.recording.digests import digest_start, digest_step
 from epk_gp.recording.losses import (
     CrossEntropy,
     Loss,
@@ -29,44 +28,36 @@ from epk_gp.recording.losses import (
     check_targets,
     refuse_coupled_losses,
     refuse_mistaken_outputs,
-    sample_weights,
 )
 from epk_gp.recording.networks import (
-    Skeleton,
-    call,
     constants_of,
     flatten,
     refuse_random_or_coupled_layers,
-    refuse_random_or_coupled_outputs,
     skeleton_of,
     unflatten,
 )
-from epk_gp.recording.optimizers import (
-    SKIPPED,
-    LinearStep,
-    StepLaw,
-    Update,
-    join_steps,
-    law_of,
-    learning_rate,
-    predict_step,
-    refuse_momentum,
-    with_factor,
-)
-from epk_gp.recording.store import RunWriter, Step
+from epk_gp.recording.optimizers import StepLaw, Update, law_of, learning_rate, refuse_momentum
+from epk_gp.recording.replay import check_constants, check_law, check_replay, join_batches, read_numbers, replay_step
+from epk_gp.recording.resume import Kept, capture, check_kept, options_of
+from epk_gp.recording.shelf import Shelf
 from epk_gp.recording.trajectory import (
-    NUM_PROBES,
     StoredStates,
     StoredUpdates,
     Trajectory,
     check_finite,
     digest_data,
     header_of,
-    off_initial,
-    probe_outputs,
 )
+from epk_gp.recording.writer import RunWriter, Storage, is_run
 
-CHUNK_BYTES = 16 << 20
+
+@dataclass(frozen=True, eq=False)
+class _Record:
+    """A step's result (index -1: the initial weights), and the run's digest with it."""
+
+    end: Float[Tensor, " P"]
+    update: Update | None
+    digest: str
 
 
 class Recorder:
@@ -77,8 +68,8 @@ class Recorder:
     stated loss on the stated batch. A step that is not raises `UnexplainedStepError`, which names the cause as far as
     it can tell; the steps before it stay recorded.
 
-    Attributes:
-        num_steps: Steps recorded so far.
+    With `path` and `resume` the loop goes on where the last commit left it: write it as
+    `for step in recorder.until(steps):`.
     """
 
     def __init__(
@@ -92,7 +83,10 @@ class Recorder:
         law: StepLaw | None = None,
         clip: Clip | None = None,
         path: str | os.PathLike[str] | None = None,
-        chunk_bytes: int = CHUNK_BYTES,
+        resume: bool = False,
+        keep: Kept | None = None,
+        storage: Storage = Storage(),  # noqa: B008  # a frozen value
+        check_every: int = 1,
     ) -> None:
         """Check everything that can be checked before training starts.
 
@@ -105,52 +99,84 @@ class Recorder:
             law: How the optimizer steps; known for torch's SGD, Adam, AdamW, RMSprop and Adagrad.
             clip: The gradient clipping that the loop does before each step.
             path: New folder for the run; kept in memory if None.
-            chunk_bytes: Weights are committed to disk in chunks of about this size.
+            resume: Go on with the run at `path`, if there is one, from its last commit: brings network, optimizer,
+                torch's random numbers (CPU) and what is in `keep` to their state there. Python's and NumPy's random
+                numbers are not kept.
+            keep: Names and objects whose state is kept with the run: the loop's `torch.Generator`, and anything with
+                `state_dict` and `load_state_dict`, such as schedulers and samplers. The loop must be
+                `for step in recorder.until(steps):` then.
+            storage: How often steps are committed to disk, and how.
+            check_every: Recompute the gradient of one step out of this many (which one of them is as good as random,
+                and the same in every run); the others are compared with the law's step on the gradient that
+                `backward()` left. `reconstruct(...).max_step_mismatch` checks them all afterwards.
 
         Raises:
             TypeError: Wrong kinds of arguments.
-            ValueError: Data, targets, network or optimizer that cannot be recorded; the message says what to do.
+            ValueError: Data, targets, network or optimizer that cannot be recorded, or that are not those of the run
+                to go on with; the message says what to do.
             FileExistsError: `path` already holds something.
+            BlockingIOError: Another process records there.
+            OSError: The folder cannot be written.
         """
         self.net, self.optimizer, self.loss = net, optimizer, as_loss(loss)
         self.law = law_of(optimizer) if law is None else law
         refuse_momentum(optimizer)
         learning_rate(optimizer)
         check_clip(clip)
-        self.clip = clip
-        self.skeleton = skeleton_of(net, _trained_names(net, optimizer))
-        self.X, self.y = _checked_data(X, y)
+        check_count(check_every, "check_every")
+        if check_every > 1 and clip is not None:
+            raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
+        self.clip, self.check_every, self._storage = clip, check_every, storage
+        self._keep: Kept = {} if keep is None else keep
+        check_kept(self._keep)
+        if resume:
+            check_schedules(optimizer, self._keep, path)
+        self.skeleton = skeleton_of(net, trained_names(net, optimizer))
+        self.X, self.y = checked_data(X, y)
         refuse_random_or_coupled_layers(net)
         start = self._weights()
         for name, value in unflatten(self.skeleton, start).items():
             check_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
-        probe = _first_outputs(self.skeleton, start, self.X)
+        probe = first_outputs(self.skeleton, start, self.X)
         check_targets(self.loss, self.y, len(self.X), probe.shape[1])
         refuse_mistaken_outputs(self.loss, probe)
         refuse_coupled_losses(self.loss, probe, self.y[: len(probe)])
         self.num_outputs, self.data_digest = probe.shape[1], digest_data(self.X, self.y)
-        self.steps: list[Step] = []
-        self._states: list[Tensor] = [start]
-        self._last = start
-        self._updates: list[Update] = []
+        header = header_of(self.skeleton, self.loss, self.law.name, len(self.X), self.data_digest, self.num_outputs)
+        self._steps: list[Step] = []
+        self._shelf = Shelf()
+        self._records = {-1: _Record(start, None, digest_start(header, self.skeleton, probe, start))}
         self._momentum = torch.zeros_like(start)
         self._pending: list[tuple[Tensor | None, float]] = []
         self._fresh: set[str] = set()
-        self._hasher = hashlib.blake2b(digest_size=16)
-        header = header_of(self.skeleton, self.loss, self.law.name, self.data_digest, self.num_outputs)
-        self._hasher.update(repr(header).encode())
-        for value in (*constants_of(self.skeleton).values(), probe, start):  # the probe stands for the forward function
-            self._hasher.update(_bytes(value))
-        self._chunk_bytes = chunk_bytes
-        self._unwritten: list[Step] = []
-        self._writer = None if path is None else self._create(path, header, probe)
+        self._writer: RunWriter | None = None
+        if path is not None and resume and is_run(path):
+            self._go_on(path, header)
+        elif path is not None:
+            data = {"inputs": self.X, "targets": self.y, "probe": probe}
+            data |= {f"constant.{name}": value for name, value in constants_of(self.skeleton).items()}
+            kept = capture(optimizer, self._keep, self._momentum)
+            about = header | self._about_writing()
+            self._writer = start_run(path, about, data, start, self._records[-1].digest, kept, options_of(optimizer))
+        self._completed: tuple[int, dict[str, Tensor]] = (len(self._steps), {})
+        self._committed_at = time.monotonic()
         self._hooks: list[Any] = []
-        self._closed = False
+        self._ended = self._in_until = False
 
     @property
     def num_steps(self) -> int:
-        """Steps recorded so far."""
-        return len(self.steps)
+        """Steps recorded so far, with those of the run that was resumed."""
+        return len(self._steps)
+
+    @property
+    def num_committed(self) -> int:
+        """Steps that are on disk for good: what a crash leaves."""
+        return 0 if self._writer is None else self._writer.chunks[-1].last
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Size and batch of each step recorded so far."""
+        return tuple(self._steps)
 
     def __enter__(self) -> "Recorder":
         """Start to listen to the optimizer."""
@@ -166,16 +192,48 @@ class Recorder:
         """Stop listening; commit what was recorded, also after an error."""
         for hook in self._hooks:
             hook.remove()
-        self._closed = True
-        if self._writer is not None:
-            self._commit()
-        if kind is None and self._pending:
-            raise UnexplainedStepError(
-                "every recorder.batch() must be followed by optimizer.step(): "
-                f"the one of step {len(self.steps)} was not."
-            )
-        if kind is None:
-            self._check_constants(len(self.steps))
+        self._ended = True
+        try:
+            if kind is None:
+                self._complete()
+            if self._writer is not None and not self._writer.failed:  # a second try would only hide the first
+                del self._steps[self._completed[0] :]  # a step whose iteration was left half done
+                self._commit()
+            if kind is None and self._pending:
+                raise UnexplainedStepError(
+                    "every recorder.batch() must be followed by optimizer.step(): "
+                    f"the one of step {len(self._steps)} was not."
+                )
+            if kind is None:
+                check_constants(self.net, self.skeleton, self._last, self.X, len(self._steps))
+                if self._writer is not None:
+                    self._writer.finish()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+
+    def until(self, steps: int) -> Iterator[int]:
+        """Loop over the steps that are still to be made, by their index.
+
+        What the loop has done when it comes back for the next step is what a resumed run goes on from.
+
+        Args:
+            steps: Total number of steps of the run, with those already recorded.
+
+        Raises:
+            ValueError: More steps than that are recorded already.
+        """
+        check_count(steps, "steps", minimum=0)
+        if self.num_steps > steps:
+            raise ValueError(f"steps must be at least the {self.num_steps} that are recorded already: got {steps}.")
+        self._in_until = True
+        try:
+            while self.num_steps < steps:
+                self._complete()
+                yield self.num_steps
+            self._complete()
+        finally:
+            self._in_until = False
 
     def batch(self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float = 1.0) -> None:
         """Announce a batch whose gradient the next `optimizer.step()` uses.
@@ -192,10 +250,12 @@ class Recorder:
             UnexplainedStepError: The weights were changed since the last recorded step, or the network was switched to
                 something random.
         """
-        index = len(self.steps)
-        if not self._hooks or self._closed:
+        index = len(self._steps)
+        if not self._hooks or self._ended:
             raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
-        batch = None if indices is None else _checked_batch(indices, len(self.X), index)
+        if self._keep and not self._in_until:
+            raise RuntimeError("with keep= the loop must be 'for step in recorder.until(steps):': it is another one.")
+        batch = None if indices is None else checked_batch(indices, len(self.X), index)
         if not math.isfinite(weight):
             raise ValueError(f"step {index}: the weight of a batch must be finite: got {weight}.")
         try:
@@ -208,18 +268,23 @@ class Recorder:
                 f"step {index}: the weights must be those the last recorded step left: they were changed in between "
                 "(an optimizer.step() outside the recorder's sight, or an edit)."
             )
-        self._check_constants(index)
+        check_constants(self.net, self.skeleton, self._last, self.X, index)
         self._pending.append((batch, weight))
 
     @property
     def trajectory(self) -> Trajectory:
-        """The run recorded so far; from disk if it is there."""
-        states: Any = tuple(self._states)
-        updates: Any = tuple(self._updates)
+        """The run recorded so far; from disk if it is there, and then without a step whose iteration still runs."""
+        count = len(self._steps)
+        states: Any = tuple(self._records[i].end for i in range(-1, count)) if self._writer is None else ()
+        updates: Any = tuple(self._records[i].update for i in range(count)) if self._writer is None else ()
+        digest = self._records[count - 1].digest
         if self._writer is not None:
-            self._commit()
-            states = StoredStates(self._writer.path, tuple(self._writer.chunks))
-            updates = StoredUpdates(self._writer.path, tuple(self._writer.chunks))
+            if not self._ended:
+                self._commit()
+            chunks = tuple(self._writer.chunks)
+            states = StoredStates(self._writer.path, self._writer.layout, chunks)
+            updates = StoredUpdates(self._writer.path, self._writer.layout, chunks)
+            count, digest = chunks[-1].last, chunks[-1].digest
         return Trajectory(
             skeleton=self.skeleton,
             inputs=self.X,
@@ -228,38 +293,30 @@ class Recorder:
             law=self.law.name,
             states=states,
             updates=updates,
-            steps=tuple(self.steps),
+            steps=tuple(self._steps[:count]),
             num_outputs=self.num_outputs,
-            digest=self._hasher.hexdigest(),
+            digest=digest,
             data_digest=self.data_digest,
         )
 
     @property
-    def _sizes(self) -> tuple[int, ...]:
-        return self.skeleton.sizes
+    def _last(self) -> Tensor:
+        return self._records[len(self._steps) - 1].end
 
     def _weights(self) -> Tensor:
         return flatten(self.skeleton, dict(self.net.named_parameters()))
 
-    def _check_constants(self, index: int) -> None:
-        now = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
-        changed = {
-            name: now[name].detach()
-            for name, value in constants_of(self.skeleton).items()
-            if not torch.equal(now[name], value)
-        }
-        if changed and self._matters(changed):
-            raise UnexplainedStepError(
-                f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
-                f"{next(iter(changed))!r} changed."
-            )
+    def _about_writing(self) -> dict[str, Any]:
+        return {"compression": self._storage.compression, "check_every": self.check_every}
 
-    def _matters(self, changed: dict[str, Tensor]) -> bool:
-        """Whether outputs depend on constants that changed; a counter of calls, say, does not matter."""
-        weights, rows = unflatten(self.skeleton, off_initial(self._last)), self.X[:NUM_PROBES]
-        with torch.no_grad():
-            before, after = call(self.skeleton, weights, rows), call(self.skeleton, {**weights, **changed}, rows)
-        return not torch.equal(before, after)
+    def _go_on(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
+        """Bring everything to where the run's last commit left it."""
+        found, self._writer = open_again(
+            path, header | self._about_writing(), self.net, self.optimizer, self.loss, self._keep, self._momentum
+        )
+        self.skeleton, self._steps = skeleton_of(self.net, self.skeleton.names), list(found.steps)
+        end = found.states[found.num_steps].to(self.X.device)
+        self._records = {found.num_steps - 1: _Record(end, None, found.digest)}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         parameters = dict(self.net.named_parameters())
@@ -267,7 +324,7 @@ class Recorder:
         self._fresh = {name for name, state in states.items() if all(value is None for value in state.values())}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        index = len(self.steps)
+        index = len(self._steps)
         if not self._pending:
             raise UnexplainedStepError(
                 f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
@@ -280,165 +337,58 @@ class Recorder:
                 "Lower the learning rate."
             )
         try:
-            step = self._step(index, announced)
+            step = join_batches(index, learning_rate(self.optimizer), announced, self.loss, self.y)
         except ValueError as error:
             raise UnexplainedStepError(f"step {index}: {error}") from error
-        replay, update, factor = self._replay(step, start)
-        predicted, momentum = predict_step(update, self._sizes, start, replay.clipped, self._momentum)
-        moved, _ = predict_step(update, self._sizes, start, replay.used, self._momentum)
-        tolerance = step_tolerance(start, predicted)
-        difference = float((end - start - predicted).abs().max())
-        lawful = float((end - start - moved).abs().max()) <= step_tolerance(start, moved)
-        if not (difference <= tolerance or (lawful and explained(self.skeleton, replay))):
-            cause = explain_mismatch(self.net, self.skeleton, replay)
-            raise UnexplainedStepError(
-                f"step {index}: the change of the weights must be {self.law.name}'s step on the gradient of "
-                f"{self.loss} on the given batch: it differs by {difference:.2e} (largest predicted change "
-                f"{float(predicted.abs().max()):.2e}). Likely cause: {cause}."
+        net, skeleton, law, parameters = self.net, self.skeleton, self.law, dict(self.net.named_parameters())
+        update = read_numbers(parameters, skeleton, optimizer, law, self._fresh)
+        if _is_replayed(index, self.check_every):
+            replay, factor = replay_step(parameters, skeleton, start, step, (self.X, self.y), self.loss, self.clip)
+            update, self._momentum = check_replay(
+                net, skeleton, law, replay, update, factor, end, self._momentum, index
             )
-        self._momentum = momentum
-        self._take(step, with_factor(update, factor, self._sizes), end)
+        else:
+            self._momentum = check_law(parameters, skeleton, law, start, update, end, self._momentum, index)
+        digest = digest_step(self._records[index - 1].digest, step, update, end)
+        put = self._shelf.put
+        self._records[index] = _Record(put(end), Update(*map(put, update)), digest)
+        self._steps.append(step if step.batch is None else replace(step, batch=put(step.batch)))  # now it counts
+        if not self._in_until:
+            self._complete()
 
-    def _step(self, index: int, announced: list[tuple[Tensor | None, float]]) -> Step:
-        """Join the announced batches to one step."""
-        size = learning_rate(self.optimizer)
-        every = torch.arange(len(self.X))
-        batches = [every if batch is None else batch for batch, _ in announced]
-        weights = [
-            weight * sample_weights(self.loss, self.y[batch.to(self.y.device)]).cpu()
-            for batch, (_, weight) in zip(batches, announced, strict=True)
-        ]
-        if len(announced) == 1 and announced[0][1] == 1:
-            return Step(index, size, announced[0][0])
-        return Step(index, size, torch.cat([batch.cpu() for batch in batches]), torch.cat(weights))
-
-    def _replay(self, step: Step, start: Tensor) -> tuple[Replay, Update, float | Tensor]:
-        """Recompute a step's gradient and its clipping, and read the optimizer's own and its numbers."""
-        rows = slice(None) if step.batch is None else step.batch
-        X, y = self.X[rows], self.y[rows]
-        c = sample_weights(self.loss, y) if step.sample_weights is None else step.sample_weights.to(start)
-        gradient = batch_gradient(self.skeleton, start, X, y, self.loss, c)
-        parameters = dict(self.net.named_parameters())
-        for name, part in unflatten(self.skeleton, gradient).items():
-            if parameters[name].grad is None:  # frozen for this step: torch neither clips nor moves it
-                part.zero_()
-        factor = clip_factor(self.clip, gradient)
-        used = {name: _dense_gradient(parameters[name]) for name in self.skeleton.names}
-        replay = Replay(
-            start=start,
-            used=flatten(self.skeleton, used),
-            gradient=gradient,
-            clipped=gradient * factor,
-            X=X,
-            y=y,
-            c=c,
-            loss=self.loss,
-        )
-        linear = [self._linear_step(parameters[name], name) for name in self.skeleton.names]
-        return replay, join_steps(linear, self._sizes), factor
-
-    def _linear_step(self, parameter: nn.Parameter, name: str) -> LinearStep:
-        if parameter.grad is None:
-            return SKIPPED
-        group = next(g for g in self.optimizer.param_groups if any(parameter is p for p in g["params"]))
-        return self.law.coefficients(parameter, group, self.optimizer.state.get(parameter, {}), name in self._fresh)
-
-    def _take(self, step: Step, update: Update, end: Tensor) -> None:
-        """Take a verified step into the record."""
-        self.steps.append(step)
-        self._last = end
-        self._hasher.update(repr(step.size).encode())
-        self._hasher.update(b"all" if step.batch is None else _bytes(step.batch))
-        if step.sample_weights is not None:
-            self._hasher.update(_bytes(step.sample_weights))
-        for value in update:
-            self._hasher.update(_bytes(value))
-        self._hasher.update(_bytes(end))
-        self._states.append(end)
-        self._updates.append(update)
-        if self._writer is not None:
-            self._unwritten.append(step)
-            diagonals = (v for u in self._updates for v in u if len(v) != len(self._sizes))
-            held = len(self._states) * end.nbytes + sum(value.nbytes for value in diagonals)
-            if held >= self._chunk_bytes:
-                self._commit()
-
-    def _create(self, path: str | os.PathLike[str], header: dict[str, Any], probe: Tensor) -> RunWriter:
-        constants = {f"constant.{name}": value for name, value in constants_of(self.skeleton).items()}
-        data = {"inputs": self.X, "targets": self.y, "probe": probe, **constants}
-        return store.create_run(path, header, data)
+    def _complete(self) -> None:
+        """Note what the run goes on from after the steps so far, and commit them if it is time."""
+        if self._writer is None:
+            return
+        self._completed = (len(self._steps), capture(self.optimizer, self._keep, self._momentum))
+        waiting = len(self._steps) - self._writer.chunks[-1].last
+        if not waiting:
+            return
+        record, limits = self._records[len(self._steps) - 1], self._storage
+        diagonals = sum(v.nbytes for v in record.update or () if len(v) != len(self.skeleton.sizes))
+        if (
+            waiting * (record.end.nbytes + diagonals) >= limits.chunk_bytes
+            or time.monotonic() - self._committed_at >= limits.seconds
+            or (limits.steps is not None and waiting >= limits.steps)
+        ):
+            self._commit()
 
     def _commit(self) -> None:
-        if self._writer is not None and self._states:
-            self._writer.append_chunk(self._states, self._unwritten, self._updates, self._hasher.hexdigest())
-            self._states, self._unwritten, self._updates = [], [], []
+        """Write the completed steps that are not on disk, and forget what is."""
+        if self._writer is None:
+            return
+        first, (count, kept) = self._writer.chunks[-1].last, self._completed
+        records = [self._records[i] for i in range(first, count)]
+        if records:
+            states, updates = [r.end for r in records], [r.update for r in records if r.update is not None]
+            self._writer.append(states, self._steps[first:count], updates, records[-1].digest, kept)
+        self._committed_at = time.monotonic()
+        for index in [i for i in self._records if i < min(len(self._steps) - 1, self._writer.chunks[-1].last)]:
+            del self._records[index]
 
 
-def _trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
-    names = {id(p): name for name, p in net.named_parameters()}
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if any(id(p) not in names for p in trained):
-        raise ValueError(
-            "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
-        )
-    held = {id(p) for p in trained}
-    return tuple(name for name, p in net.named_parameters() if id(p) in held)
-
-
-def _checked_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    for name, value in (("X", X), ("y", y)):
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor."
-            )
-    if X.ndim < 2 or len(X) == 0:
-        raise ValueError(f"X must have shape (M, ...) with at least one point: got {tuple(X.shape)}.")
-    if X.device != y.device:
-        raise ValueError(f"X and y must be on one device: got {X.device} and {y.device}.")
-    check_finite(X, "X")
-    return X.detach().clone(), y.detach().clone()
-
-
-def _first_outputs(skeleton: Skeleton, start: Tensor, X: Tensor) -> Tensor:
-    """Evaluate a few inputs near the initial weights, and refuse what is no function of one input at a time."""
-    if X.is_floating_point() and X.dtype != start.dtype:
-        raise TypeError(f"X must have the weights' dtype {start.dtype}: got {X.dtype}. Convert one of them.")
-    if X.device != start.device:
-        raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
-    try:
-        probe = probe_outputs(skeleton, start, X)
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(
-            f"the network must accept X: it fails on inputs of shape {tuple(X.shape[1:])} and {X.dtype}: {error}"
-        ) from error
-    refuse_random_or_coupled_outputs(skeleton, unflatten(skeleton, off_initial(start)), X)
-    return probe
-
-
-def _checked_batch(indices: Tensor | Sequence[int], num_points: int, index: int) -> Tensor:
-    try:
-        batch = torch.as_tensor(indices)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
-    if batch.ndim != 1 or batch.numel() == 0:
-        raise ValueError(
-            f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."
-        )
-    if batch.is_floating_point() or batch.dtype == torch.bool:
-        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
-    low, high = int(batch.min()), int(batch.max())
-    if low < 0 or high >= num_points:
-        raise ValueError(f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}.")
-    return batch.detach().to(torch.int64).clone()
-
-
-def _dense_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-
-
-def _bytes(value: Tensor) -> memoryview:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _is_replayed(index: int, every: int) -> bool:
+    """Choose one step of each `every` consecutive ones: the first of all, then one that only a hash could foresee."""
+    block, place = divmod(index, every)
+    chosen = int.from_bytes(hashlib.blake2b(str(block).encode(), digest_size=8).digest()) % every if block else 0
+    return place == chosen

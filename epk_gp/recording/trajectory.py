@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -10,12 +11,13 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.recording import losses, store
+from epk_gp.recording import losses
 from epk_gp.recording.checks import check_count, check_whole
+from epk_gp.recording.chunks import Layout, RowReader, Step, read_state, read_update
+from epk_gp.recording.journal import Chunk
 from epk_gp.recording.losses import Loss
 from epk_gp.recording.networks import Head, Skeleton, apply_head, call, check_head, unflatten
-from epk_gp.recording.optimizers import Update
-from epk_gp.recording.store import Chunk, Step
+from epk_gp.recording.optimizers import FIELDS, Update
 
 NUM_PROBES = 4
 
@@ -33,21 +35,23 @@ class States(Protocol):
 
 @dataclass(frozen=True)
 class StoredStates:
-    """Weight states mapped from a run's chunks."""
+    """Weight states mapped from a run's chunks, or unpacked one after the other."""
 
     path: Path
+    layout: Layout
     chunks: tuple[Chunk, ...]
+    reader: RowReader = field(default_factory=RowReader, compare=False, repr=False)
 
     def __len__(self) -> int:
         """Count the states, S + 1."""
-        return self.chunks[-1].first + self.chunks[-1].states
+        return self.chunks[-1].last + 1
 
     def __getitem__(self, state: int) -> Float[Tensor, " P"]:
         """Read one state."""
         if not 0 <= state < len(self):
             raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
-        chunk = next(chunk for chunk in self.chunks if state < chunk.first + chunk.states)
-        return store.read_state(self.path, chunk, state)
+        chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
+        return read_state(self.path, self.layout, chunk, state, self.reader)
 
 
 @runtime_checkable
@@ -63,19 +67,25 @@ class Updates(Protocol):
 
 @dataclass(frozen=True)
 class StoredUpdates:
-    """Steps' numbers mapped from a run's chunks."""
+    """Steps' numbers mapped from a run's chunks, or unpacked one after the other."""
 
     path: Path
+    layout: Layout
     chunks: tuple[Chunk, ...]
+    readers: dict[str, RowReader] = field(
+        default_factory=lambda: {name: RowReader() for name in FIELDS}, compare=False, repr=False
+    )
 
     def __len__(self) -> int:
         """Count the steps, S."""
-        return self.chunks[-1].first + self.chunks[-1].states - 1
+        return self.chunks[-1].last
 
     def __getitem__(self, step: int) -> Update:
         """Read one step's."""
-        chunk = next(chunk for chunk in self.chunks if step + 1 < chunk.first + chunk.states)
-        return store.read_update(self.path, chunk, step)
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
+        chunk = self.chunks[bisect_left(self.chunks, step + 1, key=lambda chunk: chunk.last)]
+        return read_update(self.path, self.layout, chunk, step, self.readers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,13 +314,16 @@ def describe_loss(loss: Loss) -> dict[str, Any]:
     }
 
 
-def header_of(skeleton: Skeleton, loss: Loss, law: str, data_digest: str, num_outputs: int) -> dict[str, Any]:
+def header_of(
+    skeleton: Skeleton, loss: Loss, law: str, num_points: int, data_digest: str, num_outputs: int
+) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights."""
     return {
         "names": list(skeleton.names),
         "shapes": [list(shape) for shape in skeleton.shapes],
         "dtype": str(next(p for n, p in skeleton.module.named_parameters() if n in skeleton.names).dtype),
         "num_outputs": num_outputs,
+        "num_points": num_points,
         "loss": describe_loss(loss),
         "law": {"name": law},
         "data_digest": data_digest,

@@ -1,0 +1,103 @@
+"""What recording costs: the MNIST CNN trained with and without a recorder, in turns, on one thread.
+
+Usage: EPK_GP_DATA=FOLDER python benchmarks/recording_overhead.py --batch-size 64 --rounds 6
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.datasets import mnist_folder
+from epk_gp.recording.store import check_run
+
+
+def main(
+    batch_size: Annotated[int, typer.Option(help="Points per step.")] = 64,
+    steps: Annotated[int, typer.Option(help="Steps per turn.")] = 300,
+    rounds: Annotated[int, typer.Option(help="Turns of each kind; the median counts.")] = 6,
+    optimizer: Annotated[str, typer.Option(help="SGD or Adam.")] = "SGD",
+) -> None:
+    """Time plain training, and recording to disk: every gradient recomputed, one in 20 or 50, and in deltas."""
+    if "EPK_GP_DATA" not in os.environ:
+        typer.echo("skipped: EPK_GP_DATA must name the folder that holds mnist/; it is not set.")
+        return
+    torch.set_num_threads(1)
+    data = mnist_folder(Path(os.environ["EPK_GP_DATA"]) / "mnist", split="train", dtype=torch.float32)[:10_000]
+    kinds: dict[str, tuple[int, str] | None] = {
+        "plain": None,
+        "every gradient": (1, "none"),
+        "one in 20": (20, "none"),
+        "one in 50": (50, "none"),
+        "one in 50, deltas": (50, "deltas"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    started: dict[str, list[float]] = {name: [] for name in kinds}
+    sizes: dict[str, int] = {}
+    for turn in range(rounds + 1):
+        for name, kind in kinds.items():
+            with tempfile.TemporaryDirectory() as folder:
+                start, taken, sizes[name] = train(
+                    data.inputs, data.labels, batch_size, steps, optimizer, kind, Path(folder)
+                )
+            if turn:  # the first one warms up
+                seconds[name].append(taken)
+                started[name].append(start)
+    plain = seconds["plain"]
+    for name in kinds:
+        ratios = [mine / its - 1 for mine, its in zip(seconds[name], plain, strict=True)]
+        milliseconds = 1000 * statistics.median(seconds[name]) / steps
+        typer.echo(
+            f"{name:18} {milliseconds:7.2f} ms per step, overhead {100 * statistics.median(ratios):6.1f} % "
+            f"({100 * min(ratios):.1f} to {100 * max(ratios):.1f}); once {statistics.median(started[name]):.2f} s; "
+            f"{sizes[name] / 1e6:.1f} MB"
+        )
+
+
+def train(
+    X: torch.Tensor,
+    y: torch.Tensor,
+    batch_size: int,
+    steps: int,
+    optimizer: str,
+    kind: tuple[int, str] | None,
+    folder: Path,
+) -> tuple[float, float, int]:
+    """Train once: seconds to make the recorder (data checked, hashed, written) and for the steps with all commits."""
+    torch.manual_seed(0)
+    net = build_network(NetworkSpec("cnn", (1, 28, 28), 10))
+    made = torch.optim.SGD(net.parameters(), lr=0.05) if optimizer == "SGD" else torch.optim.Adam(net.parameters())
+    generator = torch.Generator().manual_seed(0)
+    start = time.perf_counter()
+    recorder = None
+    if kind is not None:
+        storage = epk.Storage(compression=kind[1])
+        recorder = epk.Recorder(net, made, X, y, path=folder / "run", storage=storage, check_every=kind[0])
+    begun = time.perf_counter()
+    with nullcontext() if recorder is None else recorder:
+        for _ in range(steps):
+            batch = torch.randint(len(X), (batch_size,), generator=generator)
+            made.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            if recorder is not None:
+                recorder.batch(batch)
+            made.step()
+    taken = time.perf_counter() - begun
+    return (
+        begun - start,
+        taken,
+        0 if recorder is None else sum(chunk.bytes for chunk in check_run(folder / "run").chunks),
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,24 @@
+"""`epk-gp export`: a run as one file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epk_gp.cli.app import Quiet, RunFolder, app
+from epk_gp.cli.results import Stopwatch
+from epk_gp.recording.export import export_run
+
+
+@app.command(short_help="Write a run to one safetensors file.")
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option(help="New .safetensors file.")] = Path("run.safetensors"),
+    quiet: Quiet = False,
+) -> None:
+    """Write a recorded run, after checking its files, to one safetensors file for other tools."""
+    watch = Stopwatch()
+    if out.exists():
+        raise FileExistsError(f"--out must be a new file: {out} is there already. Choose another name.")
+    size = export_run(run, out, progress=not quiet)
+    typer.echo(f"exported to {out}: {size / 1e6:.2f} MB ({watch.total:.1f} s)")
