@@ -89,16 +89,27 @@ def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     assert not parts.values[:, :, still].any()
 
 
-def test_one_class_per_point_is_a_column_of_all():
-    for name in ("relu", "cnn", "transformer"):
-        case = make_case(name)
-        whole = epk.attribute(case.trajectory, case.test)
-        classes = whole.network.argmax(dim=1)
-        parts = epk.attribute(case.trajectory, case.test, classes=classes)
-        assert parts.samples.shape == (len(case.test), 1, case.trajectory.num_points)
-        picked = whole.samples.gather(1, classes[:, None, None].expand(-1, 1, whole.samples.shape[2]))
-        assert_close(parts.samples, picked)
-        assert parts.max_error <= 1e-12
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+@pytest.mark.parametrize("name", ["relu", "cnn", "transformer"])
+def test_one_class_per_point_is_a_column_of_all(name, head):
+    """Each point another one: with logits the last layer's cotangents stand still along a step, and differ by point."""
+    case = make_case(name)
+    check_classes(case.trajectory, case.test, head)
+
+
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+def test_one_class_per_point_is_a_column_of_all_under_momentum(run, head):
+    check_classes(*run, head)
+
+
+def check_classes(trajectory, X, head):
+    whole = epk.attribute(trajectory, X, head=head)
+    classes = torch.arange(len(X)) % trajectory.num_outputs
+    parts = epk.attribute(trajectory, X, head=head, classes=classes)
+    assert parts.samples.shape == (len(X), 1, trajectory.num_points)
+    picked = whole.samples.gather(1, classes[:, None, None].expand(-1, 1, whole.samples.shape[2]))
+    assert_close(parts.samples, picked)
+    assert parts.max_error <= 1e-11
 
 
 def test_several_splits_in_one_pass_are_those_of_one_at_a_time(run):

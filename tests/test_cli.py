@@ -3,6 +3,7 @@ import re
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import epk_gp as epk
 from epk_gp.cli import main
 from epk_gp.cli.app import parse_rule
 from epk_gp.cli.networks import NetworkSpec, build_network, open_run
+from epk_gp.machines.attribute import attribute_by_each
 from epk_gp.recording.journal import read_journal
 
 SMALL = ("--num-train", "24", "--num-test", "6", "--width", "5", "--steps", "4", "--quiet")
@@ -281,6 +283,25 @@ def test_attribute_writes_terms_that_sum_to_the_network(recorded, tmp_path):
     c = summary["points"][0]["output"]
     assert strongest["contribution"] == arrays["samples"][0, c].max().item()
     assert (tmp_path / "attribution.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, monkeypatch):
+    def wrong(*args, **kwargs):
+        return tuple(replace(parts, values=1.001 * parts.values) for parts in attribute_by_each(*args, **kwargs))
+
+    monkeypatch.setattr("epk_gp.cli.attribute.attribute_by_each", wrong)
+    asked = ("attribute", recorded, "--out", tmp_path, "--num-points", 2, "--quiet")
+    assert "must sum to the network's outputs" in refused(capsys, *asked)
+    assert run(*asked, "--rule", "gauss-legendre:2") == 0  # it promises nothing
+
+
+def test_a_predicted_output_is_explained_alone(recorded, tmp_path):
+    asked = ("--num-points", 4, "--head", "logits", "--outputs", "predicted", "--quiet")
+    assert run("attribute", recorded, "--out", tmp_path, *asked) == 0
+    arrays = load_file(tmp_path / "attribution.safetensors")
+    assert arrays["samples"].shape == (4, 1, 24)
+    assert not (tmp_path / "partial").exists()
+    assert (arrays["total"] - arrays["network"]).abs().max() < 1e-12
 
 
 def test_gram_writes_the_library_s_block(recorded, tmp_path):

@@ -5,6 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from epk_gp.cli.app import (
@@ -31,7 +32,8 @@ from epk_gp.cli.explained import explain, step_ranges, summarise, write_table
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.pictures import draw_attributions
 from epk_gp.cli.results import Stopwatch, write_arrays, write_json
-from epk_gp.machines.attribute import attribute_by_each
+from epk_gp.engine.quadrature import AdaptiveRule, Rule
+from epk_gp.machines.attribute import GroupedAttribution, attribute_by_each
 from epk_gp.machines.axes import by_sample
 from epk_gp.recording.trajectory import network_outputs
 
@@ -108,3 +110,22 @@ def attribute(
         f"written to {folder}: attribution.safetensors, attribution.csv, attribution.json, attribution.png "
         f"({watch.total:.1f} s)"
     )
+    _require_completeness(parts, quadrature)
+
+
+def _require_completeness(parts: GroupedAttribution, rule: Rule) -> None:
+    """End with an error where an adaptive rule's contributions do not sum to the outputs; fixed rules promise nothing.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if not isinstance(rule, AdaptiveRule):
+        return
+    size = max(1.0, float(parts.network.abs().max()))
+    allowed = 10 * rule.tol + (1e-9 if parts.network.dtype == torch.float64 else 1e-3) * size
+    error = float((parts.total - parts.network).abs().max())
+    if not error <= allowed:
+        raise ValueError(
+            f"the contributions must sum to the network's outputs to within {allowed:.1g}: they differ by {error:.3g}. "
+            "Do not use them; check the run with epk-gp verify."
+        )

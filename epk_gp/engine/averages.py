@@ -81,11 +81,12 @@ def averaged(before: Feature | None, feature: Feature, node: Evaluations, num_po
     earlier = None if before is None else _as(Factors, before)
     if feature.fixed_input:
         delta = _added(None if earlier is None else earlier.delta, feature.delta, node, 1, num_points)
-        a = _spread(None if earlier is None else earlier.a, feature.a, node, num_points)
+        a = _spread(None if earlier is None else earlier.a, feature.a, node, 0, num_points)
         return replace(feature, a=a, delta=delta)
     a = _added(None if earlier is None else earlier.a, feature.a, node, 0, num_points)
-    same = feature.delta[:, :1].expand(-1, num_points, -1, -1)
-    return replace(feature, a=a, delta=same if earlier is None else earlier.delta)
+    # fixed along the step, but each point's own where each is asked about another output
+    delta = _spread(None if earlier is None else earlier.delta, feature.delta, node, 1, num_points)
+    return replace(feature, a=a, delta=delta)
 
 
 def averaged_jacobian(
@@ -127,11 +128,13 @@ def _added(total: Tensor | None, values: Tensor, node: Evaluations, dim: int, nu
     return total.index_add_(dim, node.points, scaled)
 
 
-def _spread(total: Tensor | None, a: Tensor, node: Evaluations, num_points: int) -> Tensor:
+def _spread(total: Tensor | None, values: Tensor, node: Evaluations, dim: int, num_points: int) -> Tensor:
+    """Put what does not depend on t into its points' rows."""
     if node.points is None:
-        return a
-    total = a.new_zeros(num_points, *a.shape[1:]) if total is None else total
-    return total.index_copy_(0, node.points, a)
+        return values
+    if total is None:
+        total = values.new_zeros(*values.shape[:dim], num_points, *values.shape[dim + 1 :])
+    return total.index_copy_(dim, node.points, values)
 
 
 def _as(kind: type[F], feature: Feature) -> F:
