@@ -83,10 +83,10 @@ def test_at_the_start_of_a_step_the_discrete_kernel_is_exact_and_later_it_is_not
         case.trajectory, case.test, torch.zeros(5, dtype=torch.int64), steps=[0, 3], places=[0.0, 0.5, 1.0]
     )
     assert found.place.tolist() == [0, 0.5, 1, 3, 3.5, 4]
-    assert float(found.discrete_apart[:, [0, 3]].max()) == 0
-    assert float(found.discrete_error[:, [0, 3]].abs().max()) == 0
+    assert float(found.discrete_apart[:, [0, 3]].max()) < 1e-12  # degrees; rows of a product may round by themselves
+    assert float(found.discrete_error[:, [0, 3]].abs().max()) < 1e-12
     assert float(found.discrete_apart[:, [2, 5]].min()) > 0.1
-    assert float(found.tangent_apart[:, 5].max()) == 0  # the trained network's gradient, at the run's end
+    assert float(found.tangent_apart[:, 5].max()) < 1e-12  # the trained network's gradient, at the run's end
     assert float(found.tangent_apart[:, 0].min()) > 1
 
 
@@ -94,7 +94,7 @@ def test_all_kernels_point_the_same_way_for_a_linear_network():
     """The control: its logits' gradient does not depend on the weights."""
     case = make_case("linear")
     found = gradient_alignment(case.trajectory, case.test, torch.arange(5) % 3, steps=[1], places=[0.7], head="logits")
-    assert float(found.discrete_apart.max()) == float(found.tangent_apart.max()) == 0
+    assert max(float(found.discrete_apart.max()), float(found.tangent_apart.max())) < 1e-12
 
 
 @pytest.mark.parametrize(
