@@ -131,7 +131,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         X: ArrayLike,
         num_samples: int = 1024,
         *,
-        method: Method = MonteCarlo(),  # noqa: B008  # a frozen value
+        method: Method = MonteCarlo(),
     ) -> SoftmaxUncertainty:
         """Evaluate the softmax's distribution under the GP with the exact path kernel.
 

@@ -40,10 +40,10 @@ class RecorderCallback(Callback):
         y: Shaped[Tensor, "M ..."],
         *,
         indices: Callable[[Any], Any] = first_of,
-        loss: Loss | nn.Module = CrossEntropy(),  # noqa: B008  # a frozen value
+        loss: Loss | nn.Module = CrossEntropy(),
         law: StepLaw | None = None,
         path: str | os.PathLike[str] | None = None,
-        storage: Storage = Storage(),  # noqa: B008  # a frozen value
+        storage: Storage = Storage(),
     ) -> None:
         """Say what will be recorded; the recorder starts with training.
 

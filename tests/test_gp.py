@@ -34,7 +34,7 @@ TARGETS = ["network", "dirichlet"]
 BRUTE_FORCE = [("full", "initial", "network"), ("independent", "zero", "dirichlet")]  # nothing of the engine's in it
 
 
-def make_run(net, X, y, loss=CrossEntropy(), steps=4):  # noqa: B008
+def make_run(net, X, y, loss=CrossEntropy(), steps=4):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
     return train(net, X, y, optimizer=optimizer, steps=steps, loss=loss)
 

@@ -19,7 +19,7 @@ def input_gradients(
     output: int,
     *,
     head: Head = "log_softmax",
-    rule: QuadratureRule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    rule: QuadratureRule = gauss_legendre(4),
     progress: bool = False,
 ) -> Float[Tensor, "M D"]:
     """Differentiate every training point's contribution to one prediction with respect to that training point.

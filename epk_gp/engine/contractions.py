@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.engine.features import Factors, Feature, Jacobian
@@ -115,6 +115,33 @@ def empty_tile(left: int, N: int, right: int, M: int, like: Float[Tensor, "..."]
     return Tile(like.new_zeros((left, N, M) if per_class else (left, N, right, M)), per_class)
 
 
+def turned(tile: Float[Tensor, "K N ..."], per_class: bool) -> Float[Tensor, "K M ..."]:
+    """Exchange rows and columns of a class-major tile."""
+    return tile.transpose(1, 2) if per_class else tile.permute(2, 3, 0, 1)
+
+
+def write(
+    tile: Float[Tensor, "K N ..."],
+    result: Float[Tensor, "..."],
+    rows: Int64[Tensor, " N"],
+    columns: Int64[Tensor, " M"],
+) -> None:
+    """Put a class-major tile into its place: (K, N, M) into (K, N', M'), or (K, N, K, M) into (N', K, M', K)."""
+    n, m = _range(rows), _range(columns)
+    if tile.ndim == 3:
+        if isinstance(n, slice) and isinstance(m, slice):
+            result[:, n, m] = tile
+        else:
+            result[:, rows[:, None], columns] = tile
+        return
+    values = tile.permute(1, 0, 3, 2)
+    if isinstance(n, slice):
+        result[n][:, :, m] = values
+    else:
+        K = torch.arange(tile.shape[0], device=rows.device)
+        result[rows[:, None, None, None], K[:, None, None], columns[:, None], K] = values
+
+
 def diagonal(features: Sequence[Feature]) -> Float[Tensor, "N K K"]:
     """Compute each point's inner products with itself, (N, K, K)."""
     total: Tensor | float = 0.0
@@ -135,3 +162,9 @@ def diagonal(features: Sequence[Feature]) -> Float[Tensor, "N K K"]:
 def _input_products(a: Factors, b: Factors) -> Tensor:
     products = a.a[:, 0] @ b.a[:, 0].T
     return products.add_(1) if a.bias else products
+
+
+def _range(rows: Tensor) -> slice | Tensor:
+    """Give consecutive rows as a slice: writing to one costs a copy less."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows

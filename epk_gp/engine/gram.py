@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from epk_gp.engine.adaptive import common_nodes, integrate
 from epk_gp.engine.averages import Evaluations, StepIntegral
 from epk_gp.engine.checkpoint import Checkpoint, identity_of
-from epk_gp.engine.contractions import Tile, diagonal, empty_tile
+from epk_gp.engine.contractions import Tile, diagonal, empty_tile, turned, write
 from epk_gp.engine.features import Feature, Form, Place, feature_bytes, gradients_in_blocks
 from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan
@@ -56,7 +56,7 @@ def gram_block(
     b: Points,
     *,
     head: Head = "log_softmax",
-    rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
     accumulate: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -104,7 +104,7 @@ def gram_block_per_class(
     b: Points,
     *,
     head: Head = "log_softmax",
-    rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
     accumulate: torch.dtype | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -127,7 +127,7 @@ def gram_diagonal_blocks(
     a: Points,
     *,
     head: Head = "log_softmax",
-    rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
@@ -243,40 +243,13 @@ def _assemble(job: Job, a: Points, b: Points) -> Tensor:
                 continue
             name = f"{left:d}{right:d}-{i}-{j}"
             if left and not right:  # the training side stands on the right
-                tile = _turned(job, _sum_tile(job, name, b.X[m], False, a.X[n], True, shared=False))
+                tile = turned(_sum_tile(job, name, b.X[m], False, a.X[n], True, shared=False), job.per_class)
             else:
                 tile = _sum_tile(job, name, a.X[n], left, b.X[m], right, shared=mirrored and i == j)
-            _write(job, result, tile, n, m)
+            write(tile, result, n, m)
             if same and (left != right or i != j):
-                _write(job, result, _turned(job, tile), m, n)
+                write(turned(tile, job.per_class), result, m, n)
     return result
-
-
-def _turned(job: Job, tile: Tensor) -> Tensor:
-    return tile.transpose(1, 2) if job.per_class else tile.permute(2, 3, 0, 1)
-
-
-def _write(job: Job, result: Tensor, tile: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Put a class-major tile into its place."""
-    n, m = _range(rows), _range(columns)
-    if job.per_class:
-        if isinstance(n, slice) and isinstance(m, slice):
-            result[:, n, m] = tile
-        else:
-            result[:, rows[:, None], columns] = tile
-        return
-    values = tile.permute(1, 0, 3, 2)
-    if isinstance(n, slice):
-        result[n][:, :, m] = values
-    else:
-        K = torch.arange(job.num_outputs, device=rows.device)
-        result[rows[:, None, None, None], K[:, None, None], columns[:, None], K] = values
-
-
-def _range(rows: Tensor) -> slice | Tensor:
-    """Give consecutive rows as a slice: writing to one costs a copy less."""
-    first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
 def _sum_tile(job: Job, name: str, X: Tensor, left: bool, Y: Tensor, right: bool, *, shared: bool) -> Tensor:

@@ -45,7 +45,7 @@ def thin_path(
     X: Shaped[Tensor, "n ..."],
     *,
     head: Head = "log_softmax",
-    rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    rule: Rule = gauss_legendre(4),
     num_probe: int = 32,
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,

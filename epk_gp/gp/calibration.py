@@ -36,7 +36,7 @@ def calibrated_temperature(
     num_samples: int = 1024,
     generator: torch.Generator | None = None,
     *,
-    method: Method = MonteCarlo(),  # noqa: B008  # a frozen value
+    method: Method = MonteCarlo(),
 ) -> Temperature:
     """Choose the temperature by the labels of points that the GP has not seen.
 

@@ -77,7 +77,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         points: Int[Tensor, " N"] | Sequence[int] | None = None,
         *,
         head: Head = "logits",
-        rule: QuadratureRule = gauss_legendre(4),  # noqa: B008  # a frozen value
+        rule: QuadratureRule = gauss_legendre(4),
         noise: float | Float[Tensor, "N C"] = 1e-2,
         memory_budget: int = MEMORY_BUDGET,
     ) -> None:

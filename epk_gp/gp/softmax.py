@@ -47,7 +47,7 @@ def softmax_uncertainty(
     num_samples: int = 1024,
     generator: torch.Generator | None = None,
     *,
-    method: Method = MonteCarlo(),  # noqa: B008  # a frozen value
+    method: Method = MonteCarlo(),
     quantiles: Sequence[float] = (),
     temperature: float = 1.0,
 ) -> SoftmaxUncertainty:

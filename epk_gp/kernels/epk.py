@@ -66,7 +66,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         trajectory: Trajectory,
         outputs: Outputs = "full",
         head: Head = "log_softmax",
-        rule: QuadratureRule = gauss_legendre(4),  # noqa: B008  # a frozen value
+        rule: QuadratureRule = gauss_legendre(4),
         normalize: Normalization = None,
         *,
         cache_bytes: int = CACHE_BYTES,

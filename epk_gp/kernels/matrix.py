@@ -22,7 +22,7 @@ def epk_gram(
     *,
     outputs: Literal["trace", "sum"] | int = "trace",
     head: Head = "log_softmax",
-    rule: QuadratureRule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    rule: QuadratureRule = gauss_legendre(4),
     normalize: Normalization = None,
     memory_budget: int = MEMORY_BUDGET,
 ) -> Float[np.ndarray, "N M"]:

@@ -92,7 +92,7 @@ def attribute(
     X: Shaped[Tensor, "n ..."],
     *,
     head: Head = "log_softmax",
-    rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     memory_budget: int = MEMORY_BUDGET,
@@ -143,7 +143,7 @@ def attribute_by(
     by: Sequence[Axis],
     *,
     head: Head = "log_softmax",
-    rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     memory_budget: int = MEMORY_BUDGET,
@@ -188,7 +188,7 @@ def attribute_by_each(
     splits: Sequence[Sequence[Axis]],
     *,
     head: Head = "log_softmax",
-    rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     memory_budget: int = MEMORY_BUDGET,

@@ -48,7 +48,7 @@ def k_prime_block(
     Y: Shaped[Tensor, "m ..."],
     *,
     head: Head = "log_softmax",
-    rule: Rule = gauss_legendre(4),  # noqa: B008  # a frozen value
+    rule: Rule = gauss_legendre(4),
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Float[Tensor, "n C m C"]:
@@ -86,7 +86,7 @@ def chen_machine(
     X: Shaped[Tensor, "n ..."],
     *,
     head: Head = "logits",
-    rule: QuadratureRule = left_endpoint(),  # noqa: B008  # a frozen value
+    rule: QuadratureRule = left_endpoint(),
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Baseline:
@@ -134,7 +134,7 @@ def domingos_machine(
     X: Shaped[Tensor, "n ..."],
     *,
     head: Head = "logits",
-    rule: QuadratureRule = left_endpoint(),  # noqa: B008  # a frozen value
+    rule: QuadratureRule = left_endpoint(),
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Baseline:

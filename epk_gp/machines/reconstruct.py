@@ -64,7 +64,7 @@ def reconstruct(
     X: Shaped[Tensor, "n ..."],
     *,
     head: Head = "log_softmax",
-    rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    rule: Rule = adaptive(tol=1e-12),
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> Reconstruction:
@@ -159,7 +159,7 @@ def single_machine(
     X: Shaped[Tensor, "n ..."],
     *,
     head: Head = "log_softmax",
-    rule: Rule = adaptive(tol=1e-12),  # noqa: B008  # a frozen value
+    rule: Rule = adaptive(tol=1e-12),
     memory_budget: int = MEMORY_BUDGET,
     progress: bool = False,
 ) -> SingleMachine:

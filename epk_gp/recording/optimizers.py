@@ -147,11 +147,6 @@ def with_factor(update: Update, factor: float | Tensor, sizes: Sequence[int]) ->
     return replace(update, gradient=update.gradient * factor)
 
 
-def has_memory(update: Update) -> bool:
-    """Whether a step depends on the gradients of earlier ones."""
-    return bool((update.momentum != 0).any())
-
-
 def law_of(optimizer: Optimizer) -> StepLaw:
     """Find the step law of an optimizer.
 

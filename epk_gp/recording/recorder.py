@@ -79,13 +79,13 @@ class Recorder:
         X: Shaped[Tensor, "M ..."],
         y: Shaped[Tensor, "M ..."],
         *,
-        loss: Loss | nn.Module = CrossEntropy(),  # noqa: B008  # a frozen value
+        loss: Loss | nn.Module = CrossEntropy(),
         law: StepLaw | None = None,
         clip: Clip | None = None,
         path: str | os.PathLike[str] | None = None,
         resume: bool = False,
         keep: Kept | None = None,
-        storage: Storage = Storage(),  # noqa: B008  # a frozen value
+        storage: Storage = Storage(),
         check_every: int = 1,
     ) -> None:
         """Check everything that can be checked before training starts.

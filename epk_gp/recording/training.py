@@ -27,7 +27,7 @@ def train(
     *,
     optimizer: Optimizer,
     steps: int,
-    loss: Loss | nn.Module = CrossEntropy(),  # noqa: B008  # a frozen value
+    loss: Loss | nn.Module = CrossEntropy(),
     batch_size: int | None = None,
     generator: torch.Generator | None = None,
     scheduler: LRScheduler | None = None,
@@ -35,7 +35,7 @@ def train(
     clip: Clip | None = None,
     path: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    storage: Storage = Storage(),  # noqa: B008  # a frozen value
+    storage: Storage = Storage(),
     check_every: int = 1,
     progress: bool = False,
 ) -> Trajectory:
