@@ -217,3 +217,60 @@ def test_an_attribution_goes_on_where_it_was_stopped(tmp_path, monkeypatch, mome
     assert torch.equal(again.samples, whole.samples)
     with pytest.raises(ValueError, match="of this very computation"):
         epk.attribute(run, x + 1, checkpoint=tmp_path / "cut")
+
+
+class SomeRows(nn.Module):
+    """A layer that only rows with a positive first entry see: a network's first plan can fail half-way."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.some, self.last = nn.Linear(4, 30), nn.Linear(30, 30), nn.Linear(30, 3)
+
+    def forward(self, x):
+        h, chosen = torch.tanh(self.first(x)), x[:, 0] > 0
+        if bool(chosen.all()):
+            return self.last(torch.tanh(self.some(h)))
+        return self.last(h.index_put((chosen.nonzero().squeeze(1),), torch.tanh(self.some(h[chosen]))))
+
+
+@pytest.fixture
+def routed():
+    generator = torch.Generator().manual_seed(0)
+    X, x = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (9, 40))
+    X[:, 0], x[:, 0] = X[:, 0].abs() + 0.1, x[:, 0].abs() + 0.1
+    x[-3:, 0] *= -1
+    torch.manual_seed(0)
+    net = SomeRows().double()
+    return epk.train(net, X, torch.arange(9) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.2), steps=3), x
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 4 << 20, 1 << 30])
+def test_a_second_plan_does_not_go_on_from_the_firsts_sums(routed, tmp_path, monkeypatch, budget):
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    run, x = routed
+    parts = epk.attribute(run, x, checkpoint=tmp_path / "a", memory_budget=budget)
+    assert parts.max_error < 1e-11
+    pair = epk.Points(x, is_train=False), epk.Points(run.inputs, is_train=True)
+    run.memo.clear()
+    kept = epk.gram_block(run, *pair, checkpoint=tmp_path / "b", memory_budget=budget)
+    torch.testing.assert_close(kept, epk.gram_block(run, *pair), rtol=1e-11, atol=1e-11)
+
+
+def test_several_splits_of_a_routing_network_are_made(routed):
+    run, x = routed
+    (parts,) = epk.attribute_by_each(run, x, [[epk.by_sample(run)]])
+    assert parts.max_error < 1e-11
+
+
+def test_other_groups_are_another_computation(run, tmp_path):
+    group = torch.zeros(run.num_points, dtype=torch.int64)
+    one, two = epk.Axis("sample", group, ("a",)), epk.Axis("sample", group, ("a", "b"))
+    epk.attribute_by(run, run.inputs[:2], [one], checkpoint=tmp_path / "a")
+    with pytest.raises(ValueError, match="of this very computation"):
+        epk.attribute_by(run, run.inputs[:2], [two], checkpoint=tmp_path / "a")
+
+
+def test_points_that_require_gradients_are_taken_for_their_values(run):
+    x = run.inputs[:3] + 0.1
+    parts = epk.attribute(run, x.clone().requires_grad_())
+    assert torch.equal(parts.samples, epk.attribute(run, x).samples)

@@ -313,3 +313,25 @@ def test_the_progress_bar_is_silent_by_default(capsys):
     net, (X, y) = mlp(), data()
     epk.train(net, X, y, optimizer=sgd(net), steps=2, progress=True)
     assert "training" in capsys.readouterr().err
+
+
+def test_a_look_at_the_run_in_a_step_that_fails_leaves_it_readable(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    X, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recorder = epk.Recorder(net, optimizer, X, y, path=tmp_path / "run")
+
+    def loop() -> None:
+        with recorder:
+            for step in recorder.until(5):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(X), y).backward()
+                recorder.batch(None)
+                optimizer.step()
+                assert recorder.trajectory.num_steps == step  # without the one whose iteration still runs
+                if step == 2:
+                    raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        loop()
+    assert recorder.trajectory.num_steps == recorder.num_steps == 2

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import textwrap
 import pytest
 import torch
 
+import epk_gp as epk
 from epk_gp.recording import shelf
 from epk_gp.recording.shelf import Shelf
 
@@ -68,3 +70,16 @@ def test_recording_grows_by_its_states_only():
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert json.loads(done.stdout) < 200 << 20
+
+
+def test_a_pickled_run_holds_its_own_numbers_only():
+    net = torch.nn.Linear(4, 3).double()
+    X = torch.randn(20, 4, dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = epk.train(net, X, torch.arange(20) % 3, optimizer=optimizer, steps=30, batch_size=5)
+    content = pickle.dumps(run)
+    assert len(content) < 1 << 20  # blocks are 4 MiB each
+    again = pickle.loads(content)
+    assert again.digest == run.digest
+    assert all(torch.equal(again.states[s], run.states[s]) for s in range(31))
+    assert epk.reconstruct(again, X).max_error < 1e-12

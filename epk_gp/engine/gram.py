@@ -205,7 +205,7 @@ def _with_blocks_of_steps(
     if checkpoint is None:
         return job
     identity = identity_of(
-        job.trajectory.digest, job.head, job.rule, job.etas, job.per_class, job.dtype, _panel(job), a is b,
+        job.trajectory.digest, job.head, job.rule, job.etas, job.per_class, job.budget, job.dtype, a is b,
         a.X, b.X, a.is_train, b.is_train,
     )  # fmt: skip
     return replace(job, checkpoint=Checkpoint(checkpoint, identity))
@@ -231,6 +231,7 @@ def _etas(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:
 def _assemble(job: Job, a: Points, b: Points) -> Tensor:
     """Fill the result copy by copy, tile by tile: (N, K, M, K), or (K, N, M) per class."""
     K, same = job.num_outputs, a is b
+    plan = identity_of(job.plan, _panel(job))  # a network's second plan starts anew
     shape = (K, len(a), len(b)) if job.per_class else (len(a), K, len(b), K)
     result = torch.empty(shape, dtype=job.dtype, device=job.like.device)
     for left, right in product((True, False), repeat=2):
@@ -241,7 +242,7 @@ def _assemble(job: Job, a: Points, b: Points) -> Tensor:
         for (i, n), (j, m) in product(enumerate(rows), enumerate(columns)):
             if not len(n) or not len(m) or (mirrored and j < i):
                 continue
-            name = f"{left:d}{right:d}-{i}-{j}"
+            name = f"{plan}-{left:d}{right:d}-{i}-{j}"
             if left and not right:  # the training side stands on the right
                 tile = turned(_sum_tile(job, name, b.X[m], False, a.X[n], True, shared=False), job.per_class)
             else:

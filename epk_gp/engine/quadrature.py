@@ -53,7 +53,8 @@ class AdaptiveRule:
     """Gauss-Legendre on segments of [0, 1] chosen for each point and step by the free residual (theory, section 3).
 
     Attributes:
-        tol: Aim for the absolute error of an output, summed over all steps.
+        tol: Aim for the absolute error of an output over all S steps: each segment of a step may leave tol / S. A step
+            cut into several can leave more than its share; the certificate says what came out.
         order: Gauss-Legendre nodes per segment.
     """
 

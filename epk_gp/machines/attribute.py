@@ -12,10 +12,10 @@ from epk_gp.engine.checkpoint import Checkpoint, identity_of
 from epk_gp.engine.gram import MEMORY_BUDGET
 from epk_gp.engine.probe import once_more
 from epk_gp.engine.quadrature import Rule, adaptive
-from epk_gp.machines.adjoints import Decay, Terms, accumulate
+from epk_gp.machines.adjoints import Decay, Terms, accumulate, panel_size
 from epk_gp.machines.axes import Axis, by_sample, check_axes
 from epk_gp.machines.keeping import Keeper
-from epk_gp.machines.plain import accumulate_plain, is_plain
+from epk_gp.machines.plain import accumulate_plain, is_plain, plain_panel_size
 from epk_gp.machines.query import Query, make_query, pick_classes
 from epk_gp.recording.networks import Head
 from epk_gp.recording.trajectory import Trajectory, network_outputs
@@ -182,6 +182,7 @@ def attribute_by(
     return parts
 
 
+@once_more
 def attribute_by_each(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
@@ -271,8 +272,12 @@ def _split(
 
     whole = not any(collector.sizes["parameter"] for collector in collectors)
     kept = None if checkpoint is None else Checkpoint(checkpoint, _identity(query, splits))
-    keeper = Keeper(kept, [total for collector in collectors for total in (collector.values, collector.decay)], initial)
-    if whole and is_plain(trajectory):
+    plain = whole and is_plain(trajectory)
+    panel = plain_panel_size(query) if plain else panel_size(query)
+    name = f"sums-{identity_of(query.plan, plain, panel)}"  # a network's second plan starts anew
+    sums = [total for collector in collectors for total in (collector.values, collector.decay)]
+    keeper = Keeper(kept, sums, initial, name)
+    if plain:
         accumulate_plain(query, take, keeper, progress=progress)
     else:
         count = len(trajectory.skeleton.names)
@@ -297,5 +302,5 @@ def _identity(query: Query, splits: list[tuple[Axis, ...]]) -> str:
     kinds = [[axis.kind for axis in split] for split in splits]
     return identity_of(
         query.trajectory.digest, query.head, query.rule, query.memory_budget, kinds, query.X, query.classes,
-        *(axis.group for axis in axes),
+        *(axis.group for axis in axes), [axis.names for axis in axes],
     )  # fmt: skip

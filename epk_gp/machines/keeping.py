@@ -9,8 +9,6 @@ from torch import Tensor
 from epk_gp.engine.adaptive import Integral
 from epk_gp.engine.checkpoint import Checkpoint
 
-_NAME = "sums"
-
 
 class Keeper:
     """The state of a pass, taken up again where a checkpoint has it.
@@ -22,18 +20,21 @@ class Keeper:
         evaluations: Gradient evaluations so far.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None, sums: Sequence[Tensor], like: Float[Tensor, "..."]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint | None, sums: Sequence[Tensor], like: Float[Tensor, "..."], name: str = "sums"
+    ) -> None:
         """Start, or go on.
 
         Args:
             checkpoint: Where the state is kept; nowhere if None.
             sums: What the pass adds to; filled with what the checkpoint holds.
             like: Gives dtype and device.
+            name: What the sums are called on disk; it must tell ways of dividing the work apart.
         """
-        self.checkpoint, self.sums = checkpoint, sums
+        self.checkpoint, self.sums, self.name = checkpoint, sums, name
         self.carried: Tensor | None = None
         self.largest, self.evaluations = like.new_zeros(()), 0.0
-        stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(_NAME)
+        stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(name)
         if not stored:
             return
         for number, total in enumerate(sums):
@@ -51,4 +52,4 @@ class Keeper:
             return
         held = {f"sum.{number}": total for number, total in enumerate(self.sums)}
         held |= {"largest": self.largest, "evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
-        self.checkpoint.save(_NAME, held if carried is None else held | {"carried": carried}, self.done)
+        self.checkpoint.save(self.name, held if carried is None else held | {"carried": carried}, self.done)

@@ -57,7 +57,7 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], keeper: Keeper
     """
     trajectory, n = query.trajectory, len(query.X)
     refuse_other_laws(trajectory, "factored contributions")
-    panel = _panel(query)
+    panel = plain_panel_size(query)
     panels = torch.arange(n, device=query.X.device).split(panel)
     units = len(panels) * trajectory.num_steps
     steps = trajectory.steps[keeper.done // len(panels) :]
@@ -86,7 +86,7 @@ def accumulate_plain(query: Query, take: Callable[[Terms], None], keeper: Keeper
             keeper.advance(integral, None, last=keeper.done + 1 == units)
 
 
-def _panel(query: Query) -> int:
+def plain_panel_size(query: Query) -> int:
     """Choose how many points are taken at a time, from the memory budget."""
     place = Place(flat_weights(query.trajectory, 0, query.X))
     like: Tensor = query.X[:1]

@@ -92,7 +92,7 @@ def make_query(
     )
     skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
     layout = flat_layout(skeleton, plan, dense=form.dense).to(X.device)
-    return Query(trajectory, X, head, rule, classes, memory_budget, skeleton, plan, form, layout)
+    return Query(trajectory, X.detach(), head, rule, classes, memory_budget, skeleton, plan, form, layout)
 
 
 def along_step(

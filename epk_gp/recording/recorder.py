@@ -277,7 +277,7 @@ class Recorder:
         count = len(self._steps)
         states: Any = tuple(self._records[i].end for i in range(-1, count)) if self._writer is None else ()
         updates: Any = tuple(self._records[i].update for i in range(count)) if self._writer is None else ()
-        digest = self._records[count - 1].digest
+        digest = "" if self._writer is not None else self._records[count - 1].digest
         if self._writer is not None:
             if not self._ended:
                 self._commit()
@@ -383,7 +383,9 @@ class Recorder:
             states, updates = [r.end for r in records], [r.update for r in records if r.update is not None]
             self._writer.append(states, self._steps[first:count], updates, records[-1].digest, kept)
         self._committed_at = time.monotonic()
-        for index in [i for i in self._records if i < min(len(self._steps) - 1, self._writer.chunks[-1].last)]:
+        # the last completed step's stays: if the one after it is given up, it is the last of all
+        kept_from = min(len(self._steps), self._completed[0], self._writer.chunks[-1].last) - 1
+        for index in [i for i in self._records if i < kept_from]:
             del self._records[index]
 
 

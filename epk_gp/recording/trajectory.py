@@ -3,7 +3,7 @@
 import copy
 import hashlib
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -118,6 +118,16 @@ class Trajectory:
     digest: str
     data_digest: str
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Give what a pickle holds: copies of tensors that lie in a recorder's blocks, each of which is large."""
+        own = dict(self.__dict__)
+        if isinstance(self.states, tuple):
+            own["states"] = tuple(w.clone() for w in self.states)
+        if isinstance(self.updates, tuple):
+            own["updates"] = tuple(Update(*(value.clone() for value in update)) for update in self.updates)
+        own["steps"] = tuple(s if s.batch is None else replace(s, batch=s.batch.clone()) for s in self.steps)
+        return own
 
     @property
     def num_steps(self) -> int:
