@@ -44,7 +44,8 @@ REST = """
 def increase(work: str, **sizes: int) -> int:
     """Bytes by which the peak of a new process grows during some work."""
     code = textwrap.dedent(SETUP).format(**sizes) + textwrap.dedent(work) + textwrap.dedent(REST)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    fixed = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # else glibc keeps freed buffers or not, by luck: 44 to 67 MiB were seen
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg", **fixed}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     return int(json.loads(done.stdout.splitlines()[-1]))
 
@@ -83,4 +84,4 @@ def test_an_uncertainty_map_keeps_to_its_budget() -> None:
     uncertainty_on_plane(gp, principal_plane(X), size=40, num_samples=64, generator=generator)
     """
     gram = (3 * 180) ** 2 * 8
-    assert increase(work, **sizes) < 32 * MIB + 12 * gram
+    assert increase(work, **sizes) < 32 * MIB + 6 * gram
