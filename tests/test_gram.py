@@ -54,7 +54,7 @@ def test_an_adaptive_gram_is_a_kernel_to_its_tolerance_only(monkeypatch: pytest.
     case = make_case("relu", steps=1, lr=0.5)
     X = torch.cat([case.trajectory.inputs[:2], case.trajectory.inputs[:4]])
     points = epk.Points(X, torch.arange(6) < 2)
-    monkeypatch.setattr("epk_gp.engine.gram._panel", lambda job: 2)
+    monkeypatch.setattr("epk_gp.engine.gram.panel_size", lambda job: 2)
     blocks = {}
     for tol in (0.1, 1e-10):
         K = epk.gram_block(case.trajectory, points, points, rule=epk.adaptive(tol)).flatten(2).flatten(0, 1)
@@ -95,7 +95,7 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
     case = make_case(name)
     points = epk.Points(torch.cat([case.trajectory.inputs, case.test]), torch.arange(12) < 7)
     whole = epk.gram_block(case.trajectory, points, points)
-    monkeypatch.setattr("epk_gp.engine.gram._panel", lambda job: 2)
+    monkeypatch.setattr("epk_gp.engine.gram.panel_size", lambda job: 2)
     assert_close(epk.gram_block(case.trajectory, points, points), whole)
     assert_close(epk.gram_diagonal_blocks(case.trajectory, points), torch.einsum("ncnd->ncd", whole).contiguous())
 

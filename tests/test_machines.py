@@ -74,7 +74,12 @@ def test_adaptive_contributions_equal_a_fine_rule() -> None:
 def test_contributions_do_not_depend_on_the_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
     whole = epk.attribute(case.trajectory, case.test)
-    for place in ("plain.plain_panel_size", "attribute.plain_panel_size", "adjoints.panel_size", "attribute.panel_size"):
+    for place in (
+        "plain.plain_panel_size",
+        "attribute.plain_panel_size",
+        "adjoints.panel_size",
+        "attribute.panel_size",
+    ):
         monkeypatch.setattr(f"epk_gp.machines.{place}", lambda *args: 2)
     assert_close(epk.attribute(case.trajectory, case.test).samples, whole.samples)
 

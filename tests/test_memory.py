@@ -44,7 +44,9 @@ REST = """
 def increase(work: str, **sizes: int) -> int:
     """Bytes by which the peak of a new process grows during some work."""
     code = textwrap.dedent(SETUP).format(**sizes) + textwrap.dedent(work) + textwrap.dedent(REST)
-    fixed = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # else glibc keeps freed buffers or not, by luck: 44 to 67 MiB were seen
+    fixed = {
+        "MALLOC_MMAP_THRESHOLD_": "131072"
+    }  # else glibc keeps freed buffers or not, by luck: 44 to 67 MiB were seen
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg", **fixed}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     return int(json.loads(done.stdout.splitlines()[-1]))

@@ -1,21 +1,22 @@
 """Test-side gradients averaged over t before any inner product, wherever the algebra allows.
 
 The integral over t is linear in the test side, and the training side of a step stands still. So nodes cost no product
-of their own for layers whose input is fixed (average delta), whose delta is fixed (average a), or that are written
-out (engine.md).
+of their own for layers whose input is fixed (average delta), whose delta is fixed (average a), that are written out, or
+that are the last before a softmax (average a and p (x) a; engine.md).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.engine.contractions import Tile
-from epk_gp.engine.features import Factors, Feature, Jacobian, written_out
+from epk_gp.engine.forms import Average, Factors, Feature, HeadAverage, HeadFactors, Jacobian, written_out
 
-F = TypeVar("F", Factors, Jacobian)
+F = TypeVar("F", Factors, Jacobian, HeadAverage)
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,18 +25,20 @@ class Evaluations:
 
     Attributes:
         features: E rows, layer by layer.
-        weights: (E,) quadrature weights.
-        points: (E,) index of each row's point, or None if row n is point n.
+        weights: Quadrature weights, (E,); or one for all rows, and then row n is point n.
+        points: (E,) index of each row's point.
     """
 
     features: Sequence[Feature]
-    weights: Float[Tensor, " w"]
+    weights: Float[Tensor, " E"] | float
     points: Int64[Tensor, " E"] | None = None
 
 
 def averageable(feature: Feature) -> bool:
     """Whether the t-average of this layer's inner products is the inner product of one average."""
-    return isinstance(feature, Jacobian) or feature.fixed_input or feature.fixed_delta
+    if isinstance(feature, Factors):
+        return feature.fixed_input or feature.fixed_delta or isinstance(feature, HeadFactors)
+    return True
 
 
 class StepIntegral:
@@ -52,32 +55,37 @@ class StepIntegral:
             fixed_steps: See `Tile.add`.
         """
         self.tile, self.num_points, self.right, self.eta, self.fixed_steps = tile, num_points, right, eta, fixed_steps
-        self._averages: dict[int, Feature] = {}
+        self.averages: dict[int, Average] = {}
 
     def take(self, node: Evaluations) -> None:
         """Take in some evaluations; together they must cover [0, 1] once for every point."""
         for number, (feature, other) in enumerate(zip(node.features, self.right, strict=True)):
             if averageable(feature):
-                self._averages[number] = averaged(self._averages.get(number), feature, node, self.num_points)
-            elif node.points is None:
-                self.tile.add_layer(number, feature, other, self.eta * float(node.weights[0]), fixed_steps=False)
+                self.averages[number] = averaged(self.averages.get(number), feature, node, self.num_points)
+            elif isinstance(node.weights, float):
+                self.tile.add_layer(number, feature, other, self.eta * node.weights, fixed_steps=False)
             else:
-                part = self.tile.empty_rows(len(node.points))
+                points = _points(node)
+                part = self.tile.empty_rows(len(points))
                 part.add_layer(number, feature, other, self.eta, fixed_steps=False)
-                part.total *= node.weights.view(1, -1, *[1] * (part.total.ndim - 2))
-                self.tile.total.index_add_(1, node.points, part.total)
+                values = part.finished()
+                self.tile.add_rows(points, values.mul_(node.weights.view(1, -1, *[1] * (values.ndim - 2))))
 
     def close(self) -> None:
         """Add the averaged layers to the tile."""
-        for number, average in self._averages.items():
+        for number, average in self.averages.items():
             self.tile.add_layer(number, average, self.right[number], self.eta, fixed_steps=self.fixed_steps)
 
 
-def averaged(before: Feature | None, feature: Feature, node: Evaluations, num_points: int) -> Feature:
+def averaged(before: Average | None, feature: Feature, node: Evaluations, num_points: int) -> Average:
     """Add a node's gradients of one averageable layer to those of the nodes before."""
     if isinstance(feature, Jacobian):
         old = None if before is None else _as(Jacobian, before).values
         return Jacobian(_added(old, feature.values, node, 1, num_points))
+    if isinstance(feature, HeadFactors) and feature.p is not None:
+        values = torch.cat([feature.inputs[None], feature.p.T[:, :, None] * feature.inputs])
+        old = None if before is None else _as(HeadAverage, before).values
+        return HeadAverage(_added(old, values, node, 1, num_points))
     earlier = None if before is None else _as(Factors, before)
     if feature.fixed_input:
         delta = _added(None if earlier is None else earlier.delta, feature.delta, node, 1, num_points)
@@ -99,12 +107,13 @@ def averaged_jacobian(
         num_points: N.
         layout: Place in the flat weights of each entry of the features (`flat_layout`).
     """
-    averages: dict[int, Feature] = {}
+    averages: dict[int, Average] = {}
     for node in nodes:
         for number, feature in enumerate(node.features):
-            entry = feature if averageable(feature) else Jacobian(written_out(feature))
+            kept = averageable(feature) and not isinstance(feature, HeadFactors)
+            entry = feature if kept else Jacobian(written_out(feature))
             averages[number] = averaged(averages.get(number), entry, node, num_points)
-    return in_flat_order([averages[number] for number in sorted(averages)], layout)
+    return in_flat_order([cast(Feature, averages[number]) for number in sorted(averages)], layout)
 
 
 def in_flat_order(features: Sequence[Feature], layout: Int64[Tensor, " P"]) -> Float[Tensor, "K E P"]:
@@ -119,25 +128,30 @@ def in_flat_order(features: Sequence[Feature], layout: Int64[Tensor, " P"]) -> F
 
 
 def _added(total: Tensor | None, values: Tensor, node: Evaluations, dim: int, num_points: int) -> Tensor:
-    if node.points is None:
-        weight = float(node.weights[0])
-        return values * weight if total is None else total.add_(values, alpha=weight)
+    if isinstance(node.weights, float):
+        return values * node.weights if total is None else total.add_(values, alpha=node.weights)
     if total is None:
         total = values.new_zeros(*values.shape[:dim], num_points, *values.shape[dim + 1 :])
     scaled = values * node.weights.view(-1, *[1] * (values.ndim - dim - 1))
-    return total.index_add_(dim, node.points, scaled)
+    return total.index_add_(dim, _points(node), scaled)
 
 
 def _spread(total: Tensor | None, values: Tensor, node: Evaluations, dim: int, num_points: int) -> Tensor:
     """Put what does not depend on t into its points' rows."""
-    if node.points is None:
+    if isinstance(node.weights, float):
         return values
     if total is None:
         total = values.new_zeros(*values.shape[:dim], num_points, *values.shape[dim + 1 :])
-    return total.index_copy_(dim, node.points, values)
+    return total.index_copy_(dim, _points(node), values)
 
 
-def _as(kind: type[F], feature: Feature) -> F:
+def _points(node: Evaluations) -> Tensor:
+    if node.points is None:
+        raise TypeError("rows with weights of their own must name their points: this is a bug in epk_gp.")
+    return node.points
+
+
+def _as(kind: type[F], feature: Average) -> F:
     if not isinstance(feature, kind):
         raise TypeError("a layer must keep its form from node to node: this is a bug in epk_gp.")
     return feature

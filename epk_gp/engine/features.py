@@ -5,9 +5,10 @@ positions or several times, sums such products over its positions l. Which form 
 (`products_cost_less`), the same on both sides of an inner product.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,78 +17,40 @@ from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from epk_gp.engine.modes import LINEAR, AlongLine, LayerCall, Tape, UnforeseenUseError, plain_math
+from epk_gp.engine.forms import (
+    Factors,
+    Feature,
+    Form,
+    HeadFactors,
+    Jacobian,
+    joined,
+    last_costs_less,
+    outer,
+    products_cost_less,
+    rows_of,
+)
+from epk_gp.engine.modes import LINEAR, AlongLine, AtEach, LayerCall, Tape, UnforeseenUseError, plain_math
 from epk_gp.engine.plan import Plan, grads_of_calls, rows_at_a_time
-from epk_gp.recording.networks import Skeleton, call, unflatten
+from epk_gp.recording.networks import Skeleton, call, unflatten, unflatten_rows
 
 Cotangents = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
-    """A layer's gradients as sums of outer products: delta[k, e, l] (x) (a[e, l], 1 if bias).
-
-    Attributes:
-        a: Layer inputs, (E, L, n_in).
-        delta: Gradients with respect to the layer's outputs, (K, E, L, n_out).
-        bias: A trained bias rides along: the inputs have one more entry, 1.
-        fixed_input: `a` depends on neither weights nor step.
-        fixed_delta: `delta` does not depend on the weights.
-    """
-
-    a: Float[Tensor, "E L n_in"]
-    delta: Float[Tensor, "K E L n_out"]
-    bias: bool
-    fixed_input: bool
-    fixed_delta: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Jacobian:
-    """A layer's gradients, or those of several weights, written out: (K, E, P_layer)."""
-
-    values: Float[Tensor, "K E P_layer"]
-
-
-Feature = Factors | Jacobian
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the cost of a layer's form depends on, beside its shape.
-
-    Attributes:
-        pairs: K K', pairs of outputs in the block.
-        products: Inner products a step costs if the layer is factored and cannot be averaged over t: Q or 1.
-        fixed_head: The test side's cotangents do not depend on the weights (the logits head).
-        dense: Write everything out (for networks that cannot be evaluated on a line).
-    """
-
-    pairs: int
-    products: int
-    fixed_head: bool = False
-    dense: bool = False
-
-
-@dataclass(frozen=True, eq=False)
 class Place:
-    """Weights at which gradients are taken: `w`, or `w + t_e d` for row e.
+    """Weights at which gradients are taken: `w`, or `w + t_e d` for row e, or `each[g]` for the g-th of G equal parts.
 
     Attributes:
         w: Flat weights, (P,).
         d: Flat direction, (P,), or None.
         t: (E,) with `d`.
+        each: (G, P), or None.
     """
 
     w: Float[Tensor, " P"]
     d: Float[Tensor, " P"] | None = None
     t: Float[Tensor, " E"] | None = None
-
-
-def products_cost_less(form: Form, length: int, n_in: int, n_out: int, averaged: bool) -> bool:
-    """Compare factored with written-out inner products, per pair of points and outputs (fitted costs of engine.md)."""
-    products = 1 if averaged else form.products
-    return products * length**2 * (n_in / form.pairs + n_out + 64) < n_in * n_out + 32
+    each: Float[Tensor, "G P"] | None = None
 
 
 def gradients(
@@ -99,6 +62,7 @@ def gradients(
     form: Form,
     *,
     fixed_seed: bool,
+    head: str | None = None,
     create_graph: bool = False,
 ) -> list[Feature]:
     """Compute the features of E inputs.
@@ -111,6 +75,7 @@ def gradients(
         cotangents: Maps logits (E, C) to the K vectors (K, E, C) that the output gradients are contracted with.
         form: Decides factored or dense.
         fixed_seed: The cotangents do not depend on the logits.
+        head: The cotangents are those of all outputs of this head (`head_cotangents`).
         create_graph: Keep the features differentiable with respect to X. No input counts as fixed then, so that both
             sides of an inner product take the same form with or without a graph to their own points.
 
@@ -136,6 +101,12 @@ def gradients(
         if not layer:
             raise UnforeseenUseError(f"the layer of {name} must see all {len(X)} rows: it was not called.")
         is_last = all(c.edge.node is z.grad_fn for c, _ in layer)
+        if is_last and head is not None and last_costs_less(form, weights[name].shape, head):
+            ((last, delta),) = layer
+            p = None if head == "logits" else z.detach().softmax(dim=1)
+            x = last.input.unsqueeze(1)
+            found.append(HeadFactors(x, delta.unsqueeze(2), bias is not None, last.fixed_input, fixed_seed, p))
+            continue
         averaged = is_last and form.fixed_head
         found.append(
             _layer_feature(layer, bias is not None, weights[name].shape, form, averaged, fixed_seed and is_last)
@@ -155,8 +126,31 @@ def gradients_in_blocks(
     for part in blocks:
         here = place if place.t is None else replace(place, t=place.t[part])
         x = X if len(blocks) == 1 else X[part]
-        found.append(gradients(skeleton, plan, here, x, head_cotangents(head), form, fixed_seed=head == "logits"))
-    return found[0] if len(found) == 1 else [_joined(layer) for layer in zip(*found, strict=True)]
+        fixed = head == "logits"
+        found.append(gradients(skeleton, plan, here, x, head_cotangents(head), form, fixed_seed=fixed, head=head))
+    return found[0] if len(found) == 1 else [joined(layer) for layer in zip(*found, strict=True)]
+
+
+def gradients_at_each(
+    skeleton: Skeleton,
+    plan: Plan,
+    weights: Iterable[Float[Tensor, " P"]],
+    X: Shaped[Tensor, "n ..."],
+    head: str,
+    form: Form,
+) -> Iterator[list[Feature]]:
+    """Compute the features of all outputs of n inputs at several weights, as many at a time as the caches like."""
+    at_once = max(1, rows_at_a_time(plan) // (4 * len(X))) if plan.stacked and not form.dense else 1
+    weights = iter(weights)
+    while some := list(islice(weights, at_once)):
+        if len(some) == 1:
+            yield gradients_in_blocks(skeleton, plan, Place(some[0]), X, head, form)
+            continue
+        rows, place = X.repeat(len(some), *[1] * (X.ndim - 1)), Place(some[0], each=torch.stack(some))
+        fixed = head == "logits"
+        layers = gradients(skeleton, plan, place, rows, head_cotangents(head), form, fixed_seed=fixed, head=head)
+        for start in range(0, len(rows), len(X)):
+            yield [rows_of(feature, slice(start, start + len(X))) for feature in layers]
 
 
 def head_cotangents(head: str) -> Cotangents:
@@ -236,6 +230,8 @@ def _looped_jacobian(
 
 
 def _line(skeleton: Skeleton, weights: Mapping[str, Tensor], place: Place) -> AbstractContextManager[object]:
+    if place.each is not None:
+        return AtEach(weights, unflatten_rows(skeleton, place.each.detach().requires_grad_()))
     if place.t is None or place.d is None:
         return nullcontext()
     return AlongLine(weights, unflatten(skeleton, place.d), place.t)
@@ -264,43 +260,10 @@ def _layer_feature(
         a = torch.cat([a.squeeze(2) for a, _ in parts], dim=1)
         delta = torch.cat([delta.squeeze(3) for _, delta in parts], dim=2)
         return Factors(a, delta, bias, fixed_input, fixed_delta)
-    total = _outer(*parts[0], bias)
+    total = outer(*parts[0], bias)
     for a, delta in parts[1:]:
-        total = total + _outer(a, delta, bias)
+        total = total + outer(a, delta, bias)
     return Jacobian(total)
-
-
-def written_out(feature: Feature) -> Float[Tensor, "K E P_layer"]:
-    """Write a layer's gradients out: weight row by row, each followed by its bias if it has one."""
-    if isinstance(feature, Jacobian):
-        return feature.values
-    return _outer(feature.a.unsqueeze(2), feature.delta.unsqueeze(3), feature.bias)
-
-
-def _joined(parts: Sequence[Feature]) -> Feature:
-    """Join one layer's features of several blocks of rows."""
-    factors = [part for part in parts if isinstance(part, Factors)]
-    if not factors:
-        return Jacobian(torch.cat([part.values for part in parts if isinstance(part, Jacobian)], dim=1))
-    delta = torch.cat([part.delta for part in factors], dim=1)
-    return replace(factors[0], a=torch.cat([part.a for part in factors]), delta=delta)
-
-
-def feature_bytes(features: list[Feature]) -> int:
-    """Count the bytes that features take."""
-    return sum(f.values.nbytes if isinstance(f, Jacobian) else f.a.nbytes + f.delta.nbytes for f in features)
-
-
-def _outer(a: Tensor, delta: Tensor, bias: bool) -> Tensor:
-    K, E = delta.shape[:2]
-    # one batched product per point and group: (K n_out, L) x (L, n_in)
-    left = delta.permute(1, 3, 0, 4, 2).flatten(2, 3)  # E G (K n_out) L
-    right = a.transpose(1, 2)  # E G L n_in
-    if bias:
-        right = torch.cat([right, right.new_ones(*right.shape[:3], 1)], dim=3)
-    product = left @ right  # E G (K n_out) n_in
-    rows: Tensor = product.unflatten(2, (K, -1)).permute(2, 0, 1, 3, 4)
-    return rows.reshape(K, E, -1)
 
 
 def _positions(layer: LayerCall, delta: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -11,18 +11,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.engine.features import (
-    Cotangents,
-    Factors,
-    Feature,
-    Form,
-    Jacobian,
-    Place,
-    feature_bytes,
-    gradients,
-    head_cotangents,
-    written_out,
-)
+from epk_gp.engine.features import Cotangents, Place, gradients, head_cotangents
+from epk_gp.engine.forms import Factors, Feature, Form, Jacobian, feature_bytes, written_out
 from epk_gp.engine.gram import MEMORY_BUDGET
 from epk_gp.engine.plan import Plan
 from epk_gp.engine.points import Points

@@ -216,6 +216,62 @@ class AlongLine(TorchFunctionMode):
         return result + self.t.view(-1, *[1] * (result.ndim - 1)) * func(*along, **moved)
 
 
+class AtEach(TorchFunctionMode):
+    """Evaluate each of G equal parts of the rows at weights of its own."""
+
+    def __init__(self, weights: Mapping[str, Tensor], each: Mapping[str, Tensor]) -> None:
+        """Set the weights.
+
+        Args:
+            weights: By name, the very tensors that the network will be called with; their values are not used.
+            each: By name, with a first dimension of G.
+        """
+        super().__init__()
+        self.each = {id(weights[name]): value for name, value in each.items()}
+        self.names = {id(weights[name]): name for name in each}
+        self.parts = len(next(iter(each.values())))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call part by part; linear layers in one product."""
+        kwargs = kwargs or {}
+        found = [id(value) for value in _flat((args, kwargs)) if id(value) in self.each]
+        if not found:
+            return func(*args, **kwargs)
+        slots = JOINTLY_LINEAR.get(func, {})
+        values = {name: _argument(slot, name, args, kwargs) for slot, name in slots.items()}
+        own = {name: self.each[id(value)] for name, value in values.items() if id(value) in self.each}
+        if not slots:
+            result = func(*args, **kwargs)  # a shape, a dtype: or a use that cannot be had
+            if not _has_tensors(result):
+                return result
+        if len(own) != len(found):
+            names = sorted(self.names[key] for key in found)
+            raise UnforeseenUseError(f"the weights {names} must be used by functions that are linear in them.")
+        x = _argument(0, "input", args, kwargs)
+        parts = x.unflatten(0, (self.parts, -1))
+        if func is LINEAR and (values["bias"] is None or "bias" in own) and "weight" in own:
+            return _linear_each(parts, own["weight"], own.get("bias")).flatten(0, 1)
+        results = []
+        for g, part in enumerate(parts):
+            here, named = [part, *args[1:]] if args else [], {**kwargs, **({} if args else {"input": part})}
+            for slot, name in slots.items():
+                if name not in own:
+                    continue
+                if isinstance(slot, int) and slot < len(here):
+                    here[slot] = own[name][g]
+                else:
+                    named[name] = own[name][g]
+            results.append(func(*here, **named))
+        return torch.cat(results)
+
+
+def _linear_each(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply G linear layers, (G, n_out, n_in), to (G, n, ..., n_in)."""
+    rows = x.flatten(1, -2)
+    result = rows @ weight.mT if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
+    return result.view(*x.shape[:-1], -1)
+
+
 @contextmanager
 def plain_math() -> Iterator[None]:
     """Keep torch to kernels that can be differentiated in every way: no fused attention."""

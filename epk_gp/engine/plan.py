@@ -21,6 +21,7 @@ class Plan:
         biases: Weights of linear and convolution layers, each with the trained bias that always goes with it, if any.
         dense: All other weights.
         on_line: Rows at different places on a line share two calls per layer (`modes.AlongLine`).
+        stacked: Equal parts of the rows can have weights of their own (`modes.AtEach`).
         forward_mode: Forward-mode derivatives work.
         twice: Reverse mode can be differentiated once more.
         batched: Gradients for several cotangents at once work.
@@ -32,6 +33,7 @@ class Plan:
     biases: dict[str, str | None]
     dense: tuple[str, ...]
     on_line: bool
+    stacked: bool
     forward_mode: bool
     twice: bool
     batched: bool

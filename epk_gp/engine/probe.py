@@ -16,11 +16,12 @@ import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.engine.features import Form, Place, dense_jacobian, gradients, written_out
+from epk_gp.engine.features import Place, dense_jacobian, gradients
+from epk_gp.engine.forms import Form, written_out
 from epk_gp.engine.line import pushed_forward, row_by_row
-from epk_gp.engine.modes import CONVOLUTIONS, LINEAR, AlongLine, UnforeseenUseError, Use, Uses, plain_math
+from epk_gp.engine.modes import CONVOLUTIONS, LINEAR, AlongLine, AtEach, UnforeseenUseError, Use, Uses, plain_math
 from epk_gp.engine.plan import Plan
-from epk_gp.recording.networks import Skeleton, call, unflatten
+from epk_gp.recording.networks import Skeleton, call, unflatten, unflatten_rows
 from epk_gp.recording.trajectory import Trajectory, compute_dtype, flat_weights, skeleton_for
 
 P = ParamSpec("P")
@@ -100,6 +101,7 @@ def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "E .
         biases={} if dense else _layers(uses.calls),
         dense=(),
         on_line=not dense and all(use.proper for use in uses.calls),
+        stacked=True,
         forward_mode=True,
         twice=True,
         batched=True,
@@ -149,6 +151,8 @@ def _verified(skeleton: Skeleton, w: Tensor, X: Tensor, plan: Plan) -> Plan:
     plan = replace(plan, map_chunk=max(1, _MAP_ELEMENTS // (skeleton.num_weights + plan.elements)))
     if plan.on_line:
         plan = replace(plan, on_line=_works(lambda: _line_error(skeleton, plan, here, X)))
+    stacked = plan.on_line and not plan.dense and _works(lambda: _stack_error(skeleton, here, X))
+    plan = replace(plan, stacked=stacked)
     _load_forward_mode()
     plan = replace(plan, forward_mode=_works(lambda: _forward_error(skeleton, here, X)))
     plan = replace(plan, twice=_works(lambda: _twice_error(skeleton, here, X)))
@@ -185,6 +189,15 @@ def _line_error(skeleton: Skeleton, plan: Plan, here: Place, X: Tensor) -> Pair:
             found = call(skeleton, weights, X)
         rows = [call(skeleton, unflatten(skeleton, here.w + t[e] * d), X[e : e + 1]) for e in range(len(X))]
     return found, torch.cat(rows)
+
+
+def _stack_error(skeleton: Skeleton, here: Place, X: Tensor) -> Pair:
+    each = torch.stack([here.w, 1.1 * here.w, 0.9 * here.w + 0.1 * here.w.flip(0)])
+    weights = unflatten(skeleton, here.w)
+    with torch.no_grad(), plain_math():
+        with AtEach(weights, unflatten_rows(skeleton, each)):
+            found = call(skeleton, weights, torch.cat([X] * len(each)))
+        return found, torch.cat([call(skeleton, unflatten(skeleton, w), X) for w in each])
 
 
 def _forward_error(skeleton: Skeleton, here: Place, X: Tensor) -> Pair:

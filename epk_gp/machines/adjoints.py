@@ -9,7 +9,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.engine.averages import averaged_jacobian, in_flat_order
-from epk_gp.engine.features import Cotangents, Form, Place, gradients
+from epk_gp.engine.features import Cotangents, Place, gradients
+from epk_gp.engine.forms import Form
 from epk_gp.engine.plan import rows_at_a_time
 from epk_gp.machines.keeping import Keeper
 from epk_gp.machines.query import Query, along_step

@@ -8,7 +8,8 @@ from tqdm.auto import tqdm
 
 from epk_gp.engine.averages import StepIntegral
 from epk_gp.engine.contractions import empty_tile
-from epk_gp.engine.features import Place, feature_bytes, gradients, head_cotangents
+from epk_gp.engine.features import Place, gradients, head_cotangents
+from epk_gp.engine.forms import feature_bytes
 from epk_gp.machines.adjoints import Terms, weighted_loss
 from epk_gp.machines.keeping import Keeper
 from epk_gp.machines.query import Query, along_step

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from epk_gp.engine.adaptive import Integral, integrate
 from epk_gp.engine.averages import Evaluations
-from epk_gp.engine.features import Cotangents, Form, Place, gradients, head_cotangents
+from epk_gp.engine.features import Cotangents, Place, gradients, head_cotangents
+from epk_gp.engine.forms import Form
 from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan, flat_layout, rows_at_a_time
 from epk_gp.engine.probe import plan_for

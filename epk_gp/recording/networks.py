@@ -131,6 +131,13 @@ def unflatten(skeleton: Skeleton, flat: Float[Tensor, " P"]) -> dict[str, Tensor
     return {name: piece.view(shape) for name, piece, shape in zip(skeleton.names, pieces, skeleton.shapes, strict=True)}
 
 
+def unflatten_rows(skeleton: Skeleton, rows: Float[Tensor, "G P"]) -> dict[str, Tensor]:
+    """View G flat weight vectors as named weights, each with a first dimension of G."""
+    pieces = rows.split([shape.numel() for shape in skeleton.shapes], dim=1)
+    named = zip(skeleton.names, pieces, skeleton.shapes, strict=True)
+    return {name: piece.unflatten(1, shape) if shape else piece.squeeze(1) for name, piece, shape in named}
+
+
 def constants_of(skeleton: Skeleton) -> dict[str, Tensor]:
     """Name the network's buffers and frozen parameters: what `f` depends on beside the trained weights."""
     parameters = {name: p for name, p in skeleton.module.named_parameters() if name not in skeleton.names}
