@@ -11,7 +11,7 @@ from epk_gp.engine.forms import Average, Factors, Feature, HeadAverage, HeadFact
 
 _PAIR_SCRATCH = 1 << 22
 _ROW_BLOCK, _ROW_BLOCKS = 256, 8  # of a symmetric tile: its products cost (1 + 1 / 8) / 2 of a full one's
-_WIDE = 512  # inner dimension from which a product gains nothing by a longer one
+_WIDE = 256  # inner dimension from which a product gains nothing by a longer one
 _REST = -1
 
 
@@ -282,7 +282,14 @@ def _end_to_end(steps: Sequence[Average], weights: Sequence[float]) -> Feature:
 
 
 def _scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) -> Tensor:
-    return torch.cat([part * weight for part, weight in zip(parts, weights, strict=True)], dim=dim)
+    """Join parts of one shape, each times its weight."""
+    if all(weight == 1 for weight in weights):
+        return torch.cat(list(parts), dim=dim)
+    width = parts[0].shape[dim]
+    out = parts[0].new_empty(*parts[0].shape[:dim], width * len(parts), *parts[0].shape[dim + 1 :])
+    for target, part, weight in zip(out.split(width, dim=dim), parts, weights, strict=True):
+        torch.mul(part, weight, out=target)
+    return out
 
 
 def _input_products(a: Factors, b: Factors) -> Tensor:

@@ -5,7 +5,7 @@ positions or several times, sums such products over its positions l. Which form 
 (`products_cost_less`), the same on both sides of an inner product.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -34,6 +34,7 @@ from epk_gp.engine.plan import Plan, grads_of_calls, rows_at_a_time
 from epk_gp.recording.networks import Skeleton, call, unflatten, unflatten_rows
 
 Cotangents = Callable[[Tensor], Tensor]
+_TOGETHER = 8, 256  # fewer weights at a time gain nothing; more gain nothing more
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,11 @@ def gradients(
         with _line(skeleton, weights, place), tape:
             z = call(skeleton, weights, X)
         seeds = cotangents(z if create_graph else z.detach())
-        deltas = grads_of_calls(z, tape.calls, seeds, batched=plan.batched, create_graph=create_graph)
+        plain = place.t is None and place.each is None and not create_graph
+        if plain and head is not None and _ends_linear(z, tape.calls):
+            deltas = _past_last(tape.calls, weights, seeds, z, head, plan)
+        else:
+            deltas = grads_of_calls(z, tape.calls, seeds, batched=plan.batched, create_graph=create_graph)
     found: list[Feature] = []
     for name, bias in plan.biases.items():
         layer = [(c, delta) for c, delta in zip(tape.calls, deltas, strict=True) if c.weight == name]
@@ -116,11 +121,28 @@ def gradients(
     return found
 
 
+def _ends_linear(z: Tensor, calls: Sequence[LayerCall]) -> bool:
+    """Whether the outputs depend on other layers through the input of a last, linear one."""
+    last = calls[-1] if calls else None
+    return last is not None and last.function is LINEAR and last.edge.node is z.grad_fn and not last.fixed_input
+
+
+def _past_last(
+    calls: Sequence[LayerCall], weights: Mapping[str, Tensor], seeds: Tensor, z: Tensor, head: str, plan: Plan
+) -> list[Tensor]:
+    """Pull a head's cotangents back from the last layer's input, where they are rows of its weight: no product."""
+    W = weights[calls[-1].weight].detach()
+    rows = W[:, None].expand(-1, len(z), -1)
+    if head == "log_softmax":
+        rows = rows - z.detach().softmax(dim=1) @ W
+    return [*grads_of_calls(calls[-1].source, calls[:-1], rows, batched=plan.batched), seeds]
+
+
 def gradients_in_blocks(
     skeleton: Skeleton, plan: Plan, place: Place, X: Shaped[Tensor, "E ..."], head: str, form: Form
 ) -> list[Feature]:
     """Compute the features of all outputs of E inputs, as many at a time as the caches like."""
-    rows = rows_at_a_time(plan)
+    rows = rows_at_a_time(plan, place.w.dtype, plan.outputs)
     blocks = torch.arange(len(X), device=X.device).split(rows)
     found = []
     for part in blocks:
@@ -138,10 +160,29 @@ def gradients_at_each(
     X: Shaped[Tensor, "n ..."],
     head: str,
     form: Form,
+    *,
+    dtype: torch.dtype,
+    memory: int,
 ) -> Iterator[list[Feature]]:
-    """Compute the features of all outputs of n inputs at several weights, as many at a time as the caches like."""
-    at_once = max(1, rows_at_a_time(plan) // (4 * len(X))) if plan.stacked and not form.dense else 1
-    weights = iter(weights)
+    """Compute the features of all outputs of n inputs at several weights, small ones together.
+
+    Measured, float64, steps of a 100-64-3 network with 4 nodes: together 7 times faster for 8 points, 3.4 for 128, 1.3
+    for 512; a 784-128-10 network loses from 512 points on.
+
+    Args:
+        skeleton: The network, in the computation's dtype.
+        plan: How its weights are used.
+        weights: Flat weights, one after the other.
+        X: n inputs.
+        head: Whose outputs.
+        form: Decides factored or dense.
+        dtype: Of the computation.
+        memory: Bytes that may be used for doing several together.
+    """
+    per_weight = 4 * dtype.itemsize * (skeleton.num_weights + len(X) * plan.elements * (plan.outputs + 2))
+    fitting = min(rows_at_a_time(plan, dtype, plan.outputs) // len(X), memory // per_weight, _TOGETHER[1])
+    together = plan.stacked and not form.dense and fitting >= _TOGETHER[0]
+    weights, at_once = iter(weights), fitting if together else 1
     while some := list(islice(weights, at_once)):
         if len(some) == 1:
             yield gradients_in_blocks(skeleton, plan, Place(some[0]), X, head, form)
@@ -257,9 +298,10 @@ def _layer_feature(
     fixed_input = all(c.fixed_input for c, _ in layer)
     averaged = averaged or fixed_input
     if groups == 1 and products_cost_less(form, length, n_in, n_out, averaged):
-        a = torch.cat([a.squeeze(2) for a, _ in parts], dim=1)
-        delta = torch.cat([delta.squeeze(3) for _, delta in parts], dim=2)
-        return Factors(a, delta, bias, fixed_input, fixed_delta)
+        a, delta = parts[0]
+        if len(parts) > 1:
+            a, delta = torch.cat([a for a, _ in parts], dim=1), torch.cat([delta for _, delta in parts], dim=2)
+        return Factors(a.squeeze(2), delta.squeeze(3), bias, fixed_input, fixed_delta)
     total = outer(*parts[0], bias)
     for a, delta in parts[1:]:
         total = total + outer(a, delta, bias)

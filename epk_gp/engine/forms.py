@@ -129,12 +129,10 @@ def feature_bytes(features: list[Feature]) -> int:
 
 def outer(a: Float[Tensor, "E L G n_in"], delta: Float[Tensor, "K E L G n_out"], bias: bool) -> Float[Tensor, "K E P"]:
     """Write a call's gradients out, summed over its L positions; G groups."""
-    K, E = delta.shape[:2]
     # one batched product per point and group: (K n_out, L) x (L, n_in)
     left = delta.permute(1, 3, 0, 4, 2).flatten(2, 3)  # E G (K n_out) L
-    right = a.transpose(1, 2)  # E G L n_in
+    product = left @ a.transpose(1, 2)  # E G (K n_out) n_in
+    rows: Tensor = product.unflatten(2, (len(delta), -1)).permute(2, 0, 1, 3, 4)  # K E G n_out n_in
     if bias:
-        right = torch.cat([right, right.new_ones(*right.shape[:3], 1)], dim=3)
-    product = left @ right  # E G (K n_out) n_in
-    rows: Tensor = product.unflatten(2, (K, -1)).permute(2, 0, 1, 3, 4)
-    return rows.reshape(K, E, -1)
+        rows = torch.cat([rows, delta.sum(dim=2).unsqueeze(4)], dim=4)
+    return rows.flatten(2)

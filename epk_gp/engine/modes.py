@@ -50,7 +50,8 @@ class LayerCall:
         function: `F.linear`, `F.conv1d` or `F.conv2d`.
         weight: Name of its weight.
         bias: Name of its bias, None without a trained one.
-        input: What the layer saw, (E, ...), detached unless a graph is kept.
+        source: What the layer saw, (E, ...).
+        input: The same, detached unless a graph is kept.
         fixed_input: The input does not depend on the weights.
         options: stride, padding, dilation, groups, by name.
         shape: Shape of its output, (E, ...).
@@ -60,6 +61,7 @@ class LayerCall:
     function: Callable[..., Any]
     weight: str
     bias: str | None
+    source: Tensor
     input: Tensor
     fixed_input: bool
     options: dict[str, Any]
@@ -163,6 +165,7 @@ class Tape(TorchFunctionMode):
                 function=func,
                 weight=weight,
                 bias=bias,
+                source=x,
                 input=x if self.keep_graph else x.detach(),
                 fixed_input=not self.keep_graph and not x.requires_grad,
                 options=options,

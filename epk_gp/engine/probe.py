@@ -108,6 +108,7 @@ def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "E .
         mapped=True,
         map_chunk=64,
         elements=max(1, uses.elements // len(X)),
+        outputs=z.shape[1],
     )
     return _verified(skeleton, w, X, plan)
 

@@ -106,7 +106,9 @@ def steps_of(job: Job) -> list[tuple[int, float]]:
 def at_places(job: Job, places: list[tuple[int, float]], X: Tensor) -> Iterator[list[Feature]]:
     """Compute features at places (s, t), t of the way from w_s to w_{s+1}; small ones together."""
     weights = (_between(job, s, t) for s, t in places)
-    return gradients_at_each(job.skeleton, job.plan, weights, X, job.head, _form(job))
+    return gradients_at_each(
+        job.skeleton, job.plan, weights, X, job.head, _form(job), dtype=job.like.dtype, memory=job.budget // 8
+    )
 
 
 def _between(job: Job, s: int, t: float) -> Tensor:

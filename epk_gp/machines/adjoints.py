@@ -176,7 +176,7 @@ def _grouped(
 def _batch_size(query: Query) -> int:
     size = torch.finfo(query.dtype).bits // 8
     rows = query.memory_budget // (8 * size * (3 * query.skeleton.num_weights + 8 * query.plan.elements))
-    return max(1, min(rows, rows_at_a_time(query.plan)))
+    return max(1, min(rows, rows_at_a_time(query.plan, query.dtype)))
 
 
 def weighted_loss(loss: Loss, y: Shaped[Tensor, "B ..."], c: Float[Tensor, " B"]) -> Cotangents:

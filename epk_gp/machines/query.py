@@ -111,7 +111,7 @@ def along_step(
     w, end = (flat_weights(query.trajectory, s, X) for s in (step.index, step.index + 1))
     line = Line(query.skeleton, query.plan, w, end - w, query.head, query.memory_budget)
     integral = integrate(line, X, query.rule, query.trajectory.num_steps)
-    found, size = [], min(block_size, rows_at_a_time(query.plan))
+    found, size = [], min(block_size, rows_at_a_time(query.plan, query.dtype, query.num_rows))
     for part in torch.arange(len(integral.point), device=X.device).split(size):
         points = integral.point[part]
         place = Place(line.w, line.d, integral.t[part])
