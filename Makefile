@@ -18,7 +18,7 @@ test lint: export OMP_NUM_THREADS := 1
 test lint: export MKL_NUM_THREADS := 1
 test: export MPLBACKEND := Agg
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test lint format docs bench clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -41,6 +41,10 @@ docs: $(DEV)
 	$(INSTALL) --no-build-isolation --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
 
+# Some 20 minutes and 8 GiB; peers get environments of their own.
+bench: $(DEV)
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -55,5 +59,5 @@ $(DEV): $(FRAME) | $(BIN)/python
 	touch $@ $(CORE)
 
 clean:
-	rm -rf $(VENV) $(OUT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OUT) build dist site benchmarks/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 Usage: python benchmarks/uncertainty_grid.py --grid 100 --num-train 1000 --steps 100
 """
 
+import json
 import resource
 import time
 from typing import Annotated
@@ -22,6 +23,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Training steps.")] = 100,
     outputs: Annotated[str, typer.Option(help="full or independent.")] = "full",
     nodes: Annotated[int, typer.Option(help="Gauss-Legendre nodes per step.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers only.")] = False,
 ) -> None:
     """Record the toy problem (64 ReLU units, 100-D, 3 classes), fit its GP and map its uncertainty."""
     torch.manual_seed(0)
@@ -40,6 +42,10 @@ def main(
     before = time.perf_counter()
     uncertainty_on_plane(gp, principal_plane(X), size=grid, num_samples=256, generator=torch.Generator().manual_seed(0))
     seconds["map"] = time.perf_counter() - before
+    if as_json:
+        sizes = {"grid_points": grid**2, "training_points": num_train, "steps": steps, "nodes": nodes}
+        typer.echo(json.dumps({**sizes, "outputs": outputs, "seconds": seconds, "peak_gib": _peak()}))
+        return
     typer.echo(f"{grid**2} grid points x {num_train} training points x {steps} steps, {outputs}, {nodes} nodes")
     typer.echo(", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
     typer.echo(f"peak memory of the process: {_peak():.2f} GiB ({recorded:.2f} GiB after recording)")

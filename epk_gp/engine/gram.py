@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from epk_gp.engine.ahead import StatesAhead
 from epk_gp.engine.checkpoint import Checkpoint, identity_of
 from epk_gp.engine.contractions import diagonal, empty_tile, turned, write
 from epk_gp.engine.points import Points, check_points
@@ -159,6 +160,7 @@ def _job(
     check_rule(rule)
     check_memory_budget(budget)
     dtype = compute_dtype(trajectory, a.X)
+    like = torch.empty(0, dtype=dtype, device=a.X.device)
     return Job(
         trajectory=trajectory,
         skeleton=skeleton_for(trajectory, dtype, a.X.device),
@@ -166,12 +168,13 @@ def _job(
         head=head,
         rule=rule,
         etas=_etas(trajectory, step_weights),
-        like=torch.empty(0, dtype=dtype, device=a.X.device),
+        like=like,
         per_class=per_class,
         progress=progress,
         num_outputs=trajectory.num_outputs,
         budget=budget,
         dtype=dtype,
+        states=StatesAhead(trajectory, like),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from epk_gp.engine.adaptive import common_nodes, integrate
+from epk_gp.engine.ahead import StatesAhead
 from epk_gp.engine.averages import Evaluations, StepIntegral
 from epk_gp.engine.checkpoint import Checkpoint
 from epk_gp.engine.contractions import Tile
@@ -17,7 +18,7 @@ from epk_gp.engine.line import Line
 from epk_gp.engine.plan import Plan
 from epk_gp.engine.quadrature import AdaptiveRule, QuadratureRule, Rule
 from epk_gp.recording.networks import Head, Skeleton
-from epk_gp.recording.trajectory import Trajectory, flat_weights
+from epk_gp.recording.trajectory import Trajectory
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class Job:
     num_outputs: int
     budget: int
     dtype: torch.dtype
+    states: StatesAhead
     steps_at_once: int | None = None
     checkpoint: Checkpoint | None = None
 
@@ -89,7 +91,8 @@ def runs_of_steps(job: Job, steps: list[tuple[int, float]], num_points: int) -> 
     """Split steps into runs whose features fit into the budget together."""
     size = 1
     if isinstance(job.rule, QuadratureRule):
-        per_step = num_points * (len(job.rule) + 2) * _feature_bytes(job)
+        weights = 2 * job.skeleton.num_weights * job.like.element_size()
+        per_step = weights + num_points * (len(job.rule) + 2) * _feature_bytes(job)
         size = max(1, min(STEPS_AT_ONCE, job.budget // (8 * max(1, per_step))))
     return _batched(steps, size)
 
@@ -105,15 +108,16 @@ def steps_of(job: Job) -> list[tuple[int, float]]:
 
 def at_places(job: Job, places: list[tuple[int, float]], X: Tensor) -> Iterator[list[Feature]]:
     """Compute features at places (s, t), t of the way from w_s to w_{s+1}; small ones together."""
-    weights = (_between(job, s, t) for s, t in places)
+    keep = 1 + max((s for s, _ in places), default=0) - min((s for s, _ in places), default=0)
+    weights = (_between(job, s, t, keep) for s, t in places)
     return gradients_at_each(
         job.skeleton, job.plan, weights, X, job.head, _form(job), dtype=job.like.dtype, memory=job.budget // 8
     )
 
 
-def _between(job: Job, s: int, t: float) -> Tensor:
-    start = flat_weights(job.trajectory, s, job.like)
-    return start if t == 0 else torch.lerp(start, flat_weights(job.trajectory, s + 1, job.like), t)
+def _between(job: Job, s: int, t: float, keep: int) -> Tensor:
+    start = job.states.get(s, keep)
+    return start if t == 0 else torch.lerp(start, job.states.get(s + 1, keep + 1), t)
 
 
 def _form(job: Job) -> Form:
@@ -152,7 +156,7 @@ def _own_nodes(job: Job, s: int, rule: AdaptiveRule, X: Tensor) -> Iterator[Eval
 
 
 def _line(job: Job, s: int) -> Line:
-    start, end = (flat_weights(job.trajectory, state, job.like) for state in (s, s + 1))
+    start, end = job.states.get(s, 1), job.states.get(s + 1, 2)
     return Line(job.skeleton, job.plan, start, end - start, job.head, job.budget)
 
 

@@ -1,0 +1,89 @@
+"""Contenders as processes of their own, each in an environment where its versions fit."""
+
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+ANSWER_SECONDS = 1800
+
+
+class Worker:
+    """A contender's process: waits until it is told to run."""
+
+    def __init__(self, python: Path, script: str, problem: dict[str, Any], folder: Path, name: str) -> None:
+        """Start it and wait until the problem is set up.
+
+        Args:
+            python: Interpreter of its environment.
+            script: In `contenders`.
+            problem: What it is told.
+            folder: For its files.
+            name: Of its files.
+
+        Raises:
+            RuntimeError: It did not get so far; with its last word.
+        """
+        description = folder / f"{name}.json"
+        description.write_text(json.dumps(problem))
+        self._result, self._stderr = folder / f"{name}.npy", folder / f"{name}.stderr"
+        with self._stderr.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(python), str(HERE / "contenders" / script), str(description), str(self._result)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self._answer()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def run(self) -> dict[str, Any]:
+        """Run once; gives seconds and the peak memory of the process so far."""
+        if self._process.stdin is not None:
+            self._process.stdin.write("run\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def result(self) -> np.ndarray:
+        """Read what the first run gave."""
+        return np.load(self._result)
+
+    def _answer(self) -> dict[str, Any]:
+        for line in self._process.stdout or ():
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        lines = [line for line in self._stderr.read_text().splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else "the process ended without a word")
+
+
+def environment(folder: Path, packages: list[str]) -> Path | None:
+    """Make a virtual environment, once, and give its interpreter; None if the registry lacks a package."""
+    python, done = folder / "bin" / "python", folder / "done"
+    if not done.exists():
+        venv.create(folder, with_pip=True, clear=True)
+        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+        if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+            return None
+        done.touch()
+    return python
+
+
+def own_python() -> Path:
+    """Give the interpreter that runs this."""
+    return Path(sys.executable)

@@ -1,0 +1,186 @@
+"""Measure epk_gp beside its peers, and write the tables: JSON and Markdown. Usage: make bench.
+
+The contenders of a problem take turns, round by round, so that a busy machine slows all of them; a matrix product is
+one of them, and all times are given as ratios to the time that the unavoidable products would take at its rate.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from processes import HERE, Worker, environment, own_python
+from table import markdown
+from tqdm import tqdm
+
+from problems import Problem, epk_problems, growth_problems, ntk_problems
+
+FLOOR_SIZE = 1500
+PEERS = {
+    "neural-tangents": ["jax==0.4.20", "jaxlib==0.4.20", "neural-tangents==0.6.5", "numpy<2", "scipy<1.13"],
+    "nngeometry": ["torch==2.13.0", "nngeometry==0.4", "numpy"],
+    "explaind": ["explaind"],
+}
+CONTENDERS = {  # script, environment
+    "floor": ("floor.py", None),
+    "epk_gp": ("epk_gp_block.py", None),
+    "torch.func recipe": ("torch_func.py", None),
+    "neural-tangents 1": ("neural_tangents_block.py", "neural-tangents"),
+    "neural-tangents 2": ("neural_tangents_block.py", "neural-tangents"),
+    "neural-tangents 3": ("neural_tangents_block.py", "neural-tangents"),
+    "nngeometry (X, X)": ("nngeometry_block.py", "nngeometry"),
+    "attribute": ("attribution.py", None),
+    "algorithm 1": ("attribution.py", None),
+}
+BLOCKS = [name for name in CONTENDERS if name not in {"attribute", "algorithm 1"}]
+ATTRIBUTION = {
+    "name": "M = 300, d = 100, h = 64, 20 steps, 30 test points",
+    "dtype": "float64",
+    "width": 64,
+    "steps": 20,
+}
+
+Pythons = dict[str | None, Path | None]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Where the tables go, without a suffix.")] = HERE / "results",
+    rounds: Annotated[int, typer.Option(help="Rounds in which the contenders take turns.")] = 7,
+    environments: Annotated[Path, typer.Option(help="Where the peers' environments are made.")] = HERE / ".venvs",
+    parts: Annotated[str, typer.Option(help="Of ntk, epk, attribution, grid, growth; others keep their numbers.")] = (
+        "ntk,epk,attribution,grid,growth"
+    ),
+) -> None:
+    """Run the parts and write the tables."""
+    chosen, stored = parts.split(","), out.with_suffix(".json")
+    found: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
+    pythons: Pythons = {None: own_python()}
+    if {"ntk", "attribution"} & set(chosen):
+        pythons |= {name: environment(environments / name, packages) for name, packages in PEERS.items()}
+        found["peers"] = {name: " ".join(PEERS[name]) if pythons[name] else None for name in PEERS}
+    found["machine"] = _machine()
+    if "ntk" in chosen:
+        found["ntk"] = [row for problem in ntk_problems() for row in _blocks(problem, BLOCKS, pythons, rounds)]
+    if "epk" in chosen:
+        own = ["floor", "epk_gp"]
+        found["epk"] = [row for problem in epk_problems() for row in _blocks(problem, own, pythons, rounds)]
+    if "attribution" in chosen:
+        found["attribution"] = _attribution(pythons, rounds)
+    if "grid" in chosen:
+        found["grid"] = _grid()
+    if "growth" in chosen:
+        found["growth"] = _growth(pythons, rounds)
+    stored.write_text(json.dumps(found, indent=1) + "\n")
+    out.with_suffix(".md").write_text(markdown(found))
+    typer.echo(f"written: {stored}, {out.with_suffix('.md')}")
+
+
+def _blocks(problem: Problem, names: list[str], pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
+    """Let contenders compute a Gram block, and compare their results with the recipe's in float64."""
+    return _compare(problem.description(floor_size=FLOOR_SIZE), problem.arrays(), names, pythons, rounds, problem)
+
+
+def _compare(
+    described: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    names: list[str],
+    pythons: Pythons,
+    rounds: int,
+    problem: Problem | None = None,
+) -> list[dict[str, Any]]:
+    rows = [{"problem": described["name"], "dtype": described["dtype"], "contender": name} for name in names]
+    label = f"{described['name']}, {described['dtype']}"
+    with tempfile.TemporaryDirectory() as folder:
+        np.savez(Path(folder) / "arrays.npz", **arrays)
+        workers: dict[str, Worker] = {}
+        try:
+            for row in rows:
+                _start(row, workers, {**described, "arrays": f"{folder}/arrays.npz"}, pythons, Path(folder))
+            answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+            for _ in tqdm(range(1 + rounds), desc=label, disable=None):
+                for name, worker in workers.items():
+                    answers[name].append(worker.run())
+            results = {name: workers[name].result() for name in workers if name != "floor"}
+        finally:
+            for worker in workers.values():
+                worker.__exit__(None, None, None)
+    rate = 0.0
+    if "floor" in answers and problem is not None:
+        rate = 2 * FLOOR_SIZE**3 / min(answer["seconds"] for answer in answers["floor"])
+    reference = results.get("torch.func recipe")
+    for row in rows:
+        if row["contender"] not in answers:
+            continue
+        times = [answer["seconds"] for answer in answers[row["contender"]][1:]]  # the first warms up
+        quartiles = np.percentile(times, [25, 50, 75])
+        row |= {"median": quartiles[1], "spread": quartiles[2] - quartiles[0], "fastest": min(times), "rounds": rounds}
+        row["peak_bytes"] = answers[row["contender"]][-1]["peak_bytes"]
+        if rate and problem is not None and row["contender"] != "floor":
+            row["floors"] = min(times) * rate / problem.operations
+        found = results.get(row["contender"])
+        if found is not None and found.ndim == 0:
+            row["error"] = float(found)
+        elif found is not None and reference is not None and "(X, X)" not in row["contender"]:
+            row["error"] = float(np.abs(found - reference).max() / np.abs(reference).max())
+    return rows
+
+
+def _start(
+    row: dict[str, Any], workers: dict[str, Worker], described: dict[str, Any], pythons: Pythons, folder: Path
+) -> None:
+    name = row["contender"]
+    script, needed = CONTENDERS[name]
+    python = pythons[needed]
+    if python is None:
+        row["failure"] = f"{needed} is not on this registry"
+        return
+    variant = name.rpartition(" ")[2] if name.startswith("neural") else name
+    try:
+        workers[name] = Worker(python, script, {**described, "variant": variant}, folder, str(len(workers)))
+    except RuntimeError as error:
+        row["failure"] = str(error)
+
+
+def _attribution(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(3, 100))
+    arrays = {name: centres[np.arange(n) % 3] + rng.normal(size=(n, 100)) for name, n in (("X", 30), ("Y", 300))}
+    rows = _compare(ATTRIBUTION, arrays, ["attribute", "algorithm 1"], pythons, min(rounds, 3))
+    failure = "not run: no contender is written" if pythons["explaind"] else "not run: not on this registry"
+    rows.append({**ATTRIBUTION, "contender": "explaind", "failure": failure})
+    return rows
+
+
+def _grid() -> dict[str, Any]:
+    """Run the uncertainty map of 100 x 100 nodes, 3000 training points and 300 steps."""
+    command = [str(own_python()), str(HERE / "uncertainty_grid.py"), "--num-train", "3000", "--steps", "300", "--json"]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+def _growth(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    for size, problems in growth_problems().items():
+        found = []
+        for value, problem in problems:
+            ((_, own),) = (_blocks(problem, ["floor", "epk_gp"], pythons, min(rounds, 5)),)
+            found.append({"value": value, **{key: own[key] for key in ("fastest", "median", "peak_bytes", "floors")}})
+        values, times = ([entry[key] for entry in found] for key in ("value", "fastest"))
+        slope = np.polyfit(np.log(values), np.log(times), 1)[0]
+        rows.append({"size": size, "measured": found, "exponent": float(slope)})
+    return rows
+
+
+def _machine() -> dict[str, Any]:
+    threads = os.environ.get("OMP_NUM_THREADS", os.cpu_count())
+    return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "threads": threads}
+
+
+if __name__ == "__main__":
+    typer.run(main)

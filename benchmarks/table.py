@@ -1,0 +1,99 @@
+"""The tables of a benchmark's numbers, in Markdown."""
+
+from collections.abc import Iterable
+from typing import Any
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Write down all parts that were measured."""
+    parts = [_preface(found)]
+    if "ntk" in found:
+        parts += ["### One NTK block", *_blocks(found["ntk"])]
+    if "epk" in found:
+        parts += ["### A whole path-kernel block", *_blocks(found["epk"])]
+    if "attribution" in found:
+        parts += ["### Contributions of all training points", _attribution(found["attribution"])]
+    if "grid" in found:
+        parts += ["### An uncertainty map", _grid(found["grid"])]
+    if "growth" in found:
+        parts += ["### Growth", _growth(found["growth"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _preface(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    peers = "; ".join(f"{name}: {versions or 'not on this registry'}" for name, versions in found["peers"].items())
+    return (
+        f"{machine['cores']} cores, {machine['threads']} threads. Medians (interquartile ranges) over rounds in which "
+        "the contenders take turns. *Floor*: the products that cannot be avoided, at the rate of a 1500 x 1500 matrix "
+        "product in the same rounds; fastest against fastest. *Error*: against torch.func's recipe in the same dtype, "
+        f"relative to the largest entry. Peers: {peers}."
+    )
+
+
+def _blocks(rows: list[dict[str, Any]]) -> list[str]:
+    parts = []
+    for problem in dict.fromkeys((row["problem"], row["dtype"]) for row in rows):
+        own = [row for row in rows if (row["problem"], row["dtype"]) == problem and row["contender"] != "floor"]
+        ours = next(row for row in own if row["contender"] == "epk_gp")
+        lines = [
+            [
+                row["contender"],
+                _time(row),
+                f"{row['median'] / ours['median']:.1f}" if "median" in row else "–",
+                f"{row['floors']:.2f}" if "floors" in row else "–",
+                f"{row['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in row else "–",
+                f"{row['error']:.0e}" if row.get("error") else "–",
+            ]
+            for row in own
+        ]
+        header = ["", "ms", "x epk_gp", "x floor", "peak GiB", "error"]
+        parts.append(f"**{problem[0]}, {problem[1]}**\n\n{_table(header, lines)}")
+    return parts
+
+
+def _attribution(rows: list[dict[str, Any]]) -> str:
+    ours = next(row for row in rows if row["contender"] == "attribute")
+    lines = [
+        [
+            row["contender"],
+            _time(row),
+            f"{row['median'] / ours['median']:.0f}" if "median" in row else "–",
+            f"{row['error']:.1e}" if "error" in row else "–",
+        ]
+        for row in rows
+    ]
+    table = _table(["", "ms", "x epk_gp", "sum against the network"], lines)
+    return f"{ours['problem']}, float64; Algorithm 1 with dense Jacobians and 100 Riemann nodes.\n\n{table}"
+
+
+def _grid(found: dict[str, Any]) -> str:
+    seconds = ", ".join(f"{name} {value:.0f} s" for name, value in found["seconds"].items())
+    return (
+        f"{found['grid_points']} grid points x {found['training_points']} training points x {found['steps']} steps, "
+        f"3 outputs ({found['outputs']}), {found['nodes']} nodes per step: {seconds}; peak memory of the process "
+        f"**{found['peak_gib']:.2f} GiB**."
+    )
+
+
+def _growth(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        times = ", ".join(f"{entry['value']}: {1e3 * entry['fastest']:.0f}" for entry in row["measured"])
+        memory = ", ".join(f"{entry['peak_bytes'] / 2**30:.2f}" for entry in row["measured"])
+        lines.append([row["size"], times, f"{row['exponent']:.2f}", memory])
+    return (
+        "MLP 100-128-128-3, float64, 400 test against 400 training points, 8 steps of 4 nodes, one size varied. The "
+        "exponent is the slope of log time.\n\n" + _table(["", "ms", "exponent", "peak GiB"], lines)
+    )
+
+
+def _time(row: dict[str, Any]) -> str:
+    if "median" not in row:
+        return str(row.get("failure", "–"))
+    return f"{1e3 * row['median']:.1f} ({1e3 * row['spread']:.1f})"
+
+
+def _table(header: list[str], lines: Iterable[list[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

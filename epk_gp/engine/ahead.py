@@ -1,0 +1,47 @@
+"""A run's weight states in the order of its steps, each read once, and from disk ahead of its use."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.recording.trajectory import StoredStates, Trajectory, flat_weights
+
+_AHEAD = 2
+
+
+class StatesAhead:
+    """Flat weights of a run, for a pass from its first step to its last.
+
+    States of a run in memory are given as they are. States on disk (packed ones are differences: to read one again is
+    to unpack all before it) are read by a thread of their own, `_AHEAD` before they are asked for, and kept a while.
+    """
+
+    def __init__(self, trajectory: Trajectory, like: Shaped[Tensor, "..."]) -> None:
+        """Read nothing yet.
+
+        Args:
+            trajectory: The run.
+            like: Gives dtype and device.
+        """
+        self.trajectory, self.like = trajectory, like
+        self._reader = ThreadPoolExecutor(1) if isinstance(trajectory.states, StoredStates) else None
+        self._found: dict[int, Future[Tensor]] = {}
+
+    def get(self, state: int, keep: int) -> Float[Tensor, " P"]:
+        """Give a state.
+
+        Args:
+            state: s in 0 .. S.
+            keep: How many states before it may be asked for again.
+        """
+        if self._reader is None:
+            return flat_weights(self.trajectory, state, self.like)
+        if state not in self._found and self._found and state < min(self._found):
+            self._found.clear()  # another pass
+        for number in range(state, min(state + _AHEAD, self.trajectory.num_steps) + 1):
+            if number not in self._found:
+                self._found[number] = self._reader.submit(flat_weights, self.trajectory, number, self.like)
+        for number in [number for number in self._found if number < state - keep]:
+            del self._found[number]
+        return self._found[state].result()
