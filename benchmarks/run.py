@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,14 +37,17 @@ CONTENDERS = {  # script, environment
     "nngeometry (X, X)": ("nngeometry_block.py", "nngeometry"),
     "attribute": ("attribution.py", None),
     "algorithm 1": ("attribution.py", None),
+    "algorithm 1, points together": ("attribution.py", None),
 }
-BLOCKS = [name for name in CONTENDERS if name not in {"attribute", "algorithm 1"}]
+BLOCKS = [name for name, (script, _) in CONTENDERS.items() if script != "attribution.py"]
 ATTRIBUTION = {
     "name": "M = 300, d = 100, h = 64, 20 steps, 30 test points",
     "dtype": "float64",
     "width": 64,
     "steps": 20,
 }
+
+PARTS = ("ntk", "epk", "attribution", "grid", "growth")
 
 Pythons = dict[str | None, Path | None]
 
@@ -52,31 +56,30 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the tables go, without a suffix.")] = HERE / "results",
     rounds: Annotated[int, typer.Option(help="Rounds in which the contenders take turns.")] = 7,
     environments: Annotated[Path, typer.Option(help="Where the peers' environments are made.")] = HERE / ".venvs",
-    parts: Annotated[str, typer.Option(help="Of ntk, epk, attribution, grid, growth; others keep their numbers.")] = (
-        "ntk,epk,attribution,grid,growth"
-    ),
+    parts: Annotated[str, typer.Option(help="What is measured; the rest keeps its numbers.")] = ",".join(PARTS),
 ) -> None:
     """Run the parts and write the tables."""
     chosen, stored = parts.split(","), out.with_suffix(".json")
+    if unknown := set(chosen) - set(PARTS):
+        raise typer.BadParameter(f"must be of {', '.join(PARTS)}: got {', '.join(sorted(unknown))}.")
     found: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
     pythons: Pythons = {None: own_python()}
     if {"ntk", "attribution"} & set(chosen):
         pythons |= {name: environment(environments / name, packages) for name, packages in PEERS.items()}
         found["peers"] = {name: " ".join(PEERS[name]) if pythons[name] else None for name in PEERS}
     found["machine"] = _machine()
-    if "ntk" in chosen:
-        found["ntk"] = [row for problem in ntk_problems() for row in _blocks(problem, BLOCKS, pythons, rounds)]
-    if "epk" in chosen:
-        own = ["floor", "epk_gp"]
-        found["epk"] = [row for problem in epk_problems() for row in _blocks(problem, own, pythons, rounds)]
-    if "attribution" in chosen:
-        found["attribution"] = _attribution(pythons, rounds)
-    if "grid" in chosen:
-        found["grid"] = _grid()
-    if "growth" in chosen:
-        found["growth"] = _growth(pythons, rounds)
-    stored.write_text(json.dumps(found, indent=1) + "\n")
-    out.with_suffix(".md").write_text(markdown(found))
+    own = ["floor", "epk_gp"]
+    work: dict[str, Callable[[], Any]] = {
+        "ntk": lambda: [row for problem in ntk_problems() for row in _blocks(problem, BLOCKS, pythons, rounds)],
+        "epk": lambda: [row for problem in epk_problems() for row in _blocks(problem, own, pythons, rounds)],
+        "attribution": lambda: _attribution(pythons, rounds),
+        "grid": _grid,
+        "growth": lambda: _growth(pythons, rounds),
+    }
+    for name in chosen:
+        found[name] = work[name]()
+        stored.write_text(json.dumps(found, indent=1) + "\n")
+        out.with_suffix(".md").write_text(markdown(found))
     typer.echo(f"written: {stored}, {out.with_suffix('.md')}")
 
 
@@ -103,12 +106,13 @@ def _compare(
                 _start(row, workers, {**described, "arrays": f"{folder}/arrays.npz"}, pythons, Path(folder))
             answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
             for _ in tqdm(range(1 + rounds), desc=label, disable=None):
-                for name, worker in workers.items():
-                    answers[name].append(worker.run())
-            results = {name: workers[name].result() for name in workers if name != "floor"}
+                for row in rows:
+                    if row["contender"] in answers:
+                        _take_turn(row, workers, answers)
+            results = {name: workers[name].result() for name in answers if name != "floor"}
         finally:
             for worker in workers.values():
-                worker.__exit__(None, None, None)
+                worker.close()
     rate = 0.0
     if "floor" in answers and problem is not None:
         rate = 2 * FLOOR_SIZE**3 / min(answer["seconds"] for answer in answers["floor"])
@@ -139,18 +143,29 @@ def _start(
     if python is None:
         row["failure"] = f"{needed} is not on this registry"
         return
-    variant = name.rpartition(" ")[2] if name.startswith("neural") else name
+    variant = name.removeprefix("neural-tangents ")
     try:
         workers[name] = Worker(python, script, {**described, "variant": variant}, folder, str(len(workers)))
     except RuntimeError as error:
         row["failure"] = str(error)
 
 
+def _take_turn(row: dict[str, Any], workers: dict[str, Worker], answers: dict[str, list[dict[str, Any]]]) -> None:
+    name = row["contender"]
+    try:
+        answers[name].append(workers[name].run())
+    except (RuntimeError, OSError) as error:
+        row["failure"] = str(error)
+        del answers[name]
+
+
 def _attribution(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(3, 100))
     arrays = {name: centres[np.arange(n) % 3] + rng.normal(size=(n, 100)) for name, n in (("X", 30), ("Y", 300))}
-    rows = _compare(ATTRIBUTION, arrays, ["attribute", "algorithm 1"], pythons, min(rounds, 3))
+    rows = _compare(
+        ATTRIBUTION, arrays, ["attribute", "algorithm 1", "algorithm 1, points together"], pythons, min(rounds, 3)
+    )
     failure = "not run: no contender is written" if pythons["explaind"] else "not run: not on this registry"
     rows.append({**ATTRIBUTION, "contender": "explaind", "failure": failure})
     return rows
@@ -158,7 +173,8 @@ def _attribution(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
 
 def _grid() -> dict[str, Any]:
     """Run the uncertainty map of 100 x 100 nodes, 3000 training points and 300 steps."""
-    command = [str(own_python()), str(HERE / "uncertainty_grid.py"), "--num-train", "3000", "--steps", "300", "--json"]
+    command = [str(own_python()), str(HERE / "uncertainty_grid.py"), "--num-train", "3000", "--steps", "300"]
+    command += ["--outputs", "independent", "--json"]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     found: dict[str, Any] = json.loads(printed)
     return found

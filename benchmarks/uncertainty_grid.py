@@ -21,7 +21,7 @@ def main(
     grid: Annotated[int, typer.Option(help="Nodes per side of the map.")] = 100,
     num_train: Annotated[int, typer.Option(help="Training points, all conditioned on.")] = 1000,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 100,
-    outputs: Annotated[str, typer.Option(help="full or independent.")] = "full",
+    outputs: Annotated[str, typer.Option(help="full or independent.")] = "independent",
     nodes: Annotated[int, typer.Option(help="Gauss-Legendre nodes per step.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers only.")] = False,
 ) -> None:

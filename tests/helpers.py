@@ -95,6 +95,11 @@ def _mlp(activation: Callable[[], nn.Module], outputs: int = 3) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), activation(), nn.Linear(16, 12), activation(), nn.Linear(12, outputs))
 
 
+def _wide() -> nn.Module:
+    """So wide a last layer that its share under the softmax is averaged, not written out."""
+    return nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 80), nn.Tanh(), nn.Linear(80, 3))
+
+
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(2),
@@ -135,6 +140,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "tanh": (lambda: _mlp(nn.Tanh), (8,)),
     "gelu": (lambda: _mlp(nn.GELU), (8,)),
     "one_class": (lambda: _mlp(nn.Tanh, outputs=1), (8,)),
+    "wide": (_wide, (8,)),
     "linear": (lambda: nn.Sequential(nn.Linear(8, 3)), (8,)),
     "cnn": (_cnn, (2, 8, 8)),
     "conv1d": (_conv1d, (2, 8)),

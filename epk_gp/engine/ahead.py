@@ -13,8 +13,9 @@ _AHEAD = 2
 class StatesAhead:
     """Flat weights of a run, for a pass from its first step to its last.
 
-    States of a run in memory are given as they are. States on disk (packed ones are differences: to read one again is
-    to unpack all before it) are read by a thread of their own, `_AHEAD` before they are asked for, and kept a while.
+    States in memory are given as they are. Others, on disk (packed ones are differences: to read one again is to unpack
+    all before it) or bound for another device, are fetched by a thread of their own, `_AHEAD` before they are asked
+    for, and kept a while.
     """
 
     def __init__(self, trajectory: Trajectory, like: Shaped[Tensor, "..."]) -> None:
@@ -25,7 +26,8 @@ class StatesAhead:
             like: Gives dtype and device.
         """
         self.trajectory, self.like = trajectory, like
-        self._reader = ThreadPoolExecutor(1) if isinstance(trajectory.states, StoredStates) else None
+        far = isinstance(trajectory.states, StoredStates) or like.device != trajectory.device
+        self._reader = ThreadPoolExecutor(1) if far else None
         self._found: dict[int, Future[Tensor]] = {}
 
     def get(self, state: int, keep: int) -> Float[Tensor, " P"]:

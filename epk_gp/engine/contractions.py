@@ -67,8 +67,11 @@ class Tile:
         """Add one layer's share; see `add`."""
         if isinstance(a, Jacobian) and isinstance(b, Jacobian):
             self._multiply(_REST, a.values, b.values, weight)
-        elif isinstance(a, HeadFactors | HeadAverage) and isinstance(b, HeadFactors):
-            self._add_head(a, b, weight)
+        elif isinstance(a, HeadAverage) and isinstance(b, HeadFactors) and b.p is not None:
+            self._add_average(a, b, b.p, weight)
+        elif isinstance(a, HeadFactors) and isinstance(b, HeadFactors) and b.p is None:
+            own = _input_products(a, b).mul_(weight)
+            self._equal = own if self._equal is None else self._equal.add_(own)
         elif isinstance(a, Factors) and isinstance(b, Factors):
             if a.a.shape[1] > 1:
                 self._add_positions(a, b, weight)
@@ -153,34 +156,26 @@ class Tile:
         self._products(self._scratch, a.delta[:, :, 0], b.delta[:, :, 0], 1.0, 0.0)
         out.addcmul_(self._scratch, inputs)
 
-    def _add_head(self, a: HeadFactors | HeadAverage, b: HeadFactors, weight: float) -> None:
-        """Add the last layer, delta = e_k - p, from the products of a, and of p (x) a, with a'.
+    def _add_average(self, a: HeadAverage, b: HeadFactors, p: Tensor, weight: float) -> None:
+        """Add the last layer under a softmax from the products of the averages of a and of p (x) a with a'.
 
-        (e_k (x) a - p (x) a) . (e_l (x) a' - p' (x) a')
-            = [k = l] a.a' - p'_k a.a' - p_l a.a' + sum_c p'_c p_c a.a', with averages over t of a and of p (x) a
+        (e_k (x) a - p (x) a) . (e_l (x) a' - p' (x) a') = ([k = l] - p'_k) a.a' - p_l a.a' + sum_c p'_c p_c a.a'
         """
-        if isinstance(a, HeadAverage):
-            every = (a.values.flatten(0, 1) @ b.inputs.T).view(-1, a.values.shape[1], len(b.a)).mul_(weight)
-            own, mixed = every[0], every[1:]
-        else:
-            own = _input_products(a, b).mul_(weight)
-            mixed = own[None] if a.p is None else own * a.p.T[:, :, None]
-        if b.p is None:
-            self._equal = own if self._equal is None else self._equal.add_(own)
-            return
-        both = mixed[0] * b.p[:, 0]
+        every = (a.values.flatten(0, 1) @ b.inputs.T).view(-1, a.values.shape[1], len(b.a)).mul_(weight)
+        own, mixed = every[0], every[1:]
+        both = mixed[0] * p[:, 0]
         for k in range(1, len(mixed)):
-            both.addcmul_(mixed[k], b.p[:, k])
+            both.addcmul_(mixed[k], p[:, k])
         mixed = torch.sub(both, mixed)
         out, beta = self._claim(_REST)
         if not beta:
             out.zero_()
         if self.per_class:
-            out.add_(mixed.sub_(own * b.p.T[:, None]))
+            out.add_(mixed.sub_(own * p.T[:, None]))
         else:
             out.add_(mixed.transpose(0, 1))
             for k in range(len(out)):
-                out[k].sub_((own * b.p[:, k])[:, None])
+                out[k].sub_((own * p[:, k])[:, None])
         _equal_classes(out, self.per_class).add_(own[..., None])
 
     def _spread(self, inputs: Tensor) -> Tensor:

@@ -1,0 +1,43 @@
+"""The same numbers on a GPU. Skipped, visibly, where there is none."""
+
+import pytest
+import torch
+
+import epk_gp as epk
+from epk_gp.engine.quadrature import Rule
+from helpers import assert_close, make_case
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NAMES = ["relu", "wide", "cnn", "wide_conv", "twice", "attention", "transformer"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rule", [epk.gauss_legendre(3), epk.adaptive(1e-10)], ids=["fixed", "adaptive"])
+def test_blocks_on_a_gpu_equal_those_on_the_cpu(name: str, rule: Rule) -> None:
+    case = make_case(name)
+    X = torch.cat([case.trajectory.inputs, case.test])
+    is_train = torch.arange(12) < 7
+    for head in case.heads:
+        wanted = epk.gram_block(case.trajectory, *[epk.Points(X, is_train)] * 2, head=head, rule=rule)
+        points = epk.Points(X.cuda(), is_train.cuda())
+        found = epk.gram_block(case.trajectory, points, points, head=head, rule=rule)
+        assert found.is_cuda
+        assert_close(found.cpu(), wanted, rounding=1e6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_machines_on_a_gpu_equal_those_on_the_cpu(name: str) -> None:
+    case = make_case(name)
+    on_cpu, on_gpu = (epk.attribute(case.trajectory, X) for X in (case.test, case.test.cuda()))
+    assert on_gpu.samples.is_cuda
+    assert_close(on_gpu.samples.cpu(), on_cpu.samples, rounding=1e6)
+    assert epk.reconstruct(case.trajectory, case.test.cuda()).max_error <= 1e-11
+
+
+def test_a_run_recorded_on_a_gpu_is_exact() -> None:
+    torch.manual_seed(0)
+    X, y = torch.randn(20, 5, dtype=torch.float64, device="cuda"), (torch.arange(20) % 3).cuda()
+    net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+    trajectory = epk.train(net, X, y, optimizer=optimizer, steps=10, batch_size=7)
+    assert epk.attribute(trajectory, X[:4]).max_error <= 1e-12

@@ -1,0 +1,119 @@
+"""How tiles are summed must not change what they hold."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import epk_gp as epk
+from epk_gp.engine.ahead import StatesAhead
+from epk_gp.engine.features import Place, gradients, gradients_in_blocks, head_cotangents
+from epk_gp.engine.forms import Form, HeadFactors, written_out
+from epk_gp.engine.probe import plan_for
+from epk_gp.recording import chunks
+from epk_gp.recording.trajectory import flat_weights
+from helpers import NETWORKS, assert_close, make_case
+
+STACKED = {"relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "conv1d", "wide_conv"}
+RULE = epk.gauss_legendre(3)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_which_networks_take_several_weights_at_once(name: str) -> None:
+    """The control for the next test: a plan that never does so would pass it."""
+    case = make_case(name, steps=1)
+    assert plan_for(case.trajectory, case.test).stacked == (name in STACKED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(STACKED))
+@pytest.mark.parametrize("kinds", [(True, True), (False, True), (False, False)])
+def test_small_steps_may_be_taken_together(
+    name: str, kinds: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(name)
+    a, b = epk.Points(case.test, kinds[0]), epk.Points(case.trajectory.inputs, kinds[1])
+    for head in case.heads:
+        together = epk.gram_block(case.trajectory, a, b, head=head, rule=RULE)
+        with monkeypatch.context() as patched:
+            patched.setattr("epk_gp.engine.features._TOGETHER", (1 << 40, 1))
+            assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), together)
+
+
+@pytest.mark.parametrize("name", ["relu", "wide", "cnn"])
+def test_products_of_several_steps_may_be_joined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(name)
+    a, b = epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True)
+    for block in (epk.gram_block, epk.gram_block_per_class):
+        joined = [block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
+        with monkeypatch.context() as patched:
+            patched.setattr("epk_gp.engine.contractions._WIDE", 0)
+            for head, wanted in zip(case.heads, joined, strict=True):
+                assert_close(block(case.trajectory, a, b, head=head, rule=RULE), wanted)
+
+
+@pytest.mark.parametrize("name", ["relu", "wide", "wide_conv", "twice"])
+@pytest.mark.parametrize("is_train", [True, False])
+def test_a_symmetric_tile_is_computed_in_halves(name: str, is_train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as the block of the points with other points that happen to be equal; and symmetric to the last bit."""
+    monkeypatch.setattr("epk_gp.engine.contractions._ROW_BLOCK", 2)
+    case = make_case(name)
+    points, others = (epk.Points(case.trajectory.inputs, is_train) for _ in range(2))
+    for head in case.heads:
+        own = epk.gram_block(case.trajectory, points, points, head=head, rule=RULE)
+        assert_close(own, epk.gram_block(case.trajectory, points, others, head=head, rule=RULE))
+        assert torch.equal(own, own.permute(2, 3, 0, 1))
+        per_class = epk.gram_block_per_class(case.trajectory, points, points, head=head, rule=RULE)
+        assert torch.equal(per_class, per_class.mT)
+        assert_close(per_class, torch.einsum("ncmc->cnm", own).contiguous())
+
+
+def test_what_memory_held_before_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums begin in memory that was never written."""
+    case = make_case("wide")
+    points = epk.Points(torch.cat([case.test, case.trajectory.inputs]), torch.arange(12) < 5)
+    wanted = epk.gram_block(case.trajectory, points, points, rule=RULE)
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args: new_empty(*args).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
+    assert torch.equal(epk.gram_block(case.trajectory, points, points, rule=RULE), wanted)
+
+
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
+    """All layers' gradients equal those pulled back from the outputs themselves."""
+    case = make_case("wide", steps=1)
+    plan = plan_for(case.trajectory, case.test)
+    place, form = Place(flat_weights(case.trajectory, 0, case.test)), Form(9, 1, fixed_head=head == "logits")
+    found = gradients_in_blocks(case.trajectory.skeleton, plan, place, case.test, head, form)
+    assert isinstance(found[-1], HeadFactors)
+    fixed = head == "logits"
+    plain = gradients(case.trajectory.skeleton, plan, place, case.test, head_cotangents(head), form, fixed_seed=fixed)
+    for one, other in zip(found, plain, strict=True):
+        assert_close(written_out(one), written_out(other))
+
+
+def test_packed_states_are_unpacked_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    X, y = torch.randn(6, 3, dtype=torch.float64), torch.arange(6) % 2
+    net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    epk.train(
+        net, X, y, optimizer=optimizer, steps=40, path=tmp_path / "run", storage=epk.Storage(compression="deltas")
+    )
+    run = epk.load_trajectory(tmp_path / "run", net)
+    read: list[int] = []
+    plain = chunks.unpack_row
+
+    def counted(*args: object) -> Tensor:
+        read.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(chunks, "unpack_row", counted)
+    a, b = epk.Points(X, False), epk.Points(X, True)
+    block = epk.gram_block(run, a, b, rule=RULE)
+    assert len(read) <= 2 * 41  # one pass, and the state that the plan was made at
+    with monkeypatch.context() as patched:
+        patched.setattr(StatesAhead, "get", lambda self, state, keep: flat_weights(run, state, X))
+        assert torch.equal(epk.gram_block(run, a, b, rule=RULE), block)
