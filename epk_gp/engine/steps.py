@@ -61,7 +61,7 @@ def sum_steps(
     if not right:
         both = X if shared else torch.cat([X, Y])
         places = [(s, t, eta * weight) for s, eta in steps for t, weight in shared_nodes(job, s, both)]
-        for some in _batched(places, STEPS_AT_ONCE if isinstance(job.rule, QuadratureRule) else 1):
+        for some in _batched(places, _fitting(job, (len(X) + len(Y)) * _feature_bytes(job))):
             features = list(at_places(job, [(s, t) for s, t, _ in some], X))
             others = features if shared else list(at_places(job, [(s, t) for s, t, _ in some], Y))
             tile.add_steps(features, others, [weight for *_, weight in some])
@@ -89,12 +89,16 @@ def sum_steps(
 
 def runs_of_steps(job: Job, steps: list[tuple[int, float]], num_points: int) -> Iterator[list[tuple[int, float]]]:
     """Split steps into runs whose features fit into the budget together."""
-    size = 1
-    if isinstance(job.rule, QuadratureRule):
-        weights = 2 * job.skeleton.num_weights * job.like.element_size()
-        per_step = weights + num_points * (len(job.rule) + 2) * _feature_bytes(job)
-        size = max(1, min(STEPS_AT_ONCE, job.budget // (8 * max(1, per_step))))
-    return _batched(steps, size)
+    nodes = len(job.rule) if isinstance(job.rule, QuadratureRule) else 1
+    return _batched(steps, _fitting(job, num_points * (nodes + 2) * _feature_bytes(job)))
+
+
+def _fitting(job: Job, feature_bytes_each: int) -> int:
+    """Count the steps or nodes that fit into an eighth of the budget; an adaptive rule takes one at a time."""
+    if isinstance(job.rule, AdaptiveRule):
+        return 1
+    each = feature_bytes_each + 2 * job.skeleton.num_weights * job.like.element_size()
+    return max(1, min(STEPS_AT_ONCE, job.budget // (8 * each)))
 
 
 def _batched(values: list[T], size: int) -> Iterator[list[T]]:
