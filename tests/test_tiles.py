@@ -10,6 +10,7 @@ import epk_gp as epk
 from epk_gp.engine.ahead import StatesAhead
 from epk_gp.engine.features import Place, gradients, gradients_in_blocks, head_cotangents
 from epk_gp.engine.forms import Form, HeadFactors, written_out
+from epk_gp.engine.modes import AtEach, UnforeseenUseError
 from epk_gp.engine.probe import plan_for
 from epk_gp.recording import chunks
 from epk_gp.recording.trajectory import flat_weights
@@ -92,6 +93,19 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
     plain = gradients(case.trajectory.skeleton, plan, place, case.test, head_cotangents(head), form, fixed_seed=fixed)
     for one, other in zip(found, plain, strict=True):
         assert_close(written_out(one), written_out(other))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_a_layer_that_sees_some_rows_only_is_found(rows: int) -> None:
+    """Not torch's own error: a routed network is asked again, with a dense plan."""
+    weight = torch.randn(3, 2, dtype=torch.float64)
+    x = torch.randn(6, 2, dtype=torch.float64)
+    each = torch.stack([weight, 2 * weight])
+    with AtEach({"weight": weight}, {"weight": each}):
+        whole = torch.nn.functional.linear(x, weight)
+        with pytest.raises(UnforeseenUseError, match=f"it saw {rows}"):
+            torch.nn.functional.linear(x[:rows], weight)
+    assert_close(whole, torch.cat([x[:3] @ weight.T, 2 * x[3:] @ weight.T]))
 
 
 def test_packed_states_are_unpacked_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,9 @@ class AtEach(TorchFunctionMode):
             names = sorted(self.names[key] for key in found)
             raise UnforeseenUseError(f"the weights {names} must be used by functions that are linear in them.")
         x = _argument(0, "input", args, kwargs)
+        rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
+        if not rows or rows % self.parts:  # whether they are all of the rows, the tape knows
+            raise UnforeseenUseError(f"the layer of {self.names[found[0]]} must see all rows: it saw {rows}.")
         parts = x.unflatten(0, (self.parts, -1))
         if func is LINEAR and (values["bias"] is None or "bias" in own) and "weight" in own:
             return _linear_each(parts, own["weight"], own.get("bias")).flatten(0, 1)
