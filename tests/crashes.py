@@ -122,24 +122,22 @@ def finish(path: Path, digests: dict[int, str], problems: list[str]) -> None:
 
 def kill_at_random(folder: Path, seed: int, kills: int) -> dict[str, object]:
     draw, digests, problems = random.Random(seed), reference(folder), []
-    started = time.monotonic()
-    pid, pipe = fork(lambda pipe: record(folder / "timed", reporter(pipe)) and None)
-    os.waitpid(pid, 0)
-    os.close(pipe)
-    whole = time.monotonic() - started
-    done, runs, at, path = 0, 0, [], folder / "0"
+    done, runs, at, before, path = 0, 0, [], 0, folder / "0"
+    scale = 0.1  # seconds until half of a run, as the machine is now: longer where a kill came too soon, shorter where too late
     while done < kills:
         pid, pipe = fork(lambda pipe, path=path: record(path, reporter(pipe)) and None)
-        time.sleep(draw.uniform(0.05, 0.5) * whole)
+        time.sleep(draw.uniform(0.05, 1) * scale)
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         done += status == signal.SIGKILL
         at.append(check(path, last_report(pipe), digests, problems))
+        scale *= 0.8 if at[-1] == STEPS else 1.1 if at[-1] == before else 1.0
+        before = at[-1]
         if at[-1] == STEPS or draw.random() < 0.05:
             finish(path, digests, problems)
             shutil.rmtree(path)
             runs += 1
-            path = folder / str(runs)
+            before, path = 0, folder / str(runs)
     return {"kills": done, "runs": runs, "left_at": sorted(set(at)), "problems": problems}
 
 
