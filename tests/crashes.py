@@ -123,7 +123,7 @@ def finish(path: Path, digests: dict[int, str], problems: list[str]) -> None:
 def kill_at_random(folder: Path, seed: int, kills: int) -> dict[str, object]:
     draw, digests, problems = random.Random(seed), reference(folder), []
     done, runs, at, before, path = 0, 0, [], 0, folder / "0"
-    scale = 0.1  # seconds until half of a run, as the machine is now: longer where a kill came too soon, shorter where too late
+    scale = 0.1  # seconds until half of a run: longer where a kill came too soon, shorter where it came too late
     while done < kills:
         pid, pipe = fork(lambda pipe, path=path: record(path, reporter(pipe)) and None)
         time.sleep(draw.uniform(0.05, 1) * scale)
