@@ -115,6 +115,13 @@ def _conv1d() -> nn.Module:
     )  # fmt: skip
 
 
+def _conv3d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, (2, 1, 2), dilation=(1, 1, 2), padding=(0, 1, 0), groups=2), nn.ReLU(),
+        nn.Conv3d(4, 2, 2, stride=(1, 2, 1)), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
 def _wide_conv() -> nn.Module:
     """So many channels on so few places that factors are cheaper than the written-out gradient."""
     return nn.Sequential(
@@ -144,6 +151,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(8, 3)), (8,)),
     "cnn": (_cnn, (2, 8, 8)),
     "conv1d": (_conv1d, (2, 8)),
+    "conv3d": (_conv3d, (2, 3, 3, 4)),
     "wide_conv": (_wide_conv, (2, 3, 3)),
     "transposed": (_transposed, (8,)),
     "frozen_batch_norm": (_frozen_batch_norm, (8,)),

@@ -1,12 +1,14 @@
 """How tiles are summed must not change what they hold."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import epk_gp as epk
+from epk_gp.engine import features
 from epk_gp.engine.ahead import StatesAhead
 from epk_gp.engine.features import Place, gradients, gradients_in_blocks, head_cotangents
 from epk_gp.engine.forms import Form, HeadFactors, written_out
@@ -16,7 +18,7 @@ from epk_gp.recording import chunks
 from epk_gp.recording.trajectory import flat_weights
 from helpers import NETWORKS, assert_close, make_case
 
-STACKED = {"relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "conv1d", "wide_conv"}
+STACKED = {"relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "conv1d", "conv3d", "wide_conv"}
 RULE = epk.gauss_legendre(3)
 
 
@@ -93,6 +95,26 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
     plain = gradients(case.trajectory.skeleton, plan, place, case.test, head_cotangents(head), form, fixed_seed=fixed)
     for one, other in zip(found, plain, strict=True):
         assert_close(written_out(one), written_out(other))
+
+
+@pytest.mark.parametrize("name", ["cnn", "conv1d", "conv3d", "wide_conv"])
+def test_outputs_may_be_taken_back_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions of more than a few rows: as many passes as outputs, the same gradients."""
+    case = make_case(name)
+    a, b = epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True)
+    together = [epk.gram_block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
+    monkeypatch.setattr("epk_gp.engine.plan._PASS_BYTES", 0)
+    passes: list[int] = []
+    plain = features.grads_of_calls
+
+    def counted(*args: Any, **kwargs: Any) -> list[Tensor]:
+        passes.append(len(args[2]))
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(features, "grads_of_calls", counted)
+    for head, wanted in zip(case.heads, together, strict=True):
+        assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), wanted)
+    assert set(passes) == {1}
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

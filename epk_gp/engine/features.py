@@ -8,6 +8,7 @@ positions or several times, sums such products over its positions l. Which form 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -28,9 +29,10 @@ from epk_gp.engine.forms import (
     outer,
     products_cost_less,
     rows_of,
+    with_one,
 )
 from epk_gp.engine.modes import LINEAR, AlongLine, AtEach, LayerCall, Tape, UnforeseenUseError, plain_math
-from epk_gp.engine.plan import Plan, grads_of_calls, rows_at_a_time
+from epk_gp.engine.plan import Plan, cotangents_at_a_time, grads_of_calls, rows_at_a_time
 from epk_gp.recording.networks import Skeleton, call, unflatten, unflatten_rows
 
 Cotangents = Callable[[Tensor], Tensor]
@@ -95,27 +97,26 @@ def gradients(
         with _line(skeleton, weights, place), tape:
             z = call(skeleton, weights, X)
         seeds = cotangents(z if create_graph else z.detach())
+        layers = [
+            _layer(name, bias, tape.calls, weights[name].shape, z, seeds, form, fixed_seed=fixed_seed, head=head)
+            for name, bias in plan.biases.items()
+        ]
         plain = place.t is None and place.each is None and not create_graph
-        if plain and head is not None and _ends_linear(z, tape.calls):
-            deltas = _past_last(tape.calls, weights, seeds, z, head, plan)
-        else:
-            deltas = grads_of_calls(z, tape.calls, seeds, batched=plan.batched, create_graph=create_graph)
-    found: list[Feature] = []
-    for name, bias in plan.biases.items():
-        layer = [(c, delta) for c, delta in zip(tape.calls, deltas, strict=True) if c.weight == name]
-        if not layer:
-            raise UnforeseenUseError(f"the layer of {name} must see all {len(X)} rows: it was not called.")
-        is_last = all(c.edge.node is z.grad_fn for c, _ in layer)
-        if is_last and head is not None and last_costs_less(form, weights[name].shape, head):
-            ((last, delta),) = layer
-            p = None if head == "logits" else z.detach().softmax(dim=1)
-            x = last.input.unsqueeze(1)
-            found.append(HeadFactors(x, delta.unsqueeze(2), bias is not None, last.fixed_input, fixed_seed, p))
-            continue
-        averaged = is_last and form.fixed_head
-        found.append(
-            _layer_feature(layer, bias is not None, weights[name].shape, form, averaged, fixed_seed and is_last)
-        )
+        past_last = plain and head is not None and _ends_linear(z, tape.calls)
+        calls, top, down = tape.calls, z, seeds
+        if past_last and head is not None:
+            calls, top, down = calls[:-1], calls[-1].source, _past_last(weights[calls[-1].weight], seeds, z, head)
+        at_once = cotangents_at_a_time(plan, len(X), len(seeds), seeds.dtype)
+        for start in range(0, len(seeds), at_once):
+            part = slice(start, start + at_once)
+            final = part.stop >= len(seeds)
+            deltas = grads_of_calls(
+                top, calls, down[part], batched=plan.batched, final=final, create_graph=create_graph
+            )
+            for layer in layers:
+                if isinstance(layer, _Layer):
+                    layer.take([*deltas, seeds[part]] if past_last else deltas)
+    found = [layer.feature() if isinstance(layer, _Layer) else layer for layer in layers]
     if plan.dense:
         found.append(dense_jacobian(skeleton, plan, plan.dense, place, X, seeds, create_graph=create_graph))
     return found
@@ -127,15 +128,11 @@ def _ends_linear(z: Tensor, calls: Sequence[LayerCall]) -> bool:
     return last is not None and last.function is LINEAR and last.edge.node is z.grad_fn and not last.fixed_input
 
 
-def _past_last(
-    calls: Sequence[LayerCall], weights: Mapping[str, Tensor], seeds: Tensor, z: Tensor, head: str, plan: Plan
-) -> list[Tensor]:
-    """Pull a head's cotangents back from the last layer's input, where they are rows of its weight: no product."""
-    W = weights[calls[-1].weight].detach()
+def _past_last(weight: Tensor, seeds: Tensor, z: Tensor, head: str) -> Tensor:
+    """Pull a head's cotangents back to the last layer's input, where they are rows of its weight: no product."""
+    W = weight.detach()
     rows = W[:, None].expand(-1, len(z), -1)
-    if head == "log_softmax":
-        rows = rows - z.detach().softmax(dim=1) @ W
-    return [*grads_of_calls(calls[-1].source, calls[:-1], rows, batched=plan.batched), seeds]
+    return rows - z.detach().softmax(dim=1) @ W if head == "log_softmax" else rows
 
 
 def gradients_in_blocks(
@@ -288,53 +285,128 @@ def _logits_anywhere(skeleton: Skeleton, plan: Plan, place: Place, X: Tensor) ->
     return torch.cat([call(skeleton, here, X[e : e + 1]) for e, here in enumerate(moved)])
 
 
-def _layer_feature(
-    layer: list[tuple[LayerCall, Tensor]], bias: bool, shape: torch.Size, form: Form, averaged: bool, fixed_delta: bool
-) -> Feature:
-    """Join the calls of one weight. Shapes: inputs (E, L, G, n_in), deltas (K, E, L, G, n_out) with G groups."""
-    parts = [_positions(c, delta, shape) for c, delta in layer]
-    length = sum(a.shape[1] for a, _ in parts)
-    groups, n_in, n_out = parts[0][0].shape[2], parts[0][0].shape[3], parts[0][1].shape[4]
-    fixed_input = all(c.fixed_input for c, _ in layer)
-    averaged = averaged or fixed_input
-    if groups == 1 and products_cost_less(form, length, n_in, n_out, averaged):
-        a, delta = parts[0]
-        if len(parts) > 1:
-            a, delta = torch.cat([a for a, _ in parts], dim=1), torch.cat([delta for _, delta in parts], dim=2)
-        return Factors(a.squeeze(2), delta.squeeze(3), bias, fixed_input, fixed_delta)
-    total = outer(*parts[0], bias)
-    for a, delta in parts[1:]:
-        total = total + outer(a, delta, bias)
-    return Jacobian(total)
+def _layer(
+    name: str,
+    bias: str | None,
+    calls: Sequence[LayerCall],
+    shape: torch.Size,
+    z: Tensor,
+    seeds: Tensor,
+    form: Form,
+    *,
+    fixed_seed: bool,
+    head: str | None,
+) -> "_Layer | HeadFactors":
+    """Collect the calls of one weight; a head's last layer has its gradients at once."""
+    own = [(number, c) for number, c in enumerate(calls) if c.weight == name]
+    if not own:
+        raise UnforeseenUseError(f"the layer of {name} must see all {len(z)} rows: it was not called.")
+    is_last = all(c.edge.node is z.grad_fn for _, c in own)
+    if is_last and head is not None and last_costs_less(form, shape, head):
+        ((_, last),) = own
+        p = None if head == "logits" else z.detach().softmax(dim=1)
+        x = last.input.unsqueeze(1)
+        return HeadFactors(x, seeds.unsqueeze(2), bias is not None, last.fixed_input, fixed_seed, p)
+    averaged = is_last and form.fixed_head
+    return _Layer(own, shape, bias is not None, form, averaged=averaged, fixed_delta=fixed_seed and is_last)
 
 
-def _positions(layer: LayerCall, delta: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Bring a call to inputs (E, L, G, n_in) and deltas (K, E, L, G, n_out)."""
+class _Layer:
+    """One weight's gradients, from those with respect to its calls' outputs, some cotangents at a time.
+
+    Shapes: inputs (E, L, G, n_in), deltas (K, E, L, G, n_out) with G groups.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[tuple[int, LayerCall]],
+        shape: torch.Size,
+        bias: bool,
+        form: Form,
+        *,
+        averaged: bool,
+        fixed_delta: bool,
+    ) -> None:
+        """Choose the form.
+
+        Args:
+            calls: The weight's calls, each with its number among all.
+            shape: Of the weight.
+            bias: A trained bias goes with it.
+            form: What the choice depends on.
+            averaged: Its factors have averages over t.
+            fixed_delta: See `Factors`.
+        """
+        self.calls, self.bias, self.fixed_delta = calls, bias, fixed_delta
+        self.groups: int = calls[0][1].options.get("groups", 1)
+        self.fixed_input = all(c.fixed_input for _, c in calls)
+        n_in, n_out = shape[1:].numel(), shape[0] // self.groups
+        length = sum(_num_positions(c) for _, c in calls)
+        averaged = averaged or self.fixed_input
+        self.factored = self.groups == 1 and products_cost_less(form, length, n_in, n_out, averaged)
+        one = bias and not self.factored
+        self.inputs = [_inputs(c, shape, self.groups, one=one) for _, c in calls]
+        self.parts: list[Tensor] = []
+
+    def take(self, deltas: Sequence[Tensor]) -> None:
+        """Take in the next cotangents' gradients with respect to all calls' outputs."""
+        own = [_at_positions(c, deltas[number], self.groups) for number, c in self.calls]
+        if self.factored:
+            self.parts.append((own[0] if len(own) == 1 else torch.cat(own, dim=2)).squeeze(3))
+            return
+        written = [outer(a, delta) for a, delta in zip(self.inputs, own, strict=True)]
+        self.parts.append(reduce(torch.add, written))
+
+    def feature(self) -> Feature:
+        """Give the gradients for all cotangents that were taken in."""
+        values = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        if not self.factored:
+            return Jacobian(values)
+        a = self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs, dim=1)
+        return Factors(a.squeeze(2), values, self.bias, self.fixed_input, self.fixed_delta)
+
+
+def _num_positions(layer: LayerCall) -> int:
+    between = layer.shape[1:-1] if layer.function is LINEAR else layer.shape[2:]
+    return between.numel()
+
+
+def _at_positions(layer: LayerCall, delta: Tensor, groups: int) -> Tensor:
+    """Bring a call's output gradients to (K, E, L, G, n_out)."""
+    if layer.function is LINEAR:
+        return delta.reshape(*delta.shape[:2], -1, 1, delta.shape[-1])
+    positions = delta.flatten(3).transpose(2, 3)
+    return positions.view(*positions.shape[:3], groups, -1)
+
+
+def _inputs(layer: LayerCall, shape: torch.Size, groups: int, *, one: bool) -> Tensor:
+    """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias if asked for."""
     x = layer.input
     if layer.function is LINEAR:
-        return x.reshape(len(x), -1, 1, x.shape[-1]), delta.reshape(*delta.shape[:2], -1, 1, delta.shape[-1])
-    groups = layer.options.get("groups", 1)
-    dims = len(shape) - 2
-    if dims == 1:  # a 1-d convolution is a 2-d one of height 1
-        x, delta = x.unsqueeze(2), delta.unsqueeze(3)
-    kernel = (1,) * (2 - dims) + tuple(shape[2:])
-    stride, dilation = (_two(layer.options.get(key, 1), dims, 1) for key in ("stride", "dilation"))
-    x = F.pad(x, _padding(layer.options.get("padding", 0), kernel, dilation, dims))
-    patches = F.unfold(x, kernel, dilation=dilation, stride=stride)  # E (G n_in) L
-    a = patches.transpose(1, 2).unflatten(2, (groups, -1))
-    return a, delta.flatten(3).transpose(2, 3).unflatten(3, (groups, -1))
+        x = x.reshape(len(x), -1, 1, x.shape[-1])
+        return with_one(x) if one else x
+    kernel = shape[2:]
+    stride, dilation = (_each(layer.options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
+    x = F.pad(x, _padding(layer.options.get("padding", 0), kernel, dilation))
+    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
+    dims, n_in, positions = len(kernel), shape[1:].numel(), x.shape[2 : 2 + len(kernel)]
+    patches = x.new_ones(len(x), groups, n_in + one, positions.numel())
+    windows = x.unflatten(1, (groups, -1)).permute(0, 1, 2, *range(3 + dims, 3 + 2 * dims), *range(3, 3 + dims))
+    patches[:, :, :n_in].view(windows.shape).copy_(windows)
+    return patches.permute(0, 3, 1, 2)
 
 
-def _two(value: Any, dims: int, filler: int) -> tuple[int, int]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,) * dims
-    values = values * dims if len(values) == 1 else values
-    return (filler, values[0]) if dims == 1 else (values[0], values[1])
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return values * dims if len(values) == 1 else values
 
 
-def _padding(padding: Any, kernel: tuple[int, ...], dilation: tuple[int, int], dims: int) -> tuple[int, int, int, int]:
+def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
+    """Give the zeros before and after each dimension, last dimension first."""
     if padding == "same":
-        totals = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
-        (top, bottom), (left, right) = ((total // 2, total - total // 2) for total in totals)
-        return left, right, top, bottom
-    height, width = (0, 0) if padding == "valid" else _two(padding, dims, 0)
-    return width, width, height, height
+        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(width, width) for width in _each(0 if padding == "valid" else padding, len(kernel))]
+    return [width for side in reversed(sides) for width in side]

@@ -48,7 +48,7 @@ class HeadFactors(Factors):
     def inputs(self) -> Float[Tensor, "E n"]:
         """The layer's inputs, with the 1 of a bias."""
         a = self.a[:, 0]
-        return torch.cat([a, a.new_ones(len(a), 1)], dim=1) if self.bias else a
+        return with_one(a) if self.bias else a
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,8 @@ def written_out(feature: Feature) -> Float[Tensor, "K E P_layer"]:
     """Write a layer's gradients out: weight row by row, each followed by its bias if it has one."""
     if isinstance(feature, Jacobian):
         return feature.values
-    return outer(feature.a.unsqueeze(2), feature.delta.unsqueeze(3), feature.bias)
+    a = with_one(feature.a) if feature.bias else feature.a
+    return outer(a.unsqueeze(2), feature.delta.unsqueeze(3))
 
 
 def joined(parts: Sequence[Feature]) -> Feature:
@@ -127,12 +128,15 @@ def feature_bytes(features: list[Feature]) -> int:
     return sum(f.values.nbytes if isinstance(f, Jacobian) else f.a.nbytes + f.delta.nbytes for f in features)
 
 
-def outer(a: Float[Tensor, "E L G n_in"], delta: Float[Tensor, "K E L G n_out"], bias: bool) -> Float[Tensor, "K E P"]:
+def with_one(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n_and_1"]:
+    """Add the 1 that a bias is multiplied by."""
+    return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
+
+
+def outer(a: Float[Tensor, "E L G n_in"], delta: Float[Tensor, "K E L G n_out"]) -> Float[Tensor, "K E P"]:
     """Write a call's gradients out, summed over its L positions; G groups."""
     # one batched product per point and group: (K n_out, L) x (L, n_in)
     left = delta.permute(1, 3, 0, 4, 2).flatten(2, 3)  # E G (K n_out) L
     product = left @ a.transpose(1, 2)  # E G (K n_out) n_in
     rows: Tensor = product.unflatten(2, (len(delta), -1)).permute(2, 0, 1, 3, 4)  # K E G n_out n_in
-    if bias:
-        rows = torch.cat([rows, delta.sum(dim=2).unsqueeze(4)], dim=4)
     return rows.flatten(2)

@@ -35,7 +35,7 @@ JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
     },
 }  # fmt: skip
 LINEAR = F.linear
-CONVOLUTIONS = (F.conv1d, F.conv2d)
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
 class UnforeseenUseError(ValueError):
@@ -47,7 +47,7 @@ class LayerCall:
     """One call of a linear or convolution function with a trained weight.
 
     Attributes:
-        function: `F.linear`, `F.conv1d` or `F.conv2d`.
+        function: `F.linear`, or one of `CONVOLUTIONS`.
         weight: Name of its weight.
         bias: Name of its bias, None without a trained one.
         source: What the layer saw, (E, ...).

@@ -11,6 +11,7 @@ from epk_gp.engine.modes import LayerCall
 from epk_gp.recording.networks import Skeleton
 
 _BYTES_AT_A_TIME = 48 << 20
+_PASS_BYTES = 1 << 20  # of a forward pass, from which one cotangent is worth a backward pass of its own
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Plan:
         forward_mode: Forward-mode derivatives work.
         twice: Reverse mode can be differentiated once more.
         batched: Gradients for several cotangents at once work.
+        by_output: They cost more than one after the other: the network calls convolutions, which torch batches by loops
+            and copies.
         mapped: `torch.func.vmap` over samples works.
         map_chunk: Samples that it takes at a time.
         elements: Numbers that a forward pass makes per sample.
@@ -38,6 +41,7 @@ class Plan:
     forward_mode: bool
     twice: bool
     batched: bool
+    by_output: bool
     mapped: bool
     map_chunk: int
     elements: int
@@ -56,7 +60,14 @@ def rows_at_a_time(plan: Plan, dtype: torch.dtype = torch.float64, cotangents: i
         dtype: Of the computation.
         cotangents: Gradients that are taken back at once.
     """
-    return max(1, _BYTES_AT_A_TIME // (plan.elements * dtype.itemsize * (cotangents + 2)))
+    at_once = 1 if plan.by_output else cotangents
+    return max(1, _BYTES_AT_A_TIME // (plan.elements * dtype.itemsize * (at_once + 2)))
+
+
+def cotangents_at_a_time(plan: Plan, rows: int, cotangents: int, dtype: torch.dtype) -> int:
+    """Count the cotangents that are taken back at once: all, or one where a pass is no small thing."""
+    alone = plan.by_output and rows * plan.elements * dtype.itemsize >= _PASS_BYTES
+    return 1 if alone else max(1, cotangents)
 
 
 def flat_layout(skeleton: Skeleton, plan: Plan, *, dense: bool) -> Int64[Tensor, " P"]:
@@ -84,22 +95,42 @@ def grads_of_calls(
     seeds: Float[Tensor, "K E C"],
     *,
     batched: bool,
+    final: bool = True,
     create_graph: bool = False,
 ) -> list[Tensor]:
-    """Pull K cotangents of the logits back to the outputs of layer calls: one (K, E, ...) tensor each."""
+    """Pull K cotangents of the logits back to the outputs of layer calls: one (K, E, ...) tensor each.
+
+    Args:
+        z: The logits, or whatever the cotangents are for.
+        calls: The layer calls.
+        seeds: The cotangents.
+        batched: Take them back at once.
+        final: The graph will not be used again.
+        create_graph: Keep the result differentiable.
+    """
     if not calls:
         return []
     edges = [c.edge for c in calls]
     columns: list[Tensor | None]
-    if batched and not create_graph:
-        found = torch.autograd.grad(z, edges, seeds, is_grads_batched=True, allow_unused=True)
+    if batched and len(seeds) > 1 and not create_graph:
+        found = torch.autograd.grad(z, edges, seeds, is_grads_batched=True, retain_graph=not final, allow_unused=True)
         columns = [None if g is None else g.detach() for g in found]
     else:
         rows = [
-            torch.autograd.grad(z, edges, seed, retain_graph=True, create_graph=create_graph, allow_unused=True)
-            for seed in seeds
+            torch.autograd.grad(
+                z,
+                edges,
+                seed,
+                retain_graph=create_graph or not final or k + 1 < len(seeds),
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+            for k, seed in enumerate(seeds)
         ]
-        columns = [None if rows[0][i] is None else torch.stack([row[i] for row in rows]) for i in range(len(edges))]
+        columns = [
+            None if own[0] is None else own[0][None] if len(own) == 1 else torch.stack(own)
+            for own in zip(*rows, strict=True)
+        ]
     return [
         z.new_zeros(len(seeds), *c.shape) if column is None else column
         for c, column in zip(calls, columns, strict=True)

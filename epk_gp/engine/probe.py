@@ -105,6 +105,7 @@ def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "E .
         forward_mode=True,
         twice=True,
         batched=True,
+        by_output=any(use.function in CONVOLUTIONS for use in uses.calls),
         mapped=True,
         map_chunk=64,
         elements=max(1, uses.elements // len(X)),
