@@ -1,5 +1,8 @@
 """The same numbers on a GPU. Skipped, visibly, where there is none."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -41,3 +44,35 @@ def test_a_run_recorded_on_a_gpu_is_exact() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
     trajectory = epk.train(net, X, y, optimizer=optimizer, steps=10, batch_size=7)
     assert epk.attribute(trajectory, X[:4]).max_error <= 1e-12
+
+
+def test_states_on_disk_are_streamed_to_the_stream_that_computes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    X, y = torch.randn(20, 5, dtype=torch.float64), torch.arange(20) % 3
+    net = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.ReLU(), torch.nn.Linear(300, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    epk.train(net, X, y, optimizer=optimizer, steps=40, path=tmp_path / "run")
+    run = epk.load_trajectory(tmp_path / "run", net)
+    wanted = epk.gram_block(run, epk.Points(X, False), epk.Points(X, True))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = epk.gram_block(run, epk.Points(X.cuda(), False), epk.Points(X.cuda(), True)).cpu()
+    assert_close(found, wanted, rounding=1e6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_host_does_not_wait_inside_the_loop_over_steps(name: str) -> None:
+    """As in test_waiting.py, with CUDA's own watch: a warning at every synchronisation."""
+    counts = []
+    for steps in (2, 6):
+        case = make_case(name, steps=steps)
+        a, b = epk.Points(case.test.cuda(), False), epk.Points(case.trajectory.inputs.cuda(), True)
+        epk.gram_block(case.trajectory, a, b, head=case.heads[0])
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                epk.gram_block(case.trajectory, a, b, head=case.heads[0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
+    assert counts[0] == counts[1]

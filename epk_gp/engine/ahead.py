@@ -2,10 +2,11 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.recording.trajectory import StoredStates, Trajectory, flat_weights
+from epk_gp.recording.trajectory import StoredStates, Trajectory, compute_dtype, flat_weights
 
 _AHEAD = 2
 
@@ -28,6 +29,7 @@ class StatesAhead:
         self.trajectory, self.like = trajectory, like
         far = isinstance(trajectory.states, StoredStates) or like.device != trajectory.device
         self._reader = ThreadPoolExecutor(1) if far else None
+        self._stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
         self._found: dict[int, Future[Tensor]] = {}
 
     def get(self, state: int, keep: int) -> Float[Tensor, " P"]:
@@ -43,7 +45,15 @@ class StatesAhead:
             self._found.clear()  # another pass
         for number in range(state, min(state + _AHEAD, self.trajectory.num_steps) + 1):
             if number not in self._found:
-                self._found[number] = self._reader.submit(flat_weights, self.trajectory, number, self.like)
+                self._found[number] = self._reader.submit(self._fetch, number)
         for number in [number for number in self._found if number < state - keep]:
             del self._found[number]
         return self._found[state].result()
+
+    def _fetch(self, state: int) -> Tensor:
+        """Read a state; copy it to a GPU behind the work that is queued there, without waiting for that."""
+        if self._stream is None or self.trajectory.device.type != "cpu":
+            return flat_weights(self.trajectory, state, self.like)
+        row = self.trajectory.states[state].to(compute_dtype(self.trajectory, self.like))
+        with torch.cuda.stream(self._stream):
+            return row.pin_memory().to(self.like.device, non_blocking=True)
