@@ -47,6 +47,9 @@ ATTRIBUTION = {
     "steps": 20,
 }
 
+RUN_SECONDS = {"attribution": 900, "other": 120}  # a contender that takes longer is out
+SLOW_SECONDS, SLOW_ROUNDS = 5, 3  # contenders slower than that take part in fewer rounds
+
 PARTS = ("ntk", "epk", "attribution", "grid", "growth")
 
 Pythons = dict[str | None, Path | None]
@@ -104,26 +107,26 @@ def _compare(
         try:
             for row in rows:
                 _start(row, workers, {**described, "arrays": f"{folder}/arrays.npz"}, pythons, Path(folder))
-            answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-            for _ in tqdm(range(1 + rounds), desc=label, disable=None):
+            limit = RUN_SECONDS["attribution" if problem is None else "other"]
+            for number in tqdm(range(1 + rounds), desc=label, disable=None):
                 for row in rows:
-                    if row["contender"] in answers:
-                        _take_turn(row, workers, answers)
-            results = {name: workers[name].result() for name in answers if name != "floor"}
+                    _take_turn(row, workers, number, limit)
+            results = {name: worker.result() for name, worker in workers.items() if name != "floor"}
         finally:
             for worker in workers.values():
                 worker.close()
     rate = 0.0
-    if "floor" in answers and problem is not None:
-        rate = 2 * FLOOR_SIZE**3 / min(answer["seconds"] for answer in answers["floor"])
+    if "floor" in workers and problem is not None:
+        rate = 2 * FLOOR_SIZE**3 / min(workers["floor"].seconds)
     reference = results.get("torch.func recipe")
     for row in rows:
-        if row["contender"] not in answers:
+        if row["contender"] not in workers:
             continue
-        times = [answer["seconds"] for answer in answers[row["contender"]][1:]]  # the first warms up
+        worker = workers[row["contender"]]
+        times = worker.seconds[1:]  # the first warms up
         quartiles = np.percentile(times, [25, 50, 75])
-        row |= {"median": quartiles[1], "spread": quartiles[2] - quartiles[0], "fastest": min(times), "rounds": rounds}
-        row["peak_bytes"] = answers[row["contender"]][-1]["peak_bytes"]
+        row |= {"median": quartiles[1], "spread": quartiles[2] - quartiles[0], "fastest": min(times)}
+        row |= {"rounds": len(times), "peak_bytes": worker.peak_bytes, "bytes_before": worker.bytes_before}
         if rate and problem is not None and row["contender"] != "floor":
             row["floors"] = min(times) * rate / problem.operations
         found = results.get(row["contender"])
@@ -150,13 +153,15 @@ def _start(
         row["failure"] = str(error)
 
 
-def _take_turn(row: dict[str, Any], workers: dict[str, Worker], answers: dict[str, list[dict[str, Any]]]) -> None:
-    name = row["contender"]
+def _take_turn(row: dict[str, Any], workers: dict[str, Worker], number: int, limit: float) -> None:
+    worker = workers.get(row["contender"])
+    if worker is None or (number > SLOW_ROUNDS and min(worker.seconds) > SLOW_SECONDS):
+        return
     try:
-        answers[name].append(workers[name].run())
+        worker.take_turn(limit)
     except (RuntimeError, OSError) as error:
         row["failure"] = str(error)
-        del answers[name]
+        workers.pop(row["contender"]).close()
 
 
 def _attribution(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:

@@ -25,8 +25,10 @@ def _preface(found: dict[str, Any]) -> str:
     peers = "; ".join(f"{name}: {versions or 'not on this registry'}" for name, versions in found["peers"].items())
     return (
         f"{machine['cores']} cores, {machine['threads']} threads. Medians (interquartile ranges) over rounds in which "
-        "the contenders take turns. *Floor*: the products that cannot be avoided, at the rate of a 1500 x 1500 matrix "
-        "product in the same rounds; fastest against fastest. *Error*: against torch.func's recipe in the same dtype, "
+        "the contenders take turns; runs of less than 1 s come twice in a turn, and the second counts; contenders of "
+        "more than 5 s take part in 3 rounds. *Floor*: the products that cannot be avoided, at the rate of a "
+        "1500 x 1500 matrix product in the same rounds; fastest against fastest. *Peak*: of the process at its first "
+        "run, and before it. *Error*: against torch.func's recipe in the same dtype, "
         f"relative to the largest entry. Peers: {peers}."
     )
 
@@ -42,12 +44,12 @@ def _blocks(rows: list[dict[str, Any]]) -> list[str]:
                 _time(row),
                 f"{row['median'] / ours['median']:.1f}" if "median" in row else "–",
                 f"{row['floors']:.2f}" if "floors" in row else "–",
-                f"{row['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in row else "–",
+                f"{row['peak_bytes'] / 2**30:.2f} ({row['bytes_before'] / 2**30:.2f})" if "peak_bytes" in row else "–",
                 f"{row['error']:.0e}" if row.get("error") else "–",
             ]
             for row in own
         ]
-        header = ["", "ms", "x epk_gp", "x floor", "peak GiB", "error"]
+        header = ["", "ms", "x epk_gp", "x floor", "peak GiB (before)", "error"]
         parts.append(f"**{problem[0]}, {problem[1]}**\n\n{_table(header, lines)}")
     return parts
 

@@ -28,27 +28,25 @@ def serve(make: Callable[[dict[str, Any], dict[str, np.ndarray]], Run], order: t
     with np.load(problem["arrays"]) as stored:
         arrays = dict(stored)
     run = make(problem, arrays)
-    say({"ready": True})
-    first = True
-    for line in sys.stdin:
+    say({"ready": True, "bytes": _memory_bytes("VmRSS")})
+    for number, line in enumerate(sys.stdin):
         if line.strip() != "run":
             break
         before = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - before
-        peak = _peak_bytes()
-        if first and len(sys.argv) > 2:
+        peak = _memory_bytes("VmHWM")
+        if not number and len(sys.argv) > 2:
             found = np.asarray(result)
             np.save(sys.argv[2], found if order is None else found.transpose(order))
-        first = False
         say({"seconds": seconds, "peak_bytes": peak})
 
 
-def _peak_bytes() -> int:
-    """Read the process's own peak: `ru_maxrss` would start at that of the process it was forked from."""
+def _memory_bytes(which: str) -> int:
+    """Read the process's own memory, now (VmRSS) or at most (VmHWM): `ru_maxrss` would begin with its parent's."""
     status = Path("/proc/self/status")
     if status.exists():
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+        return int(status.read_text().split(f"{which}:")[1].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
