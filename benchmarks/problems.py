@@ -19,11 +19,12 @@ class Problem:
     Attributes:
         name: In the table.
         kind: "mlp" or "cnn".
-        n: Points on either side.
+        n: Points on the left.
         widths: Of an MLP, inputs and outputs included; of the CNN, pixels and outputs.
         dtype: Of everything.
         steps: 0 for a single weight state.
         nodes: Gauss-Legendre nodes per step, for test copies; 0 for training copies.
+        columns: Points on the right; 0 for as many as on the left.
     """
 
     name: str
@@ -33,16 +34,23 @@ class Problem:
     dtype: str = "float64"
     steps: int = 0
     nodes: int = 0
+    columns: int = 0
+
+    @property
+    def m(self) -> int:
+        """Points on the right."""
+        return self.columns or self.n
 
     @property
     def operations(self) -> float:
         """Operations of the products that cannot be avoided, as engine.md counts them."""
-        n, C, steps = self.n, self.widths[-1], max(1, self.steps)
+        n, m, C, steps = self.n, self.m, self.widths[-1], max(1, self.steps)
         if self.kind == "cnn":  # gradients of both sides written out, their products, the last layer's inputs
-            return 2 * n * C * 2 * (16 * 196 * 73 + 8 * 784 * 10) + 2 * (n * C) ** 2 * (1168 + 80) + 2 * n**2 * 784
+            gradients = 2 * (n + m) * C * (16 * 196 * 73 + 8 * 784 * 10)
+            return gradients + 2 * n * m * (C**2 * (1168 + 80) + 784)
         hidden = list(zip(self.widths[1:-1], self.widths[2:-1], strict=False))
         middle = sum(C**2 * n_out + n_in for n_in, n_out in hidden) * max(1, self.nodes)
-        return 2 * n**2 * (self.widths[0] + steps * (C**2 * self.widths[1] + middle + self.widths[-2]))
+        return 2 * n * m * (self.widths[0] + steps * (C**2 * self.widths[1] + middle + self.widths[-2]))
 
     def description(self, **more: Any) -> dict[str, Any]:
         """Describe it to a contender."""
@@ -52,12 +60,16 @@ class Problem:
         """Draw points and weights, scaled as torch initialises them."""
         rng = np.random.default_rng(0)
         shapes = CNN_SHAPES if self.kind == "cnn" else _mlp_shapes(self.widths)
-        shape = (self.n, 1, 28, 28) if self.kind == "cnn" else (self.n, self.widths[0])
+        shape = (1, 28, 28) if self.kind == "cnn" else self.widths[:1]
         found = {name: rng.normal(size=size) for name, size in shapes.items()}
         scaled = {name: v / np.sqrt(v[0].size) if v.ndim > 1 else 0.1 * v for name, v in found.items()}
         return {
             name: value.astype(self.dtype)
-            for name, value in {**scaled, "X": rng.normal(size=shape), "Y": rng.normal(size=shape)}.items()
+            for name, value in {
+                **scaled,
+                "X": rng.normal(size=(self.n, *shape)),
+                "Y": rng.normal(size=(self.m, *shape)),
+            }.items()
         }
 
 
@@ -89,10 +101,12 @@ def epk_problems() -> list[Problem]:
 def growth_problems() -> dict[str, list[tuple[int, Problem]]]:
     """Vary one size at a time: test copies against training copies, 4 nodes per step."""
 
-    def base(n: int = 400, width: int = 128, outputs: int = 3, steps: int = 8) -> Problem:
-        return Problem("", "mlp", n, (100, width, width, outputs), "float64", steps, 4)
+    def base(n: int = 400, width: int = 128, outputs: int = 3, steps: int = 8, m: int = 0) -> Problem:
+        return Problem("", "mlp", n, (100, width, width, outputs), "float64", steps, 4, m)
 
     return {
+        "test points": [(n, base(n=n, m=400)) for n in (400, 800, 1600, 3200)],
+        "training points": [(m, base(m=m)) for m in (400, 800, 1600, 3200)],
         "points on either side": [(n, base(n=n)) for n in (200, 400, 800, 1600)],
         "steps": [(steps, base(steps=steps)) for steps in (8, 16, 32, 64)],
         "width of two hidden layers": [(width, base(width=width)) for width in (64, 128, 256, 512)],

@@ -122,6 +122,13 @@ def _conv3d() -> nn.Module:
     )  # fmt: skip
 
 
+def _norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 4, 3, padding=1), nn.InstanceNorm1d(4, affine=True), nn.GELU(),
+        nn.LayerNorm((4, 4)), nn.RMSNorm(4), nn.Flatten(), nn.Linear(16, 3), nn.LayerNorm(3),
+    )  # fmt: skip
+
+
 def _wide_conv() -> nn.Module:
     """So many channels on so few places that factors are cheaper than the written-out gradient."""
     return nn.Sequential(
@@ -154,6 +161,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
     "conv3d": (_conv3d, (2, 3, 3, 4)),
     "wide_conv": (_wide_conv, (2, 3, 3)),
     "transposed": (_transposed, (8,)),
+    "norms": (_norms, (8,)),
     "frozen_batch_norm": (_frozen_batch_norm, (8,)),
     "twice": (Twice, (8,)),
     "tied": (Tied, (8,)),

@@ -18,7 +18,10 @@ from epk_gp.recording import chunks
 from epk_gp.recording.trajectory import flat_weights
 from helpers import NETWORKS, assert_close, make_case
 
-STACKED = {"relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "conv1d", "conv3d", "wide_conv"}
+STACKED = {
+    "relu", "leaky_relu", "tanh", "gelu", "one_class", "wide", "linear", "cnn", "conv1d", "conv3d", "wide_conv",
+    "norms", "frozen_batch_norm",
+}  # fmt: skip
 RULE = epk.gauss_legendre(3)
 
 
@@ -27,6 +30,16 @@ def test_which_networks_take_several_weights_at_once(name: str) -> None:
     """The control for the next test: a plan that never does so would pass it."""
     case = make_case(name, steps=1)
     assert plan_for(case.trajectory, case.test).stacked == (name in STACKED)
+
+
+@pytest.mark.parametrize("name", ["norms", "cnn", "conv3d", "frozen_batch_norm"])
+def test_convolutions_and_normalisations_are_layers(name: str) -> None:
+    """The control for all tests of these networks: nothing of them is left to dense Jacobians."""
+    case = make_case(name, steps=1)
+    plan = plan_for(case.trajectory, case.test)
+    assert plan.dense == ()
+    weights = {key for key, value in case.trajectory.weights(0).items() if not key.endswith("bias")}
+    assert set(plan.biases) == weights
 
 
 @pytest.mark.slow

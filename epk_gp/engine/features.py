@@ -8,7 +8,6 @@ positions or several times, sums such products over its positions l. Which form 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -16,21 +15,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
-from torch.nn import functional as F
 
-from epk_gp.engine.forms import (
-    Factors,
-    Feature,
-    Form,
-    HeadFactors,
-    Jacobian,
-    joined,
-    last_costs_less,
-    outer,
-    products_cost_less,
-    rows_of,
-    with_one,
-)
+from epk_gp.engine.forms import Feature, Form, HeadFactors, Jacobian, joined, last_costs_less, rows_of
+from epk_gp.engine.layers import Layer
 from epk_gp.engine.modes import LINEAR, AlongLine, AtEach, LayerCall, Tape, UnforeseenUseError, plain_math
 from epk_gp.engine.plan import Plan, cotangents_at_a_time, grads_of_calls, rows_at_a_time
 from epk_gp.recording.networks import Skeleton, call, unflatten, unflatten_rows
@@ -114,9 +101,9 @@ def gradients(
                 top, calls, down[part], batched=plan.batched, final=final, create_graph=create_graph
             )
             for layer in layers:
-                if isinstance(layer, _Layer):
+                if isinstance(layer, Layer):
                     layer.take([*deltas, seeds[part]] if past_last else deltas)
-    found = [layer.feature() if isinstance(layer, _Layer) else layer for layer in layers]
+    found = [layer.feature() if isinstance(layer, Layer) else layer for layer in layers]
     if plan.dense:
         found.append(dense_jacobian(skeleton, plan, plan.dense, place, X, seeds, create_graph=create_graph))
     return found
@@ -296,117 +283,17 @@ def _layer(
     *,
     fixed_seed: bool,
     head: str | None,
-) -> "_Layer | HeadFactors":
+) -> "Layer | HeadFactors":
     """Collect the calls of one weight; a head's last layer has its gradients at once."""
     own = [(number, c) for number, c in enumerate(calls) if c.weight == name]
     if not own:
         raise UnforeseenUseError(f"the layer of {name} must see all {len(z)} rows: it was not called.")
     is_last = all(c.edge.node is z.grad_fn for _, c in own)
-    if is_last and head is not None and last_costs_less(form, shape, head):
+    linear = own[0][1].function is LINEAR
+    if is_last and linear and head is not None and last_costs_less(form, shape, head):
         ((_, last),) = own
         p = None if head == "logits" else z.detach().softmax(dim=1)
         x = last.input.unsqueeze(1)
         return HeadFactors(x, seeds.unsqueeze(2), bias is not None, last.fixed_input, fixed_seed, p)
     averaged = is_last and form.fixed_head
-    return _Layer(own, shape, bias is not None, form, averaged=averaged, fixed_delta=fixed_seed and is_last)
-
-
-class _Layer:
-    """One weight's gradients, from those with respect to its calls' outputs, some cotangents at a time.
-
-    Shapes: inputs (E, L, G, n_in), deltas (K, E, L, G, n_out) with G groups.
-    """
-
-    def __init__(
-        self,
-        calls: Sequence[tuple[int, LayerCall]],
-        shape: torch.Size,
-        bias: bool,
-        form: Form,
-        *,
-        averaged: bool,
-        fixed_delta: bool,
-    ) -> None:
-        """Choose the form.
-
-        Args:
-            calls: The weight's calls, each with its number among all.
-            shape: Of the weight.
-            bias: A trained bias goes with it.
-            form: What the choice depends on.
-            averaged: Its factors have averages over t.
-            fixed_delta: See `Factors`.
-        """
-        self.calls, self.bias, self.fixed_delta = calls, bias, fixed_delta
-        self.groups: int = calls[0][1].options.get("groups", 1)
-        self.fixed_input = all(c.fixed_input for _, c in calls)
-        n_in, n_out = shape[1:].numel(), shape[0] // self.groups
-        length = sum(_num_positions(c) for _, c in calls)
-        averaged = averaged or self.fixed_input
-        self.factored = self.groups == 1 and products_cost_less(form, length, n_in, n_out, averaged)
-        one = bias and not self.factored
-        self.inputs = [_inputs(c, shape, self.groups, one=one) for _, c in calls]
-        self.parts: list[Tensor] = []
-
-    def take(self, deltas: Sequence[Tensor]) -> None:
-        """Take in the next cotangents' gradients with respect to all calls' outputs."""
-        own = [_at_positions(c, deltas[number], self.groups) for number, c in self.calls]
-        if self.factored:
-            self.parts.append((own[0] if len(own) == 1 else torch.cat(own, dim=2)).squeeze(3))
-            return
-        written = [outer(a, delta) for a, delta in zip(self.inputs, own, strict=True)]
-        self.parts.append(reduce(torch.add, written))
-
-    def feature(self) -> Feature:
-        """Give the gradients for all cotangents that were taken in."""
-        values = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-        if not self.factored:
-            return Jacobian(values)
-        a = self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs, dim=1)
-        return Factors(a.squeeze(2), values, self.bias, self.fixed_input, self.fixed_delta)
-
-
-def _num_positions(layer: LayerCall) -> int:
-    between = layer.shape[1:-1] if layer.function is LINEAR else layer.shape[2:]
-    return between.numel()
-
-
-def _at_positions(layer: LayerCall, delta: Tensor, groups: int) -> Tensor:
-    """Bring a call's output gradients to (K, E, L, G, n_out)."""
-    if layer.function is LINEAR:
-        return delta.reshape(*delta.shape[:2], -1, 1, delta.shape[-1])
-    positions = delta.flatten(3).transpose(2, 3)
-    return positions.view(*positions.shape[:3], groups, -1)
-
-
-def _inputs(layer: LayerCall, shape: torch.Size, groups: int, *, one: bool) -> Tensor:
-    """Bring a call's inputs to (E, L, G, n_in), with the 1 of a bias if asked for."""
-    x = layer.input
-    if layer.function is LINEAR:
-        x = x.reshape(len(x), -1, 1, x.shape[-1])
-        return with_one(x) if one else x
-    kernel = shape[2:]
-    stride, dilation = (_each(layer.options.get(key, 1), len(kernel)) for key in ("stride", "dilation"))
-    x = F.pad(x, _padding(layer.options.get("padding", 0), kernel, dilation))
-    for dim, (size, step, spread) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, spread * (size - 1) + 1, step)[..., ::spread]
-    dims, n_in, positions = len(kernel), shape[1:].numel(), x.shape[2 : 2 + len(kernel)]
-    patches = x.new_ones(len(x), groups, n_in + one, positions.numel())
-    windows = x.unflatten(1, (groups, -1)).permute(0, 1, 2, *range(3 + dims, 3 + 2 * dims), *range(3, 3 + dims))
-    patches[:, :, :n_in].view(windows.shape).copy_(windows)
-    return patches.permute(0, 3, 1, 2)
-
-
-def _each(value: Any, dims: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return values * dims if len(values) == 1 else values
-
-
-def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, ...]) -> list[int]:
-    """Give the zeros before and after each dimension, last dimension first."""
-    if padding == "same":
-        totals = [spread * (size - 1) for size, spread in zip(kernel, dilation, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    else:
-        sides = [(width, width) for width in _each(0 if padding == "valid" else padding, len(kernel))]
-    return [width for side in reversed(sides) for width in side]
+    return Layer(own, shape, bias is not None, form, averaged=averaged, fixed_delta=fixed_seed and is_last)

@@ -135,6 +135,8 @@ def with_one(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n_and_1"]:
 
 def outer(a: Float[Tensor, "E L G n_in"], delta: Float[Tensor, "K E L G n_out"]) -> Float[Tensor, "K E P"]:
     """Write a call's gradients out, summed over its L positions; G groups."""
+    if a.shape[1] == 1:
+        return (delta[:, :, 0, :, :, None] * a[:, 0, :, None]).flatten(2)
     # one batched product per point and group: (K n_out, L) x (L, n_in)
     left = delta.permute(1, 3, 0, 4, 2).flatten(2, 3)  # E G (K n_out) L
     product = left @ a.transpose(1, 2)  # E G (K n_out) n_in

@@ -36,6 +36,9 @@ JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
 }  # fmt: skip
 LINEAR = F.linear
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+NORMALISATIONS = (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm)
+LAYERS = (LINEAR, *CONVOLUTIONS, *NORMALISATIONS)
+CHANNELS_LAST = (LINEAR, F.layer_norm, F.rms_norm)
 
 
 class UnforeseenUseError(ValueError):
@@ -44,10 +47,10 @@ class UnforeseenUseError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a linear or convolution function with a trained weight.
+    """One call of a layer's function with a trained weight.
 
     Attributes:
-        function: `F.linear`, or one of `CONVOLUTIONS`.
+        function: One of `LAYERS`.
         weight: Name of its weight.
         bias: Name of its bias, None without a trained one.
         source: What the layer saw, (E, ...).
@@ -56,6 +59,7 @@ class LayerCall:
         options: stride, padding, dilation, groups, by name.
         shape: Shape of its output, (E, ...).
         edge: Where the gradient with respect to the call's output is to be had.
+        normalise: What is scaled and shifted, from the input; None but for normalisations.
     """
 
     function: Callable[..., Any]
@@ -67,6 +71,7 @@ class LayerCall:
     options: dict[str, Any]
     shape: torch.Size
     edge: GradientEdge
+    normalise: Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Uses(TorchFunctionMode):
 
 
 class Tape(TorchFunctionMode):
-    """Keep inputs and gradient edges of the linear and convolution calls with the given weights."""
+    """Keep inputs and gradient edges of the layers' calls with the given weights."""
 
     def __init__(
         self,
@@ -151,14 +156,14 @@ class Tape(TorchFunctionMode):
         found = {self.names[id(value)] for value in _flat((args, kwargs)) if id(value) in self.names}
         if not found or not _has_tensors(result):
             return result
-        weight = self.names.get(id(_argument(1, "weight", args, kwargs)))
-        bias = self.names.get(id(_argument(2, "bias", args, kwargs)))
-        layer = func is LINEAR or func in CONVOLUTIONS
-        if not layer or weight is None or self.biases.get(weight, weight) != bias or found - {weight, bias}:
+        slots = JOINTLY_LINEAR.get(func, {}) if func in LAYERS else {}
+        by_slot = {name: self.names.get(id(_argument(slot, name, args, kwargs))) for slot, name in slots.items()}
+        weight, bias = by_slot.get("weight"), by_slot.get("bias")
+        if weight is None or self.biases.get(weight, weight) != bias or found - {weight, bias}:
             raise UnforeseenUseError(f"the weights {sorted(found)} must be used by their layers only.")
         x = _argument(0, "input", args, kwargs)
         _check_rows(x, result, self.num_rows, weight)
-        names = ("stride", "padding", "dilation", "groups")
+        names = ("stride", "padding", "dilation", "groups") if func in CONVOLUTIONS else ()
         options = {**dict(zip(names, args[3:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
         self.calls.append(
             LayerCall(
@@ -171,6 +176,7 @@ class Tape(TorchFunctionMode):
                 options=options,
                 shape=result.shape,
                 edge=get_gradient_edge(result),
+                normalise=_without(func, slots, args, kwargs) if func in NORMALISATIONS else None,
             )
         )
         return result
@@ -294,6 +300,20 @@ def _argument(slot: int | str, name: str, args: tuple[Any, ...], kwargs: Mapping
     if isinstance(slot, int) and slot < len(args):
         return args[slot]
     return kwargs.get(name)
+
+
+def _without(
+    func: Callable[..., Any], slots: Mapping[int | str, str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    """Make a function of a call's input alone, without the arguments in the given places."""
+    rest = [None if number in slots else value for number, value in enumerate(args)][1:]
+    named = {name: value for name, value in kwargs.items() if name not in {"input", *slots.values()}}
+
+    def plain(x: Tensor) -> Tensor:
+        found: Tensor = func(x, *rest, **named)
+        return found
+
+    return plain
 
 
 def _has_tensors(result: Any) -> bool:

@@ -19,7 +19,7 @@ class Plan:
     """How to differentiate a network.
 
     Attributes:
-        biases: Weights of linear and convolution layers, each with the trained bias that always goes with it, if any.
+        biases: Weights of layers (`modes.LAYERS`), each with the trained bias that always goes with it, if any.
         dense: All other weights.
         on_line: Rows at different places on a line share two calls per layer (`modes.AlongLine`).
         stacked: Equal parts of the rows can have weights of their own (`modes.AtEach`).
@@ -81,11 +81,13 @@ def flat_layout(skeleton: Skeleton, plan: Plan, *, dense: bool) -> Int64[Tensor,
     places = dict(zip(skeleton.names, torch.arange(skeleton.num_weights).split(list(skeleton.sizes)), strict=True))
     if dense:
         return torch.arange(skeleton.num_weights)
-    shapes = dict(zip(skeleton.names, skeleton.shapes, strict=True))
     rows = []
     for name, bias in plan.biases.items():
-        weight = places[name].view(shapes[name][0], -1)
-        rows.append((weight if bias is None else torch.cat([weight, places[bias][:, None]], dim=1)).flatten())
+        if bias is None:
+            rows.append(places[name])
+        else:
+            weight = places[name].view(len(places[bias]), -1)
+            rows.append(torch.cat([weight, places[bias][:, None]], dim=1).flatten())
     return torch.cat([*rows, *(places[name] for name in plan.dense)])
 
 

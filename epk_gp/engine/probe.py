@@ -1,8 +1,8 @@
 """Find out how a network uses its weights, by watching one forward pass, and verify it against plain autograd.
 
 Nothing is believed of a module because of its name. A weight is treated as a layer's only if every use of it is a
-linear or convolution call, and only if the gradients so obtained equal autograd's on a few inputs; everything else is
-differentiated densely.
+linear, convolution or normalisation call, and only if the gradients so obtained equal autograd's on a few inputs;
+everything else is differentiated densely.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from torch import Tensor
 from epk_gp.engine.features import Place, dense_jacobian, gradients
 from epk_gp.engine.forms import Form, written_out
 from epk_gp.engine.line import pushed_forward, row_by_row
-from epk_gp.engine.modes import CONVOLUTIONS, LINEAR, AlongLine, AtEach, UnforeseenUseError, Use, Uses, plain_math
+from epk_gp.engine.modes import CONVOLUTIONS, LAYERS, AlongLine, AtEach, UnforeseenUseError, Use, Uses, plain_math
 from epk_gp.engine.plan import Plan
 from epk_gp.recording.networks import Skeleton, call, unflatten, unflatten_rows
 from epk_gp.recording.trajectory import Trajectory, compute_dtype, flat_weights, skeleton_for
@@ -115,7 +115,7 @@ def make_plan(skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "E .
 
 
 def _layers(uses: list[Use]) -> dict[str, str | None]:
-    """Map the weights that only linear or convolution calls use to the bias that always goes with each."""
+    """Map the weights that only layers' calls use to the bias that always goes with each."""
     seen: dict[str, list[Use]] = {}
     for use in uses:
         for name in use.names:
@@ -124,7 +124,7 @@ def _layers(uses: list[Use]) -> dict[str, str | None]:
     for name, own in seen.items():
         layers = all(use.proper and use.weight == name for use in own)
         functions = {use.function for use in own}
-        if layers and len(functions) == 1 and functions <= {LINEAR, *CONVOLUTIONS}:
+        if layers and len(functions) == 1 and functions <= {*LAYERS}:
             bias = own[0].bias
             together = all(use.bias == bias for use in own)
             biases[name] = bias if bias is not None and together and len(seen[bias]) == len(own) else None
@@ -175,9 +175,10 @@ def _layer_error(
     found = gradients(skeleton, replace(plan, dense=()), here, X, lambda _: seeds, Form(1, 1), fixed_seed=False)
     wanted = []
     for name, bias in plan.biases.items():
-        shape = skeleton.shapes[skeleton.names.index(name)]
-        rows = pieces[name].unflatten(2, (shape[0], -1))
-        wanted.append((rows if bias is None else torch.cat([rows, pieces[bias].unsqueeze(3)], dim=3)).flatten(2))
+        rows = pieces[name]
+        if bias is not None:
+            rows = torch.cat([rows.unflatten(2, (pieces[bias].shape[2], -1)), pieces[bias].unsqueeze(3)], dim=3)
+        wanted.append(rows.flatten(2))
     empty = seeds.new_zeros(*seeds.shape[:2], 0)
     return torch.cat([empty, *map(written_out, found)], dim=2), torch.cat([empty, *wanted], dim=2)
 
