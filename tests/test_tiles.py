@@ -1,5 +1,7 @@
 """How tiles are summed must not change what they hold."""
 
+import mmap
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.engine import features
+from epk_gp.engine import features, memory
 from epk_gp.engine.ahead import StatesAhead
 from epk_gp.engine.features import Place, gradients, gradients_in_blocks, head_cotangents
 from epk_gp.engine.forms import Form, HeadFactors, written_out
@@ -91,9 +93,41 @@ def test_what_memory_held_before_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
     points = epk.Points(torch.cat([case.test, case.trajectory.inputs]), torch.arange(12) < 5)
     wanted = epk.gram_block(case.trajectory, points, points, rule=RULE)
     new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args: new_empty(*args).fill_(float("nan")))
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(float("nan"))
+    )
     monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
     assert torch.equal(epk.gram_block(case.trajectory, points, points, rule=RULE), wanted)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_large_sums_lie_in_huge_pages_and_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("wide")
+    points = epk.Points(torch.cat([case.test, case.trajectory.inputs]), torch.arange(12) < 5)
+    wanted = epk.gram_block(case.trajectory, points, points, rule=RULE)
+    monkeypatch.setattr(memory, "_LARGE", 0)
+    made: list[int] = []
+    plain = mmap.mmap
+
+    def counted(*args: Any, **kwargs: Any) -> mmap.mmap:
+        made.append(args[1])
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    found = epk.gram_block(case.trajectory, points, points, rule=RULE)
+    assert torch.equal(found, wanted)
+    assert made
+    assert all(size % (2 << 20) == 0 for size in made)
+    assert torch.equal(pickle.loads(pickle.dumps(found)), wanted)
+    before = resident_bytes()
+    large = memory.empty((100, 1 << 20), torch.zeros(0)).fill_(1)
+    assert resident_bytes() - before > 300 << 20
+    del large
+    assert resident_bytes() - before < 20 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.engine.forms import Average, Factors, Feature, HeadAverage, HeadFactors, Jacobian
+from epk_gp.engine.memory import empty
 
 _PAIR_SCRATCH = 1 << 22
 _ROW_BLOCK, _ROW_BLOCKS = 256, 8  # of a symmetric tile: its products cost (1 + 1 / 8) / 2 of a full one's
@@ -86,7 +87,7 @@ class Tile:
 
     def empty_rows(self, count: int) -> "Tile":
         """Start a tile with other left points, for sums that are spread over this one's."""
-        return Tile(self.total.new_empty(self.total.shape[0], count, *self.total.shape[2:]), self.per_class)
+        return Tile(empty((self.total.shape[0], count, *self.total.shape[2:]), self.total), self.per_class)
 
     def add_rows(self, rows: Int64[Tensor, " E"], values: Float[Tensor, "K E ..."]) -> None:
         """Add values to some left points, to a point as often as it occurs."""
@@ -118,7 +119,7 @@ class Tile:
         """Give the buffer of a sum, and 1 if it holds something or 0 if it is new."""
         if key in self._sums:
             return self._sums[key], 1.0
-        self._sums[key] = torch.empty_like(self.total) if self._sums else self.total
+        self._sums[key] = empty(self.total.shape, self.total) if self._sums else self.total
         return self._sums[key], 0.0
 
     def _multiply(self, key: int, x: Tensor, y: Tensor, weight: float) -> None:
@@ -152,7 +153,7 @@ class Tile:
             out.mul_(inputs)
             return
         if self._scratch is None:
-            self._scratch = torch.empty_like(self.total)
+            self._scratch = empty(self.total.shape, self.total)
         self._products(self._scratch, a.delta[:, :, 0], b.delta[:, :, 0], 1.0, 0.0)
         out.addcmul_(self._scratch, inputs)
 
@@ -212,7 +213,7 @@ def empty_tile(
     left: int, N: int, right: int, M: int, like: Float[Tensor, "..."], *, per_class: bool, symmetric: bool = False
 ) -> Tile:
     """Start a tile for N points with `left` outputs against M points with `right` outputs."""
-    return Tile(like.new_empty((left, N, M) if per_class else (left, N, right, M)), per_class, symmetric)
+    return Tile(empty((left, N, M) if per_class else (left, N, right, M), like), per_class, symmetric)
 
 
 def turned(tile: Float[Tensor, "K N ..."], per_class: bool) -> Float[Tensor, "K M ..."]:

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from epk_gp.engine.ahead import StatesAhead
 from epk_gp.engine.checkpoint import Checkpoint, identity_of
 from epk_gp.engine.contractions import diagonal, empty_tile, turned, write
+from epk_gp.engine.memory import empty
 from epk_gp.engine.points import Points, check_points
 from epk_gp.engine.probe import once_more, plan_for
 from epk_gp.engine.quadrature import Rule, check_rule, gauss_legendre
@@ -229,7 +230,7 @@ def _assemble(job: Job, a: Points, b: Points) -> Tensor:
     if len(kinds) == 1 and max(len(a), len(b)) <= size:
         ((left, right),) = kinds
         return _public(_tile(job, f"{plan}-{left:d}{right:d}-0-0", a.X, left, b.X, right, shared=same), job)
-    result = torch.empty(shape, dtype=job.dtype, device=job.like.device)
+    result = empty(shape, job.like.new_empty(0, dtype=job.dtype))
     for left, right in kinds:
         rows, columns = a.copies(left).split(size), b.copies(right).split(size)
         mirrored = same and left == right
