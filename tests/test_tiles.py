@@ -92,11 +92,10 @@ def test_what_memory_held_before_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
     case = make_case("wide")
     points = epk.Points(torch.cat([case.test, case.trajectory.inputs]), torch.arange(12) < 5)
     wanted = epk.gram_block(case.trajectory, points, points, rule=RULE)
-    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(float("nan"))
     )
-    monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
     assert torch.equal(epk.gram_block(case.trajectory, points, points, rule=RULE), wanted)
 
 
