@@ -146,10 +146,34 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
 @pytest.mark.parametrize("name", ["cnn", "conv1d", "conv3d", "wide_conv"])
 def test_outputs_may_be_taken_back_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions of more than a few rows: as many passes as outputs, the same gradients."""
+    together, passes = blocks_and_passes(name, monkeypatch)
+    assert max(passes) == 3
+    monkeypatch.setattr("epk_gp.engine.plan._PASS_BYTES", 0)
+    one_by_one, passes = blocks_and_passes(name, monkeypatch)
+    assert set(passes) == {1}
+    assert_close(one_by_one, together)
+
+
+@pytest.mark.parametrize("name", ["wide", "cnn", "transformer"])
+def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, _ = blocks_and_passes(name, monkeypatch)
+    monkeypatch.setattr("epk_gp.engine.plan._BYTES_AT_A_TIME", 1)
+    one_by_one, passes = blocks_and_passes(name, monkeypatch)
+    assert set(passes) == {1}
+    assert_close(one_by_one, together)
+    monkeypatch.setattr(features, "rows_at_a_time", lambda *args: 1)
+    elements = plan_for((case := make_case(name)).trajectory, case.test).elements
+    monkeypatch.setattr("epk_gp.engine.plan._BYTES_AT_A_TIME", 4 * 8 * elements)
+    in_two, passes = blocks_and_passes(name, monkeypatch)
+    assert set(passes) == {1, 2}
+    assert_close(in_two, together)
+
+
+def blocks_and_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, list[int]]:
+    """Compute a case's blocks, and list how many cotangents each backward pass took."""
     case = make_case(name)
     a, b = epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True)
-    together = [epk.gram_block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
-    monkeypatch.setattr("epk_gp.engine.plan._PASS_BYTES", 0)
+    plan_for(case.trajectory, case.test)
     passes: list[int] = []
     plain = features.grads_of_calls
 
@@ -157,10 +181,10 @@ def test_outputs_may_be_taken_back_one_by_one(name: str, monkeypatch: pytest.Mon
         passes.append(len(args[2]))
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(features, "grads_of_calls", counted)
-    for head, wanted in zip(case.heads, together, strict=True):
-        assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), wanted)
-    assert set(passes) == {1}
+    with monkeypatch.context() as patched:
+        patched.setattr(features, "grads_of_calls", counted)
+        blocks = [epk.gram_block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
+    return torch.stack(blocks), passes
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

@@ -41,7 +41,8 @@ class Waiting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note it, and make it."""
         name = func._schema.name
-        masked = name == "aten::index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        picks = name in {"aten::index", "aten::index_put", "aten::index_put_"}
+        masked = picks and any(i is not None and i.dtype == torch.bool for i in args[1])
         self.count += name in WAITS or masked
         return func(*args, **(kwargs or {}))
 

@@ -89,10 +89,10 @@ def gradients(
             for name, bias in plan.biases.items()
         ]
         plain = place.t is None and place.each is None and not create_graph
-        past_last = plain and head is not None and _ends_linear(z, tape.calls)
-        calls, top, down = tape.calls, z, seeds
-        if past_last and head is not None:
-            calls, top, down = calls[:-1], calls[-1].source, _past_last(weights[calls[-1].weight], seeds, z, head)
+        calls, top, down, known = tape.calls, z, seeds, list[Tensor]()
+        if plain and head is not None and _ends_linear(z, calls):
+            down, known = _past_last(weights[calls[-1].weight], seeds, z, head), [seeds]
+            calls, top = calls[:-1], calls[-1].source
         at_once = cotangents_at_a_time(plan, len(X), len(seeds), seeds.dtype)
         for start in range(0, len(seeds), at_once):
             part = slice(start, start + at_once)
@@ -102,7 +102,7 @@ def gradients(
             )
             for layer in layers:
                 if isinstance(layer, Layer):
-                    layer.take([*deltas, seeds[part]] if past_last else deltas)
+                    layer.take([*deltas, *(delta[part] for delta in known)])
     found = [layer.feature() if isinstance(layer, Layer) else layer for layer in layers]
     if plan.dense:
         found.append(dense_jacobian(skeleton, plan, plan.dense, place, X, seeds, create_graph=create_graph))

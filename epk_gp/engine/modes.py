@@ -116,8 +116,7 @@ class Uses(TorchFunctionMode):
         self.elements += sum(tensor.numel() for tensor in tensors)
         found = tuple(self.names[id(value)] for value in _flat((args, kwargs)) if id(value) in self.names)
         if found:
-            slots = {name: _argument(slot, name, args, kwargs) for slot, name in JOINTLY_LINEAR.get(func, {}).items()}
-            by_slot = {name: self.names.get(id(value)) for name, value in slots.items()}
+            by_slot = _names_in(JOINTLY_LINEAR.get(func, {}), self.names, args, kwargs)
             self.calls.append(Use(func, found, by_slot.get("weight"), by_slot.get("bias")))
         return result
 
@@ -157,7 +156,7 @@ class Tape(TorchFunctionMode):
         if not found or not _has_tensors(result):
             return result
         slots = JOINTLY_LINEAR.get(func, {}) if func in LAYERS else {}
-        by_slot = {name: self.names.get(id(_argument(slot, name, args, kwargs))) for slot, name in slots.items()}
+        by_slot = _names_in(slots, self.names, args, kwargs)
         weight, bias = by_slot.get("weight"), by_slot.get("bias")
         if weight is None or self.biases.get(weight, weight) != bias or found - {weight, bias}:
             raise UnforeseenUseError(f"the weights {sorted(found)} must be used by their layers only.")
@@ -300,6 +299,13 @@ def _argument(slot: int | str, name: str, args: tuple[Any, ...], kwargs: Mapping
     if isinstance(slot, int) and slot < len(args):
         return args[slot]
     return kwargs.get(name)
+
+
+def _names_in(
+    slots: Mapping[int | str, str], names: Mapping[int, str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """Find which weights lie in the places of a function's weight and bias."""
+    return {name: names.get(id(_argument(slot, name, args, kwargs))) for slot, name in slots.items()}
 
 
 def _without(

@@ -65,9 +65,11 @@ def rows_at_a_time(plan: Plan, dtype: torch.dtype = torch.float64, cotangents: i
 
 
 def cotangents_at_a_time(plan: Plan, rows: int, cotangents: int, dtype: torch.dtype) -> int:
-    """Count the cotangents that are taken back at once: all, or one where a pass is no small thing."""
-    alone = plan.by_output and rows * plan.elements * dtype.itemsize >= _PASS_BYTES
-    return 1 if alone else max(1, cotangents)
+    """Count the cotangents that are taken back at once: as many as fit, or one where a pass is no small thing."""
+    each = max(1, rows) * plan.elements * dtype.itemsize
+    if plan.by_output and each >= _PASS_BYTES:
+        return 1
+    return max(1, min(cotangents, _BYTES_AT_A_TIME // each - 2))
 
 
 def flat_layout(skeleton: Skeleton, plan: Plan, *, dense: bool) -> Int64[Tensor, " P"]:
