@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.datasets import mnist_folder
-from epk_gp.recording.store import check_run
+from epk_gp.storage.check import check_run
 
 
 def main(

@@ -1,8 +1,32 @@
 """Exact path kernels: which training points made a prediction, exactly, and how sure can it be?"""
 
-from epk_gp.engine.gram import gram_block, gram_block_per_class, gram_diagonal_blocks
-from epk_gp.engine.points import Points
-from epk_gp.engine.quadrature import (
+from epk_gp.core.losses import CrossEntropy, MeanSquaredError, NegativeLogLikelihood, PerSampleLoss
+from epk_gp.core.model import zero_final_layer
+from epk_gp.core.points import Points
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.core.update_rules import LinearStep, UpdateRule
+from epk_gp.gp.calibration import Temperature, calibrated_temperature
+from epk_gp.gp.leave_one_out import LeaveOneOut, leave_one_out
+from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood
+from epk_gp.gp.models import LogitGP
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.sample_functions import sample_functions
+from epk_gp.gp.sampling import MonteCarlo, QuasiMonteCarlo
+from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.gram.ntk import tangent_trajectory
+from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.thinning import Thinning, thin_path
+from epk_gp.kernel_machine.attribute import Attribution, GroupedAttribution, attribute, attribute_by, attribute_many
+from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
+from epk_gp.kernel_machine.baselines import Baseline, chen_machine, domingos_machine, k_prime_block
+from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
+from epk_gp.kernel_machine.single_machine import SingleMachine, single_machine
+from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
+from epk_gp.kernels.precomputed import epk_gram
+from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
+from epk_gp.quadrature.rules import (
     AdaptiveRule,
     QuadratureRule,
     adaptive,
@@ -11,36 +35,13 @@ from epk_gp.engine.quadrature import (
     left_riemann,
     midpoint,
 )
-from epk_gp.engine.tangent import tangent_trajectory
-from epk_gp.engine.thinning import Thinning, thin_path
-from epk_gp.gp.calibration import Temperature, calibrated_temperature
-from epk_gp.gp.draws import MonteCarlo, QuasiMonteCarlo
-from epk_gp.gp.functions import sample_functions
-from epk_gp.gp.leave_one_out import LeaveOneOut, leave_one_out
-from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood
-from epk_gp.gp.models import LogitGP
-from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
-from epk_gp.kernels.copies import split_copy, test_copy, train_copy
-from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
-from epk_gp.kernels.matrix import epk_gram
-from epk_gp.machines.attribute import Attribution, GroupedAttribution, attribute, attribute_by, attribute_by_each
-from epk_gp.machines.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
-from epk_gp.machines.baselines import Baseline, chen_machine, domingos_machine, k_prime_block
-from epk_gp.machines.reconstruct import Reconstruction, SingleMachine, reconstruct, single_machine
-from epk_gp.recording.chunks import Step
-from epk_gp.recording.clipping import ClipNorm, ClipValue
-from epk_gp.recording.diagnosis import UnexplainedStepError
-from epk_gp.recording.indexed import IndexedDataset
-from epk_gp.recording.loading import load_trajectory
-from epk_gp.recording.losses import CrossEntropy, MeanSquaredError, NegativeLogLikelihood, PerSampleLoss
-from epk_gp.recording.networks import zero_final_layer
-from epk_gp.recording.optimizers import LinearStep, StepLaw
-from epk_gp.recording.recorder import Recorder
-from epk_gp.recording.training import train
-from epk_gp.recording.trajectory import Trajectory, network_outputs
-from epk_gp.recording.writer import Storage
+from epk_gp.storage.loading import load_trajectory
+from epk_gp.storage.writer import Storage
+from epk_gp.training.clipping import ClipNorm, ClipValue
+from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.training.indexed_dataset import IndexedDataset
+from epk_gp.training.recorder import Recorder
+from epk_gp.training.train import train
 
 __version__ = "0.1.0"
 
@@ -74,16 +75,16 @@ __all__ = [
     "SingleMachine",
     "SoftmaxUncertainty",
     "Step",
-    "StepLaw",
+    "UpdateRule",
     "Storage",
     "Temperature",
     "Thinning",
     "Trajectory",
-    "UnexplainedStepError",
+    "StepMismatchError",
     "adaptive",
     "attribute",
     "attribute_by",
-    "attribute_by_each",
+    "attribute_many",
     "by_label",
     "by_layer",
     "by_parameter",

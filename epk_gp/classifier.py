@@ -14,12 +14,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
 
-from epk_gp.gp.draws import Method, MonteCarlo
+from epk_gp.core.losses import CrossEntropy
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
+from epk_gp.gp.sampling import Method, MonteCarlo
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
-from epk_gp.recording.losses import CrossEntropy
-from epk_gp.recording.training import train
-from epk_gp.recording.trajectory import Trajectory, network_outputs
+from epk_gp.training.train import train
 
 Network = nn.Module | Callable[[int, int], nn.Module]
 

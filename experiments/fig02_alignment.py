@@ -7,8 +7,8 @@ import torch
 from matplotlib.figure import Figure
 
 from epk_gp.analysis.alignment import gradient_alignment
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.plots import PALETTE
-from epk_gp.recording.trajectory import network_outputs
 from harness import Experiment, main
 from problems import SMALL_TOY, Toy, record_toy
 

@@ -10,8 +10,8 @@ from torch import Tensor
 import epk_gp as epk
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
 from epk_gp.analysis.retraining import decision_values, fit_sigmoid, probabilities, retrain
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.plots import uncertainty_map
-from epk_gp.recording.trajectory import network_outputs
 from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 

@@ -76,7 +76,7 @@ def _numbers(m: UncertaintyMap) -> dict[str, float | None]:
     return {
         "rank_correlation_of_std_with_distance": m.distance_correlation,
         "rank_correlation_of_kernel_with_distance": rank_correlation(m.kernel.flatten(), distance),
-        "share_of_directions_in_which_std_falls": m.falling_directions,
+        "share_of_directions_in_which_std_falls": m.share_std_decreasing,
         "largest_std": float(m.std.max()),
         "largest_standard_error": m.standard_error,
     }
@@ -121,7 +121,7 @@ def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, list]:
         "std": m.std.tolist(),
         "points": m.training[::stride].tolist(),
         "labels": labels[::stride].tolist(),
-        "network_class": classes_as_text(m.fine_class),
+        "network_class": classes_as_text(m.boundary_classes),
     }
 
 

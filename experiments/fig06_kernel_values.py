@@ -8,12 +8,12 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 import epk_gp as epk
-from epk_gp.analysis.boundary import margins, over_weight
+from epk_gp.analysis.boundary import boundary_weight_ratio, margins
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, square_grid
 from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import GAUSSIAN_MEANS
 from epk_gp.plots import PALETTE
-from epk_gp.recording.trajectory import network_outputs
 from harness import Experiment, main
 from problems import SMALL_TOY, Toy, record_toy
 
@@ -75,7 +75,7 @@ def run(config: Config) -> Result:
         own = labels == predicted[n]
 
         def describe(weights: torch.Tensor, distance: torch.Tensor = distance, own: torch.Tensor = own) -> dict:
-            found = over_weight(weights, margin, labels, share=config.share)
+            found = boundary_weight_ratio(weights, margin, labels, share=config.share)
             return {
                 "rank_correlation_with_distance": rank_correlation(weights, distance),
                 "rank_correlation_with_distance_own_class": rank_correlation(weights[own], distance[own]),

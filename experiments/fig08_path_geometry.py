@@ -71,7 +71,7 @@ def run(config: Config) -> Result:
         norm=line.norm.tolist(),
         slope=line.slope.tolist(),
         path_norm=path.norm.tolist(),
-        path_turned=path.turned.tolist(),
+        path_turned=path.transpose_block.tolist(),
         path_to_chord=path.to_chord.tolist(),
         numbers=numbers,
     )
@@ -81,7 +81,7 @@ def _numbers(line, path, trajectory: epk.Trajectory) -> dict[str, float]:
     return {
         "norm_change": path.norm_change,
         "norm_is_monotonic": float((path.norm.diff() >= 0).all() or (path.norm.diff() <= 0).all()),
-        "turned_degrees": float(path.turned[-1]),
+        "turned_degrees": float(path.transpose_block[-1]),
         "straightness": path.straightness,
         "training_accuracy": float(line.accuracy[-1]),
         "training_loss": float(line.loss[-1]),

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from epk_gp.cli.results import Stopwatch, provenance
 from epk_gp.datasets import DATA_VARIABLE
+from epk_gp.provenance import Stopwatch, provenance
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
 from epk_gp.analysis.calibration import calibration
-from epk_gp.analysis.detection import detect
+from epk_gp.analysis.detection import ood_metrics
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
 from epk_gp.plots import PALETTE
-from epk_gp.recording.trajectory import network_outputs
 from harness import Experiment, main
 from problems import Images, build, images, record_images
 
@@ -96,7 +96,7 @@ def _one_seed(config: Config, seed: int) -> dict:
             parts = values.split([len(data) for data in sets])
             row = {}
             for other, part in zip(config.outside, parts[1:], strict=True):
-                judged = detect(parts[0], part)
+                judged = ood_metrics(parts[0], part)
                 row |= {f"{other} AUROC": judged.auroc, f"{other} FPR95": judged.fpr95}
             detection[f"{name}: {score}"] = row
     return {"seed": seed, "detection": detection, "calibration": calibrations}

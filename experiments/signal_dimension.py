@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 import epk_gp as epk
 from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.plots import PALETTE
-from epk_gp.recording.trajectory import network_outputs
 from harness import Experiment, main
 from problems import SMALL_TOY, Images, Toy, record_images, record_toy
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.recording import store
+from epk_gp.storage import schema as store
 
 STEPS, POINTS = 8, 12
 

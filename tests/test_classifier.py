@@ -15,7 +15,7 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.classifier import EPKClassifier, one_hidden_layer
-from epk_gp.kernels.matrix import epk_gram
+from epk_gp.kernels.precomputed import epk_gram
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.engine.quadrature import Rule
+from epk_gp.quadrature.rules import Rule
 from helpers import assert_close, make_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -14,7 +14,7 @@ from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNorm
 
 import epk_gp as epk
 from epk_gp.kernels import blocks
-from epk_gp.kernels.copies import test_copy, train_copy
+from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
 
 C = 3

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.recording.networks import Head, Skeleton, apply_head, call, check_head, unflatten
-from epk_gp.recording.trajectory import Trajectory, check_inputs, compute_dtype, flat_weights, skeleton_for
+from epk_gp.core.model import Head, Skeleton, apply_head, call, unflatten, validate_head
+from epk_gp.core.trajectory import Trajectory, compute_dtype, flat_weights, skeleton_for, validate_inputs
 
 _BLOCK = 8  # points that share a forward pass: each pays a backward pass through all of them
 
@@ -73,8 +73,8 @@ def gradient_alignment(
         TypeError, ValueError: Points that the network cannot take; a step, place or output that does not exist; a
             gradient or a step that is zero and so has no direction.
     """
-    check_inputs(trajectory, X)
-    check_head(head, trajectory.num_outputs)
+    validate_inputs(trajectory, X)
+    validate_head(head, trajectory.num_outputs)
     S, C = trajectory.num_steps, trajectory.num_outputs
     if not steps or not all(0 <= s < S for s in steps):
         raise ValueError(f"steps must lie in 0..{S - 1}: got {list(steps)}.")

@@ -10,7 +10,7 @@ from epk_gp.analysis.ranks import rank_correlation
 
 
 @dataclass(frozen=True)
-class OverWeight:
+class BoundaryWeightRatio:
     """What nearness to the boundary does to the sizes of weights, within classes.
 
     Attributes:
@@ -30,9 +30,9 @@ def margins(outputs: Float[Tensor, "M C"], labels: Int64[Tensor, " M"]) -> Float
     return own - others
 
 
-def over_weight(
+def boundary_weight_ratio(
     weights: Float[Tensor, " M"], margin: Float[Tensor, " M"], labels: Int64[Tensor, " M"], *, share: float = 0.1
-) -> OverWeight:
+) -> BoundaryWeightRatio:
     """Compare the sizes of weights near the boundary with those elsewhere, class by class.
 
     Args:
@@ -62,7 +62,7 @@ def over_weight(
         ratios.append(float(near.mean() / rest.mean()))
         correlations.append(rank_correlation(size, distance))
     known = [r for r in correlations if r is not None]
-    return OverWeight(
+    return BoundaryWeightRatio(
         ratio=fmean(ratios),
         rank_correlation=fmean(known) if known else None,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Detection:
+class OODMetrics:
     """Quality of a score that should be larger outside the distribution.
 
     Attributes:
@@ -21,7 +21,7 @@ class Detection:
     fpr95: float
 
 
-def detect(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> Detection:
+def ood_metrics(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> OODMetrics:
     """Judge a score.
 
     Args:
@@ -37,4 +37,4 @@ def detect(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> Detecti
     n, m = len(inside), len(outside)
     u = mannwhitneyu(outside.double().cpu().numpy(), inside.double().cpu().numpy()).statistic
     threshold = inside.sort().values[-(-95 * n // 100) - 1]
-    return Detection(auroc=float(u) / (n * m), fpr95=float((outside <= threshold).double().mean()))
+    return OODMetrics(auroc=float(u) / (n * m), fpr95=float((outside <= threshold).double().mean()))

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from epk_gp.analysis.planes import Plane, grid_coordinates, lift, nearest_distances, project, rays, square_grid
 from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.kernels.blocks import diagonal_matrices
-from epk_gp.kernels.copies import test_copy
-from epk_gp.recording.trajectory import Trajectory, network_outputs
+from epk_gp.kernels.tagging import test_copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +42,14 @@ class UncertaintyMap:
     training: Float[Tensor, "M 2"]
     kernel: Float[Tensor, "ny nx"]
     network_class: Int64[Tensor, "ny nx"]
-    fine_class: Int64[Tensor, "fine_y fine_x"]
+    boundary_classes: Int64[Tensor, "fine_y fine_x"]
     probability: Float[Tensor, "ny nx"]
     std: Float[Tensor, "ny nx"]
     entropy: Float[Tensor, "ny nx"]
     mutual_information: Float[Tensor, "ny nx"]
     standard_error: float
     distance_correlation: float | None
-    falling_directions: float
+    share_std_decreasing: float
 
 
 def uncertainty_on_plane(
@@ -101,14 +101,14 @@ def uncertainty_on_plane(
         training=training,
         kernel=shaped(kernel),
         network_class=shaped(chosen),
-        fine_class=_decisions(trajectory, plane, x, y, 5 * size),
+        boundary_classes=_decisions(trajectory, plane, x, y, 5 * size),
         probability=shaped(probability),
         std=shaped(std),
         entropy=shaped(u.entropy),
         mutual_information=shaped(u.mutual_information),
         standard_error=float(error[: len(nodes)].max()),
         distance_correlation=rank_correlation(std_nodes, nearest_distances(nodes, training)),
-        falling_directions=float((std_far < std_near).double().mean()),
+        share_std_decreasing=float((std_far < std_near).double().mean()),
     )
 
 

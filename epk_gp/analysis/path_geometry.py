@@ -7,10 +7,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.analysis.alignment import angle
-from epk_gp.recording.diagnosis import batch_gradient
-from epk_gp.recording.losses import CrossEntropy, per_sample_losses, sample_weights
-from epk_gp.recording.networks import call, unflatten
-from epk_gp.recording.trajectory import Trajectory, check_inputs, flat_weights, skeleton_for
+from epk_gp.core.gradients import batch_gradient
+from epk_gp.core.losses import CrossEntropy, per_sample_losses, sample_weights
+from epk_gp.core.model import call, unflatten
+from epk_gp.core.trajectory import Trajectory, flat_weights, skeleton_for, validate_inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class PathProfile:
     """
 
     norm: Float[Tensor, " states"]
-    turned: Float[Tensor, " states"]
+    transpose_block: Float[Tensor, " states"]
     distance: Float[Tensor, " states"]
     to_chord: Float[Tensor, " S"]
     straightness: float
@@ -72,7 +72,7 @@ def line_profile(
     Raises:
         TypeError, ValueError: Points that the network cannot take, another loss, or fewer than 2 places.
     """
-    check_inputs(trajectory, X)
+    validate_inputs(trajectory, X)
     if not isinstance(trajectory.loss, CrossEntropy):
         raise ValueError(f"a line profile needs a run with cross entropy: got {trajectory.loss}.")
     if size < 2:
@@ -101,12 +101,12 @@ def path_profile(trajectory: Trajectory) -> PathProfile:
     """
     first, last = trajectory.states[0], trajectory.states[trajectory.num_steps]
     chord = last - first
-    norm, turned, distance, to_chord, length = [], [], [], [], 0.0
+    norm, transpose_block, distance, to_chord, length = [], [], [], [], 0.0
     before = first
     for s in range(trajectory.num_steps + 1):
         w = trajectory.states[s]
         norm.append(w.norm())
-        turned.append(angle(w, first))
+        transpose_block.append(angle(w, first))
         distance.append((w - first).norm())
         if s:
             to_chord.append(angle(w - before, chord))
@@ -114,7 +114,7 @@ def path_profile(trajectory: Trajectory) -> PathProfile:
         before = w
     return PathProfile(
         norm=torch.stack(norm),
-        turned=torch.stack(turned),
+        transpose_block=torch.stack(transpose_block),
         distance=torch.stack(distance),
         to_chord=torch.stack(to_chord),
         straightness=float(chord.norm()) / length,

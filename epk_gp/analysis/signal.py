@@ -6,11 +6,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.analysis.alignment import output_gradients
-from epk_gp.engine.quadrature import QuadratureRule, check_rule, gauss_legendre
-from epk_gp.machines.plain import plain_size, refuse_other_laws
-from epk_gp.recording.losses import per_sample_losses
-from epk_gp.recording.networks import Head, Skeleton, call, check_head, unflatten
-from epk_gp.recording.trajectory import Trajectory, batch_of, check_inputs, compute_dtype, flat_weights, skeleton_for
+from epk_gp.core.losses import per_sample_losses
+from epk_gp.core.model import Head, Skeleton, call, unflatten, validate_head
+from epk_gp.core.trajectory import Trajectory, batch_of, compute_dtype, flat_weights, skeleton_for, validate_inputs
+from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
+from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
 
 
 def input_gradients(
@@ -44,12 +44,12 @@ def input_gradients(
         TypeError, ValueError: A point that the network cannot take, an output that does not exist, inputs without
             derivatives, or another step law.
     """
-    check_inputs(trajectory, x)
-    check_head(head, trajectory.num_outputs)
-    check_rule(rule)
+    validate_inputs(trajectory, x)
+    validate_head(head, trajectory.num_outputs)
+    validate_rule(rule)
     if not trajectory.inputs.is_floating_point():
         raise TypeError(f"input gradients need floating-point inputs: got {trajectory.inputs.dtype}.")
-    refuse_other_laws(trajectory, "input gradients")
+    validate_vanilla_gd(trajectory, "input gradients")
     if not 0 <= output < trajectory.num_outputs:
         raise ValueError(f"output must lie in 0..{trajectory.num_outputs - 1}: got {output}.")
     skeleton = skeleton_for(trajectory, compute_dtype(trajectory, x), x.device)
@@ -64,7 +64,7 @@ def input_gradients(
         rows = torch.arange(len(X)) if step.batch is None else step.batch
         slopes = _slope_gradients(trajectory, skeleton, w, direction, X, y)
         weights = c.view(-1, *[1] * (slopes.ndim - 1))
-        total.index_add_(0, rows.to(x.device), weights * slopes, alpha=-plain_size(trajectory, step))
+        total.index_add_(0, rows.to(x.device), weights * slopes, alpha=-vanilla_lr(trajectory, step))
     return total.flatten(1)
 
 

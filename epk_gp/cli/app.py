@@ -11,7 +11,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
-from epk_gp.engine.quadrature import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
 
 # typer either uses click or brings a copy of its own: the base of what both say about wrong words on the command line
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

@@ -8,6 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
+from epk_gp.analysis.breakdown import explain, step_ranges, summarise, write_table
 from epk_gp.cli.app import (
     PARTIAL,
     HeadName,
@@ -28,14 +29,13 @@ from epk_gp.cli.app import (
     torch_dtype,
 )
 from epk_gp.cli.data import read_points
-from epk_gp.cli.explained import explain, step_ranges, summarise, write_table
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.pictures import draw_attributions
-from epk_gp.cli.results import Stopwatch, write_arrays, write_json
-from epk_gp.engine.quadrature import AdaptiveRule, Rule
-from epk_gp.machines.attribute import GroupedAttribution, attribute_by_each
-from epk_gp.machines.axes import by_sample
-from epk_gp.recording.trajectory import network_outputs
+from epk_gp.core.trajectory import network_outputs
+from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
+from epk_gp.kernel_machine.axes import by_sample
+from epk_gp.plots.figures import draw_attributions
+from epk_gp.provenance import Stopwatch, write_arrays, write_json
+from epk_gp.quadrature.rules import AdaptiveRule, Rule
 
 _PANELS = 6
 
@@ -77,7 +77,7 @@ def attribute(
     X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype), seed)
     folder = make_folder(out)
     predicted = network_outputs(trajectory, X).argmax(dim=1)
-    parts, curve = attribute_by_each(
+    parts, curve = attribute_many(
         trajectory,
         X,
         [[by_sample(trajectory)], [step_ranges(trajectory)]],

@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from epk_gp.cli.networks import noted_held_out
+from epk_gp.cli.networks import manifest_held_out
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
-from epk_gp.recording.files import checksum, checksum_file, write_durably
-from epk_gp.recording.trajectory import Trajectory
+from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file
 
 _HELD_OUT = "held_out.safetensors"
 
@@ -75,7 +75,7 @@ def write_held_out(run: Path, data: Dataset) -> str | None:
     if not len(data):
         return None
     content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()})
-    write_durably(run / _HELD_OUT, content)
+    atomic_write(run / _HELD_OUT, content)
     return checksum(content)
 
 
@@ -104,7 +104,7 @@ def read_points(
         raise ValueError(f"--num-points must be at least 1: got {num_points}.")
     source = file if file is not None else run / _HELD_OUT
     if file is None and source.is_file():
-        _check_held_out(source, noted_held_out(run))
+        _check_held_out(source, manifest_held_out(run))
     X = _array(read_arrays(source), "inputs", source) if file is not None or source.is_file() else trajectory.inputs
     if not len(X):
         raise ValueError(f"{source} must hold at least one point: `inputs` is empty.")

@@ -8,24 +8,24 @@ import torch
 import typer
 from torch import Tensor
 
+from epk_gp.analysis.breakdown import explain, step_ranges, summarise
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane
 from epk_gp.cli.app import Dtype, Out, Quiet, Seed, app, make_folder, torch_dtype
-from epk_gp.cli.explained import explain, step_ranges, summarise
 from epk_gp.cli.networks import NetworkSpec, build_network
-from epk_gp.cli.pictures import draw_attributions, draw_errors, draw_map, draw_reconstruction
-from epk_gp.cli.results import Stopwatch, write_json
 from epk_gp.cli.uncertainty import choose_points, describe_map, fitted_numbers, map_numbers
 from epk_gp.cli.verify import certificate
+from epk_gp.core.model import Head, zero_final_layer
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.datasets import Dataset, three_gaussians
-from epk_gp.engine.quadrature import Rule, adaptive, gauss_legendre, left_riemann
 from epk_gp.gp.models import LogitGP
-from epk_gp.machines.attribute import attribute_by_each
-from epk_gp.machines.axes import by_sample
-from epk_gp.machines.reconstruct import Reconstruction, reconstruct
-from epk_gp.recording.networks import Head, zero_final_layer
-from epk_gp.recording.training import train
-from epk_gp.recording.trajectory import Trajectory, network_outputs
+from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.axes import by_sample
+from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
+from epk_gp.plots.figures import draw_attributions, draw_errors, draw_map, draw_reconstruction
+from epk_gp.provenance import Stopwatch, write_json
+from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_riemann
+from epk_gp.training.train import train
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def demo(
     typer.echo("\nWhich training points made the predictions?")
     chosen = _telling_points(trajectory, held_out, size.num_explained)
     splits = [[by_sample(trajectory)], [step_ranges(trajectory)]]
-    parts, curve = attribute_by_each(trajectory, X[chosen], splits, progress=not quiet)
+    parts, curve = attribute_many(trajectory, X[chosen], splits, progress=not quiet)
     explained = explain(parts, curve, parts.network.argmax(dim=1))
     attributions = summarise(parts, explained, trajectory.targets, 5)
     draw_attributions(folder / "attribution.png", explained, trajectory, X[chosen], range(len(chosen)), 5)

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from epk_gp.cli.app import Quiet, RunFolder, app
-from epk_gp.cli.results import Stopwatch
-from epk_gp.recording.export import export_run
+from epk_gp.provenance import Stopwatch
+from epk_gp.storage.export import export_run
 
 
 @app.command(short_help="Write a run to one safetensors file.")

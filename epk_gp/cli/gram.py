@@ -29,10 +29,10 @@ from epk_gp.cli.app import (
 )
 from epk_gp.cli.data import draw_rows, read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.results import Stopwatch, write_arrays, write_json
-from epk_gp.engine.gram import gram_block
-from epk_gp.engine.points import Points
-from epk_gp.recording.trajectory import Trajectory
+from epk_gp.core.points import Points
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.gram.path_kernel import gram_block
+from epk_gp.provenance import Stopwatch, write_arrays, write_json
 
 
 class Side(StrEnum):

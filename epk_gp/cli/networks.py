@@ -10,11 +10,18 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from epk_gp.recording import store
-from epk_gp.recording.files import MAX_JSON_BYTES, plain_size, read_bytes, read_signed_json, signed_json, write_durably
-from epk_gp.recording.loading import load_trajectory
-from epk_gp.recording.networks import call, skeleton_of
-from epk_gp.recording.trajectory import Trajectory
+from epk_gp.core.model import call, functionalize
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.storage import schema as store
+from epk_gp.storage.atomic_files import (
+    MAX_JSON_BYTES,
+    atomic_write,
+    checksummed_json,
+    read_bytes,
+    read_checksummed_json,
+    regular_file_size,
+)
+from epk_gp.storage.loading import load_trajectory
 
 _NOTE = "network.json"
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
@@ -80,7 +87,7 @@ def check_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) 
     Raises:
         ValueError: It cannot take them, or has fewer outputs than there are classes.
     """
-    skeleton = skeleton_of(net)
+    skeleton = functionalize(net)
     weights = {name: p.detach() for name, p in net.named_parameters() if name in skeleton.names}
     try:
         with torch.no_grad():
@@ -97,7 +104,7 @@ def check_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) 
 def write_note(run: Path, spec: NetworkSpec, config: Mapping[str, object], held_out: str | None) -> None:
     """Note in a run's folder how its network is made, how it was recorded, and the checksum of its held-out points."""
     note = {"network": asdict(spec), "recorded_with": dict(config), "held_out_blake2b": held_out}
-    write_durably(run / _NOTE, signed_json(note))
+    atomic_write(run / _NOTE, checksummed_json(note))
 
 
 def open_run(run: Path, network: str | None) -> Trajectory:
@@ -150,7 +157,7 @@ def read_note(run: Path) -> NetworkSpec | None:
         ) from error
 
 
-def noted_held_out(run: Path) -> str | None:
+def manifest_held_out(run: Path) -> str | None:
     """Read the checksum of a run's held-out points; None if none is noted.
 
     Raises:
@@ -163,10 +170,10 @@ def noted_held_out(run: Path) -> str | None:
 
 def _read_note(run: Path) -> dict[str, Any] | None:
     file = run / _NOTE
-    if plain_size(file, str(file)) is None:
+    if regular_file_size(file, str(file)) is None:
         return None
     says = f"{file} must say how the network is made"
-    note = read_signed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), says)
+    note = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), says)
     if note is None:
         raise ValueError(f"{says}: it is damaged, for its checksum is not that of its content. Pass --network.")
     return note

@@ -14,15 +14,16 @@ from torch.nn import functional as F
 from epk_gp.cli.app import Dtype, Quiet, RunFolder, Seed, app, make_folder, torch_dtype
 from epk_gp.cli.data import load_split, write_held_out
 from epk_gp.cli.networks import NetworkSpec, build_network, check_network, read_note, write_note
-from epk_gp.cli.results import Stopwatch, write_json
-from epk_gp.recording import store
-from epk_gp.recording.clipping import ClipNorm
-from epk_gp.recording.diagnosis import UnexplainedStepError
-from epk_gp.recording.losses import CrossEntropy, MeanSquaredError
-from epk_gp.recording.networks import zero_final_layer
-from epk_gp.recording.training import train
-from epk_gp.recording.trajectory import network_outputs
-from epk_gp.recording.writer import Storage, is_run
+from epk_gp.core.losses import CrossEntropy, MeanSquaredError
+from epk_gp.core.model import zero_final_layer
+from epk_gp.core.trajectory import network_outputs
+from epk_gp.provenance import Stopwatch, write_json
+from epk_gp.storage import schema as store
+from epk_gp.storage.check import check_run
+from epk_gp.storage.writer import Storage, is_run
+from epk_gp.training.clipping import ClipNorm
+from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.training.train import train
 
 _BLOCK = 1000  # inputs evaluated at a time
 
@@ -132,7 +133,7 @@ def record(
             check_every=check_every,
             progress=not quiet,
         )
-    except (UnexplainedStepError, KeyboardInterrupt):  # the steps before can be opened
+    except (StepMismatchError, KeyboardInterrupt):  # the steps before can be opened
         if is_run(out):
             write_note(out, spec, config, write_held_out(out, split.held_out))
         raise
@@ -191,7 +192,7 @@ def info(
 ) -> None:
     """Say what a recorded run holds, after checking its files; builds no network."""
     watch = Stopwatch()
-    found, spec = store.check_run(run, progress=not quiet), read_note(run)
+    found, spec = check_run(run, progress=not quiet), read_note(run)
     header = found.header
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
     lines: dict[str, object] = {
@@ -199,7 +200,7 @@ def info(
         "steps": found.num_steps,
         "step sizes": _range(sorted(set(found.sizes))),
         "points per step": _range(sorted(set(found.batch_sizes))),
-        "weights": f"{sum(store.layout_of(header).sizes)} in {len(header['names'])} tensors",
+        "weights": f"{sum(store.schema_of(header).sizes)} in {len(header['names'])} tensors",
         "dtype": header["dtype"].removeprefix("torch."),
         "outputs": header["num_outputs"],
         "training points": f"{found.data_shapes['inputs'][0]} of shape {found.data_shapes['inputs'][1:]}",

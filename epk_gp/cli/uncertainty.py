@@ -25,12 +25,12 @@ from epk_gp.cli.app import (
 )
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.pictures import draw_map
-from epk_gp.cli.results import Stopwatch, write_arrays, write_json, write_npz
-from epk_gp.engine.quadrature import QuadratureRule
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.recording.trajectory import Trajectory
+from epk_gp.plots.figures import draw_map
+from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
+from epk_gp.quadrature.rules import QuadratureRule
 
 
 class PlaneName(StrEnum):
@@ -170,7 +170,7 @@ def map_numbers(m: UncertaintyMap) -> dict[str, object]:
         "largest_std": float(m.std.max()),
         "largest_standard_error": m.standard_error,
         "rank_correlation_of_std_with_distance": m.distance_correlation,
-        "share_of_directions_in_which_std_falls": m.falling_directions,
+        "share_of_directions_in_which_std_falls": m.share_std_decreasing,
     }
 
 
@@ -191,5 +191,5 @@ def describe_map(m: UncertaintyMap) -> str:
     return (
         f"standard deviation of the class probability over the map: at most {float(m.std.max()):.3f}\n"
         f"its rank correlation with the distance to the training data: {correlation}\n"
-        f"share of directions in which it falls outwards: {100 * m.falling_directions:.0f} %"
+        f"share of directions in which it falls outwards: {100 * m.share_std_decreasing:.0f} %"
     )

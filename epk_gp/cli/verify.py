@@ -22,10 +22,10 @@ from epk_gp.cli.app import (
 )
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.results import Stopwatch, write_json
-from epk_gp.machines.reconstruct import Reconstruction, reconstruct
-from epk_gp.recording import store
-from epk_gp.recording.networks import Head
+from epk_gp.core.model import Head
+from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
+from epk_gp.provenance import Stopwatch, write_json
+from epk_gp.storage.check import check_run
 
 _HEADS: dict[str, list[Head]] = {
     "both": ["logits", "log_softmax"],
@@ -112,6 +112,6 @@ def _table(results: dict[Head, Reconstruction]) -> str:
 
 
 def _check_files(run: Path, quiet: bool) -> None:
-    found = store.check_run(run, progress=not quiet)
+    found = check_run(run, progress=not quiet)
     ended = "finished" if found.finished else "not finished: record --resume goes on with it"
     typer.echo(f"all {found.files} files have the checksums they were committed with: {found.num_steps} steps, {ended}")

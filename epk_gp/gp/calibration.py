@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from epk_gp.gp.draws import Method, MonteCarlo, standard_normals
 from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.sampling import Method, MonteCarlo, standard_normals
 from epk_gp.gp.softmax import symmetric_root
 
 _LOG_RANGE = 10.0  # temperatures from exp(-10) to exp(10)

@@ -50,15 +50,15 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
     if N < 2:
         raise ValueError(f"leaving one point out needs at least 2: the GP is conditioned on {N}.")
     with torch.no_grad():
-        conditioned = gp.conditioned()
-        A = torch.cholesky_inverse(conditioned.factor)  # (K, rows, rows)
+        factorization = gp.factorization()
+        A = torch.cholesky_inverse(factorization.factor)  # (K, rows, rows)
         if gp.kernel.source.reduction == "full":
             own = A.reshape(N, C, N, C).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (N, C, C)
-            projected = conditioned.weights.reshape(N, C)
+            projected = factorization.weights.reshape(N, C)
             targets, noise = gp.train_targets, gp.likelihood.noise.expand(N, C)
         else:
             own = torch.diag_embed(A.diagonal(dim1=-2, dim2=-1).mT)
-            projected = conditioned.weights.mT
+            projected = factorization.weights.mT
             targets, noise = gp.train_targets.mT, gp.likelihood.noise.expand(C, N).mT
         noisy = torch.linalg.inv(own)
         noisy = (noisy + noisy.mT) / 2  # the inverse of a symmetric matrix, of which rounding leaves two halves

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.kernels.cache import content_key
-from epk_gp.kernels.source import Source, as_points, check_points, needs_graph
-from epk_gp.recording.networks import apply_head, call
-from epk_gp.recording.trajectory import network_outputs, skeleton_for
+from epk_gp.core.fingerprint import content_key
+from epk_gp.core.model import apply_head, call
+from epk_gp.core.trajectory import network_outputs, skeleton_for
+from epk_gp.kernels.config import KernelConfig, as_points, needs_graph, validate_points
 
 PriorMean = Literal["initial", "constant", "zero", "network"]
 
@@ -26,7 +26,7 @@ class NetworkMean(gpytorch.means.Mean):  # type: ignore[misc]  # gpytorch ships 
         state: s: 0 is f_{w_0}, the b of the kernel machine (Theorem 3.6, Bell et al. 2023); -1 the trained network.
     """
 
-    def __init__(self, source: Source, state: int) -> None:
+    def __init__(self, source: KernelConfig, state: int) -> None:
         super().__init__()
         self.source = source
         self.state = state
@@ -50,7 +50,7 @@ class NetworkMean(gpytorch.means.Mean):  # type: ignore[misc]  # gpytorch ships 
 
     def _outputs(self, x: Tensor) -> Tensor:
         source = self.source
-        check_points(source.trajectory, x)
+        validate_points(source.trajectory, x)
         if needs_graph(x):
             return self._with_graph(x)
         key = ("mean", source.trajectory.digest, source.head, self.state, content_key(x))
@@ -70,7 +70,7 @@ class NetworkMean(gpytorch.means.Mean):  # type: ignore[misc]  # gpytorch ships 
         return apply_head(z, self.source.head).reshape(*x.shape[:-1], -1)
 
 
-def make_mean(mean: PriorMean, source: Source) -> gpytorch.means.Mean:
+def make_mean(mean: PriorMean, source: KernelConfig) -> gpytorch.means.Mean:
     """Build a prior mean with one value per point and class.
 
     Args:

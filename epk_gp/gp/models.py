@@ -11,18 +11,18 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.engine.gram import MEMORY_BUDGET
-from epk_gp.engine.quadrature import QuadratureRule, gauss_legendre
-from epk_gp.gp.evidence import Spectrum, negative_log_evidence, spectrum_of
+from epk_gp.core.model import Head
+from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
+from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.gp.likelihoods import NOISE_FLOOR, make_likelihood
+from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_likelihood, spectrum_of
 from epk_gp.gp.means import PriorMean, make_mean
-from epk_gp.gp.posterior import Conditioned, LogitPosterior, condition, posterior_at
+from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
 from epk_gp.gp.targets import TargetKind, make_targets
-from epk_gp.kernels.copies import test_copy, train_copy
+from epk_gp.gram.path_kernel import MEMORY_BUDGET
 from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
-from epk_gp.recording.checks import check_count, check_positive
-from epk_gp.recording.networks import Head
-from epk_gp.recording.trajectory import Trajectory, check_inputs, check_trajectory
+from epk_gp.kernels.tagging import test_copy, train_copy
+from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 
 @final
@@ -83,7 +83,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     ) -> None:
         if outputs not in ("full", "independent"):
             raise ValueError(f"outputs must be 'full' or 'independent': got {outputs!r}.")
-        check_trajectory(trajectory)
+        validate_trajectory(trajectory)
         chosen = _read_points(points, trajectory)
         C, N = trajectory.num_outputs, len(chosen)
         _check_noise(noise, (N, C), targets)
@@ -157,8 +157,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 "likelihood grows without bound as scale and noise shrink. Fit LogitGP(mean='initial') and load its "
                 "covar_module and likelihood states, or set the hyperparameters."
             )
-        check_count(steps, "steps")
-        check_positive(lr, "lr")
+        validate_count(steps, "steps")
+        validate_positive(lr, "lr")
         self.train()  # drops GPyTorch's predictions for the old hyperparameters
         self.eval()
         spectrum = self._spectrum()
@@ -188,24 +188,24 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         Raises:
             TypeError, ValueError: Points that the network cannot take, or a covariance that is not positive definite.
         """
-        check_inputs(self.kernel.trajectory, X_test, "X_test")
+        validate_inputs(self.kernel.trajectory, X_test, "X_test")
         x = test_copy(X_test.to(self.train_inputs[0]))
         with torch.no_grad():
-            return posterior_at(self.conditioned(), self.prior_mean, x, block_size=block_size, progress=progress)
+            return posterior_at(self.factorization(), self.prior_mean, x, block_size=block_size, progress=progress)
 
     def prior_mean(self, x: Shaped[Tensor, "n columns"]) -> Float[Tensor, "n C"]:
         """Evaluate the prior mean at tagged points."""
         mean: Tensor = self.mean_module(x)
         return mean if self.kernel.source.reduction == "full" else mean.mT
 
-    def conditioned(self) -> Conditioned:
+    def factorization(self) -> Factorization:
         """Factorise the covariance of the observations, with the hyperparameters as they are."""
         K = self.kernel.source.num_matrices
         outputscale = self.covar_module.outputscale.reshape(K)
         covariance = outputscale[:, None, None] * self._gram()
         covariance.diagonal(dim1=-2, dim2=-1).add_(self.likelihood.noise.reshape(K, -1))
         scale = outputscale / self.kernel.scale
-        return condition(self.kernel.source, scale, self.train_inputs[0], covariance, self._residual())
+        return factorize(self.kernel.source, scale, self.train_inputs[0], covariance, self._residual())
 
     def _residual(self) -> Tensor:
         """Observations minus prior mean, (K, rows)."""
@@ -218,15 +218,15 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         gram: Tensor = self.kernel.forward(x, x)
         return gram.reshape(self.kernel.source.num_matrices, *gram.shape[-2:])
 
-    def _spectrum(self) -> Spectrum:
+    def _spectrum(self) -> GramSpectrum:
         K = self.kernel.source.num_matrices
         return spectrum_of(self._gram(), self.likelihood.noise.reshape(K, -1) if self._noise_is_known else None)
 
-    def _loss(self, spectrum: Spectrum) -> Tensor:
+    def _loss(self, spectrum: GramSpectrum) -> Tensor:
         K, rows = spectrum.values.shape
         outputscale: Tensor = self.covar_module.outputscale.reshape(K)
         noise = torch.ones_like(outputscale) if self._noise_is_known else self.likelihood.noise.reshape(K)
-        loss = negative_log_evidence(spectrum, outputscale, noise, self._residual()).sum()
+        loss = negative_log_marginal_likelihood(spectrum, outputscale, noise, self._residual()).sum()
         for _, module, prior, closure, _ in self.named_priors():  # as GPyTorch's marginal likelihood does
             loss = loss - prior.log_prob(closure(module)).sum()
         return loss / rows

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.gp.draws import Method, MonteCarlo, standard_error, standard_normals
+from epk_gp.core.validation import validate_count, validate_generator, validate_positive
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.recording.checks import check_count, check_generator, check_positive
+from epk_gp.gp.sampling import Method, MonteCarlo, standard_error, standard_normals
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -78,9 +78,9 @@ def softmax_uncertainty(
             f"posterior must be an epk_gp.LogitPosterior: got {type(posterior).__name__}. "
             "LogitGP.logit_posterior gives one."
         )
-    check_generator(generator)
-    check_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
-    check_positive(temperature, "temperature")
+    validate_generator(generator)
+    validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
+    validate_positive(temperature, "temperature")
     if not all(0 <= level <= 1 for level in quantiles):
         raise ValueError(f"quantiles must be levels in [0, 1]: got {list(quantiles)}.")
     mean = posterior.mean

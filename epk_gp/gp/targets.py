@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from epk_gp.recording.networks import Head
-from epk_gp.recording.trajectory import Trajectory, network_outputs
+from epk_gp.core.model import Head
+from epk_gp.core.trajectory import Trajectory, network_outputs
 
 TargetKind = Literal["network", "dirichlet"]
 

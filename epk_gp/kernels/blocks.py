@@ -8,16 +8,16 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from epk_gp.engine.gram import gram_block, gram_block_per_class, gram_diagonal_blocks
-from epk_gp.engine.points import Points
-from epk_gp.kernels.cache import content_key
+from epk_gp.core.fingerprint import content_key
+from epk_gp.core.points import Points
+from epk_gp.core.trajectory import compute_dtype
+from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.kernels.config import KernelConfig, as_points, needs_graph, same_points
 from epk_gp.kernels.derivatives import block_derivative, diagonal_derivative
-from epk_gp.kernels.source import Source, as_points, needs_graph, same_points
-from epk_gp.recording.trajectory import compute_dtype
 
 
 def block(
-    source: Source, x: Shaped[Tensor, "n columns"], y: Shaped[Tensor, "m columns"]
+    source: KernelConfig, x: Shaped[Tensor, "n columns"], y: Shaped[Tensor, "m columns"]
 ) -> Float[Tensor, "K rows cols"]:
     """Evaluate the kernel between two sets of points; differentiable, once, in both.
 
@@ -43,7 +43,7 @@ def block(
 
 
 def diagonal_matrices(
-    source: Source, x: Shaped[Tensor, "n columns"], y: Shaped[Tensor, "n columns"] | None = None
+    source: KernelConfig, x: Shaped[Tensor, "n columns"], y: Shaped[Tensor, "n columns"] | None = None
 ) -> Float[Tensor, "n C C"]:
     """Evaluate the C x C block of every point with itself, whatever the reduction; differentiable, once.
 
@@ -71,7 +71,7 @@ def diagonal_matrices(
     return found
 
 
-def reduce_diagonal(source: Source, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "K rows"]:
+def reduce_diagonal(source: KernelConfig, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "K rows"]:
     """Reduce the blocks K(x_i, x_i) to the diagonal of the matrices that `block` returns.
 
     Args:
@@ -98,7 +98,7 @@ class _Block(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, source: Source, values: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, source: KernelConfig, values: Tensor) -> Tensor:
         ctx.source = source
         ctx.save_for_backward(x, y)
         return values
@@ -120,7 +120,7 @@ class _Diagonal(torch.autograd.Function):
     """The same for the blocks of points with themselves."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, source: Source, values: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, source: KernelConfig, values: Tensor) -> Tensor:
         ctx.source = source
         ctx.save_for_backward(x)
         return values
@@ -138,7 +138,7 @@ class _Diagonal(torch.autograd.Function):
         )
 
 
-def _evaluate(source: Source, A: Points, B: Points) -> Tensor:
+def _evaluate(source: KernelConfig, A: Points, B: Points) -> Tensor:
     trajectory, head, rule, budget = source.trajectory, source.head, source.rule, source.memory_budget
     with torch.no_grad():
         if source.reduction == "full":
@@ -165,5 +165,5 @@ def _split(A: Points, size: int) -> Iterator[Points]:
         yield Points(A.X[rows], A.is_train if isinstance(A.is_train, bool) else A.is_train[rows])
 
 
-def _identity(source: Source) -> tuple[str, ...]:
+def _identity(source: KernelConfig) -> tuple[str, ...]:
     return source.trajectory.digest, source.reduction, source.head, repr(source.rule)

@@ -1,30 +1,11 @@
 """Computed blocks, found again by the content of the points."""
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
 from threading import Lock
 
-import torch
 from jaxtyping import Shaped
 from torch import Tensor
-
-
-def content_key(*tensors: Shaped[Tensor, "..."]) -> str:
-    """Hash values, shapes, dtypes and devices: GPyTorch hands over slices of fresh copies, so identity says nothing.
-
-    Args:
-        tensors: Any number of tensors; their order counts.
-
-    Returns:
-        A blake2b digest. An edit in place changes it, a clone does not.
-    """
-    digest = hashlib.blake2b(digest_size=32)
-    for x in tensors:
-        digest.update(f"{tuple(x.shape)} {x.dtype} {x.device};".encode())
-        flat = x.detach().to("cpu").contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 class BlockCache:

@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.engine.input_gradients import block_input_gradient, diagonal_input_gradient
-from epk_gp.kernels.source import Source, as_points
+from epk_gp.gram.input_derivatives import block_input_gradient, diagonal_input_gradient
+from epk_gp.kernels.config import KernelConfig, as_points
 
 
 def block_derivative(
-    source: Source,
+    source: KernelConfig,
     x: Shaped[Tensor, "n columns"],
     y: Shaped[Tensor, "m columns"],
     weights: Float[Tensor, "K rows cols"],
@@ -43,7 +43,7 @@ def block_derivative(
 
 
 def diagonal_derivative(
-    source: Source, x: Shaped[Tensor, "n columns"], weights: Float[Tensor, "n C C"]
+    source: KernelConfig, x: Shaped[Tensor, "n columns"], weights: Float[Tensor, "n C C"]
 ) -> Float[Tensor, "n columns"]:
     """Differentiate sum(weights * K(x_i, y_i)) with respect to x alone, at y = x.
 

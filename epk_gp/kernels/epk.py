@@ -9,15 +9,16 @@ import torch
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
-from epk_gp.engine.gram import MEMORY_BUDGET
-from epk_gp.engine.quadrature import QuadratureRule, gauss_legendre
-from epk_gp.kernels import batches, blocks
+from epk_gp.core.model import Head, validate_head
+from epk_gp.core.trajectory import Trajectory, validate_trajectory
+from epk_gp.core.validation import validate_memory_budget
+from epk_gp.gram.path_kernel import MEMORY_BUDGET
+from epk_gp.kernels import batching as batches
+from epk_gp.kernels import blocks
 from epk_gp.kernels.cache import BlockCache
-from epk_gp.kernels.copies import train_copy
-from epk_gp.kernels.source import Reduction, Source, check_points
-from epk_gp.recording.checks import check_memory_budget
-from epk_gp.recording.networks import Head, check_head
-from epk_gp.recording.trajectory import Trajectory, check_trajectory
+from epk_gp.kernels.config import KernelConfig, Reduction, validate_points
+from epk_gp.kernels.tagging import train_copy
+from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 Outputs = Literal["full", "independent", "trace", "sum"] | int
 Normalization = Literal["mean_diagonal"] | float | int | None
@@ -73,15 +74,15 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         memory_budget: int = MEMORY_BUDGET,
         active_dims: Sequence[int] | None = None,
     ) -> None:
-        check_trajectory(trajectory)
-        check_memory_budget(memory_budget)
+        validate_trajectory(trajectory)
+        validate_memory_budget(memory_budget)
         reduction, classes = _read_outputs(outputs, trajectory.num_outputs)
-        check_head(head, trajectory.num_outputs)
+        validate_head(head, trajectory.num_outputs)
         if not isinstance(rule, QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
         super().__init__(batch_shape=classes.shape, active_dims=active_dims)
         self.outputs = outputs
-        self.source = Source(trajectory, reduction, head, rule, memory_budget, BlockCache(cache_bytes))
+        self.source = KernelConfig(trajectory, reduction, head, rule, memory_budget, BlockCache(cache_bytes))
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("classes", classes, persistent=False)
         self.register_buffer("_anchor", torch.zeros(classes.shape, dtype=trajectory.dtype), persistent=False)
@@ -193,7 +194,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         )
 
     def _check(self, x: Tensor) -> None:
-        check_points(self.source.trajectory, x)
+        validate_points(self.source.trajectory, x)
 
 
 def _read_outputs(outputs: Outputs, num_outputs: int) -> tuple[Reduction, Tensor]:
@@ -209,7 +210,7 @@ def _read_outputs(outputs: Outputs, num_outputs: int) -> tuple[Reduction, Tensor
     return _REDUCTIONS[outputs], torch.arange(num_outputs) if outputs == "independent" else torch.tensor(0)
 
 
-def _scale(source: Source, classes: Tensor, normalize: Normalization) -> float:
+def _scale(source: KernelConfig, classes: Tensor, normalize: Normalization) -> float:
     if normalize is None:
         return 1.0
     if isinstance(normalize, str):
@@ -229,7 +230,7 @@ def _scale(source: Source, classes: Tensor, normalize: Normalization) -> float:
     return float(normalize)
 
 
-def _training_diagonal(source: Source) -> Tensor:
+def _training_diagonal(source: KernelConfig) -> Tensor:
     """Evaluate the diagonal on at most 1000 training copies, in float64: (K, rows)."""
     inputs = source.trajectory.inputs
     count = min(len(inputs), NORMALIZATION_POINTS)

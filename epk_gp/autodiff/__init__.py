@@ -1,0 +1,1 @@
+"""Layer-wise Jacobians of a network, and its directional derivatives."""

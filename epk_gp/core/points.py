@@ -1,0 +1,64 @@
+"""Points of H x {0, 1}: inputs that know whether they are training or test copies."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """Points of H x {0, 1} (Definition 3.4, Bell et al. 2023).
+
+    Attributes:
+        X: n inputs.
+        is_train: Whether they are training copies (gradient frozen at the step's start) or test copies; one for all,
+            or (n,).
+    """
+
+    X: Shaped[Tensor, "n ..."]
+    is_train: bool | Bool[Tensor, " n"]
+
+    def __post_init__(self) -> None:
+        """Refuse a copy mask that does not fit.
+
+        Raises:
+            TypeError: `X` is no tensor, or `is_train` neither a bool nor a bool tensor.
+            ValueError: Another length than X.
+        """
+        if not isinstance(self.X, Tensor):
+            raise TypeError(f"X must be a torch.Tensor: got {type(self.X).__name__}.")
+        if isinstance(self.is_train, bool):
+            return
+        if not isinstance(self.is_train, Tensor) or self.is_train.dtype != torch.bool:
+            got = self.is_train.dtype if isinstance(self.is_train, Tensor) else type(self.is_train).__name__
+            raise TypeError(f"is_train must be a bool or a bool tensor: got {got}. Convert it with .bool().")
+        if self.is_train.shape != self.X.shape[:1]:
+            raise ValueError(
+                "is_train must have one entry per point: "
+                f"got shape {tuple(self.is_train.shape)} for {len(self.X)} points."
+            )
+
+    def __len__(self) -> int:
+        """Count the points."""
+        return len(self.X)
+
+    def copies(self, is_train: bool) -> Tensor:
+        """List the indices of the points of one copy."""
+        if isinstance(self.is_train, bool):
+            return torch.arange(len(self) if self.is_train == is_train else 0, device=self.X.device)
+        return (self.is_train == is_train).nonzero().squeeze(1).to(self.X.device)
+
+
+def validate_points(points: object, name: str) -> None:
+    """Refuse what does not say which copies it holds.
+
+    Raises:
+        TypeError: No `Points`.
+    """
+    if not isinstance(points, Points):
+        raise TypeError(
+            f"{name} must be epk_gp.Points(X, is_train=...), which says what copies they are: got "
+            f"{type(points).__name__}."
+        )

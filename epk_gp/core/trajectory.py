@@ -1,0 +1,240 @@
+"""The trajectory: a read-only view of a recorded run."""
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.core import losses
+from epk_gp.core.losses import Loss
+from epk_gp.core.model import Head, Skeleton, apply_head, call, unflatten, validate_head
+from epk_gp.core.step import Step
+from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.core.validation import validate_count, validate_finite, validate_integer
+
+
+@runtime_checkable
+class States(Protocol):
+    """Weight states w_0 .. w_S, each flat, (P,)."""
+
+    def __len__(self) -> int:
+        """Count the states, S + 1."""
+
+    def __getitem__(self, state: int, /) -> Float[Tensor, " P"]:
+        """Read one state."""
+
+
+@runtime_checkable
+class Updates(Protocol):
+    """The numbers of each step, by its index."""
+
+    def __len__(self) -> int:
+        """Count the steps, S."""
+
+    def __getitem__(self, step: int, /) -> UpdateCoefficients:
+        """Read one step's."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """A recorded training run w_0, .., w_S with its data, loss and step law.
+
+    Attributes:
+        skeleton: The network's structure.
+        inputs: Training inputs, (M, *input_shape).
+        targets: Training targets.
+        loss: The loss whose gradients made the steps.
+        law: Name of the law by which a step follows from the batch gradients.
+        states: Flat weights of all S + 1 states.
+        updates: The law's numbers of each of the S steps.
+        steps: Size and batch of each of the S steps.
+        num_outputs: C.
+        digest: blake2b over data, layout, weights and steps: equal for equal runs, in memory or on disk.
+        data_digest: blake2b over inputs and targets.
+    """
+
+    skeleton: Skeleton
+    inputs: Shaped[Tensor, "M ..."]
+    targets: Shaped[Tensor, "M ..."]
+    loss: Loss
+    law: str
+    states: States
+    updates: Updates
+    steps: tuple[Step, ...]
+    num_outputs: int
+    digest: str
+    data_digest: str
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Give what a pickle holds: copies of tensors that lie in a recorder's blocks, each of which is large."""
+        own = dict(self.__dict__)
+        if isinstance(self.states, tuple):
+            own["states"] = tuple(w.clone() for w in self.states)
+        if isinstance(self.updates, tuple):
+            own["updates"] = tuple(UpdateCoefficients(*(value.clone() for value in update)) for update in self.updates)
+        own["steps"] = tuple(s if s.batch is None else replace(s, batch=s.batch.clone()) for s in self.steps)
+        return own
+
+    @property
+    def num_steps(self) -> int:
+        """S."""
+        return len(self.steps)
+
+    @property
+    def num_weights(self) -> int:
+        """P."""
+        return self.skeleton.num_weights
+
+    @property
+    def num_points(self) -> int:
+        """M, the number of training points."""
+        return self.inputs.shape[0]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return tuple(self.inputs.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.states[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the training inputs are."""
+        return self.inputs.device
+
+    @property
+    def step_sizes(self) -> Float[Tensor, " S"]:
+        """The learning rates eps_s, float64."""
+        return torch.tensor([step.size for step in self.steps], dtype=torch.float64)
+
+    def weights(self, s: int) -> dict[str, Tensor]:
+        """Name the weights of state s (0 .. S; negative counts from the end)."""
+        validate_integer(s, "state")
+        count = self.num_steps + 1
+        if not -count <= s < count:
+            raise IndexError(f"state must lie in 0..{self.num_steps} (or be negative): got {s}.")
+        return unflatten(self.skeleton, self.states[s % count].to(self.device, copy=True))
+
+    def __repr__(self) -> str:
+        """Say what the run is, in one line."""
+        return (
+            f"Trajectory({self.num_steps} steps, {self.num_weights} weights, {self.num_points} training points of "
+            f"shape {self.input_shape}, {self.num_outputs} outputs, {self.dtype}, {self.loss}, "
+            f"digest {self.digest[:12]})"
+        )
+
+
+def skeleton_for(trajectory: Trajectory, dtype: torch.dtype, device: torch.device) -> Skeleton:
+    """Give the network's structure with its constants in another dtype or on another device (made once each)."""
+    key = ("skeleton", dtype, device)
+    if key not in trajectory.memo:
+        source = trajectory.skeleton
+        copied = skeleton_of_copy(source)
+        copied.module.to(dtype=dtype, device=device)
+        trajectory.memo[key] = copied
+    found: Skeleton = trajectory.memo[key]
+    return found
+
+
+def skeleton_of_copy(skeleton: Skeleton) -> Skeleton:
+    """Copy a skeleton with its constants."""
+    return Skeleton(copy.deepcopy(skeleton.module), skeleton.names, skeleton.shapes)
+
+
+def compute_dtype(trajectory: Trajectory, X: Shaped[Tensor, "..."]) -> torch.dtype:
+    """Follow the inputs' dtype; integer inputs leave the weights' dtype."""
+    return X.dtype if X.is_floating_point() else trajectory.dtype
+
+
+def validate_trajectory(trajectory: object) -> None:
+    """Refuse what is no recorded run.
+
+    Raises:
+        TypeError: Anything but a `Trajectory`.
+    """
+    if not isinstance(trajectory, Trajectory):
+        raise TypeError(
+            f"trajectory must be an epk_gp.Trajectory: got {type(trajectory).__name__}. Record one with "
+            "epk_gp.train or epk_gp.Recorder, or read one with epk_gp.load_trajectory."
+        )
+
+
+def validate_inputs(trajectory: Trajectory, X: Shaped[Tensor, "..."], name: str = "X") -> None:
+    """Refuse points that the network cannot take.
+
+    Raises:
+        TypeError: Not a tensor, or integers for a network of floats (or the reverse).
+        ValueError: Wrong shape, no points, NaN or infinity.
+    """
+    validate_trajectory(trajectory)
+    if not isinstance(X, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
+    if tuple(X.shape[1:]) != trajectory.input_shape or X.ndim == 0:
+        raise ValueError(
+            f"{name} must have shape (n, {', '.join(map(str, trajectory.input_shape))}) like the training inputs: "
+            f"got {tuple(X.shape)}."
+        )
+    if X.shape[0] == 0:
+        raise ValueError(f"{name} must hold at least one point: got an empty batch.")
+    if X.is_floating_point() != trajectory.inputs.is_floating_point() or X.is_complex():
+        raise TypeError(f"{name} must be of the training inputs' kind ({trajectory.inputs.dtype}): got {X.dtype}.")
+    if X.is_floating_point() and X.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64: got {X.dtype}.")
+    validate_finite(X, name)
+
+
+def flat_weights(trajectory: Trajectory, state: int, like: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
+    """Read a state's flat weights in the dtype and on the device that computations with `like` use."""
+    return trajectory.states[state].to(dtype=compute_dtype(trajectory, like), device=like.device)
+
+
+def network_outputs(
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    *,
+    state: int = -1,
+    head: Head = "logits",
+    block_size: int = 512,
+) -> Float[Tensor, "n C"]:
+    """Evaluate the recorded network f_{w_s}.
+
+    Args:
+        trajectory: The run.
+        X: n inputs.
+        state: s in 0 .. S, negative from the end: -1 is the trained network.
+        head: "logits" or "log_softmax".
+        block_size: Inputs evaluated at a time.
+
+    Raises:
+        TypeError, ValueError: Inputs that the network cannot take; an unknown head.
+        IndexError: No such state.
+    """
+    validate_inputs(trajectory, X)
+    validate_head(head, trajectory.num_outputs)
+    validate_count(block_size, "block_size")
+    skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
+    weights = {
+        k: v.to(dtype=compute_dtype(trajectory, X), device=X.device) for k, v in trajectory.weights(state).items()
+    }
+    with torch.no_grad():
+        return torch.cat([apply_head(call(skeleton, weights, block), head) for block in X.split(block_size)])
+
+
+def batch_of(
+    trajectory: Trajectory, step: Step, like: Tensor
+) -> tuple[Shaped[Tensor, "B ..."], Shaped[Tensor, "B ..."], Float[Tensor, " B"]]:
+    """Give a step's inputs, targets and sample weights c in the dtype and on the device of `like`."""
+    X, y, loss = trajectory.inputs, trajectory.targets, trajectory.loss
+    if step.batch is not None:
+        rows = step.batch.to(X.device)
+        X, y = X[rows], y[rows]
+    c = losses.sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
+    X = X.to(device=like.device, dtype=like.dtype) if X.is_floating_point() else X.to(like.device)
+    return X, y.to(like.device), c.to(like)

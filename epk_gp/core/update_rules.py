@@ -1,0 +1,264 @@
+"""Step laws: how an optimizer's step follows from the batch gradient, as recorded numbers.
+
+A law is covered exactly if its step is linear in the gradients seen so far, the numbers in front of them being held as
+recorded (theory, section 4). With g the batch gradient, w the weights and m a momentum buffer, every such step is
+
+    h    = gradient * g + decay * w
+    m'   = keep * m + take * h
+    step = -(momentum * m' + direct * h) - shrink * w
+
+with one number per parameter, or one per weight (a diagonal preconditioner).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+Number = float | Tensor
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LinearStep:
+    """The numbers of one step of one parameter; each a float, or a tensor of the parameter's shape.
+
+    Attributes:
+        direct: Factor of h in the step (the learning rate of plain gradient descent).
+        momentum: Factor of the new buffer in the step.
+        keep: Factor of the old buffer in the new one.
+        take: Factor of h in the new buffer.
+        gradient: Factor of the gradient in h: -1 where the loss is maximised.
+        decay: Factor of the weights in h (coupled weight decay).
+        shrink: Factor of the weights in the step (decoupled weight decay, times the learning rate).
+    """
+
+    direct: Number = 0.0
+    momentum: Number = 0.0
+    keep: Number = 0.0
+    take: Number = 0.0
+    gradient: Number = 1.0
+    decay: Number = 0.0
+    shrink: Number = 0.0
+
+
+NO_UPDATE = LinearStep(keep=1.0, gradient=0.0)  # what torch does with a parameter that has no gradient: nothing
+FIELDS = tuple(field.name for field in fields(LinearStep))
+
+Coefficients = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any], bool], LinearStep]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How an optimizer's steps are read.
+
+    Attributes:
+        name: What the run's header calls it.
+        coefficients: Called after each step for each parameter that has a gradient, as f(p, group, state, first): the
+            parameter, its group's options, the optimizer's state of it after the step, and whether that state was
+            empty before. Returns the step's numbers.
+    """
+
+    name: str
+    coefficients: Coefficients
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateCoefficients:
+    """The numbers of one step of all parameters: one number per parameter, (L,) float64, or one per weight, (P,)."""
+
+    direct: Tensor
+    momentum: Tensor
+    keep: Tensor
+    take: Tensor
+    gradient: Tensor
+    decay: Tensor
+    shrink: Tensor
+
+    def __iter__(self) -> Any:
+        """Go through the fields in the order of `FIELDS`."""
+        return iter(getattr(self, name) for name in FIELDS)
+
+
+def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
+    """Join the parameters' numbers; a field that any of them has per weight becomes one number per weight."""
+    joined = {}
+    for name in FIELDS:
+        values = [getattr(step, name) for step in steps]
+        tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
+        if not tensors:
+            joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
+            continue
+        rows = [
+            value.detach().reshape(-1)
+            if isinstance(value, Tensor) and value.ndim
+            else tensors[0].new_full((size,), float(value))
+            for value, size in zip(values, sizes, strict=True)
+        ]
+        joined[name] = torch.cat(rows)
+    return UpdateCoefficients(**joined)
+
+
+def broadcast_to_params(value: Tensor, sizes: Sequence[int], like: Tensor) -> Float[Tensor, " P"]:
+    """Write one number per weight, in the dtype and on the device of `like`."""
+    if len(value) != len(sizes):
+        return value.to(like)
+    repeats = torch.tensor(list(sizes), device=like.device)
+    return value.to(like).repeat_interleave(repeats)
+
+
+def predict_step(
+    update: UpdateCoefficients,
+    sizes: Sequence[int],
+    w: Float[Tensor, " P"],
+    g: Float[Tensor, " P"],
+    m: Float[Tensor, " P"],
+) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
+    """Predict a step and the momentum buffer after it.
+
+    Args:
+        update: The step's numbers.
+        sizes: Weights of each of the L parameters.
+        w: The weights before the step.
+        g: The gradient of the batch's loss at w.
+        m: The momentum buffer before the step; zero before the first.
+    """
+    u = UpdateCoefficients(*(_one_number(value, sizes, w) for value in update))
+    h = u.gradient * g + u.decay * w
+    after = u.keep * m + u.take * h
+    return -(u.momentum * after + u.direct * h) - u.shrink * w, after
+
+
+def _one_number(value: Tensor, sizes: Sequence[int], like: Tensor) -> Tensor:
+    """Write one number for all weights where they share it, or one per weight."""
+    if len(value) == len(sizes) and len(set(value.tolist())) == 1:
+        return value[0].to(like)
+    return broadcast_to_params(value, sizes, like)
+
+
+def scale_gradient(update: UpdateCoefficients, factor: float | Tensor, sizes: Sequence[int]) -> UpdateCoefficients:
+    """Put the factor of gradient clipping in front of the gradient."""
+    if isinstance(factor, Tensor):
+        return replace(update, gradient=broadcast_to_params(update.gradient, sizes, factor) * factor)
+    return replace(update, gradient=update.gradient * factor)
+
+
+def rule_for(optimizer: Optimizer) -> UpdateRule:
+    """Find the step law of an optimizer.
+
+    Raises:
+        TypeError: Not an optimizer.
+        ValueError: An optimizer whose law is not known, or one that holds momentum of steps that nobody recorded.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
+    if type(optimizer) not in _RULES:
+        known = ", ".join(sorted(kind.__name__ for kind in _RULES))
+        raise ValueError(
+            f"the optimizer's step law must be known: {type(optimizer).__name__} has none here. "
+            f"Use one of {known}, or pass law=epk_gp.UpdateRule(...) with its own."
+        )
+    return _RULES[type(optimizer)]
+
+
+def validate_fresh_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that is already moving.
+
+    Raises:
+        ValueError: It holds momentum of earlier gradients, which no sample of this run could account for.
+    """
+    for state in optimizer.state.values():
+        for name in ("momentum_buffer", "exp_avg"):
+            buffer = state.get(name)
+            if isinstance(buffer, Tensor) and buffer.any():
+                raise ValueError(
+                    f"the optimizer must be fresh: its {name} holds gradients from before the recording. "
+                    "Make a new optimizer, or record from its first step on."
+                )
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """Read the first parameter group's learning rate: the kernel's weight eps_s of the step.
+
+    Raises:
+        ValueError: Some group's is not finite or negative.
+    """
+    sizes = [float(group["lr"]) for group in optimizer.param_groups]
+    for size in sizes:
+        if not 0 <= size < float("inf"):
+            raise ValueError(f"the learning rate must be finite and not negative: got {size}.")
+    return sizes[0]
+
+
+def _sgd(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    lr, mu, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+    sign = -1.0 if group["maximize"] else 1.0
+    if mu == 0:
+        return LinearStep(direct=lr, keep=1.0, gradient=sign, decay=decay)
+    return LinearStep(
+        direct=lr if group["nesterov"] else 0.0,
+        momentum=lr * mu if group["nesterov"] else lr,
+        keep=0.0 if first else mu,
+        take=1.0 if first else 1.0 - float(group["dampening"]),  # torch starts the buffer with the gradient itself
+        gradient=sign,
+        decay=decay,
+    )
+
+
+def _adam(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    count = float(state["step"])
+    v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    denominator = v.sqrt() / (1 - beta2**count) ** 0.5 + eps
+    decoupled = bool(group.get("decoupled_weight_decay", False))
+    return LinearStep(
+        momentum=lr / (1 - beta1**count) / denominator,
+        keep=0.0 if first else beta1,
+        take=1 - beta1,
+        gradient=-1.0 if group["maximize"] else 1.0,
+        decay=0.0 if decoupled else decay,
+        shrink=lr * decay if decoupled else 0.0,
+    )
+
+
+def _adamw(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    return _adam(p, {**group, "decoupled_weight_decay": True}, state, first)
+
+
+def _rmsprop(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    lr, mu = float(group["lr"]), float(group["momentum"])
+    v = state["square_avg"]
+    if group["centered"]:
+        v = v.addcmul(state["grad_avg"], state["grad_avg"], value=-1)
+    inverse = 1 / (v.sqrt() + float(group["eps"]))
+    return LinearStep(
+        direct=0.0 if mu > 0 else lr * inverse,
+        momentum=lr if mu > 0 else 0.0,
+        keep=0.0 if first else mu,
+        take=inverse if mu > 0 else 0.0,
+        gradient=-1.0 if group["maximize"] else 1.0,
+        decay=float(group["weight_decay"]),
+    )
+
+
+def _adagrad(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
+    lr = float(group["lr"]) / (1 + (float(state["step"]) - 1) * float(group["lr_decay"]))
+    return LinearStep(
+        direct=lr / (state["sum"].sqrt() + float(group["eps"])),
+        gradient=-1.0 if group["maximize"] else 1.0,
+        decay=float(group["weight_decay"]),
+    )
+
+
+_RULES: dict[type[Optimizer], UpdateRule] = {
+    optim.SGD: UpdateRule("SGD", _sgd),
+    optim.Adam: UpdateRule("Adam", _adam),
+    optim.AdamW: UpdateRule("AdamW", _adamw),
+    optim.RMSprop: UpdateRule("RMSprop", _rmsprop),
+    optim.Adagrad: UpdateRule("Adagrad", _adagrad),
+}

@@ -1,1 +1,0 @@
-"""The exact integrals: quadrature along the path, per-layer gradients, Gram blocks."""

@@ -1,0 +1,1 @@
+"""Gram blocks of the exact path kernel."""

@@ -1,0 +1,209 @@
+"""The kernels before this one, as functions: asymmetric, or with coefficients that depend on the test point.
+
+None of them is a kernel, so none is a `Kernel`. Each stands here as its paper has it, over the recorded run: gradient
+flow is replaced by the straight steps, and the integral over a step by a quadrature rule.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, loss_derivatives, soft_targets
+from epk_gp.core.model import Head, validate_head
+from epk_gp.core.points import Points
+from epk_gp.core.trajectory import Trajectory, batch_of, compute_dtype, flat_weights, network_outputs, validate_inputs
+from epk_gp.gram.ntk import ntk_at
+from epk_gp.gram.path_kernel import MEMORY_BUDGET, gram_block
+from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
+from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, left_endpoint
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """A block, the coefficients that go with it, and how far their sum is from the network.
+
+    Attributes:
+        block: K(x_n, x_i)[c, d] of n test points and M training points.
+        coefficients: a, by which it is multiplied and summed over i and d; one per training point and output, or one
+            per entry of the block where they depend on the test point.
+        outputs: f_{w_0} + sum, (n, C).
+        network: What the trained network says, (n, C).
+        max_error: Largest |outputs - network|.
+    """
+
+    block: Float[Tensor, "n C M C"]
+    coefficients: Float[Tensor, "M C"] | Float[Tensor, "n C M C"]
+    outputs: Float[Tensor, "n C"]
+    network: Float[Tensor, "n C"]
+    max_error: float
+
+
+def k_prime_block(
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    Y: Shaped[Tensor, "m ..."],
+    *,
+    head: Head = "log_softmax",
+    rule: Rule = gauss_legendre(4),
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> Float[Tensor, "n C m C"]:
+    """Evaluate k' on any two sets of points: the left side moves, the right side is frozen.
+
+    Equation (13), Bell et al. (2023), summed over the steps like the exact path kernel:
+
+        k'(x, x') = sum_s eta_s int_0^1 <grad f_{w_s(t)}(x), grad f_{w_s(0)}(x')> dt
+
+    It is continuous but not symmetric. On test x training points it is the exact path kernel's own block, so
+    `reconstruct` and `single_machine` report its error; on one set with itself it is no Gram matrix.
+
+    Args:
+        trajectory: Training run.
+        X: n inputs whose gradients move.
+        Y: m inputs whose gradients are frozen.
+        head: Whether f is the logits or their log-softmax.
+        rule: Quadrature rule.
+        memory_budget: Bytes for everything but the inputs and the result.
+        progress: Show a progress bar.
+    """
+    return gram_block(
+        trajectory,
+        Points(X, is_train=False),
+        Points(Y, is_train=True),
+        head=head,
+        rule=rule,
+        memory_budget=memory_budget,
+        progress=progress,
+    )
+
+
+def chen_machine(
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    *,
+    head: Head = "logits",
+    rule: QuadratureRule = left_endpoint(),
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> Baseline:
+    """Evaluate the kernel machine of Chen et al. (2021), equation (18) of Bell et al. (2023).
+
+        K(x, x_i)[c, d] = sum_s eps_s sum_q omega_q c_{s,i} |dL(f(x_i), y_i) / df_d| <grad f_c(x), grad f_d(x_i)>
+        a_{i,d} = -sign(dL(f(x_i), y_i) / df_d),   all at w_s(t_q)
+
+    The weight belongs to one of the two arguments, so K is not symmetric. The sign must not change along the run.
+
+    Args:
+        trajectory: Training run on M points.
+        X: n inputs.
+        head: Whether f is the logits or their log-softmax.
+        rule: Where in a step gradients are taken; the left endpoint is what a discrete run has.
+        memory_budget: Bytes for the blocks of one state.
+        progress: Show a progress bar.
+
+    Returns:
+        Block, signs and error. The error is that of taking the steps for gradient flow; it shrinks with them.
+
+    Raises:
+        ValueError: A loss derivative changes sign along the run; log_softmax without cross entropy.
+    """
+    block, signs = None, None
+    for columns, K, derivative in _path_blocks(trajectory, X, head, rule, memory_budget, progress):
+        block = K.new_zeros(*K.shape[:2], trajectory.num_points, K.shape[3]) if block is None else block
+        signs = derivative.new_zeros(trajectory.num_points, K.shape[3]) if signs is None else signs
+        before, now = signs[columns], derivative.sign()
+        changed = before * now < 0
+        if changed.any():
+            row, output = changed.nonzero()[0].tolist()
+            raise ValueError(
+                "the machine of Chen et al. needs loss derivatives of constant sign: that of training point "
+                f"{int(columns[row])} with respect to output {output} changes. Use epk_gp.reconstruct."
+            )
+        signs[columns] = torch.where(now == 0, before, now)
+        block.index_add_(2, columns, K * derivative.abs())
+    block, signs = _nonempty(block), _nonempty(signs)
+    return _baseline(trajectory, X, head, block, -signs)
+
+
+def domingos_machine(
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    *,
+    head: Head = "logits",
+    rule: QuadratureRule = left_endpoint(),
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> Baseline:
+    """Evaluate the kernel machine of Domingos (2020), Theorem 1: its coefficients depend on the test point.
+
+        K(x, x_i)[c, d] = sum_s eps_s sum_q omega_q c_{s,i} <grad f_c(x), grad f_d(x_i)>        (the path kernel)
+        a(x)[c, i, d]   = - sum (..) <grad f_c(x), grad f_d(x_i)> dL(f(x_i), y_i) / df_d / K(x, x_i)[c, d]
+
+    a is the loss derivative averaged along the path with the tangent kernel for weights. These change sign, so the
+    "average" can lie outside the derivatives' range, and it is infinite where the path kernel is zero.
+
+    Arguments: as `chen_machine`.
+
+    Returns:
+        Path kernel, coefficients (n, C, M, C) and error.
+    """
+    block, weighted = None, None
+    for columns, K, derivative in _path_blocks(trajectory, X, head, rule, memory_budget, progress):
+        empty = K.new_zeros(*K.shape[:2], trajectory.num_points, K.shape[3])
+        block, weighted = (empty if block is None else block), (empty.clone() if weighted is None else weighted)
+        block.index_add_(2, columns, K)
+        weighted.index_add_(2, columns, K * derivative)
+    block, weighted = _nonempty(block), _nonempty(weighted)
+    coefficients = torch.where(weighted == 0, torch.zeros_like(weighted), -weighted / block)
+    return _baseline(trajectory, X, head, block, coefficients)
+
+
+def _path_blocks(
+    trajectory: Trajectory, X: Tensor, head: Head, rule: QuadratureRule, memory_budget: int, progress: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Give, for every node, the batch's points, eps omega c <grad, grad> with both sides there, and dL / df."""
+    validate_inputs(trajectory, X)
+    validate_head(head, trajectory.num_outputs)
+    validate_vanilla_gd(trajectory, "this kernel machine's run")
+    for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
+        size = vanilla_lr(trajectory, step)
+        if size == 0:
+            continue
+        start, end = (flat_weights(trajectory, s, X) for s in (step.index, step.index + 1))
+        rows, y, c = batch_of(trajectory, step, start)
+        columns = (torch.arange(len(rows)) if step.batch is None else step.batch).to(X.device)
+        for t, omega in rule:
+            here = ntk_at(trajectory, torch.lerp(start, end, t))
+            pair = (Points(X, is_train=True), Points(rows, is_train=True))
+            K = gram_block(here, *pair, head=head, rule=left_endpoint(), memory_budget=memory_budget)
+            yield columns, size * omega * c[:, None] * K, _derivatives(here, rows, y, head)
+
+
+def _derivatives(trajectory: Trajectory, X: Tensor, y: Tensor, head: Head) -> Float[Tensor, "M C"]:
+    """Differentiate each point's loss with respect to f, the logits or their log-softmax."""
+    if head == "logits":
+        return loss_derivatives(trajectory.loss, network_outputs(trajectory, X), y)
+    if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
+        raise ValueError(
+            f'head="log_softmax" needs a loss that is a function of it, CrossEntropy: the run has {trajectory.loss}. '
+            'Use head="logits".'
+        )
+    return -soft_targets(trajectory.loss, y, X.new_zeros(0, trajectory.num_outputs, dtype=compute_dtype(trajectory, X)))
+
+
+def _nonempty(block: Tensor | None) -> Tensor:
+    if block is None:
+        raise ValueError("the run must have a step of positive size: it has none.")
+    return block
+
+
+def _baseline(trajectory: Trajectory, X: Tensor, head: Head, block: Tensor, coefficients: Tensor) -> Baseline:
+    initial, network = (network_outputs(trajectory, X, state=s, head=head) for s in (0, -1))
+    terms = block * coefficients
+    finite = terms.where(block != 0, torch.zeros_like(terms))
+    outputs = initial + finite.sum((2, 3))
+    return Baseline(block, coefficients, outputs, network, float((outputs - network).abs().max()))

@@ -1,0 +1,121 @@
+"""The single kernel machine (Theorem 3.7, Bell et al. 2023), where one kernel serves the whole run."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
+from epk_gp.core.model import Head
+from epk_gp.core.points import Points
+from epk_gp.core.trajectory import Trajectory, compute_dtype, network_outputs, validate_inputs
+from epk_gp.gram.path_kernel import MEMORY_BUDGET, gram_block
+from epk_gp.kernel_machine.vanilla_gd import is_vanilla_gd
+from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
+
+
+@dataclass(frozen=True, eq=False)
+class SingleMachine:
+    """f(x) = b(x) + sum_i K(x, x_i) a_i with one kernel for the whole run.
+
+    Attributes:
+        outputs: What the machine says, (n, C).
+        network: What the trained network says, (n, C).
+        initial: b(x), (n, C).
+        coefficients: a_i, (M, C).
+        max_error: Largest |outputs - network|.
+    """
+
+    outputs: Float[Tensor, "n C"]
+    network: Float[Tensor, "n C"]
+    initial: Float[Tensor, "n C"]
+    coefficients: Float[Tensor, "M C"]
+    max_error: float
+
+
+def single_machine(
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    *,
+    head: Head = "log_softmax",
+    rule: Rule = adaptive(tol=1e-12),
+    memory_budget: int = MEMORY_BUDGET,
+    progress: bool = False,
+) -> SingleMachine:
+    """Evaluate the single kernel machine (Theorem 3.7, Bell et al. 2023), where there is one.
+
+        f(x) = f_{w_0}(x) + sum_i K(x, x_i) a_i,   a_i = c_i q_i,   K with eta_s = eps_s
+
+    It needs coefficients that stay the same from step to step: cross entropy, the log-softmax head, every step on all
+    points.
+
+    Args:
+        trajectory: Training run.
+        X: n inputs, taken as test copies.
+        head: Must be "log_softmax".
+        rule: How each step's integral is taken.
+        memory_budget: Bytes for the Gram blocks.
+        progress: Show a progress bar.
+
+    Raises:
+        TypeError, ValueError: As `gram_block`; also where the theorem does not hold, with the reason.
+    """
+    validate_inputs(trajectory, X)
+    validate_rule(rule)
+    coefficients = _constant_coefficients(trajectory, head, compute_dtype(trajectory, X)).to(X.device)
+    initial = network_outputs(trajectory, X, state=0, head=head)
+    network = network_outputs(trajectory, X, state=-1, head=head)
+    outputs = initial.clone()
+    C, size = trajectory.num_outputs, initial.element_size()
+    rows = max(1, memory_budget // (4 * C * C * size * len(X)))
+    training = trajectory.inputs.to(device=X.device)
+    training = training.to(X.dtype) if training.is_floating_point() else training
+    for part in torch.arange(len(training), device=X.device).split(rows):
+        K = gram_block(
+            trajectory,
+            Points(X, is_train=False),
+            Points(training[part], is_train=True),
+            head=head,
+            rule=rule,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
+        outputs += torch.einsum("ncmd,md->nc", K, coefficients[part])
+    return SingleMachine(outputs, network, initial, coefficients, float((outputs - network).abs().max()))
+
+
+def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtype) -> Float[Tensor, "M C"]:
+    advice = "Use epk_gp.reconstruct: the ensemble over steps (Theorem 3.6) is exact there."
+    loss = trajectory.loss
+    if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
+        raise ValueError(
+            "the single kernel machine needs a loss derivative that stays constant: "
+            f"that of {trajectory.loss} moves. {advice}"
+        )
+    if head != "log_softmax" and isinstance(loss, CrossEntropy):
+        raise ValueError(
+            'the single kernel machine needs head="log_softmax": '
+            "with respect to the logits the loss derivative p - y moves. " + advice
+        )
+    every = torch.arange(trajectory.num_points)
+    for step in trajectory.steps:
+        if step.batch is not None and not torch.equal(step.batch.sort().values.cpu(), every):
+            raise ValueError(
+                "the single kernel machine needs every step to use all training points: "
+                f"step {step.index} used a batch of {len(step.batch)} of {trajectory.num_points}. {advice}"
+            )
+        u = trajectory.updates[step.index]
+        if (
+            not is_vanilla_gd(trajectory)
+            or float(u.direct[0] * u.gradient[0]) != step.size
+            or step.sample_weights is not None
+        ):
+            raise ValueError(
+                "the single kernel machine needs steps of plain gradient descent on the loss itself: "
+                f"step {step.index} of {trajectory.law} has momentum, decay, clipping, accumulated batches or "
+                f"preconditioned gradients. {advice}"
+            )
+    like = trajectory.inputs.new_zeros(0, trajectory.num_outputs, dtype=dtype)
+    q = soft_targets(loss, trajectory.targets, like)
+    return sample_weights(loss, trajectory.targets).to(q)[:, None] * q

@@ -1,0 +1,70 @@
+"""Kernel matrices as arrays, for libraries that take a precomputed kernel."""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.core.model import Head
+from epk_gp.core.points import Points
+from epk_gp.core.trajectory import Trajectory, validate_inputs
+from epk_gp.gram.path_kernel import MEMORY_BUDGET
+from epk_gp.kernels.epk import EPKKernel, Normalization
+from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
+
+
+def epk_gram(
+    trajectory: Trajectory,
+    a: Points,
+    b: Points | None = None,
+    *,
+    outputs: Literal["trace", "sum"] | int = "trace",
+    head: Head = "log_softmax",
+    rule: QuadratureRule = gauss_legendre(4),
+    normalize: Normalization = None,
+    memory_budget: int = MEMORY_BUDGET,
+) -> Float[np.ndarray, "N M"]:
+    """Evaluate the exact path kernel as one number per pair of points.
+
+    For scikit-learn's `SVC(kernel="precomputed")`, which wants the training points' matrix to fit and the test points'
+    against them to predict:
+
+        train, test = Points(X, is_train=True), Points(X_test, is_train=False)
+        svc.fit(epk_gram(trajectory, train), y)
+        svc.predict(epk_gram(trajectory, test, train))
+
+    Args:
+        trajectory: Training run with C outputs.
+        a: N points.
+        b: M points; a by default.
+        outputs: "trace", "sum" or a class index, as in `EPKKernel`.
+        head: "log_softmax" or "logits".
+        rule: Quadrature rule.
+        normalize: As in `EPKKernel`.
+        memory_budget: Bytes that the computation may use beside the matrix.
+
+    Returns:
+        An array in the dtype of the points.
+
+    Raises:
+        TypeError, ValueError: Points that the network cannot take; outputs that give no single number.
+    """
+    if outputs in ("full", "independent"):
+        raise ValueError(f"outputs must be 'trace', 'sum' or a class index, one number per pair: got {outputs!r}.")
+    validate_inputs(trajectory, a.X, "a.X")
+    if b is not None:
+        validate_inputs(trajectory, b.X, "b.X")
+    kernel = EPKKernel(trajectory, outputs, head, rule, normalize, cache_bytes=0, memory_budget=memory_budget)
+    x = _rows(a)
+    with torch.no_grad():
+        values: Tensor = kernel.forward(x, x if b is None else _rows(b))
+    return values.cpu().numpy()
+
+
+def _rows(points: Points) -> Tensor:
+    X = points.X.flatten(1)
+    X = X if X.is_floating_point() else X.double()
+    column = torch.as_tensor(points.is_train, device=X.device).to(X).expand(len(X))
+    return torch.cat([X, column[:, None]], dim=1)

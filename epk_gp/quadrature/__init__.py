@@ -1,0 +1,1 @@
+"""Integrals along a training step."""

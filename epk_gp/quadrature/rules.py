@@ -1,0 +1,120 @@
+"""Quadrature rules on [0, 1], as values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from epk_gp.core.validation import validate_count, validate_positive
+
+
+@dataclass(frozen=True)
+class QuadratureRule:
+    """Nodes and positive weights on [0, 1]; one rule for both arguments of the kernel keeps it positive semi-definite.
+
+    Attributes:
+        name: What tables call it.
+        nodes: Q distinct points in [0, 1].
+        weights: Q positive weights that sum to 1.
+    """
+
+    name: str
+    nodes: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a rule that would not give a kernel.
+
+        Raises:
+            ValueError: Different lengths, nodes outside [0, 1], weights that are not positive or do not sum to 1.
+        """
+        if len(self.nodes) != len(self.weights) or not self.nodes:
+            raise ValueError(f"a rule needs as many weights as nodes: got {len(self.nodes)} and {len(self.weights)}.")
+        if not all(0 <= t <= 1 for t in self.nodes):
+            raise ValueError(f"nodes must lie in [0, 1]: got {min(self.nodes)}..{max(self.nodes)}.")
+        if not all(weight > 0 for weight in self.weights):
+            raise ValueError(
+                f"weights must be positive, or the Gram matrix is not positive semi-definite: got {min(self.weights)}."
+            )
+        if abs(sum(self.weights) - 1) > 1e-12:
+            raise ValueError(f"weights must sum to 1: got {sum(self.weights)}.")
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        """Go through (node, weight)."""
+        return iter(zip(self.nodes, self.weights, strict=True))
+
+    def __len__(self) -> int:
+        """Count the nodes, Q."""
+        return len(self.nodes)
+
+
+@dataclass(frozen=True)
+class AdaptiveRule:
+    """Gauss-Legendre on segments of [0, 1] chosen for each point and step by the free residual (theory, section 3).
+
+    Attributes:
+        tol: Aim for the absolute error of an output over all S steps: each segment of a step may leave tol / S. A step
+            cut into several can leave more than its share; the certificate says what came out.
+        order: Gauss-Legendre nodes per segment.
+    """
+
+    tol: float
+    order: int
+
+    def __post_init__(self) -> None:
+        """Refuse a tolerance or order that means nothing.
+
+        Raises:
+            TypeError: `tol` is no number, or `order` no whole one.
+            ValueError: `tol` is not positive and finite, or `order` is below 1.
+        """
+        validate_positive(self.tol, "tol")
+        validate_count(self.order, "order")
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"adaptive Gauss-Legendre {self.order}, tol {self.tol:g}"
+
+
+Rule = QuadratureRule | AdaptiveRule
+
+
+def gauss_legendre(n: int) -> QuadratureRule:
+    """Gauss-Legendre with n nodes: exact for polynomials of degree 2n - 1."""
+    validate_count(n, "the number of nodes")
+    x, w = np.polynomial.legendre.leggauss(n)
+    return QuadratureRule(f"Gauss-Legendre {n}", tuple(((1 + x) / 2).tolist()), tuple((w / w.sum()).tolist()))
+
+
+def left_endpoint() -> QuadratureRule:
+    """One node at t = 0: the discrete path kernel (DPK)."""
+    return QuadratureRule("left endpoint", (0.0,), (1.0,))
+
+
+def left_riemann(n: int) -> QuadratureRule:
+    """Left Riemann sum with n nodes: Algorithm 1 of Bell et al. (2023) with T = n."""
+    validate_count(n, "the number of nodes")
+    return QuadratureRule(f"left Riemann {n}", tuple(k / n for k in range(n)), (1 / n,) * n)
+
+
+def midpoint(n: int) -> QuadratureRule:
+    """Composite midpoint rule with n nodes."""
+    validate_count(n, "the number of nodes")
+    validate_count(n, "the number of nodes")
+    return QuadratureRule(f"midpoint {n}", tuple((k + 0.5) / n for k in range(n)), (1 / n,) * n)
+
+
+def adaptive(tol: float = 1e-12, *, order: int = 4) -> AdaptiveRule:
+    """Adaptive Gauss-Legendre; see `AdaptiveRule`."""
+    return AdaptiveRule(tol, order)
+
+
+def validate_rule(rule: object) -> None:
+    """Refuse what is no rule.
+
+    Raises:
+        TypeError: Neither a fixed nor an adaptive rule.
+    """
+    if not isinstance(rule, QuadratureRule | AdaptiveRule):
+        raise TypeError(f"rule must be a quadrature rule such as epk_gp.gauss_legendre(4): got {rule!r}.")

@@ -1,0 +1,150 @@
+"""What a recorder accepts: network, optimizer, data and batches, checked before they are used."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from epk_gp.core.model import Skeleton, call, unflatten
+from epk_gp.core.probe import fingerprint_outputs, perturbed_initial
+from epk_gp.core.validation import validate_finite
+
+
+def trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
+    """Name the weights that an optimizer trains.
+
+    Raises:
+        TypeError: No network.
+        ValueError: The optimizer trains something else.
+    """
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
+    names = {id(p): name for name, p in net.named_parameters()}
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if any(id(p) not in names for p in trained):
+        raise ValueError(
+            "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
+        )
+    held = {id(p) for p in trained}
+    return tuple(name for name, p in net.named_parameters() if id(p) in held)
+
+
+def parse_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the training data.
+
+    Raises:
+        TypeError: No tensors.
+        ValueError: Not one row per point, on two devices, NaN or infinity.
+    """
+    for name, value in (("X", X), ("y", y)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor."
+            )
+    if X.ndim < 2 or len(X) == 0:
+        raise ValueError(f"X must have shape (M, ...) with at least one point: got {tuple(X.shape)}.")
+    if X.device != y.device:
+        raise ValueError(f"X and y must be on one device: got {X.device} and {y.device}.")
+    validate_finite(X, "X")
+    return X.detach().clone(), y.detach().clone()
+
+
+def validated_fingerprint(skeleton: Skeleton, start: Tensor, X: Tensor) -> Tensor:
+    """Evaluate a few inputs near the initial weights, and refuse what is no function of one input at a time.
+
+    Raises:
+        TypeError: Inputs of another dtype than the weights.
+        ValueError: Inputs that the network cannot take, or on another device; a network of random or coupled outputs.
+    """
+    if X.is_floating_point() and X.dtype != start.dtype:
+        raise TypeError(f"X must have the weights' dtype {start.dtype}: got {X.dtype}. Convert one of them.")
+    if X.device != start.device:
+        raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
+    try:
+        probe = fingerprint_outputs(skeleton, start, X)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"the network must accept X: it fails on inputs of shape {tuple(X.shape[1:])} and {X.dtype}: {error}"
+        ) from error
+    validate_row_independence(skeleton, unflatten(skeleton, perturbed_initial(start)), X)
+    return probe
+
+
+def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) -> Tensor:
+    """Read a step's batch as indices.
+
+    Raises:
+        TypeError: No integers.
+        ValueError: An empty batch, or indices out of range.
+    """
+    try:
+        batch = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
+    if batch.ndim != 1 or batch.numel() == 0:
+        raise ValueError(
+            f"step {index}: a batch must be a non-empty list of indices into X: got shape {tuple(batch.shape)}."
+        )
+    if batch.is_floating_point() or batch.dtype == torch.bool:
+        raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
+    low, high = int(batch.min()), int(batch.max())
+    if low < 0 or high >= num_points:
+        raise ValueError(f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}.")
+    return batch.detach().to(torch.int64).clone()
+
+
+_RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
+
+
+def validate_row_independence(skeleton: Skeleton, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> None:
+    """Refuse a forward function that is random, or that mixes the rows of a batch, whatever its layers are called.
+
+    Args:
+        skeleton: The network in evaluation mode.
+        weights: Weights at which it is tried; not those of a zero last layer, which would hide everything.
+        X: Inputs to try it on; 8 of them, spread over all, are taken.
+
+    Raises:
+        ValueError: Two calls differ, or 8 inputs together give other outputs than each alone.
+    """
+    rows = X[torch.linspace(0, len(X) - 1, min(8, len(X)), device=X.device).long()]
+    with torch.no_grad():
+        together, again = call(skeleton, weights, rows), call(skeleton, weights, rows)
+        rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
+        if (again - together).abs().max() > rounding:
+            raise ValueError(
+                "training steps must be gradients of a deterministic network: two evaluations of the same inputs "
+                "differ, also in evaluation mode (dropout, or noise of its own). Switch the randomness off."
+            )
+        alone = torch.cat([call(skeleton, weights, row[None]) for row in rows])
+    difference = (alone - together).abs().max()
+    if difference > rounding:
+        raise ValueError(
+            f"an output must depend on its own input alone: evaluated together, {len(rows)} inputs give outputs that "
+            f"differ by {float(difference):.2e} from those of each alone. Remove batch statistics from forward()."
+        )
+
+
+def validate_layer_modes(net: nn.Module) -> None:
+    """Refuse layers whose output is random or depends on the rest of the batch.
+
+    Raises:
+        ValueError: Active dropout, or batch statistics in use. The message names the module.
+    """
+    for name, module in net.named_modules():
+        if isinstance(module, _RANDOM) and module.training and getattr(module, "p", 1.0) > 0:
+            raise ValueError(
+                f"training steps must be gradients of a deterministic network: module {name!r} "
+                f"({type(module).__name__}) is random in training mode. Call .eval() on it, or remove it."
+            )
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            continue
+        uses_batch = module.training or module.running_mean is None
+        per_sample = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        if uses_batch and not (per_sample and not module.track_running_stats):
+            raise ValueError(
+                f"an output must depend on its own input alone: module {name!r} ({type(module).__name__}) uses the "
+                "statistics of the batch. Put it in evaluation mode (frozen statistics) before recording."
+            )

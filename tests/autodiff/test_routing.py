@@ -1,0 +1,157 @@
+"""Networks that send each row its own way, and functions that torch cannot differentiate twice."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+import reference
+from epk_gp.autodiff.verification import plan_for, probe_rows
+from helpers import assert_close
+
+RULE = epk.gauss_legendre(2)
+HEADS = ("logits", "log_softmax")
+
+
+class Experts(nn.Module):
+    """Each row goes to one of two experts, by the sign of its first entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(4, 5), nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+    def route(self, x: Tensor) -> Tensor:
+        return (x[:, 0] > 0).long()
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, h = self.route(x), torch.tanh(self.first(x))
+        out = h.new_zeros(len(h), 3)
+        for k, expert in enumerate(self.experts):
+            m = index == k
+            out = out.index_put((m,), expert(h[m]))
+        return out
+
+
+class OnlyAsked(Experts):
+    """Calls an expert only if there is a row for it: on some rows nothing shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        index, h = self.route(x), torch.tanh(self.first(x))
+        out = h.new_zeros(len(h), 3)
+        for k, expert in enumerate(self.experts):
+            m = index == k
+            if m.any():
+                out = out.index_put((m,), expert(h[m]))
+        return out
+
+
+class Sorted(Experts):
+    """Brings the rows into the order of their experts: a layer sees all rows, but others in their places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = self.route(x).argsort(stable=True)
+        return self.experts[0](torch.tanh(self.first(x[order])))[order.argsort()]
+
+
+class ScaledSometimes(Experts):
+    """Uses a weight outside its layer, but only for some rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts[0](torch.tanh(self.first(x)))
+        m = self.route(x) == 1
+        return out.index_put((m,), out[m] * self.first.weight.sum()) if m.any() else out
+
+
+def trained(net: nn.Module, X: Tensor, steps: int = 2) -> epk.Trajectory:
+    return epk.train(net, X, torch.arange(len(X)) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.5), steps=steps)
+
+
+def inputs(n: int, *, positive: bool | None = None) -> Tensor:
+    X = torch.randn(n, 4, dtype=torch.float64)
+    if positive is not None:
+        X[:, 0] = X[:, 0].abs() if positive else -X[:, 0].abs()
+    return X
+
+
+def check(trajectory: epk.Trajectory, X: Tensor, head: str, *, mixed: bool = True) -> None:
+    """Blocks, contributions and the kernel machine itself against the page."""
+    test = epk.Points(X, False)
+    both = epk.Points(trajectory.inputs[-4:], torch.tensor([True, True, False, False]) if mixed else True)
+    assert_close(
+        epk.gram_block(trajectory, test, both, head=head, rule=RULE),
+        reference.gram_block(trajectory, test, both, head, RULE),
+    )
+    diagonal = torch.einsum("ncnd->ncd", reference.gram_block(trajectory, test, test, head, RULE)).contiguous()
+    assert_close(epk.gram_diagonal_blocks(trajectory, test, head=head, rule=RULE), diagonal)
+    parts = epk.attribute(trajectory, X, head=head, rule=RULE)
+    assert_close(parts.samples, reference.contributions(trajectory, X, head, RULE))
+    assert epk.reconstruct(trajectory, X, head=head).max_error < 1e-12
+    assert epk.attribute(trajectory, X, head=head).max_error < 1e-12
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("build", [Experts, OnlyAsked, Sorted, ScaledSometimes])
+def test_rows_that_go_different_ways_are_differentiated_row_by_row(build: Callable[[], nn.Module], head: str) -> None:
+    trajectory = trained(build().double(), inputs(8))
+    check(trajectory, inputs(3), head)
+    assert not plan_for(trajectory, trajectory.inputs).on_line
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("build", [OnlyAsked, ScaledSometimes])
+@pytest.mark.parametrize("ask", ["gram_block", "gram_diagonal_blocks", "attribute", "reconstruct"])
+def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Module], head: str, ask: str) -> None:
+    """Training rows between the probe's, or only the points asked about: the plan is made once more."""
+    X = inputs(9, positive=False)
+    trajectory = trained(build().double(), X)
+    T = inputs(3)
+    T[:, 0] = torch.tensor([-0.5, 0.5, 1.0])
+    plan = plan_for(trajectory, X)
+    assert plan.on_line
+    assert plan.biases
+    if ask == "gram_block":
+        a, b = epk.Points(T, False), epk.Points(X[:2], True)
+        wanted = reference.gram_block(trajectory, a, b, head, RULE)
+        assert_close(epk.gram_block(trajectory, a, b, head=head, rule=RULE), wanted)
+    elif ask == "gram_diagonal_blocks":
+        block = reference.gram_block(trajectory, epk.Points(T, False), epk.Points(T, False), head, RULE)
+        found = epk.gram_diagonal_blocks(trajectory, epk.Points(T, False), head=head, rule=RULE)
+        assert_close(found, torch.einsum("ncnd->ncd", block).contiguous())
+    elif ask == "attribute":
+        wanted = reference.contributions(trajectory, T, head, RULE)
+        assert_close(epk.attribute(trajectory, T, head=head, rule=RULE).samples, wanted)
+        assert epk.attribute(trajectory, T, head=head).max_error < 1e-12
+    else:
+        assert epk.reconstruct(trajectory, T, head=head).max_error < 1e-12
+    assert not plan_for(trajectory, X).on_line  # the run remembers
+
+
+def test_the_probe_sees_rows_from_all_over_and_in_no_order() -> None:
+    rows = probe_rows(torch.arange(101))
+    assert (rows.min(), rows.max()) == (0, 100)
+    assert torch.equal(rows, rows.flip(0))
+    assert len(probe_rows(torch.arange(1))) == len(rows)
+
+
+class Bag(nn.Module):
+    """torch can differentiate `embedding_bag` once, backwards only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(9, 6, mode="mean"), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.softplus(self.bag(x)))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_one_backward_pass_is_enough(head: str) -> None:
+    trajectory = trained(Bag().double(), torch.arange(24).reshape(6, 4) % 9)
+    check(trajectory, torch.tensor([[0, 1, 2, 3], [8, 8, 1, 4]]), head)
+    plan = plan_for(trajectory, trajectory.inputs)
+    assert not plan.on_line
+    assert not plan.twice
+    assert not plan.forward_mode

@@ -1,0 +1,143 @@
+"""The network as a function of its weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.model import apply_head, call, flatten, frozen_state, functionalize, unflatten, validate_head
+from epk_gp.training.validation import validate_layer_modes, validate_row_independence
+from helpers import NETWORKS, assert_close
+from loops import data, frozen_batch_norm, frozen_layer, mlp
+
+
+def inputs_for(name, points=6):
+    shape = NETWORKS[name][1]
+    if shape is None:
+        return torch.arange(points * 7).reshape(points, 7) % 20
+    return torch.randn(points, *shape, dtype=torch.float64)
+
+
+@pytest.fixture(params=NETWORKS)
+def named(request):
+    return NETWORKS[request.param][0]().double(), inputs_for(request.param)
+
+
+def test_calling_with_the_networks_own_weights_is_calling_the_network(named):
+    net, X = named
+    skeleton = functionalize(net)
+    weights = unflatten(skeleton, flatten(skeleton, dict(net.named_parameters())))
+    assert_close(call(skeleton, weights, X), net.eval()(X).detach())
+
+
+def test_the_skeletons_own_weights_do_not_matter(named):
+    """The control: they are replaced in every call, also those that are used twice or tied."""
+    net, X = named
+    skeleton = functionalize(net)
+    weights = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for p in skeleton.module.parameters():
+        p.fill_(float("nan"))
+    assert_close(call(skeleton, weights, X), net.eval()(X).detach())
+    assert not torch.isfinite(skeleton.module(X)).all()
+
+
+def test_flat_and_named_weights_are_each_others_inverse(named):
+    net, _ = named
+    skeleton = functionalize(net)
+    flat = torch.arange(float(skeleton.num_weights), dtype=torch.float64)
+    assert torch.equal(flatten(skeleton, unflatten(skeleton, flat)), flat)
+    assert skeleton.num_weights == sum(p.numel() for p in net.parameters())
+
+
+def test_ordinary_networks_pass_the_door(named):
+    net, X = named
+    validate_layer_modes(net)
+    skeleton = functionalize(net)
+    validate_row_independence(skeleton, dict(net.named_parameters()), X)
+
+
+def test_copying_a_structure_does_not_touch_the_network():
+    net = frozen_layer().train()
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    skeleton = functionalize(net)
+    assert net.training
+    assert [p.requires_grad for p in net.parameters()] == [False, False, True, True]
+    assert not skeleton.module.training
+    assert not any(p.requires_grad for p in skeleton.module.parameters())
+    with torch.no_grad():
+        net[0].weight.zero_()
+    assert torch.equal(frozen_state(skeleton)["0.weight"], before["0.weight"])
+
+
+def test_what_is_not_trained_is_a_constant():
+    assert set(frozen_state(functionalize(frozen_layer()))) == {"0.weight", "0.bias"}
+    buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert set(frozen_state(functionalize(frozen_batch_norm()))) == buffers
+    assert frozen_state(functionalize(mlp())) == {}
+
+
+def test_one_row_that_is_told_by_its_neighbours_is_found():
+    class Neighbour(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x):
+            return self.inner(x) + 1e-6 * x.roll(1, 0)[:, :3]
+
+    skeleton = functionalize(Neighbour())
+    with pytest.raises(ValueError, match="must depend on its own input alone: evaluated together, 8 inputs"):
+        validate_row_independence(skeleton, dict(Neighbour().named_parameters()), data()[0])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.InstanceNorm1d(4),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(3),
+        nn.BatchNorm1d(4).eval(),
+        nn.Dropout(0.5).eval(),
+        nn.Dropout(0.0),
+        nn.RReLU().eval(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_of_one_sample_pass(layer):
+    validate_layer_modes(nn.Sequential(layer))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm2d(4),
+        nn.BatchNorm1d(4, track_running_stats=False).eval(),
+        nn.Dropout2d(0.1),
+        nn.RReLU(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_random_and_coupled_layers_are_named(layer):
+    with pytest.raises(ValueError, match=rf"module 'inner.0' \({type(layer).__name__}\)"):
+        validate_layer_modes(nn.ModuleDict({"inner": nn.Sequential(layer)}))
+
+
+def test_heads_are_what_they_are_called():
+    z = torch.randn(5, 3, dtype=torch.float64)
+    assert apply_head(z, "logits") is z
+    assert torch.equal(apply_head(z, "log_softmax"), F.log_softmax(z, dim=1))
+    validate_head("logits", 1)
+    validate_head("log_softmax", 2)
+    with pytest.raises(ValueError, match="needs at least 2 outputs"):
+        validate_head("log_softmax", 1)
+
+
+def test_a_zeroed_final_layer_makes_a_constant_output():
+    """Remark 1, Bell et al. (2023): b(x) = log softmax(0)."""
+    net = mlp()
+    assert epk.zero_final_layer(net) is net
+    assert (net(data()[0]) == 0).all()
+    assert net[2].weight.requires_grad
+    assert not (net[0].weight == 0).any()

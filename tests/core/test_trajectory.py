@@ -1,0 +1,115 @@
+"""The view of a recorded run."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.fingerprint import fingerprint_data
+from epk_gp.core.trajectory import flat_weights, skeleton_for
+from loops import CASES, by_hand, data, flat, mlp, sgd, trained
+
+
+@pytest.fixture(params=["memory", "disk"])
+def trajectory(request, tmp_path):
+    return trained(CASES["minibatch"], None if request.param == "memory" else tmp_path / "run")
+
+
+def test_sizes_are_those_of_the_run(trajectory):
+    assert trajectory.num_steps == 7
+    assert trajectory.num_points == 10
+    assert trajectory.num_outputs == 3
+    assert trajectory.num_weights == 4 * 6 + 6 + 6 * 3 + 3 == flat(mlp()).numel()
+    assert trajectory.input_shape == (4,)
+    assert trajectory.dtype == torch.float64
+    assert trajectory.device == torch.device("cpu")
+    assert trajectory.step_sizes.dtype == torch.float64
+    assert trajectory.step_sizes.tolist() == [0.1] * 7
+
+
+def test_weights_have_the_networks_names_and_shapes(trajectory):
+    weights = trajectory.weights(0)
+    assert {name: w.shape for name, w in weights.items()} == {name: p.shape for name, p in mlp().named_parameters()}
+    for name, p in mlp().named_parameters():
+        assert torch.equal(weights[name], p)
+
+
+def test_negative_states_count_from_the_end(trajectory):
+    for s in range(8):
+        for name, w in trajectory.weights(s).items():
+            assert torch.equal(w, trajectory.weights(s - 8)[name])
+
+
+@pytest.mark.parametrize("s", [8, -9])
+def test_a_state_that_does_not_exist_is_refused(trajectory, s):
+    with pytest.raises(IndexError, match=rf"state must lie in 0\.\.7 .*: got {s}"):
+        trajectory.weights(s)
+
+
+def test_editing_returned_weights_does_not_edit_the_run(trajectory):
+    before = trajectory.states[2].clone()
+    trajectory.weights(2)["0.weight"].zero_()
+    assert torch.equal(trajectory.states[2], before)
+
+
+def test_stored_states_refuse_what_they_do_not_hold(tmp_path):
+    states = trained(CASES["minibatch"], tmp_path / "run").states
+    assert len(list(states)) == len(states) == 8
+    for state in (8, -1):
+        with pytest.raises(IndexError, match=rf"state must lie in 0\.\.7: got {state}"):
+            states[state]
+
+
+def test_network_outputs_are_those_of_the_plain_loop(trajectory):
+    _, states = by_hand(CASES["minibatch"])
+    X = torch.randn(5, 4, dtype=torch.float64)
+    for s in (0, 3, 7, -1):
+        net = mlp()
+        nn.utils.vector_to_parameters(states[s], net.parameters())
+        z = net(X).detach()
+        assert torch.equal(epk.network_outputs(trajectory, X, state=s), z)
+        assert torch.equal(epk.network_outputs(trajectory, X, state=s, head="log_softmax"), F.log_softmax(z, dim=1))
+
+
+def test_network_outputs_in_blocks_are_the_same(trajectory):
+    X = torch.randn(7, 4, dtype=torch.float64)
+    blocks, whole = epk.network_outputs(trajectory, X, block_size=3), epk.network_outputs(trajectory, X)
+    torch.testing.assert_close(blocks, whole, rtol=0, atol=1e-15 * float(whole.abs().max()) * 10)
+
+
+def test_float32_points_give_float32_outputs(trajectory):
+    X = torch.randn(5, 4, dtype=torch.float64)
+    outputs = epk.network_outputs(trajectory, X.float())
+    assert outputs.dtype == torch.float32
+    torch.testing.assert_close(outputs.double(), epk.network_outputs(trajectory, X), rtol=1e-5, atol=1e-5)
+    assert flat_weights(trajectory, 1, X.float()).dtype == torch.float32
+
+
+def test_the_recorded_network_is_in_evaluation_mode():
+    net, (X, y) = nn.Sequential(mlp(), nn.Dropout(0.5)).eval(), data()
+    trajectory = epk.train(net, X, y, optimizer=sgd(net), steps=2)
+    net.train()
+    assert torch.equal(epk.network_outputs(trajectory, X), epk.network_outputs(trajectory, X))
+
+
+def test_the_skeleton_is_converted_once_and_the_original_stays():
+    trajectory = trained(CASES["frozen_batch_norm"])
+    converted = skeleton_for(trajectory, torch.float32, torch.device("cpu"))
+    assert converted is skeleton_for(trajectory, torch.float32, torch.device("cpu"))
+    assert converted.module[1].running_mean.dtype == torch.float32
+    assert trajectory.skeleton.module[1].running_mean.dtype == torch.float64
+
+
+def test_a_trajectory_says_what_it_is_in_one_line(trajectory):
+    text = repr(trajectory)
+    assert "\n" not in text
+    for part in ("7 steps", "51 weights", "10 training points", "(4,)", "3 outputs", "float64", trajectory.digest[:12]):
+        assert part in text
+
+
+def test_the_data_digest_tells_values_shapes_types_and_sides_apart():
+    X, y = torch.arange(6.0), torch.zeros(6)
+    variants = [(X, y), (X.reshape(6, 1), y), (X.double(), y), (X + 1, y), (y, X), (X, y.long())]
+    assert len({fingerprint_data(*pair) for pair in variants}) == len(variants)
+    assert fingerprint_data(X, y) == fingerprint_data(X.clone(), torch.zeros(12)[::2])

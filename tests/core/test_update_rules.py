@@ -1,0 +1,267 @@
+"""Step laws: every optimizer's run is a kernel machine, and every sample's share is the one it had in the buffers."""
+
+import pytest
+import torch
+from simulation import Simulation
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+import reference
+from helpers import assert_close
+
+SGD, ADAM, ADAMW, RMSPROP, ADAGRAD = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+)
+OPTIMIZERS = {
+    "plain": (SGD, {"lr": 0.1}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "dampened": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "nesterov": (SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "maximise": (SGD, {"lr": 0.01, "momentum": 0.5, "maximize": True, "weight_decay": 0.1}),
+    "decay": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "adam": (ADAM, {"lr": 0.01}),
+    "adam_decay": (ADAM, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    "adamw": (ADAMW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw_maximise": (ADAMW, {"lr": 0.005, "weight_decay": 0.1, "maximize": True}),
+    "rmsprop": (RMSPROP, {"lr": 0.003}),
+    "rmsprop_momentum": (RMSPROP, {"lr": 0.001, "momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    "adagrad": (ADAGRAD, {"lr": 0.05, "lr_decay": 0.1, "weight_decay": 0.01}),
+}
+
+
+@pytest.fixture(params=OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def made(request):
+    kind, options = request.param
+    return lambda parameters: kind(parameters, **options)
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return net, torch.randn(11, 4).double(), torch.randint(0, 3, (11,)), torch.randn(3, 4).double()
+
+
+def batches() -> list[Tensor]:
+    """Three epochs in batches of 4, the last one of 3."""
+    generator = torch.Generator().manual_seed(5)
+    return [batch for _ in range(3) for batch in torch.randperm(11, generator=generator).split(4)]
+
+
+def groups(net: nn.Module, optimizer_of) -> torch.optim.Optimizer:
+    """Two parameter groups, the second one slower."""
+    optimizer = optimizer_of([{"params": net[0].parameters()}, {"params": net[2].parameters()}])
+    optimizer.param_groups[1]["lr"] *= 0.5
+    return optimizer
+
+
+def recorded(optimizer_of) -> tuple[epk.Trajectory, Tensor]:
+    net, X, y, X_test = problem()
+    optimizer = groups(net, optimizer_of)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for batch in batches():
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+            schedule.step()
+    return recorder.trajectory, X_test
+
+
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+def test_contributions_initial_output_and_decay_sum_to_the_network(made, head):
+    trajectory, X_test = recorded(made)
+    parts = epk.attribute(trajectory, X_test, head=head)
+    assert parts.max_error <= 1e-11
+    assert epk.reconstruct(trajectory, X_test, head=head).max_error <= 1e-11
+
+
+@pytest.mark.slow
+def test_contributions_are_those_of_per_sample_buffers(made):
+    """Each sample's own share of every step, from buffers run beside the optimizer, against Phi by brute force."""
+    trajectory, X_test = recorded(made)
+    net, X, y, _ = problem()
+    simulation = Simulation(net, groups(net, made), X, y)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(simulation.optimizer, 0.9)
+    for batch in batches():
+        simulation.step(batch)
+        schedule.step()
+    rule = epk.gauss_legendre(6)
+    wanted = torch.zeros(len(X_test), 3, len(X) + 1, dtype=torch.float64)
+    for s, share in enumerate(simulation.shares):
+        assert_close(simulation.states[s], trajectory.states[s])
+        for n, x in enumerate(X_test):
+            phi = sum(w * reference.jacobian(trajectory, s, t, x, "log_softmax") for t, w in rule)
+            wanted[n] += phi @ share.T
+    parts = epk.attribute(trajectory, X_test, rule=rule)
+    scale = wanted.abs().max()
+    assert (parts.samples - wanted[:, :, :-1]).abs().max() <= 1e-9 * scale
+    assert (parts.decay - wanted[:, :, -1]).abs().max() <= 1e-9 * scale
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "rmsprop_momentum"])
+def test_memory_and_disk_hold_the_same_numbers(tmp_path, name):
+    kind, options = OPTIMIZERS[name]
+    runs = []
+    for path in (None, tmp_path / "run"):
+        net, X, y, X_test = problem()
+        optimizer = kind(net.parameters(), **options)
+        runs.append(
+            epk.train(net, X, y, optimizer=optimizer, steps=7, batch_size=4, path=path, generator=torch.manual_seed(0))
+        )
+    loaded = epk.load_trajectory(tmp_path / "run", problem()[0])
+    assert loaded.digest == runs[0].digest == runs[1].digest
+    assert loaded.law == runs[0].law
+    for s in range(7):
+        for found, wanted in zip(loaded.updates[s], runs[0].updates[s], strict=True):
+            assert torch.equal(found, wanted)
+    assert torch.equal(epk.attribute(loaded, X_test).samples, epk.attribute(runs[0], X_test).samples)
+
+
+def test_a_sample_that_is_trained_on_once_still_moves_later_steps():
+    """Momentum's memory: the control is the same sum with each gradient counted in its own step only."""
+    trajectory, X_test = recorded(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    parts = epk.attribute(trajectory, X_test, head="logits")
+    forgetful = parts.initial.clone()
+    for step in trajectory.steps:
+        rows = step.batch
+        w = trajectory.weights(step.index)
+        for n, x in enumerate(X_test):
+            phi = reference.jacobian(trajectory, step.index, 0.5, x, "logits")
+            for i in rows.tolist():
+                z = reference.output(trajectory, w, trajectory.inputs[i], "logits").detach().requires_grad_()
+                (dz,) = torch.autograd.grad(F.cross_entropy(z, trajectory.targets[i]), z)
+                gradient = dz @ reference.jacobian(trajectory, step.index, 0.0, trajectory.inputs[i], "logits")
+                forgetful[n] -= step.size / len(rows) * (phi @ gradient)
+    assert (forgetful - parts.network).abs().max() > 0.05
+    assert parts.max_error <= 1e-12
+
+
+def test_clipping_that_is_told_is_part_of_the_law():
+    for clip in (epk.ClipNorm(0.05), epk.ClipNorm(0.03, norm_type=float("inf")), epk.ClipValue(0.01)):
+        net, X, y, X_test = problem()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.8)
+        trajectory = epk.train(net, X, y, optimizer=optimizer, steps=8, batch_size=4, clip=clip)
+        assert any(float(trajectory.updates[s].gradient.min()) < 0.9 for s in range(8)), "the bound never acted"
+        assert epk.attribute(trajectory, X_test).max_error <= 1e-12
+        assert epk.reconstruct(trajectory, X_test).max_error <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("told", "done", "says"),
+    [
+        (epk.ClipNorm(0.01), None, "it was not clipped as the recorder was told"),
+        (epk.ClipNorm(0.01), lambda p: nn.utils.clip_grad_norm_(p, 0.02), "clipped or scaled down"),
+        (None, lambda p: nn.utils.clip_grad_value_(p, 0.01), "clip=epk_gp.ClipValue"),
+    ],
+    ids=["not_done", "another_bound", "not_told"],
+)
+def test_clipping_that_is_not_as_told_is_named(told, done, says):
+    net, X, y, _ = problem()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y, clip=told) as recorder:
+        F.cross_entropy(net(X), y).backward()
+        if done is not None:
+            done(net.parameters())
+        recorder.batch(None)
+        with pytest.raises(epk.StepMismatchError, match=f"^step 0: .*{says}"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5, 1 / 3])
+def test_accumulated_gradients_are_one_step(weight):
+    net, X, y, X_test = problem()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for _ in range(4):
+            optimizer.zero_grad()
+            for batch in torch.arange(11).split(4):
+                (weight * F.cross_entropy(net(X[batch]), y[batch])).backward()
+                recorder.batch(batch, weight=weight)
+            optimizer.step()
+    trajectory = recorder.trajectory
+    assert trajectory.num_steps == 4
+    assert trajectory.steps[0].sample_weights[0] == weight / 4
+    assert epk.attribute(trajectory, X_test).max_error <= 1e-12
+
+
+def test_an_accumulated_batch_that_is_not_told_is_found():
+    net, X, y, _ = problem()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for batch in torch.arange(11).split(4):
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+        recorder.batch(torch.arange(4))
+        with pytest.raises(epk.StepMismatchError, match="^step 0: .*not that of the stated loss"):
+            optimizer.step()
+
+
+def test_momentum_from_before_the_recording_is_refused():
+    net, X, y, _ = problem()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    F.cross_entropy(net(X), y).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="the optimizer must be fresh: its momentum_buffer holds gradients"):
+        epk.Recorder(net, optimizer, X, y)
+
+
+def test_float32_adam_is_no_false_alarm():
+    """Gradients that cancel to rounding are blown up by the preconditioner: not a fault."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
+    X, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    trajectory = epk.train(net, X, y, optimizer=optimizer, steps=300)
+    assert epk.reconstruct(trajectory, X[:4]).max_error <= 1e-2
+
+
+LOSSES = {
+    "class_weights": (epk.CrossEntropy(class_weights=(1.0, 4.0, 0.3)), nn.CrossEntropyLoss, False),
+    "smoothing": (epk.CrossEntropy("sum", label_smoothing=0.2), None, False),
+    "ignored": (epk.CrossEntropy(ignore_index=2), None, False),
+    "likelihood": (epk.NegativeLogLikelihood(class_weights=(1.0, 4.0, 0.3)), None, True),
+    "torch_module": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0, 0.3]).double(), ignore_index=1), None, False),
+    "function": (epk.PerSampleLoss(lambda z, y: F.multi_margin_loss(z, y, p=2)), None, False),
+}
+
+
+@pytest.mark.parametrize(("loss", "_", "ends_in_log_softmax"), LOSSES.values(), ids=LOSSES.keys())
+def test_every_loss_is_explained_on_uneven_batches(loss, _, ends_in_log_softmax):
+    net, X, y, X_test = problem()
+    net = nn.Sequential(net, nn.LogSoftmax(dim=1)) if ends_in_log_softmax else net
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+    trajectory = epk.train(
+        net, X, y, optimizer=optimizer, steps=7, batch_size=4, loss=loss, generator=torch.manual_seed(1)
+    )
+    for head in ("logits", "log_softmax"):
+        assert epk.attribute(trajectory, X_test, head=head).max_error <= 1e-11
+
+
+def test_a_network_that_ends_in_log_softmax_counts_it_once():
+    """Cross entropy of log-probabilities, their likelihood, and cross entropy of logits are the same run."""
+    runs = []
+    for loss, ends in ((epk.CrossEntropy(), False), (epk.CrossEntropy(), True), (epk.NegativeLogLikelihood(), True)):
+        net, X, y, X_test = problem()
+        whole = nn.Sequential(net, nn.LogSoftmax(dim=1)) if ends else net
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.2)
+        runs.append(epk.train(whole, X, y, optimizer=optimizer, steps=5, loss=loss))
+    expected = epk.attribute(runs[0], X_test, head="log_softmax").samples
+    for run in runs[1:]:
+        for head in ("logits", "log_softmax"):
+            assert_close(epk.attribute(run, X_test, head=head).samples, expected)
+    machine = epk.single_machine(runs[2], X_test, head="logits")
+    assert machine.max_error <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "decay"])
+def test_no_single_machine_where_coefficients_move(name):
+    kind, options = OPTIMIZERS[name]
+    net, X, y, X_test = problem()
+    trajectory = epk.train(net, X, y, optimizer=kind(net.parameters(), **options), steps=3)
+    with pytest.raises(ValueError, match="needs steps of plain gradient descent on the loss itself: step 0 of"):
+        epk.single_machine(trajectory, X_test)

@@ -1,0 +1,218 @@
+"""Monte Carlo through the softmax against longer runs, an integral, and exact cases."""
+
+import jaxtyping
+import pytest
+import torch
+from scipy import integrate, special, stats
+
+from epk_gp.gp import softmax
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.sampling import MonteCarlo, QuasiMonteCarlo, standard_error, standard_normals
+from epk_gp.gp.softmax import softmax_uncertainty
+
+
+def make_posterior(n=6, C=4, scale=1.0):
+    A = torch.randn(n, C, C, dtype=torch.float64)
+    return LogitPosterior(torch.randn(n, C, dtype=torch.float64), scale * A @ A.mT)
+
+
+def within_standard_errors(estimate, truth, number=5):
+    return bool(((estimate.mean - truth).abs() < number * estimate.standard_error).all())
+
+
+def test_moments_agree_with_a_long_run(generator):
+    posterior = make_posterior()
+    short = softmax_uncertainty(posterior, 1000, generator)
+    long = softmax_uncertainty(posterior, 400_000, generator)
+    assert within_standard_errors(short, long.mean)
+    assert not within_standard_errors(short, long.mean.roll(1, dims=1))
+    assert (short.std - long.std).abs().max() < 5 * 0.5 / 1000**0.5  # a probability's deviation is at most 0.5
+    for name in ("entropy", "expected_entropy", "mutual_information"):
+        assert (getattr(short, name) - getattr(long, name)).abs().max() < 0.1
+
+
+def test_two_classes_agree_with_the_logistic_normal_integral(generator):
+    """softmax(z)_1 = expit(z_1 - z_2), and the difference is one Gaussian."""
+    posterior = make_posterior(n=5, C=2, scale=2.0)
+    estimate = softmax_uncertainty(posterior, 200_000, generator)
+    for i in range(5):
+        mu = float(posterior.mean[i, 0] - posterior.mean[i, 1])
+        K = posterior.covariance[i]
+        sigma = float(K[0, 0] + K[1, 1] - 2 * K[0, 1]) ** 0.5
+
+        def expectation(f, mu=mu, sigma=sigma):
+            return integrate.quad(lambda z: f(special.expit(mu + sigma * z)) * stats.norm.pdf(z), -12, 12)[0]
+
+        mean = expectation(lambda p: p)
+        assert abs(estimate.mean[i, 0] - mean) < 5 * estimate.standard_error[i, 0]
+        assert estimate.std[i, 0] == pytest.approx(expectation(lambda p, mean=mean: (p - mean) ** 2) ** 0.5, abs=3e-3)
+        entropy = expectation(lambda p: special.entr(p) + special.entr(1 - p))
+        assert estimate.expected_entropy[i] == pytest.approx(entropy, abs=3e-3)
+        assert estimate.entropy[i] == pytest.approx(special.entr(mean) + special.entr(1 - mean), abs=3e-3)
+
+
+def test_sobol_points_beat_plain_draws_and_know_by_how_much(generator):
+    """The reported error is the one made: both against a long run, root mean square over points and classes."""
+    posterior = make_posterior(n=40, C=3)
+    truth = softmax_uncertainty(posterior, 2**17, generator, method=QuasiMonteCarlo(16)).mean
+    made, said = {}, {}
+    for name, method in {"plain": MonteCarlo(), "sobol": QuasiMonteCarlo(16)}.items():
+        u = softmax_uncertainty(posterior, 4096, generator, method=method)
+        made[name] = float((u.mean - truth).square().mean().sqrt())
+        said[name] = float(u.standard_error.square().mean().sqrt())
+        assert 0.3 < made[name] / said[name] < 3
+    assert made["sobol"] < 0.2 * made["plain"]
+    plain_error = softmax_uncertainty(posterior, 4096, generator, method=QuasiMonteCarlo(16)).std / 4096**0.5
+    assert float(plain_error.square().mean().sqrt()) > 5 * made["sobol"]  # the control: not the error of plain draws
+
+
+def test_sobol_normals_have_the_moments_of_normals(generator):
+    like = torch.zeros((), dtype=torch.float64)
+    eps = standard_normals(QuasiMonteCarlo(4), 4 * 4096, 3, generator, like)
+    assert eps.shape == (4 * 4096, 3)
+    assert torch.isfinite(eps).all()
+    torch.testing.assert_close(eps.mean(0), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-3)
+    torch.testing.assert_close(eps.mT.cov(), torch.eye(3, dtype=torch.float64), rtol=0, atol=5e-3)
+    again = standard_normals(QuasiMonteCarlo(4), 4 * 4096, 3, torch.Generator().manual_seed(0), like)
+    assert torch.equal(standard_normals(QuasiMonteCarlo(4), 4 * 4096, 3, torch.Generator().manual_seed(0), like), again)
+    groups = standard_error(QuasiMonteCarlo(4), eps)
+    assert (groups < 0.2 * standard_error(MonteCarlo(), eps)).all()
+
+
+def test_quantiles_are_those_of_the_logistic_normal(generator):
+    """Two classes: the quantile of expit(d) is expit of the Gaussian's quantile."""
+    posterior = make_posterior(n=5, C=2)
+    levels = [0.05, 0.5, 0.9]
+    u = softmax_uncertainty(posterior, 2**15, generator, method=QuasiMonteCarlo(8), quantiles=levels)
+    assert u.quantiles.shape == (3, 5, 2)
+    assert softmax_uncertainty(posterior, 10).quantiles.shape == (0, 5, 2)
+    mu = posterior.mean[:, 0] - posterior.mean[:, 1]
+    K = posterior.covariance
+    sigma = (K[:, 0, 0] + K[:, 1, 1] - 2 * K[:, 0, 1]).sqrt()
+    for level, found in zip(levels, u.quantiles, strict=True):
+        expected = torch.sigmoid(mu + sigma * float(stats.norm.ppf(level)))
+        torch.testing.assert_close(found[:, 0], expected, rtol=0, atol=3e-3)
+
+
+def test_a_temperature_divides_the_logits(generator):
+    posterior = make_posterior()
+    hot = softmax_uncertainty(posterior, 500, torch.Generator().manual_seed(1), temperature=2.0)
+    divided = LogitPosterior(posterior.mean / 2, posterior.covariance / 4)
+    expected = softmax_uncertainty(divided, 500, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(hot.mean, expected.mean)
+    torch.testing.assert_close(hot.std, expected.std)
+    assert (hot.entropy > softmax_uncertainty(posterior, 500, torch.Generator().manual_seed(1)).entropy).all()
+
+
+def test_only_the_diagonal_of_the_covariance_gives_another_answer(generator):
+    """The control: theory, section 5. Two logits that move together leave the probabilities where they are."""
+    covariance = torch.tensor([[1.0, 0.95], [0.95, 1.0]], dtype=torch.float64)[None]
+    mean = torch.zeros(1, 2, dtype=torch.float64)
+    full = softmax_uncertainty(LogitPosterior(mean, covariance), 10_000, generator)
+    diagonal = torch.diag_embed(covariance.diagonal(dim1=-2, dim2=-1))
+    wrong = softmax_uncertainty(LogitPosterior(mean, diagonal), 10_000, generator)
+    assert (wrong.std - full.std).min() > 0.15
+
+
+def test_no_variance_gives_the_softmax_exactly():
+    mean = torch.randn(5, 3, dtype=torch.float64)
+    u = softmax_uncertainty(LogitPosterior(mean, torch.zeros(5, 3, 3, dtype=torch.float64)), 100)
+    p = torch.softmax(mean, dim=-1)
+    assert torch.equal(u.mean, p)
+    assert torch.equal(u.entropy, torch.special.entr(p).sum(-1))
+    for zero in (u.std, u.standard_error, u.mutual_information):
+        assert (zero == 0).all()
+    assert u.clipped_eigenvalue == 0
+
+
+def test_a_common_shift_of_all_logits_has_no_effect():
+    """A covariance that is only semi-definite: all its variance is along (1, .., 1)."""
+    mean = torch.randn(5, 3, dtype=torch.float64)
+    u = softmax_uncertainty(LogitPosterior(mean, 4 * torch.ones(5, 3, 3, dtype=torch.float64)), 100)
+    torch.testing.assert_close(u.mean, torch.softmax(mean, dim=-1), rtol=0, atol=1e-14)
+    assert u.std.max() < 1e-7  # the square root of rounding
+
+
+def test_extreme_logits_give_finite_numbers():
+    mean = torch.tensor([[1e4, -1e4, 0.0]], dtype=torch.float64)
+    u = softmax_uncertainty(LogitPosterior(mean, torch.eye(3, dtype=torch.float64)[None]), 100)
+    assert torch.equal(u.mean, torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64))
+    assert u.entropy == u.mutual_information == 0
+
+
+def test_identities_between_the_results():
+    u = softmax_uncertainty(make_posterior(), 256)
+    assert len(u) == 6
+    torch.testing.assert_close(u.mean.sum(-1), torch.ones(6, dtype=torch.float64))
+    torch.testing.assert_close(u.standard_error, u.std / 16)
+    torch.testing.assert_close(u.mutual_information, u.entropy - u.expected_entropy)
+    assert (u.mutual_information > 0).all()  # Jensen, also for the average over draws
+    assert (u.entropy <= torch.tensor(4.0).log()).all()
+
+
+def test_a_point_does_not_depend_on_the_others_nor_on_the_chunks(monkeypatch):
+    posterior = make_posterior(n=9)
+
+    def run(posterior):
+        return softmax_uncertainty(posterior, 50, torch.Generator().manual_seed(1))
+
+    whole = run(posterior)
+    part = run(LogitPosterior(posterior.mean[4:6], posterior.covariance[4:6]))
+    torch.testing.assert_close(part.std, whole.std[4:6], rtol=1e-12, atol=0)
+    monkeypatch.setattr(softmax, "CHUNK_BYTES", 1)
+    chunked = run(posterior)
+    torch.testing.assert_close(chunked.mean, whole.mean, rtol=1e-12, atol=0)
+    assert not torch.equal(softmax_uncertainty(posterior, 50).mean, whole.mean)  # the control: other draws
+
+
+def test_single_precision_stays_single():
+    posterior = LogitPosterior(torch.zeros(2, 3), torch.eye(3).expand(2, 3, 3))
+    assert softmax_uncertainty(posterior).mean.dtype == torch.float32
+
+
+def test_a_negative_eigenvalue_within_rounding_is_set_to_zero_and_reported():
+    covariance = torch.diag_embed(torch.tensor([[1.0, -1e-12]], dtype=torch.float64))
+    mean = torch.zeros(1, 2, dtype=torch.float64)
+    u = softmax_uncertainty(LogitPosterior(mean, covariance, rounding=1e-11), 100)
+    assert u.clipped_eigenvalue == pytest.approx(1e-12)
+    clean = softmax_uncertainty(LogitPosterior(mean, covariance.clamp_min(0)), 100)
+    assert clean.clipped_eigenvalue == 0
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1e-13])
+def test_a_negative_eigenvalue_beyond_rounding_is_refused(rounding):
+    covariance = torch.diag_embed(torch.tensor([[1.0, 1.0], [1.0, -1e-12]], dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"point 1 has the eigenvalue -1e-12, and rounding explains no more"):
+        softmax_uncertainty(LogitPosterior(torch.zeros(2, 2, dtype=torch.float64), covariance, rounding))
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Call as users do, without the run-time type checks of the test suite: the package's own errors must come."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def test_input_that_means_nothing_is_refused(unchecked):
+    posterior = make_posterior()
+    with pytest.raises(ValueError, match="num_samples, for a standard deviation, must be at least 2: got 1"):
+        softmax_uncertainty(posterior, 1)
+    for temperature in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="temperature must be positive and finite"):
+            softmax_uncertainty(posterior, temperature=temperature)
+    with pytest.raises(ValueError, match=r"quantiles must be levels in \[0, 1\]: got \[0.5, 1.5\]"):
+        softmax_uncertainty(posterior, quantiles=[0.5, 1.5])
+    with pytest.raises(ValueError, match="multiple of the scramblings: got num_samples=100 for groups=16"):
+        softmax_uncertainty(posterior, 100, method=QuasiMonteCarlo())
+    with pytest.raises(ValueError, match="at least 2 scramblings: got groups=1"):
+        QuasiMonteCarlo(1)
+    with pytest.raises(TypeError, match="method must be MonteCarlo"):
+        softmax_uncertainty(posterior, 100, method="sobol")
+    skew = posterior.covariance.clone()
+    skew[2, 0, 1] += 0.1
+    with pytest.raises(ValueError, match=r"must be symmetric: the one of point 2 is off by 0\.1"):
+        softmax_uncertainty(LogitPosterior(posterior.mean, skew))
+    for broken in (float("nan"), float("inf")):
+        mean = posterior.mean.clone()
+        mean[0, 0] = broken
+        with pytest.raises(ValueError, match="the posterior must be finite"):
+            softmax_uncertainty(LogitPosterior(mean, posterior.covariance))

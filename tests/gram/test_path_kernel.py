@@ -1,0 +1,160 @@
+import pytest
+import torch
+
+import epk_gp as epk
+import reference
+from epk_gp.autodiff.verification import plan_for
+from helpers import NETWORKS, Case, assert_close, make_case
+
+RULE = epk.gauss_legendre(2)
+MIXES = {
+    "train_train": (True, True),
+    "test_train": (False, True),
+    "train_test": (True, False),
+    "test_test": (False, False),
+    "mixed": (torch.tensor([True, False, False, True, False]), torch.tensor([False, True, True])),
+}
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def case(request: pytest.FixtureRequest) -> Case:
+    return make_case(request.param, steps=2)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_gram_block_equals_dense_jacobians(case: Case, mix: str) -> None:
+    left, right = MIXES[mix]
+    a, b = epk.Points(case.test, left), epk.Points(case.trajectory.inputs[:3], right)
+    for head in case.heads:
+        wanted = reference.gram_block(case.trajectory, a, b, head, RULE)
+        assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), wanted)
+        per_class = epk.gram_block_per_class(case.trajectory, a, b, head=head, rule=RULE)
+        assert_close(per_class, torch.einsum("ncmc->cnm", wanted).contiguous())
+
+
+def test_gram_over_both_copies_is_a_kernel(case: Case) -> None:
+    """Symmetric and positive semi-definite, whatever the rule's error; diagonal blocks agree."""
+    X = torch.cat([case.trajectory.inputs[:4], case.trajectory.inputs[:4]])
+    points = epk.Points(X, torch.arange(8) < 4)
+    for head in case.heads:
+        K = epk.gram_block(case.trajectory, points, points, head=head, rule=RULE)
+        assert_close(
+            epk.gram_diagonal_blocks(case.trajectory, points, head=head, rule=RULE),
+            torch.einsum("ncnd->ncd", K).contiguous(),
+        )
+        flat = K.flatten(2).flatten(0, 1)
+        assert_close(flat, flat.T)
+        eigenvalues = torch.linalg.eigvalsh(flat)
+        assert eigenvalues.min() >= -1e-12 * eigenvalues.max()
+
+
+@pytest.mark.slow
+def test_an_adaptive_gram_is_a_kernel_to_its_tolerance_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of test copies have their own nodes, and so have points against training copies."""
+    case = make_case("relu", steps=1, lr=0.5)
+    X = torch.cat([case.trajectory.inputs[:2], case.trajectory.inputs[:4]])
+    points = epk.Points(X, torch.arange(6) < 2)
+    monkeypatch.setattr("epk_gp.gram.path_kernel.panel_size", lambda job: 2)
+    blocks = {}
+    for tol in (0.1, 1e-10):
+        K = epk.gram_block(case.trajectory, points, points, rule=epk.adaptive(tol)).flatten(2).flatten(0, 1)
+        eigenvalues = torch.linalg.eigvalsh((K + K.T) / 2)
+        assert eigenvalues.min() >= -tol * eigenvalues.max()
+        blocks[tol] = K / eigenvalues.max()
+    assert (blocks[0.1] - blocks[1e-10]).abs().max() > 1e-6  # the control: a loose tolerance is seen in the entries
+
+
+def test_copies_of_one_input_are_different_points() -> None:
+    """The control: freezing the gradient or not changes the kernel."""
+    case = make_case("tanh")
+    X = case.trajectory.inputs
+    train, test = (epk.gram_diagonal_blocks(case.trajectory, epk.Points(X, is_train)) for is_train in (True, False))
+    assert (train - test).abs().max() > 1e-3 * train.abs().max()
+
+
+def test_averaged_jacobians_understate_the_test_variance() -> None:
+    """The control: <Phi, Phi> is not the test x test block (theory, section 2)."""
+    case = make_case("tanh", lr=1.0)
+    rule, s = epk.gauss_legendre(8), 0
+    only_first = torch.zeros(case.trajectory.num_steps, dtype=torch.float64)
+    only_first[s] = 1.0
+    right = epk.gram_diagonal_blocks(
+        case.trajectory, epk.Points(case.test, False), head="logits", rule=rule, step_weights=only_first
+    )
+    phi = torch.stack(
+        [sum(w * reference.jacobian(case.trajectory, s, t, x, "logits") for t, w in rule) for x in case.test]
+    )
+    short = right - phi @ phi.transpose(1, 2)
+    assert torch.linalg.eigvalsh(short).min() > -1e-12
+    assert short.diagonal(dim1=1, dim2=2).max() > 1e-4 * right.max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["relu", "cnn", "cosine", "transformer"])
+def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(name)
+    points = epk.Points(torch.cat([case.trajectory.inputs, case.test]), torch.arange(12) < 7)
+    whole = epk.gram_block(case.trajectory, points, points)
+    monkeypatch.setattr("epk_gp.gram.path_kernel.panel_size", lambda job: 2)
+    assert_close(epk.gram_block(case.trajectory, points, points), whole)
+    assert_close(epk.gram_diagonal_blocks(case.trajectory, points), torch.einsum("ncnd->ncd", whole).contiguous())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["relu", "leaky_relu"])
+def test_adaptive_gram_equals_many_exact_nodes(name: str) -> None:
+    """Against composite midpoints so fine that a kink's share is below the tolerance."""
+    case = make_case(name, steps=2, lr=0.05)
+    a, b = (
+        epk.Points(case.test[:2], False),
+        epk.Points(torch.cat([case.test[:1], case.trajectory.inputs[:1]]), torch.tensor([False, True])),
+    )
+    found = epk.gram_block(case.trajectory, a, b, rule=epk.adaptive(1e-13))
+    fine = epk.gram_block(case.trajectory, a, b, rule=epk.midpoint(1000))
+    coarse = epk.gram_block(case.trajectory, a, b, rule=epk.left_endpoint())
+    assert_close(found, fine, rounding=1e11)
+    assert (coarse - fine).abs().max() > 100 * (found - fine).abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tanh", "wide_conv", "cosine", "attention"])
+def test_adaptive_gram_equals_gauss_nodes_where_all_is_smooth(name: str) -> None:
+    case = make_case(name, steps=2)
+    a, b = epk.Points(case.test, False), epk.Points(case.trajectory.inputs, torch.arange(7) < 3)
+    found = epk.gram_block(case.trajectory, a, b, rule=epk.adaptive(1e-14))
+    assert_close(found, epk.gram_block(case.trajectory, a, b, rule=epk.gauss_legendre(20)), rounding=1e5)
+
+
+def test_step_weights_replace_the_learning_rates() -> None:
+    case = make_case("tanh")
+    points = epk.Points(case.test, False)
+    etas = torch.tensor([0.0, 2.0, 0.5, 0.0], dtype=torch.float64)
+    single = [
+        epk.gram_block(case.trajectory, points, points, step_weights=torch.eye(4, dtype=torch.float64)[s])
+        for s in range(4)
+    ]
+    assert_close(epk.gram_block(case.trajectory, points, points, step_weights=etas), 2.0 * single[1] + 0.5 * single[2])
+
+
+def test_float32_points_give_float32_blocks_near_the_float64_ones() -> None:
+    case = make_case("relu")
+    points = epk.Points(case.test, False)
+    narrow = epk.Points(case.test.float(), False)
+    found = epk.gram_block(case.trajectory, narrow, narrow)
+    assert found.dtype == torch.float32
+    assert_close(found, epk.gram_block(case.trajectory, points, points).float(), rounding=100)
+
+
+def test_layers_are_factored_and_the_rest_is_not() -> None:
+    """What the plan must find for the engine to be fast: no layer is left to dense Jacobians by mistake."""
+    plan = plan_for((case := make_case("cnn")).trajectory, case.test)
+    assert plan.biases == {f"{number}.weight": f"{number}.bias" for number in (0, 3, 5, 7)}
+    assert plan.dense == ()
+    assert plan.on_line
+    assert plan.forward_mode
+    assert plan.batched
+
+
+def test_a_weight_outside_its_layer_is_not_factored() -> None:
+    assert "a.weight" in plan_for((case := make_case("tied")).trajectory, case.test).dense
+    assert "out.weight" in plan_for((case := make_case("cosine")).trajectory, case.test).dense

@@ -1,0 +1,168 @@
+"""Contributions along any axes: samples, labels, steps, layers, parameters."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import epk_gp as epk
+from epk_gp.autodiff.plan import flat_layout
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.kernel_machine.adjoint import accumulate
+from epk_gp.kernel_machine.problem import make_problem
+from epk_gp.kernel_machine.progress import PassProgress
+from helpers import NETWORKS, assert_close, make_case
+
+AXES = {
+    "sample": epk.by_sample,
+    "label": epk.by_label,
+    "step": epk.by_step,
+    "range": lambda trajectory: epk.by_step(trajectory, [2, 5]),
+    "layer": epk.by_layer,
+    "parameter": epk.by_parameter,
+}
+
+
+@pytest.fixture(params=["plain", "momentum"])
+def run(request) -> tuple[epk.Trajectory, torch.Tensor]:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    X, y = torch.randn(11, 4).double(), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 0, 0, 2])
+    options = {"momentum": 0.9, "weight_decay": 0.1} if request.param == "momentum" else {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, **options)
+    return epk.train(net, X, y, optimizer=optimizer, steps=8, batch_size=4), torch.randn(3, 4).double()
+
+
+@pytest.mark.parametrize("names", [names for k in (1, 2, 3) for names in itertools.permutations(AXES, k)][::3])
+def test_every_combination_of_axes_is_a_sum_of_the_finest(run, names):
+    trajectory, X = run
+    by = [AXES[name](trajectory) for name in names]
+    parts = epk.attribute_by(trajectory, X, by, head="logits", rule=epk.gauss_legendre(3))
+    finest = (epk.by_sample(trajectory), epk.by_step(trajectory), epk.by_parameter(trajectory))
+    whole = epk.attribute_by(trajectory, X, finest, head="logits", rule=epk.gauss_legendre(3))
+    kinds = ["sample", "step", "parameter"]
+    wanted = whole.values.new_zeros(3, 3, *(len(axis.names) for axis in by))
+    for place in itertools.product(*(range(n) for n in whole.values.shape[2:])):
+        groups = tuple(int(axis.group[place[kinds.index(axis.kind)]]) for axis in by)
+        wanted[(slice(None), slice(None), *groups)] += whole.values[(slice(None), slice(None), *place)]
+    assert_close(parts.values, wanted)
+    assert parts.decay.shape[2:] == tuple(1 if axis.kind == "sample" else len(axis.names) for axis in by)
+    assert_close(parts.decay.reshape(3, 3, -1).sum(2), whole.decay.reshape(3, 3, -1).sum(2), rounding=1e5)
+
+
+def test_terms_along_axes_sum_to_the_network(run):
+    trajectory, X = run
+    for names in (("label", "layer", "range"), ("step",), ("sample", "label")):
+        parts = epk.attribute_by(trajectory, X, [AXES[name](trajectory) for name in names])
+        assert parts.max_error <= 1e-12
+    assert epk.attribute_by(trajectory, X, []).max_error <= 1e-12
+
+
+def test_the_two_ways_to_accumulate_agree():
+    """Plain gradient descent factored, and by adjoints."""
+    case = make_case("cnn")
+    query = make_problem(case.trajectory, case.test, "log_softmax", epk.gauss_legendre(2), None, 1 << 28)
+    total = torch.zeros(len(case.test), 3, case.trajectory.num_points, dtype=torch.float64)
+
+    def take(term) -> None:
+        total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
+
+    groups = torch.zeros(len(case.trajectory.skeleton.names), dtype=torch.int64)
+    accumulate(query, groups, take, PassProgress(None, [total], total), progress=False)
+    assert_close(total, epk.attribute(case.trajectory, case.test, rule=epk.gauss_legendre(2)).samples)
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
+    case = make_case(name)
+    plan = plan_for(case.trajectory, case.test)
+    for dense in (False, True):
+        layout = flat_layout(case.trajectory.skeleton, plan, dense=dense)
+        assert torch.equal(layout.sort().values, torch.arange(case.trajectory.num_weights))
+    by = [epk.by_parameter(case.trajectory)]
+    head = "logits" if case.trajectory.num_outputs == 1 else "log_softmax"
+    parts = epk.attribute_by(case.trajectory, case.test[:2], by, head=head)
+    assert parts.max_error <= 1e-11
+    start, end = (case.trajectory.weights(s) for s in (0, -1))
+    still = [k for k, n in enumerate(case.trajectory.skeleton.names) if torch.equal(start[n], end[n])]
+    assert not parts.values[:, :, still].any()
+
+
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+@pytest.mark.parametrize("name", ["relu", "cnn", "transformer"])
+def test_one_class_per_point_is_a_column_of_all(name, head):
+    """Each point another one: with logits the last layer's cotangents stand still along a step, and differ by point."""
+    case = make_case(name)
+    check_classes(case.trajectory, case.test, head)
+
+
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+def test_one_class_per_point_is_a_column_of_all_under_momentum(run, head):
+    check_classes(*run, head)
+
+
+def check_classes(trajectory, X, head):
+    whole = epk.attribute(trajectory, X, head=head)
+    classes = torch.arange(len(X)) % trajectory.num_outputs
+    parts = epk.attribute(trajectory, X, head=head, classes=classes)
+    assert parts.samples.shape == (len(X), 1, trajectory.num_points)
+    picked = whole.samples.gather(1, classes[:, None, None].expand(-1, 1, whole.samples.shape[2]))
+    assert_close(parts.samples, picked)
+    assert parts.max_error <= 1e-11
+
+
+def test_several_splits_in_one_pass_are_those_of_one_at_a_time(run):
+    trajectory, X = run
+    splits = [[epk.by_sample(trajectory)], [epk.by_step(trajectory), epk.by_layer(trajectory)], []]
+    for parts, by in zip(epk.attribute_many(trajectory, X, splits), splits, strict=True):
+        assert_close(parts.values, epk.attribute_by(trajectory, X, by).values)
+
+
+def test_axes_of_ones_own_are_taken(run):
+    trajectory, X = run
+    halves = epk.Axis("sample", (torch.arange(11) >= 6).long(), ("first", "second"))
+    parts = epk.attribute_by(trajectory, X, [halves])
+    samples = epk.attribute(trajectory, X).samples
+    assert_close(parts.values, torch.stack([samples[:, :, :6].sum(2), samples[:, :, 6:].sum(2)], dim=2))
+
+
+BAD = {
+    "no_axis": (lambda t: ["step"], TypeError, "by must hold axes .*got 'step'"),
+    "kind": (lambda t: [epk.Axis("layer", torch.zeros(2).long(), ("a",))], ValueError, "kind .* got 'layer'"),
+    "length": (lambda t: [epk.Axis("step", torch.zeros(2).long(), ("a",))], ValueError, "each of the run's 8 steps"),
+    "range": (lambda t: [epk.Axis("step", torch.arange(8), ("a",))], ValueError, "groups must be int64 in 0..0"),
+    "dtype": (lambda t: [epk.Axis("step", torch.zeros(8), ("a",))], ValueError, "groups must be int64"),
+    "edges": (lambda t: [epk.by_step(t, [5, 2])], ValueError, "edges must ascend within 1..7: got .5, 2."),
+    "edge_out": (lambda t: [epk.by_step(t, [8])], ValueError, "edges must ascend within 1..7"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("make", "error", "says"), BAD.values(), ids=BAD.keys())
+def test_axes_that_are_not_of_the_run_are_refused(run, make, error, says):
+    trajectory, X = run
+    with pytest.raises(error, match=says):
+        epk.attribute_by(trajectory, X, make(trajectory))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("classes", "says"),
+    [
+        (torch.tensor([0, 1, 3]), "classes must lie in 0..2: got 0..3"),
+        (torch.tensor([0, 1]), r"one output per point, \(3,\)"),
+        (torch.tensor([0.0, 1.0, 2.0]), "must be an int64 tensor"),
+    ],
+    ids=["range", "length", "dtype"],
+)
+def test_classes_that_are_none_are_refused(run, classes, says):
+    trajectory, X = run
+    with pytest.raises(ValueError, match=says):
+        epk.attribute(trajectory, X, classes=classes)
+
+
+def test_targets_that_are_no_labels_have_no_label_axis():
+    case = make_case("one_class", batch_size=None)
+    with pytest.raises(ValueError, match="by_label needs class labels"):
+        epk.by_label(case.trajectory)

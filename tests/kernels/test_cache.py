@@ -1,0 +1,172 @@
+"""Blocks are found by content: never a stale value, never one computed twice."""
+
+import copy
+import pickle
+
+import jaxtyping
+import pytest
+import torch
+from torch import nn
+
+from epk_gp.core.fingerprint import content_key
+from epk_gp.core.losses import CrossEntropy
+from epk_gp.kernels import blocks
+from epk_gp.kernels.cache import BlockCache
+from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.tagging import test_copy, train_copy
+from epk_gp.training.train import train
+
+
+@pytest.fixture
+def trajectory():
+    X = torch.randn(6, 2, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return train(net, X, torch.arange(6) % 3, optimizer=optimizer, steps=3, loss=CrossEntropy())
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Count the blocks that the engine computes."""
+    calls = []
+
+    def counting(name):
+        original = getattr(blocks, name)
+
+        def count(*args, **kwargs):
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return count
+
+    for name in ("gram_block", "gram_block_per_class", "gram_diagonal_blocks"):
+        monkeypatch.setattr(blocks, name, counting(name))
+    return calls
+
+
+def test_a_key_follows_values_shape_dtype_and_order():
+    x, y = torch.arange(6.0), torch.arange(6.0) + 1
+    assert content_key(x) == content_key(x.clone())
+    assert content_key(x) == content_key(torch.arange(12.0)[::2] / 2)  # another layout in memory
+    others = [x.reshape(2, 3), x.double(), x.int(), y, x[:5]]
+    assert len({content_key(x), *map(content_key, others)}) == 6
+    assert content_key(x, y) != content_key(y, x)
+    assert content_key(x, x) != content_key(x)
+    assert content_key(x.bfloat16()) == content_key(x.bfloat16())
+
+
+def test_a_key_follows_an_edit_in_place():
+    x = torch.zeros(3)
+    before = content_key(x)
+    x[1] = 1e-30
+    assert content_key(x) != before
+
+
+def test_stored_blocks_cannot_be_edited():
+    cache = BlockCache(1000)
+    block = torch.ones(3)
+    cache.put("a", block)
+    block.zero_()
+    cache.get("a").zero_()
+    assert torch.equal(cache.get("a"), torch.ones(3))
+
+
+def test_the_least_recently_used_block_goes_first_and_the_limit_holds():
+    cache = BlockCache(3 * 40)
+    for name in "abc":
+        cache.put(name, torch.zeros(10))
+    cache.get("a")
+    cache.put("d", torch.zeros(10))
+    assert cache.num_bytes == 3 * 40
+    assert [cache.get(name) is not None for name in "abcd"] == [True, False, True, True]
+    cache.put("big", torch.zeros(31))  # above the limit: neither stored nor at the cost of others
+    assert cache.get("big") is None
+    assert len(cache) == 3
+    cache.put("a", torch.zeros(20))  # a new block under an old key counts once
+    assert cache.num_bytes <= 3 * 40
+    cache.clear()
+    assert len(cache) == cache.num_bytes == 0
+
+
+def test_a_view_counts_and_keeps_only_its_own_bytes():
+    cache = BlockCache(1000)
+    cache.put("row", torch.zeros(10_000, 10)[0])
+    assert cache.num_bytes == 40
+    assert cache.get("row").untyped_storage().nbytes() == 40
+
+
+def test_a_cache_of_size_zero_stores_nothing():
+    cache = BlockCache(0)
+    cache.put("a", torch.zeros(1))
+    assert cache.get("a") is None
+
+
+def test_a_deep_copy_is_the_same_store_and_a_pickled_one_is_empty():
+    cache = BlockCache(1000)
+    cache.put("a", torch.zeros(1))
+    assert copy.deepcopy(cache) is cache
+    restored = pickle.loads(pickle.dumps(cache))
+    assert (len(restored), restored.max_bytes) == (0, 1000)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Call as users do, without the run-time type checks of the test suite: the package's own errors must come."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def test_a_size_that_is_no_number_of_bytes_is_refused(unchecked):
+    with pytest.raises(ValueError, match="at least 0 bytes: got -1"):
+        BlockCache(-1)
+    for size in (True, 1.5, "1 GiB"):
+        with pytest.raises(TypeError, match="whole number of bytes"):
+            BlockCache(size)
+
+
+def test_a_block_is_computed_once_across_clones_and_modes(trajectory, counted):
+    kernel = EPKKernel(trajectory)
+    x, y = train_copy(trajectory.inputs), test_copy(trajectory.inputs[:2])
+    first = kernel(y, x).to_dense()
+    kernel.train()
+    kernel.eval()
+    assert torch.equal(kernel(y.clone(), torch.cat([x, y])[:6]).to_dense(), first)
+    assert counted == ["gram_block"]
+
+
+def test_all_classes_of_an_independent_kernel_share_one_block(trajectory, counted):
+    kernel = EPKKernel(trajectory, "independent")
+    x = train_copy(trajectory.inputs)
+    K = kernel(x).to_dense()
+    for c in range(3):
+        assert torch.equal(kernel[c](x).to_dense(), K[c])
+    assert counted == ["gram_block_per_class"]
+
+
+def test_editing_points_in_place_never_returns_a_stale_block(trajectory):
+    kernel = EPKKernel(trajectory)
+    x = train_copy(trajectory.inputs)
+    before = kernel(x).to_dense()
+    x[0, -1] = 0.0  # the same values, the other copy
+    after = kernel(x).to_dense()
+    assert torch.equal(after, EPKKernel(trajectory, cache_bytes=0)(x).to_dense())
+    assert (after - before).abs().max() > 1e-6 * before.abs().max()
+
+
+def test_editing_a_returned_block_does_not_reach_the_cache(trajectory):
+    for outputs in ("full", "independent", "trace", "sum", 0):
+        kernel = EPKKernel(trajectory, outputs)
+        x = train_copy(trajectory.inputs)
+        expected = kernel.forward(x, x).clone()
+        kernel.forward(x, x).zero_()
+        kernel.forward(x, x, diag=True).zero_()
+        assert torch.equal(kernel.forward(x, x), expected)
+
+
+def test_a_cached_block_serves_any_number_of_backward_passes(trajectory):
+    """The control for storing values without a graph: one that carried a graph would fail the second time."""
+    kernel = EPKKernel(trajectory, "trace")
+    x = train_copy(trajectory.inputs)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        (scale * kernel(x).to_dense()).sum().backward()
+    assert scale.grad > 0

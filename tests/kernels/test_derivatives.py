@@ -1,0 +1,153 @@
+"""Derivatives of the kernel with respect to its points, against finite differences and a graph over the definition."""
+
+import gpytorch
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import epk_gp as epk
+import reference
+from epk_gp.gp.means import NetworkMean
+from epk_gp.kernels.tagging import test_copy, train_copy
+from helpers import assert_close, make_case
+
+MODES = ["full", "independent", "trace", "sum", 1]
+RULE = epk.gauss_legendre(2)
+
+
+def kernel_of(case, outputs="full", head="log_softmax", **options):
+    return epk.EPKKernel(case.trajectory, outputs, head, RULE, **options)
+
+
+def points(case):
+    """A training copy, a test copy and the column that tells them apart, which finite differences must not move."""
+    return case.test[:2].flatten(1).clone().requires_grad_(), torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("outputs", "head"), [*((mode, "log_softmax") for mode in MODES), ("full", "logits")])
+def test_every_mode_has_the_derivative_of_its_values(outputs, head):
+    """Blocks, both sides at once, diagonals, and batches of points."""
+    case = make_case("tanh", steps=1)
+    kernel, (x, copy) = kernel_of(case, outputs, head), points(case)
+    y = torch.cat([test_copy(case.test[2:4]), train_copy(case.trajectory.inputs[:2])])
+    calls = {
+        "against others": lambda z: kernel.forward(z, y),
+        "others against them": lambda z: kernel.forward(y, z),
+        "against themselves": lambda z: kernel.forward(z, z),
+        "diagonal": lambda z: kernel.forward(z, z, diag=True),
+        "diagonal of two sets": lambda z: kernel.forward(z, y[:2], diag=True),
+        "single points": lambda z: kernel.forward(z[:, None, None], z[:, None, None]),
+        "repeated points": lambda z: kernel.forward(z.expand(3, 1, 2, -1), y),
+    }
+    for name, call in calls.items():
+        assert gradcheck(lambda x, call=call: call(torch.cat([x, copy], 1)), (x,), fast_mode=True), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gelu", "conv1d", "wide_conv", "twice", "tied", "transformer", "cosine", "one_class"])
+def test_every_kind_of_layer_has_the_derivative_of_its_values(name):
+    case = make_case(name, steps=1)
+    kernel, (x, copy) = kernel_of(case, head=case.heads[-1]), points(case)
+    for diag in (False, True):
+        call = lambda x, diag=diag: (lambda z: kernel.forward(z, z, diag=diag))(torch.cat([x, copy], 1))  # noqa: E731
+        assert gradcheck(call, (x,), fast_mode=True)
+
+
+def test_derivatives_equal_a_graph_over_the_definition():
+    """Sums over loops of `autograd.grad`, differentiated as they stand; across a ReLU too, inside its linear piece."""
+    case = make_case("relu", steps=2)
+    x = case.test[:2].clone().requires_grad_()
+    start = case.trajectory.weights(0)
+    total = torch.zeros((), dtype=torch.float64)
+    for step in case.trajectory.steps:
+        start, end = case.trajectory.weights(step.index), case.trajectory.weights(step.index + 1)
+        for t, omega in RULE:
+            here = {name: (start[name] + t * (end[name] - start[name])).requires_grad_() for name in start}
+            f = [reference.output(case.trajectory, here, row, "log_softmax")[1] for row in x]
+            J = [torch.autograd.grad(value, list(here.values()), create_graph=True) for value in f]
+            total = total + step.size * omega * sum((a * b).sum() for a, b in zip(*J, strict=True))
+    (expected,) = torch.autograd.grad(total, x)
+    tagged = test_copy(x.detach()).requires_grad_()
+    K = kernel_of(case, 1).forward(tagged, tagged)
+    (found,) = torch.autograd.grad(K[0, 1], tagged)
+    assert_close(found[:, :-1], expected)
+    (other,) = torch.autograd.grad(kernel_of(case, 1).forward(tagged, tagged)[0, 0], tagged)  # the control
+    assert (other[:, :-1] - expected).abs().max() > 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("outputs", MODES)
+def test_the_copy_column_gets_the_gradient_zero(outputs):
+    case = make_case("tanh", steps=1)
+    x = train_copy(case.test).requires_grad_()
+    kernel = gpytorch.kernels.ScaleKernel(kernel_of(case, outputs))
+    kernel(x).to_dense().square().sum().backward()
+    assert (x.grad[:, -1] == 0).all()
+    assert (x.grad[:, :-1] != 0).all()
+
+
+def test_equal_points_on_both_sides_share_no_gradient():
+    case = make_case("tanh", steps=1)
+    x = test_copy(case.test[:3]).requires_grad_()
+    for K in (lambda y: kernel_of(case).forward(x, y), lambda y: kernel_of(case).forward(x, y, diag=True)):
+        (one,) = torch.autograd.grad(K(x.detach()).sum(), x)
+        (both,) = torch.autograd.grad(K(x).sum(), x)
+        assert_close(both, 2 * one)  # K is symmetric
+    copies = test_copy(case.test[:1]).expand(3, -1).clone().requires_grad_()
+    weights = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    K = kernel_of(case, 0).forward(copies[:, None], test_copy(case.test[1:2]))[:, 0, 0]
+    (each,) = torch.autograd.grad((weights * K).sum(), copies)
+    assert_close(each[2], 3 * each[0])  # equal slices of a batch are computed once, differentiated one by one
+
+
+def test_values_with_and_without_a_graph_are_the_same_block():
+    case = make_case("tanh", steps=1)
+    kernel = kernel_of(case)
+    x = test_copy(case.test)
+    K = kernel.forward(x, x)
+    assert torch.equal(kernel.forward(x.requires_grad_(), x), K)
+    assert kernel.source.cache.hits == 1
+    with torch.no_grad():
+        assert not kernel.forward(x, x).requires_grad
+
+
+def test_panels_do_not_change_the_gradient():
+    case = make_case("tanh", steps=1)
+    found = []
+    for budget in (1 << 30, 1 << 20):
+        x = test_copy(case.test.repeat(12, 1) + torch.arange(60)[:, None] / 100).requires_grad_()
+        kernel_of(case, memory_budget=budget).forward(x, x).sum().backward()
+        found.append(x.grad)
+    assert_close(*found)
+
+
+def test_a_second_derivative_is_refused():
+    case = make_case("tanh", steps=1)
+    x = test_copy(case.test).requires_grad_()
+    (first,) = torch.autograd.grad(kernel_of(case).forward(x, x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("state", [0, -1])
+def test_the_network_as_prior_mean_has_its_own_derivative(state):
+    case = make_case("tanh", steps=2)
+    mean, (x, copy) = NetworkMean(kernel_of(case).source, state), points(case)
+    assert gradcheck(lambda x: mean(torch.cat([x, copy], 1)), (x,))
+    tagged = torch.cat([x, copy], 1).detach()
+    assert torch.equal(mean(tagged.clone().requires_grad_()), mean(tagged))
+
+
+@pytest.mark.parametrize("outputs", ["full", "independent"])
+def test_a_posterior_can_be_differentiated_with_respect_to_its_test_points(outputs):
+    case = make_case("tanh", steps=2)
+    gp = epk.LogitGP(case.trajectory, outputs, rule=RULE)
+    x = case.test[:2].clone().requires_grad_()
+    zeros = torch.zeros(2, 1, dtype=torch.float64)
+
+    def variances(x):
+        gp.train()  # drops GPyTorch's caches, so that every call is a fresh graph
+        gp.eval()
+        return gp(torch.cat([x, zeros], 1)).variance
+
+    assert gradcheck(variances, (x,), fast_mode=True)

@@ -1,0 +1,55 @@
+"""Recording processes that are killed, and readers beside a writer: what was committed is there, and it goes on."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import epk_gp
+
+CRASHES = Path(__file__).parents[1] / "crashes.py"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in memory where there is one: SIGKILL leaves what was written there as on a disk, only faster."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as name:
+        yield Path(name)
+
+
+def run(mode, folder):
+    """A process of its own, for it forks."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(epk_gp.__file__).parents[1])}
+    command = [sys.executable, str(CRASHES), mode, str(folder), "7"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == [], done.stderr
+    return found
+
+
+@pytest.mark.slow
+def test_a_recording_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_not_been(folder):
+    found = run("random", folder)
+    assert found["kills"] == 200
+    assert {0, 2, 4, 6} <= set(found["left_at"])  # the kills were spread over the run
+
+
+@pytest.mark.slow
+def test_a_recording_killed_after_each_file_operation_goes_on(folder):
+    assert run("operations", folder)["kills"] > 60
+
+
+@pytest.mark.slow
+def test_readers_see_a_consistent_prefix_of_a_run_that_is_being_written(folder):
+    found = run("readers", folder)
+    assert found["reads"] > 40
+    assert len(found["seen"]) > 2

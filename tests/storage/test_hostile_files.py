@@ -1,0 +1,326 @@
+"""Runs that somebody else made to do harm: refused in words, in bounded time and memory, and nothing is executed."""
+
+import json
+import os
+import shutil
+import time
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+
+import epk_gp as epk
+from epk_gp.storage.atomic_files import MAX_JSON_BYTES, checksum, checksummed_json, read_checksummed_json
+from epk_gp.storage.check import check_run
+from epk_gp.storage.index import MAX_CHUNKS, Chunk, chain_hash, read_journal, to_json_line
+from loops import data, mlp, sgd
+
+CHUNK, JOURNAL, HEADER, DATA = "chunk-000001.safetensors", "journal.jsonl", "run.json", "data.safetensors"
+
+
+@pytest.fixture(params=["none", "deltas"])
+def run(request, tmp_path):
+    """A run of four steps on batches, which was not finished: nothing but the journal vouches for its files."""
+    path = tmp_path / "run"
+    net, (X, y) = mlp(), data()
+    storage = epk.Storage(compression=request.param)
+    generator = torch.Generator().manual_seed(1)
+    epk.train(net, X, y, optimizer=sgd(net), steps=4, batch_size=4, generator=generator, path=path, storage=storage)
+    (path / "finished.json").unlink()
+    return path
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """The same, in the default storage."""
+    path = tmp_path / "plain"
+    net, (X, y) = mlp(), data()
+    generator = torch.Generator().manual_seed(1)
+    epk.train(net, X, y, optimizer=sgd(net), steps=4, batch_size=4, generator=generator, path=path)
+    (path / "finished.json").unlink()
+    return path
+
+
+def sign(run, content, name=CHUNK):
+    """Put other content into a chunk, and a journal that vouches for it."""
+    (run / name).write_bytes(content)
+    chunks, before = [], ""
+    for chunk in read_journal_lines(run):
+        if chunk["file"] == name:
+            chunk |= {"bytes": len(content), "blake2b": checksum(content, chunk["digest"])}
+        before = chain_hash(before, Chunk(**chunk))
+        chunks.append(Chunk(**(chunk | {"line": before})))
+    (run / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
+
+
+def read_journal_lines(run):
+    return [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
+
+
+def sign_header(run, **changes):
+    header = read_checksummed_json((run / HEADER).read_bytes(), "") | changes
+    (run / HEADER).write_bytes(checksummed_json(header))
+
+
+def refused(run, says, seconds=2.0, mebibytes=24):
+    """Refused by both doors, in words, soon, and without taking much memory."""
+    tracemalloc.start()
+    start = time.perf_counter()
+    for door in (check_run, lambda path: epk.load_trajectory(path, mlp())):
+        with pytest.raises((ValueError, FileNotFoundError), match=says) as error:
+            door(run)
+        assert len(str(error.value)) < 2000
+    taken, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < seconds
+    assert peak < mebibytes << 20
+
+
+def header_of_length(length, size=100):
+    return length.to_bytes(8, "little") + b"{" * (size - 8)
+
+
+# --- Files of another kind ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [HEADER, DATA, JOURNAL, CHUNK, "finished.json"])
+def test_a_symbolic_link_is_refused(plain, tmp_path, name):
+    secret = tmp_path / "secret"
+    secret.write_bytes((plain / name).read_bytes() if (plain / name).exists() else b"{}")
+    (plain / name).unlink(missing_ok=True)
+    (plain / name).symlink_to(secret)
+    refused(plain, f"{name}.* must be a plain file: it is a symbolic link")
+
+
+@pytest.mark.parametrize("name", [HEADER, DATA, JOURNAL, CHUNK, "finished.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(plain, name, kind):
+    (plain / name).unlink(missing_ok=True)
+    (os.mkfifo if kind == "pipe" else os.mkdir)(plain / name)
+    refused(plain, f"{name}.* must be a plain file")
+
+
+def test_links_are_not_followed_when_a_run_goes_on(plain, tmp_path):
+    target = tmp_path / "target"
+    target.write_bytes((plain / JOURNAL).read_bytes())
+    (plain / JOURNAL).unlink()
+    (plain / JOURNAL).symlink_to(target)
+    net, (X, y) = mlp(), data()
+    with pytest.raises(OSError, match="must be written to .*symbolic links"):
+        epk.Recorder(net, sgd(net), X, y, path=plain, resume=True)
+
+
+# --- Headers and journals -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 93, 1 << 24, 1 << 40, (1 << 64) - 1])
+def test_a_safetensors_header_that_claims_too_much_is_refused(run, length):
+    sign(run, header_of_length(length))
+    refused(run, rf"{CHUNK} \(states 1..4\) must be a safetensors file")
+
+
+def test_data_whose_header_claims_too_much_are_refused(run):
+    content = header_of_length(1 << 50)
+    (run / DATA).write_bytes(content)
+    sign_header(run, data_blake2b=checksum(content))
+    refused(run, f"{DATA} must be a safetensors file: its header claims {1 << 50} bytes of the file's 100")
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000], ids=["lists", "dicts", "digits"]
+)
+@pytest.mark.parametrize("name", [HEADER, JOURNAL, "finished.json"])
+def test_json_that_is_nested_without_measure_is_refused(plain, name, content):
+    (plain / name).write_bytes(content + b"\n")
+    refused(plain, name)
+
+
+def test_a_header_without_measure_is_refused_unread(plain):
+    with (plain / HEADER).open("wb") as file:
+        file.truncate(1 << 40)
+    refused(plain, f"{HEADER} must have at most {MAX_JSON_BYTES} bytes", mebibytes=48)
+
+
+def test_a_journal_of_a_million_lines_is_refused(plain):
+    line = (plain / JOURNAL).read_bytes().splitlines(keepends=True)[0]
+    (plain / JOURNAL).write_bytes(line * 1_000_000)
+    refused(plain, f"{JOURNAL} must have at most", seconds=4.0)
+    (plain / JOURNAL).write_bytes(b"\n" * 1_000_000)
+    refused(plain, f"{JOURNAL} must have at most {MAX_CHUNKS} lines: it has 1000000")
+    with (plain / JOURNAL).open("wb") as file:
+        file.truncate(1 << 40)
+    refused(plain, f"{JOURNAL} must have at most")
+
+
+def test_one_endless_line_is_no_line(plain):
+    whole = (plain / JOURNAL).read_bytes()
+    (plain / JOURNAL).write_bytes(whole + b" " * 1_000_000)
+    assert epk.load_trajectory(plain, mlp()).num_steps == 4  # it has no end, so it was never committed
+    (plain / JOURNAL).write_bytes(whole + b" " * 1_000_000 + b"\n")
+    refused(plain, f"line 3 of .*{JOURNAL} must describe a chunk")
+
+
+@pytest.mark.parametrize("file", ["../chunk-000001.safetensors", "/etc/passwd", "chunk-000001.safetensors/..", ""])
+def test_names_lead_nowhere(plain, file):
+    chunks, before = [], ""
+    for chunk in read_journal_lines(plain):
+        chunk = chunk | ({"file": file} if chunk["first"] else {})
+        before = chain_hash(before, Chunk(**chunk))
+        chunks.append(Chunk(**(chunk | {"line": before})))
+    (plain / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
+    refused(plain, "line 2 of .* must continue at state 1: it does not")
+
+
+HEADERS = {
+    "dtype": {"dtype": "torch.load"},
+    "names": {"names": ["__class__", 3]},
+    "fewer": {"names": ["0.weight"]},
+    "negative": {"shapes": [[-1], [1], [1], [1]]},
+    "huge": {"shapes": [[1 << 62], [1], [1], [1]]},
+    "no_shape": {"shapes": [0, 1, 2, 3]},
+    "points": {"num_points": True},
+    "loss": {"loss": {"kind": ["CrossEntropy"]}},
+    "law": {"law": "SGD"},
+    "compression": {"compression": "lzma"},
+}
+
+
+@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
+def test_a_header_that_describes_no_run_is_refused(plain, change):
+    sign_header(plain, **change)
+    refused(plain, f"{HEADER} must describe weights, data, loss and step law")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [{"kind": "CrossEntropy", "reduction": "sum", "evil": 1}, {"kind": "CrossEntropy", "reduction": "__import__"}],
+    ids=["option", "reduction"],
+)
+def test_a_loss_that_is_none_is_refused(plain, loss):
+    sign_header(plain, loss=loss)
+    with pytest.raises(ValueError, match="loss must be"):
+        epk.load_trajectory(plain, mlp())
+
+
+# --- Tensors --------------------------------------------------------------------------------------------------------
+
+
+def changed(name, change):
+    return lambda tensors: tensors | {name: change(tensors[name])}
+
+
+def with_entry(position, value):
+    def change(tensor):
+        tensor = tensor.clone()
+        tensor.view(-1)[position] = value
+        return tensor
+
+    return change
+
+
+TENSORS = {
+    "nan_weights": (changed("states", with_entry(50, float("nan"))), "'states' holds NaN or infinity"),
+    "infinite_numbers": (changed("update", with_entry(3, float("inf"))), "'update' holds NaN or infinity"),
+    "fewer_weights": (changed("states", lambda s: s[:, 1:].clone()), r"'states' of shape \(4, 51\): got \(4, 50\)"),
+    "fewer_states": (changed("states", lambda s: s[1:].clone()), r"'states' of shape \(4, 51\): got \(3, 51\)"),
+    "no_matrix": (changed("states", lambda s: s.reshape(-1)), "'states' of type F64"),
+    "float32": (changed("states", torch.Tensor.float), "'states' of type F64"),
+    "half": (changed("states", torch.Tensor.half), "'states' of type F64"),
+    "missing": (lambda tensors: {k: v for k, v in tensors.items() if k != "batches"}, "'batches' is not in both"),
+    "more": (lambda tensors: tensors | {"__import__": torch.zeros(1)}, "'__import__' is not in both"),
+    "batch_beyond": (changed("batches", with_entry(0, 10)), "on batches of the 10 training points"),
+    "batch_before": (changed("batches", with_entry(0, -1)), "on batches of the 10 training points"),
+    "too_long": (changed("lengths", with_entry(0, 1 << 62)), "must hold steps of finite sizes"),
+    "no_length": (changed("lengths", with_entry(0, 0)), "must hold steps of finite sizes"),
+    "negative_length": (changed("lengths", with_entry(0, -2)), "must hold steps of finite sizes"),
+    "negative_size": (changed("sizes", with_entry(0, -0.1)), "must hold steps of finite sizes"),
+    "weights_of_none": (changed("weighted", with_entry(0, True)), "must hold steps of finite sizes"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), TENSORS.values(), ids=TENSORS.keys())
+def test_a_chunk_that_holds_something_else_is_refused_with_its_states(plain, change, says):
+    sign(plain, save(change(load_file(plain / CHUNK))))
+    refused(plain, rf"{CHUNK} \(states 1..4\) .*{says}")
+
+
+def packed(parts):
+    lengths = torch.tensor([len(part) for part in parts])
+    content = {"states.packed": torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)}
+    return lambda tensors: tensors | content | {"states.lengths": lengths}
+
+
+PACKED = {
+    "bomb": (packed([zlib.compress(bytes(1 << 28))] * 4), "a packed row must hold 51 numbers"),
+    "no_deflate": (packed([b"noise"] * 4), "a packed row must hold 51 numbers"),
+    "short": (packed([zlib.compress(bytes(51 * 8 - 1))] * 4), "a packed row must hold 51 numbers"),
+    "float32": (packed([zlib.compress(bytes(51 * 4))] * 4), "must hold states of torch.float64: got torch.float32"),
+    "cut": (packed([zlib.compress(bytes(51 * 8))[:-2]] * 4), "a packed row must hold 51 numbers"),
+    "trailing": (packed([zlib.compress(bytes(51 * 8)) + b"x"] * 4), "a packed row must hold 51 numbers"),
+    "nan": (packed([zlib.compress(b"\xff" * 51 * 8)] * 4), "'states' holds NaN or infinity"),
+    "lengths": (changed("states.lengths", with_entry(0, 1 << 62)), "in parts that fill it: they do not"),
+    "negative": (changed("states.lengths", with_entry(0, -1)), "in parts that fill it: they do not"),
+}
+
+
+@pytest.mark.parametrize("run", ["deltas"], indirect=True)
+@pytest.mark.parametrize(("change", "says"), PACKED.values(), ids=PACKED.keys())
+def test_packed_rows_that_are_none_are_refused(run, change, says):
+    sign(run, save(change(load_file(run / CHUNK))))
+    refused(run, rf"{CHUNK} \(states 1..4\).*{says}")
+
+
+@pytest.mark.parametrize("name", ["inputs", "targets", "probe"])
+def test_data_that_miss_something_are_refused(plain, name):
+    content = save({key: value for key, value in load_file(plain / DATA).items() if key != name})
+    (plain / DATA).write_bytes(content)
+    sign_header(plain, data_blake2b=checksum(content))
+    refused(plain, f"{DATA} must hold '{name}'")
+
+
+def test_data_that_are_not_finite_are_refused(plain):
+    tensors = load_file(plain / DATA)
+    content = save(tensors | {"inputs": tensors["inputs"] / 0})
+    (plain / DATA).write_bytes(content)
+    sign_header(plain, data_blake2b=checksum(content))
+    refused(plain, f"{DATA} must hold finite numbers: 'inputs'")
+
+
+def test_a_file_that_is_cut_short_while_it_is_used_is_no_crash(plain):
+    trajectory = epk.load_trajectory(plain, mlp())
+    content = (plain / CHUNK).read_bytes()
+    (plain / CHUNK).write_bytes(content[:-100])
+    with pytest.raises(ValueError, match=rf"{CHUNK} \(states 1..4\) must have {len(content)} bytes while it is used"):
+        epk.network_outputs(trajectory, data()[0])
+
+
+@pytest.mark.parametrize("state", [b"", b"{}", b"[" * 100_000, b'{"dict": 3}', b'{"tensor": "../x"}'], ids=repr)
+def test_what_a_run_goes_on_from_is_not_believed_either(plain, state):
+    name = "resume-000001.safetensors"
+    kept = load_file(plain / name) | {"state": torch.frombuffer(bytearray(state or b" "), dtype=torch.uint8)}
+    content, chunks, before = save(kept), [], ""
+    for chunk in read_journal_lines(plain):
+        if chunk["first"]:
+            chunk |= {"resume_bytes": len(content), "resume_blake2b": checksum(content, chunk["digest"])}
+        before = chain_hash(before, Chunk(**chunk))
+        chunks.append(Chunk(**(chunk | {"line": before})))
+    (plain / name).write_bytes(content)
+    (plain / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
+    net, (X, y) = mlp(), data()
+    with pytest.raises(ValueError, match=f"{name}"):
+        epk.train(net, X, y, optimizer=sgd(net), steps=5, batch_size=4, path=plain, resume=True)
+
+
+def test_the_signed_run_itself_is_good(run):
+    """The control: what the helpers sign is read, if nothing is wrong with it."""
+    whole = epk.load_trajectory(run, mlp()).digest
+    sign(run, (run / CHUNK).read_bytes())
+    sign_header(run)
+    assert epk.load_trajectory(run, mlp()).digest == whole
+    assert check_run(run).num_steps == 4
+    assert len(read_journal(run).chunks) == 2
+    copy = shutil.copytree(run, Path(f"{run}-elsewhere"))
+    assert epk.load_trajectory(copy, mlp()).digest == whole

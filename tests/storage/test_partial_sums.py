@@ -1,0 +1,276 @@
+"""Thinned paths, sums in float64, and sums that survive a kill."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import epk_gp as epk
+from epk_gp.gram.path_kernel import gram_block_per_class
+from epk_gp.storage import partial_sums as checkpoints
+
+RULE = epk.gauss_legendre(2)
+
+
+def recorded(steps=20, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(20, 3, generator=generator, dtype=torch.float64).to(dtype)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    return epk.train(net, X, torch.arange(20) % 3, optimizer=optimizer, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return recorded()
+
+
+@pytest.fixture(scope="module")
+def points(run):
+    X = torch.cat([run.inputs[:5], run.inputs[5:9] + 0.1])
+    return epk.Points(X, torch.arange(9) < 5)
+
+
+def test_thinning_sums_weights_and_tells_its_error(run, points):
+    errors = []
+    for every in (1, 2, 5, 20):
+        thinned = epk.thin_path(run, every, points.X, rule=RULE)
+        assert thinned.kept == -(-20 // every)
+        assert float(thinned.trajectory.step_sizes.sum()) == pytest.approx(float(run.step_sizes.sum()))
+        errors.append(thinned.error)
+    assert errors[0] == 0
+    assert errors[1] < errors[2] < errors[3]
+    assert 1e-6 < errors[1] < 0.05
+
+
+def test_the_thinned_error_is_that_of_the_matrix(run, points):
+    thinned = epk.thin_path(run, 4, run.inputs + 0.1, rule=RULE, num_probe=100)
+    both = epk.Points(torch.cat([run.inputs, run.inputs + 0.1]), torch.arange(40) < 20)
+    full, other = (epk.gram_block(t, both, both, rule=RULE) for t in (run, thinned.trajectory))
+    assert thinned.probe == 40
+    assert thinned.error == pytest.approx(float((other - full).norm() / full.norm()), rel=1e-9)
+    largest = (other - full).abs().max() / torch.einsum("ncnc->nc", full).mean()
+    assert thinned.max_error == pytest.approx(float(largest), rel=1e-9)
+
+
+def test_a_thinned_run_serves_a_process_and_stays_exact_elsewhere(run):
+    thinned = epk.thin_path(run, 4, run.inputs, rule=RULE).trajectory
+    gp = epk.LogitGP(thinned, points=range(10), rule=RULE)
+    assert gp.logit_posterior(run.inputs[:2] + 0.1).mean.isfinite().all()
+    kernel, other = epk.EPKKernel(run), epk.EPKKernel(thinned)
+    with pytest.raises(ValueError, match="the run that it was saved with"):
+        other.load_state_dict(kernel.state_dict())
+    assert epk.reconstruct(thinned, run.inputs + 0.1).max_error < 1e-12
+
+
+def test_thinning_refuses_what_means_nothing(run):
+    for every in (0, 21):
+        with pytest.raises(ValueError, match="every must be"):
+            epk.thin_path(run, every, run.inputs)
+
+
+def test_float32_products_summed_in_float64_are_closer(points):
+    run = recorded(steps=100, dtype=torch.float32)
+    X = points.X.float()
+    reference = epk.gram_block(run, *[epk.Points(X.double(), points.is_train)] * 2, rule=RULE)
+    single = epk.Points(X, points.is_train)
+    plain = epk.gram_block(run, single, single, rule=RULE)
+    summed = epk.gram_block(run, single, single, rule=RULE, accumulate=torch.float64)
+    assert plain.dtype == torch.float32
+    assert summed.dtype == torch.float64
+    errors = [float((K.double() - reference).abs().max() / reference.abs().max()) for K in (plain, summed)]
+    assert errors[1] < errors[0] < 1e-5
+    assert errors[1] < 5e-7
+
+
+def test_accumulation_in_a_smaller_type_is_refused(run, points):
+    with pytest.raises(ValueError, match=r"accumulate must be torch\.float64"):
+        epk.gram_block(run, points, points, accumulate=torch.float32)
+
+
+def test_a_checkpointed_block_is_the_block(run, points, tmp_path):
+    K = epk.gram_block(run, points, points, rule=RULE)
+    kept = epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "a")
+    torch.testing.assert_close(kept, K, rtol=1e-13, atol=1e-13)
+    again = epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "a")
+    assert torch.equal(again, kept)
+    per_class = gram_block_per_class(run, points, points, rule=RULE, checkpoint=tmp_path / "b")
+    torch.testing.assert_close(per_class, torch.einsum("ncmc->cnm", K), rtol=1e-13, atol=1e-13)
+
+
+class KilledError(Exception):
+    """What stands for a kill inside one process."""
+
+
+def test_a_computation_goes_on_where_it_was_stopped(run, points, tmp_path, monkeypatch):
+    whole = epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "whole")
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    save, saves = checkpoints.PartialSums.save, []
+
+    def counted(self, *args):
+        saves.append(args[0])
+        save(self, *args)
+        if len(saves) in (1, 3, 5):
+            raise KilledError
+
+    monkeypatch.setattr(checkpoints.PartialSums, "save", counted)
+    for _ in range(3):
+        with pytest.raises(KilledError):
+            epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "cut")
+    done = epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "cut")
+    assert torch.equal(done, whole)
+    assert len(saves) == 6  # three kinds of tiles, two blocks of steps each: none was computed twice
+
+
+def test_a_checkpoint_of_something_else_is_refused(run, points, tmp_path):
+    epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "a")
+    with pytest.raises(ValueError, match="of this very computation"):
+        epk.gram_block(run, points, points, rule=epk.midpoint(2), checkpoint=tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="new or empty folder"):
+        epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "b")
+    tile = next((tmp_path / "a").glob("*.safetensors"))
+    tile.write_bytes(tile.read_bytes()[:40])
+    with pytest.raises(ValueError, match="damaged"):
+        epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "a")
+
+
+SCRIPT = """
+    import sys, torch
+    import epk_gp as epk
+    from epk_gp.storage import partial_sums as checkpoint
+
+    torch.set_num_threads(1)
+    checkpoint.SECONDS = 0.0
+    torch.manual_seed(0)
+    X = torch.randn(60, 3, dtype=torch.float64)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3)).double()
+    run = epk.train(net, X, torch.arange(60) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=150)
+    both = epk.Points(X, torch.arange(60) < 30)
+    print("go", flush=True)
+    K = epk.gram_block(run, both, both, checkpoint=sys.argv[1])
+    torch.save(K, sys.argv[1] + ".pt")
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_and_the_same_call_again_give_the_same_bytes(tmp_path):
+    def start(name):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / name)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout.readline() == "go\n"
+        return process
+
+    with start("whole") as process:
+        assert process.wait() == 0
+    with start("cut") as process:
+        while not list((tmp_path / "cut").glob("*.safetensors")):
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not (tmp_path / "cut.pt").exists()
+    with start("cut") as process:
+        assert process.wait() == 0
+    assert torch.equal(torch.load(tmp_path / "cut.pt"), torch.load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9], ids=["plain", "momentum"])
+def test_an_attribution_goes_on_where_it_was_stopped(tmp_path, monkeypatch, momentum):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(12, 3, generator=generator, dtype=torch.float64)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=0.01 if momentum else 0.0)
+    run = epk.train(net, X, torch.arange(12) % 3, optimizer=optimizer, steps=6, batch_size=5)
+    x = X[:4] + 0.1
+    plain = epk.attribute(run, x)
+    whole = epk.attribute(run, x, checkpoint=tmp_path / "whole")
+    assert torch.equal(plain.samples, whole.samples)
+
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    save, saves = checkpoints.PartialSums.save, []
+
+    def counted(self, *args):
+        saves.append(args[2])
+        save(self, *args)
+        if len(saves) in (2, 5):
+            raise KilledError
+
+    monkeypatch.setattr(checkpoints.PartialSums, "save", counted)
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            epk.attribute(run, x, checkpoint=tmp_path / "cut")
+    done = epk.attribute(run, x, checkpoint=tmp_path / "cut")
+    assert saves == list(range(1, run.num_steps + 1))  # no step twice
+    for name in ("samples", "decay", "total", "max_residual", "evaluations"):
+        assert torch.equal(torch.as_tensor(getattr(done, name)), torch.as_tensor(getattr(whole, name))), name
+    again = epk.attribute(run, x, checkpoint=tmp_path / "cut")
+    assert torch.equal(again.samples, whole.samples)
+    with pytest.raises(ValueError, match="of this very computation"):
+        epk.attribute(run, x + 1, checkpoint=tmp_path / "cut")
+
+
+class SomeRows(nn.Module):
+    """A layer that only rows with a positive first entry see: a network's first plan can fail half-way."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.some, self.last = nn.Linear(4, 30), nn.Linear(30, 30), nn.Linear(30, 3)
+
+    def forward(self, x):
+        h, chosen = torch.tanh(self.first(x)), x[:, 0] > 0
+        if bool(chosen.all()):
+            return self.last(torch.tanh(self.some(h)))
+        return self.last(h.index_put((chosen.nonzero().squeeze(1),), torch.tanh(self.some(h[chosen]))))
+
+
+@pytest.fixture
+def routed():
+    generator = torch.Generator().manual_seed(0)
+    X, x = (torch.randn(n, 4, generator=generator, dtype=torch.float64) for n in (9, 40))
+    X[:, 0], x[:, 0] = X[:, 0].abs() + 0.1, x[:, 0].abs() + 0.1
+    x[-3:, 0] *= -1
+    torch.manual_seed(0)
+    net = SomeRows().double()
+    return epk.train(net, X, torch.arange(9) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.2), steps=3), x
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 4 << 20, 1 << 30])
+def test_a_second_plan_does_not_go_on_from_the_firsts_sums(routed, tmp_path, monkeypatch, budget):
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    run, x = routed
+    parts = epk.attribute(run, x, checkpoint=tmp_path / "a", memory_budget=budget)
+    assert parts.max_error < 1e-11
+    pair = epk.Points(x, is_train=False), epk.Points(run.inputs, is_train=True)
+    run.memo.clear()
+    kept = epk.gram_block(run, *pair, checkpoint=tmp_path / "b", memory_budget=budget)
+    torch.testing.assert_close(kept, epk.gram_block(run, *pair), rtol=1e-11, atol=1e-11)
+
+
+def test_several_splits_of_a_routing_network_are_made(routed):
+    run, x = routed
+    (parts,) = epk.attribute_many(run, x, [[epk.by_sample(run)]])
+    assert parts.max_error < 1e-11
+
+
+def test_other_groups_are_another_computation(run, tmp_path):
+    group = torch.zeros(run.num_points, dtype=torch.int64)
+    one, two = epk.Axis("sample", group, ("a",)), epk.Axis("sample", group, ("a", "b"))
+    epk.attribute_by(run, run.inputs[:2], [one], checkpoint=tmp_path / "a")
+    with pytest.raises(ValueError, match="of this very computation"):
+        epk.attribute_by(run, run.inputs[:2], [two], checkpoint=tmp_path / "a")
+
+
+def test_points_that_require_gradients_are_taken_for_their_values(run):
+    x = run.inputs[:3] + 0.1
+    parts = epk.attribute(run, x.clone().requires_grad_())
+    assert torch.equal(parts.samples, epk.attribute(run, x).samples)

@@ -1,0 +1,110 @@
+"""Imports point one way: core, storage, training; autodiff, quadrature, gram, kernel_machine; kernels, gp; the rest."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import epk_gp
+
+ROOT = Path(epk_gp.__file__).parent
+RANK = {
+    "core": 0,
+    "datasets": 0,
+    "provenance": 0,
+    "storage": 1,
+    "autodiff": 1,
+    "training": 2,
+    "quadrature": 2,
+    "gram": 3,
+    "kernel_machine": 4,
+    "kernels": 4,
+    "gp": 5,
+    "analysis": 6,
+    "classifier": 6,
+    "plots": 7,
+    "cli": 8,
+}
+FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(ROOT.rglob("*.py"))}
+MODULES = {name.removesuffix(".__init__"): file for name, file in FILES.items() if name != "__init__"}
+
+
+def imported_by(file):
+    """Name every module of the package that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno} imports relatively"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole.removeprefix("epk_gp.") in MODULES else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.removeprefix("epk_gp.") for name in found if name.split(".")[0] == "epk_gp"}
+
+
+def layer(module):
+    return module.split(".")[0]
+
+
+@pytest.fixture(params=MODULES.items(), ids=MODULES.keys())
+def module(request):
+    return request.param
+
+
+def test_every_module_has_a_layer(module):
+    assert layer(module[0]) in RANK
+
+
+def test_imports_point_from_later_layers_to_earlier_ones(module):
+    name, file = module
+    for other in imported_by(file) - {"epk_gp"}:  # the package itself: its version
+        inside, below = layer(other) == layer(name), RANK[layer(other)] < RANK[layer(name)]
+        assert inside or below, f"{name} imports {other}"
+
+
+def test_imports_stand_at_the_top_of_their_file(module):
+    """A function-local import of the package hides a cycle."""
+    _, file = module
+    tree = ast.parse(file.read_text())
+    at_top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in at_top:
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not any(name.split(".")[0] == "epk_gp" for name in names), f"{file}:{node.lineno}"
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    graph = {name: imported_by(file) & MODULES.keys() for name, file in MODULES.items()}
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"circle: {error.args[1]}")
+
+
+def test_the_command_line_and_plots_are_not_part_of_importing_the_package():
+    assert not {layer(name) for name in imported_by(FILES["__init__"])} & {"cli", "plots"}
+
+
+def test_the_package_names_what_it_exports():
+    assert sorted(set(epk_gp.__all__)) == sorted(epk_gp.__all__)
+    for name in epk_gp.__all__:
+        assert hasattr(epk_gp, name)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from epk_gp.gp.models import LogitGP", {"gp.models"}),
+        ("from epk_gp.storage import schema", {"storage.schema"}),
+        ("def f():\n    import epk_gp.cli", {"cli"}),
+        ("import torch\nfrom torch import Tensor", set()),
+        ("from epk_gp import __version__", {"epk_gp"}),
+    ],
+)
+def test_the_reader_of_imports_sees_every_form(tmp_path, source, names):
+    """The control."""
+    file = tmp_path / "module.py"
+    file.write_text(source)
+    assert imported_by(file) == names

@@ -1,0 +1,76 @@
+"""Recording in float32: no false alarm, and what is small but wrong is still found."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.003, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+
+
+def problem(kind):
+    torch.manual_seed(0)
+    if kind == "cnn":
+        layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 3)), torch.randn(60, 1, 8, 8)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3)), torch.randn(60, 6)
+
+
+def loop(optimizer, kind, steps, change=lambda net: None, batch_size=16):
+    net, X = problem(kind)
+    y = torch.arange(len(X)) % 3
+    made = optimizer(net.parameters())
+    with epk.Recorder(net, made, X, y) as recorder:
+        for _ in range(steps):
+            batch = torch.randperm(len(X))[:batch_size]
+            made.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            change(net)
+            recorder.batch(batch)
+            made.step()
+    return recorder.trajectory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_long_run_that_learns_its_data_by_heart_is_no_false_alarm(optimizer, kind):
+    """Where the loss is nearly 0, gradients are sums that cancel."""
+    assert loop(optimizer, kind, 250).num_steps == 250
+
+
+def scaled(factor):
+    def change(net):
+        for p in net.parameters():
+            p.grad.mul_(factor)
+
+    return change
+
+
+def decayed(rate):
+    def change(net):
+        for p in net.parameters():
+            p.grad.add_(p.detach(), alpha=rate)
+
+    return change
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+@pytest.mark.parametrize(
+    "change",
+    [scaled(0.9998), scaled(1.0002), decayed(1e-4), decayed(2e-5)],
+    ids=["less", "more", "decay", "small_decay"],
+)
+def test_a_small_change_of_the_gradients_is_found(change, kind):
+    with pytest.raises(epk.StepMismatchError, match=r"step \d+: the change of the weights must be SGD's step"):
+        loop(OPTIMIZERS["sgd"], kind, 20, change)

@@ -1,0 +1,136 @@
+"""Batches that say which rows they hold, from a DataLoader and under Lightning."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import epk_gp as epk
+
+M, C = 24, 3
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(M, 4, dtype=torch.float64, generator=generator), torch.arange(M) % C
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, C)).double()
+
+
+def test_batches_of_a_shuffled_loader_say_their_rows(data):
+    X, y = data
+    loader = DataLoader(epk.IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
+    seen = []
+    for indices, (inputs, labels) in loader:
+        assert torch.equal(inputs, X[indices])
+        assert torch.equal(labels, y[indices])
+        seen.append(indices)
+    assert torch.equal(torch.cat(seen).sort().values, torch.arange(M))
+    assert epk.IndexedDataset(TensorDataset(X, y))[-1][0] == M - 1
+
+
+def test_a_recorded_loader_run_is_exact(data, net):
+    X, y = data
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
+    loader = DataLoader(epk.IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for _ in range(3):
+            for indices, (inputs, labels) in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(net(inputs), labels).backward()
+                recorder.batch(indices)
+                optimizer.step()
+    assert recorder.num_steps == 9  # 10, 10 and 4 rows, three times
+    parts = epk.attribute(recorder.trajectory, X[:5] + 0.1)
+    assert float((parts.total - parts.network).abs().max()) < 1e-12
+
+
+def test_augmentation_hidden_in_the_dataset_is_found(data, net):
+    X, y = data
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    loader = DataLoader(epk.IndexedDataset(TensorDataset(X + 0.01, y)), batch_size=10)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        indices, (inputs, labels) = next(iter(loader))
+        F.cross_entropy(net(inputs), labels).backward()
+        recorder.batch(indices)
+        with pytest.raises(epk.StepMismatchError, match="step 0"):
+            optimizer.step()
+
+
+def test_a_dataset_without_numbers_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield 1
+
+    with pytest.raises(TypeError, match="items by number: got Stream"):
+        epk.IndexedDataset(Stream())
+
+
+@pytest.fixture
+def lightning():
+    return pytest.importorskip("pytorch_lightning", reason="needs the extra 'lightning'")
+
+
+def module_of(lightning, net, make_optimizer, scale=1.0):
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, number):
+            _, (inputs, labels) = batch
+            return scale * F.cross_entropy(self.net(inputs), labels)
+
+        def configure_optimizers(self):
+            return make_optimizer(self.net.parameters())
+
+    return Module()
+
+
+def trainer_of(lightning, callback, **options):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet["enable_model_summary"] = False
+    return lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback], **quiet, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default:::pytorch_lightning", "default:::lightning_fabric", "default::FutureWarning")
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 6), ({"gradient_clip_val": 0.05}, 6), ({"accumulate_grad_batches": 2}, 4)],
+    ids=["plain", "clipped", "accumulated"],
+)
+def test_a_lightning_run_is_exact(lightning, data, net, options, steps, tmp_path):
+    from epk_gp.training.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
+
+    X, y = data
+    callback = RecorderCallback(net, X, y, path=tmp_path / "run")
+    loader = DataLoader(epk.IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
+    module = module_of(lightning, net, lambda p: torch.optim.Adam(p, lr=0.01))
+    with pytest.raises(RuntimeError, match="training has not started"):
+        _ = callback.trajectory
+    trainer_of(lightning, callback, **options).fit(module, loader)
+    assert callback.trajectory.num_steps == steps
+    loaded = epk.load_trajectory(tmp_path / "run", net)
+    parts = epk.attribute(loaded, X[:5] + 0.1)
+    assert float((parts.total - parts.network).abs().max()) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default:::pytorch_lightning", "default:::lightning_fabric", "default::FutureWarning")
+def test_another_loss_under_lightning_is_found(lightning, data, net, tmp_path):
+    from epk_gp.training.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
+
+    X, y = data
+    callback = RecorderCallback(net, X, y)
+    loader = DataLoader(epk.IndexedDataset(TensorDataset(X, y)), batch_size=10)
+    module = module_of(lightning, net, lambda p: torch.optim.SGD(p, lr=0.1), scale=2.0)
+    with pytest.raises(epk.StepMismatchError, match="step 0"):
+        trainer_of(lightning, callback).fit(module, loader)
+    assert callback.trajectory.num_steps == 0
