@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 import epk_gp as epk
-from epk_gp.core.model import Head
+from epk_gp.core.head import Head
 from epk_gp.plots import PALETTE, error_against_evaluations
 from harness import Experiment, main
 from problems import Images, record_images

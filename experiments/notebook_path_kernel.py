@@ -149,7 +149,7 @@ def _mean_output_slope(
     trajectory: epk.Trajectory, weights: dict[str, Tensor], direction: dict[str, Tensor], X: Tensor
 ) -> Tensor:
     def mean_output(w: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(trajectory.skeleton.module, w, (X,)).mean(1)
+        return trajectory.model.evaluate(w, X).mean(1)
 
     return torch.func.jvp(mean_output, (weights,), (direction,))[1]
 

@@ -2,13 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 import epk_gp as epk
 
 
 def output(trajectory: epk.Trajectory, weights: dict[str, Tensor], x: Tensor, head: str) -> Tensor:
-    z = functional_call(trajectory.skeleton.module, weights, (x[None],))[0]
+    z = trajectory.model.evaluate(weights, x[None])[0]
     return torch.log_softmax(z, dim=0) if head == "log_softmax" else z
 
 

@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.model import Head, Skeleton, apply_head, call, unflatten, validate_head
-from epk_gp.core.trajectory import Trajectory, compute_dtype, flat_weights, skeleton_for, validate_inputs
+from epk_gp.core.head import Head, apply_head, validate_head
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
 
 _BLOCK = 8  # points that share a forward pass: each pays a backward pass through all of them
 
@@ -82,18 +83,18 @@ def gradient_alignment(
         raise ValueError(f"places must lie in [0, 1]: got {list(places)}.")
     if not 0 <= int(outputs.min()) <= int(outputs.max()) < C:
         raise ValueError(f"outputs must lie in 0..{C - 1}: got {int(outputs.min())}..{int(outputs.max())}.")
-    skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
-    tangent = output_gradients(skeleton, flat_weights(trajectory, tangent_state % (S + 1), X), X, outputs, head)
+    model = trajectory.model_for(X)
+    tangent = output_gradients(model, flat_weights(trajectory, tangent_state % (S + 1), X), X, outputs, head)
     # Filled in place: small results that are kept between large temporaries would fragment the memory.
     angles = X.new_empty(5, len(X), len(steps), len(places))
     for i, s in enumerate(steps):
         start, end = flat_weights(trajectory, s, X), flat_weights(trajectory, s + 1, X)
         step = (end - start)[None]
-        discrete = output_gradients(skeleton, start, X, outputs, head)
+        discrete = output_gradients(model, start, X, outputs, head)
         angles[1, :, i] = angle(discrete, step)[:, None]
         angles[2, :, i] = angle(tangent, step)[:, None]
         for q, t in enumerate(places):
-            exact = output_gradients(skeleton, start + t * (end - start), X, outputs, head)
+            exact = output_gradients(model, start + t * (end - start), X, outputs, head)
             angles[0, :, i, q] = angle(exact, step)
             angles[3, :, i, q] = angle(exact, discrete)
             angles[4, :, i, q] = angle(exact, tangent)
@@ -115,18 +116,18 @@ def angle(u: Float[Tensor, "*n P"], v: Float[Tensor, "*m P"]) -> Float[Tensor, "
 
 
 def output_gradients(
-    skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "n ..."], outputs: Int64[Tensor, " n"], head: Head
+    model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "n ..."], outputs: Int64[Tensor, " n"], head: Head
 ) -> Float[Tensor, "n P"]:
     """Write out the gradient of one output per point, in the order of the flat weights."""
     blocks = zip(X.split(_BLOCK), outputs.split(_BLOCK), strict=True)
-    return torch.cat([_block_gradients(skeleton, w, x, chosen, head) for x, chosen in blocks])
+    return torch.cat([_block_gradients(model, w, x, chosen, head) for x, chosen in blocks])
 
 
-def _block_gradients(skeleton: Skeleton, w: Tensor, X: Tensor, outputs: Tensor, head: Head) -> Tensor:
+def _block_gradients(model: FunctionalModel, w: Tensor, X: Tensor, outputs: Tensor, head: Head) -> Tensor:
     with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, w).items()}
-        f = apply_head(call(skeleton, leaves, X), head).gather(1, outputs[:, None].to(X.device))[:, 0]
-        ordered = [leaves[name] for name in skeleton.names]
+        leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
+        f = apply_head(model(leaves, X), head).gather(1, outputs[:, None].to(X.device))[:, 0]
+        ordered = [leaves[name] for name in model.names]
         rows = [
             torch.autograd.grad(value, ordered, retain_graph=True, allow_unused=True, materialize_grads=True)
             for value in f

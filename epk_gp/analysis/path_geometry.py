@@ -9,8 +9,7 @@ from torch import Tensor
 from epk_gp.analysis.alignment import angle
 from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.losses import CrossEntropy, per_sample_losses, sample_weights
-from epk_gp.core.model import call, unflatten
-from epk_gp.core.trajectory import Trajectory, flat_weights, skeleton_for, validate_inputs
+from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +76,7 @@ def line_profile(
         raise ValueError(f"a line profile needs a run with cross entropy: got {trajectory.loss}.")
     if size < 2:
         raise ValueError(f"a line needs at least 2 places: got {size}.")
-    skeleton = skeleton_for(trajectory, X.dtype, X.device)
+    model = trajectory.model_for(X)
     w, end = (flat_weights(trajectory, s, X) for s in (0, trajectory.num_steps))
     length = float((end - w).norm())
     mean = CrossEntropy()
@@ -85,9 +84,9 @@ def line_profile(
     for t in torch.linspace(0, 1, size, dtype=w.dtype, device=w.device):
         here = w + t * (end - w)
         with torch.no_grad():
-            z = torch.cat([call(skeleton, unflatten(skeleton, here), part) for part in X.split(1024)])
+            z = torch.cat([model(model.unflatten(here), part) for part in X.split(1024)])
         accuracy = (z.argmax(1) == labels).to(w).mean()
-        slope = batch_gradient(skeleton, here, X, labels, mean, sample_weights(mean, labels)) @ (end - w) / length
+        slope = batch_gradient(model, here, X, labels, mean, sample_weights(mean, labels)) @ (end - w) / length
         rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), here.norm(), slope]))
     places, accuracy, loss, norm, slopes = torch.stack(rows, dim=1)
     return LineProfile(places, accuracy, loss, norm, slopes, length)

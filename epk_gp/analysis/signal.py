@@ -6,9 +6,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.analysis.alignment import output_gradients
+from epk_gp.core.head import Head, validate_head
 from epk_gp.core.losses import per_sample_losses
-from epk_gp.core.model import Head, Skeleton, call, unflatten, validate_head
-from epk_gp.core.trajectory import Trajectory, batch_of, compute_dtype, flat_weights, skeleton_for, validate_inputs
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights, validate_inputs
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
 
@@ -52,17 +53,17 @@ def input_gradients(
     validate_vanilla_gd(trajectory, "input gradients")
     if not 0 <= output < trajectory.num_outputs:
         raise ValueError(f"output must lie in 0..{trajectory.num_outputs - 1}: got {output}.")
-    skeleton = skeleton_for(trajectory, compute_dtype(trajectory, x), x.device)
+    model = trajectory.model_for(x)
     chosen = torch.tensor([output], device=x.device)
     total = torch.zeros_like(trajectory.inputs.to(x))
     for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
         w, end = (flat_weights(trajectory, s, x) for s in (step.index, step.index + 1))
         direction = torch.zeros_like(w)
         for t, weight in rule:
-            direction += weight * output_gradients(skeleton, w + t * (end - w), x, chosen, head)[0]
+            direction += weight * output_gradients(model, w + t * (end - w), x, chosen, head)[0]
         X, y, c = batch_of(trajectory, step, w)
         rows = torch.arange(len(X)) if step.batch is None else step.batch
-        slopes = _slope_gradients(trajectory, skeleton, w, direction, X, y)
+        slopes = _slope_gradients(trajectory, model, w, direction, X, y)
         weights = c.view(-1, *[1] * (slopes.ndim - 1))
         total.index_add_(0, rows.to(x.device), weights * slopes, alpha=-vanilla_lr(trajectory, step))
     return total.flatten(1)
@@ -75,14 +76,14 @@ def signal_energies(gradients: Float[Tensor, "M D"]) -> Float[Tensor, " k"]:
 
 
 def _slope_gradients(
-    trajectory: Trajectory, skeleton: Skeleton, w: Tensor, v: Tensor, X: Tensor, y: Int64[Tensor, " B"] | Tensor
+    trajectory: Trajectory, model: FunctionalModel, w: Tensor, v: Tensor, X: Tensor, y: Int64[Tensor, " B"] | Tensor
 ) -> Tensor:
     """Differentiate <v, grad_w loss_i> with respect to x_i, for all points at once: no point feels another."""
     with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, w).items()}
+        leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
         inputs = X.detach().requires_grad_()
-        losses = per_sample_losses(trajectory.loss, call(skeleton, leaves, inputs), y).sum()
-        ordered = [leaves[name] for name in skeleton.names]
+        losses = per_sample_losses(trajectory.loss, model(leaves, inputs), y).sum()
+        ordered = [leaves[name] for name in model.names]
         found = torch.autograd.grad(losses, ordered, create_graph=True, allow_unused=True, materialize_grads=True)
         slope = torch.cat([g.reshape(-1) for g in found]) @ v
         (gradient,) = torch.autograd.grad(slope, inputs, allow_unused=True, materialize_grads=True)

@@ -7,11 +7,13 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Shaped
 from torch import Tensor
-from torch.func import functional_call, jacrev, jvp, vmap
+from torch.func import jacrev, jvp, vmap
 
 from epk_gp.autodiff.interception import InterpolatedWeights, disable_fused_attention
-from epk_gp.autodiff.plan import Plan, rows_at_a_time
-from epk_gp.core.model import Head, Skeleton, apply_head, call, unflatten
+from epk_gp.autodiff.plan import rows_at_a_time
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.head import Head, apply_head
+from epk_gp.core.model import FunctionalModel
 
 _FEW_PLACES = 8
 _COPIES = 8  # of a forward pass: values, tangents, and both along the direction
@@ -22,7 +24,7 @@ class Line:
     """f along w + t d, t in [0, 1].
 
     Attributes:
-        skeleton: The network, in the computation's dtype.
+        model: The network, in the computation's dtype.
         plan: How to differentiate it.
         w: Flat weights at t = 0, (P,).
         d: Flat direction, (P,).
@@ -30,8 +32,8 @@ class Line:
         memory_budget: Bytes that an evaluation may use; blocks of rows follow from it.
     """
 
-    skeleton: Skeleton
-    plan: Plan
+    model: FunctionalModel
+    plan: DifferentiationPlan
     w: Float[Tensor, " P"]
     d: Float[Tensor, " P"]
     head: Head
@@ -53,7 +55,7 @@ def directional_derivatives(
 def block_rows(line: Line) -> int:
     """Count the rows that are evaluated at a time."""
     elements = line.memory_budget // (_COPIES * line.w.element_size())
-    return max(1, min(elements // line.plan.elements, rows_at_a_time(line.plan)))
+    return max(1, min(elements // line.plan.activations_per_sample, rows_at_a_time(line.plan)))
 
 
 def _in_blocks(line: Line, X: Tensor, t: Tensor, *, slopes_too: bool) -> tuple[Tensor, Tensor]:
@@ -64,10 +66,10 @@ def _in_blocks(line: Line, X: Tensor, t: Tensor, *, slopes_too: bool) -> tuple[T
 
 
 def _block(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    if line.plan.on_line and (line.plan.forward_mode or not slopes_too):
+    if line.plan.supports_interpolation and (line.plan.supports_jvp or not slopes_too):
         return _shared_products(line, X, t, slopes_too)
     places, where = t.unique(return_inverse=True)
-    if line.plan.mapped and len(places) > _FEW_PLACES:
+    if line.plan.supports_vmap and len(places) > _FEW_PLACES:
         return _mapped(line, X, t, slopes_too)
     f = [t.new_zeros(0)] * len(places)
     slope = list(f)
@@ -79,56 +81,56 @@ def _block(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, 
 
 
 def _shared_products(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    weights, direction = unflatten(line.skeleton, line.w), unflatten(line.skeleton, line.d)
+    weights, direction = line.model.unflatten(line.w), line.model.unflatten(line.d)
     if not slopes_too:
         with InterpolatedWeights(weights, direction, t):
-            f = apply_head(call(line.skeleton, weights, X), line.head)
+            f = apply_head(line.model(weights, X), line.head)
         return f, f
     with fwAD.dual_level():
         with InterpolatedWeights(weights, direction, fwAD.make_dual(t, torch.ones_like(t))):
-            z = call(line.skeleton, weights, X)
+            z = line.model(weights, X)
         f, slope = fwAD.unpack_dual(apply_head(z, line.head))
     return f, torch.zeros_like(f) if slope is None else slope
 
 
 def _mapped(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    w, d = unflatten(line.skeleton, line.w), unflatten(line.skeleton, line.d)
+    w, d = line.model.unflatten(line.w), line.model.unflatten(line.d)
 
     def outputs(u: Tensor, x: Tensor) -> Tensor:
         here = {name: w[name] + u * d[name] for name in w}
-        z: Tensor = functional_call(line.skeleton.module, here, (x.unsqueeze(0),)).squeeze(0)
+        z: Tensor = line.model.evaluate(here, x.unsqueeze(0)).squeeze(0)
         return apply_head(z, line.head)
 
     def both(x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         if not slopes_too:
             f = outputs(u, x)
             return f, f
-        if line.plan.forward_mode:
+        if line.plan.supports_jvp:
             pair = jvp(lambda v: outputs(v, x), (u,), (torch.ones_like(u),))
             return pair[0], pair[1]
         return outputs(u, x), jacrev(outputs)(u, x)
 
-    f, slope = vmap(both, chunk_size=line.plan.map_chunk)(X, t)
+    f, slope = vmap(both, chunk_size=line.plan.vmap_chunk_size)(X, t)
     return f, slope
 
 
 def _at_one_place(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    here = unflatten(line.skeleton, line.w + t * line.d)
+    here = line.model.unflatten(line.w + t * line.d)
     if not slopes_too:
-        f = apply_head(call(line.skeleton, here, X), line.head)
+        f = apply_head(line.model(here, X), line.head)
         return f, f
-    direction = unflatten(line.skeleton, line.d)
-    if line.plan.forward_mode:
+    direction = line.model.unflatten(line.d)
+    if line.plan.supports_jvp:
         with fwAD.dual_level():
             duals = {name: fwAD.make_dual(value, direction[name]) for name, value in here.items()}
-            f, slope = fwAD.unpack_dual(apply_head(call(line.skeleton, duals, X), line.head))
+            f, slope = fwAD.unpack_dual(apply_head(line.model(duals, X), line.head))
         return f, torch.zeros_like(f) if slope is None else slope
-    if not line.plan.twice:
-        rows = [jvp_per_sample(line.skeleton, here, direction, x, line.head) for x in X.split(1)]
+    if not line.plan.supports_double_backward:
+        rows = [jvp_per_sample(line.model, here, direction, x, line.head) for x in X.split(1)]
         return torch.cat([f for f, _ in rows]), torch.cat([slope for _, slope in rows])
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in here.items()}
-        f = apply_head(call(line.skeleton, leaves, X), line.head)
+        f = apply_head(line.model(leaves, X), line.head)
         return f.detach(), jvp_via_double_vjp(f, leaves, direction)
 
 
@@ -146,7 +148,7 @@ def jvp_via_double_vjp(
 
 
 def jvp_per_sample(
-    skeleton: Skeleton,
+    model: FunctionalModel,
     weights: Mapping[str, Tensor],
     direction: Mapping[str, Tensor],
     x: Shaped[Tensor, "1 ..."],
@@ -155,7 +157,7 @@ def jvp_per_sample(
     """Compute f and J d at one input by one backward pass per output: works wherever training does."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
-        f = apply_head(call(skeleton, leaves, x), head)
+        f = apply_head(model(leaves, x), head)
         directional_derivatives = []
         for value in f[0]:
             pulled = torch.autograd.grad(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
 from epk_gp.autodiff.interception import (
     LINEAR,
@@ -26,7 +26,7 @@ from epk_gp.autodiff.interception import (
     disable_fused_attention,
 )
 from epk_gp.autodiff.layer_io import Layer
-from epk_gp.autodiff.plan import Plan, cotangents_at_a_time, grads_of_calls, rows_at_a_time
+from epk_gp.autodiff.plan import cotangents_at_a_time, grads_of_calls, rows_at_a_time
 from epk_gp.autodiff.representations import (
     ContractionCost,
     DenseJacobian,
@@ -36,7 +36,8 @@ from epk_gp.autodiff.representations import (
     joined,
     rows_of,
 )
-from epk_gp.core.model import Skeleton, call, unflatten, unflatten_rows
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.model import FunctionalModel
 
 Cotangents = Callable[[Tensor], Tensor]
 _TOGETHER = 8, 256  # fewer weights at a time gain nothing; more gain nothing more
@@ -60,8 +61,8 @@ class WeightLocation:
 
 
 def gradients(
-    skeleton: Skeleton,
-    plan: Plan,
+    model: FunctionalModel,
+    plan: DifferentiationPlan,
     place: WeightLocation,
     X: Shaped[Tensor, "E ..."],
     cotangents: Cotangents,
@@ -74,7 +75,7 @@ def gradients(
     """Compute the features of E inputs.
 
     Args:
-        skeleton: The network, in the computation's dtype.
+        model: The network, in the computation's dtype.
         plan: How its weights are used.
         place: The weights.
         X: E inputs.
@@ -88,21 +89,21 @@ def gradients(
     Returns:
         One feature per layer, always in the same order.
     """
-    weights = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, place.w).items()}
-    if place.t is not None and not (form.dense or plan.on_line):
+    weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(place.w).items()}
+    if place.t is not None and not (form.dense or plan.supports_interpolation):
         raise ValueError("rows at different places need a network that can be evaluated on a line, or the dense form.")
     if form.dense:
         with torch.set_grad_enabled(create_graph), disable_fused_attention():
-            seeds = cotangents(_logits_anywhere(skeleton, plan, place, X))
-        return [dense_jacobian(skeleton, plan, skeleton.names, place, X, seeds, create_graph=create_graph)]
+            seeds = cotangents(_logits_anywhere(model, plan, place, X))
+        return [dense_jacobian(model, plan, model.names, place, X, seeds, create_graph=create_graph)]
     with torch.enable_grad(), disable_fused_attention():
-        tape = LayerIORecorder(weights, plan.biases, len(X), keep_graph=create_graph)
-        with _line(skeleton, weights, place), tape:
-            z = call(skeleton, weights, X)
+        tape = LayerIORecorder(weights, plan.bias_of, len(X), keep_graph=create_graph)
+        with _line(model, weights, place), tape:
+            z = model(weights, X)
         seeds = cotangents(z if create_graph else z.detach())
         layers = [
             _layer(name, bias, tape.calls, weights[name].shape, z, seeds, form, fixed_seed=fixed_seed, head=head)
-            for name, bias in plan.biases.items()
+            for name, bias in plan.bias_of.items()
         ]
         plain = place.t is None and place.each is None and not create_graph
         calls, top, down, known = tape.calls, z, seeds, list[Tensor]()
@@ -114,14 +115,14 @@ def gradients(
             part = slice(start, start + at_once)
             final = part.stop >= len(seeds)
             deltas = grads_of_calls(
-                top, calls, down[part], batched=plan.batched, final=final, create_graph=create_graph
+                top, calls, down[part], batched=plan.supports_batched_vjp, final=final, create_graph=create_graph
             )
             for layer in layers:
                 if isinstance(layer, Layer):
                     layer.take([*deltas, *(delta[part] for delta in known)])
     found = [layer.feature() if isinstance(layer, Layer) else layer for layer in layers]
-    if plan.dense:
-        found.append(dense_jacobian(skeleton, plan, plan.dense, place, X, seeds, create_graph=create_graph))
+    if plan.dense_params:
+        found.append(dense_jacobian(model, plan, plan.dense_params, place, X, seeds, create_graph=create_graph))
     return found
 
 
@@ -139,23 +140,28 @@ def cotangents_before_last_linear(weight: Tensor, seeds: Tensor, z: Tensor, head
 
 
 def layer_jacobians_blocked(
-    skeleton: Skeleton, plan: Plan, place: WeightLocation, X: Shaped[Tensor, "E ..."], head: str, form: ContractionCost
+    model: FunctionalModel,
+    plan: DifferentiationPlan,
+    place: WeightLocation,
+    X: Shaped[Tensor, "E ..."],
+    head: str,
+    form: ContractionCost,
 ) -> list[Feature]:
     """Compute the features of all outputs of E inputs, as many at a time as the caches like."""
-    rows = rows_at_a_time(plan, place.w.dtype, plan.outputs)
+    rows = rows_at_a_time(plan, place.w.dtype, plan.num_outputs)
     blocks = torch.arange(len(X), device=X.device).split(rows)
     found = []
     for part in blocks:
         here = place if place.t is None else replace(place, t=place.t[part])
         x = X if len(blocks) == 1 else X[part]
         fixed = head == "logits"
-        found.append(gradients(skeleton, plan, here, x, head_cotangents(head), form, fixed_seed=fixed, head=head))
+        found.append(gradients(model, plan, here, x, head_cotangents(head), form, fixed_seed=fixed, head=head))
     return found[0] if len(found) == 1 else [joined(layer) for layer in zip(*found, strict=True)]
 
 
 def layer_jacobians_at_weights(
-    skeleton: Skeleton,
-    plan: Plan,
+    model: FunctionalModel,
+    plan: DifferentiationPlan,
     weights: Iterable[Float[Tensor, " P"]],
     X: Shaped[Tensor, "n ..."],
     head: str,
@@ -170,7 +176,7 @@ def layer_jacobians_at_weights(
     for 512; a 784-128-10 network loses from 512 points on.
 
     Args:
-        skeleton: The network, in the computation's dtype.
+        model: The network, in the computation's dtype.
         plan: How its weights are used.
         weights: Flat weights, one after the other.
         X: n inputs.
@@ -179,17 +185,19 @@ def layer_jacobians_at_weights(
         dtype: Of the computation.
         memory: Bytes that may be used for doing several together.
     """
-    broadcast_to_params = 4 * dtype.itemsize * (skeleton.num_weights + len(X) * plan.elements * (plan.outputs + 2))
-    fitting = min(rows_at_a_time(plan, dtype, plan.outputs) // len(X), memory // broadcast_to_params, _TOGETHER[1])
-    together = plan.stacked and not form.dense and fitting >= _TOGETHER[0]
+    broadcast_to_params = (
+        4 * dtype.itemsize * (model.num_weights + len(X) * plan.activations_per_sample * (plan.num_outputs + 2))
+    )
+    fitting = min(rows_at_a_time(plan, dtype, plan.num_outputs) // len(X), memory // broadcast_to_params, _TOGETHER[1])
+    together = plan.supports_stacking and not form.dense and fitting >= _TOGETHER[0]
     weights, at_once = iter(weights), fitting if together else 1
     while some := list(islice(weights, at_once)):
         if len(some) == 1:
-            yield layer_jacobians_blocked(skeleton, plan, WeightLocation(some[0]), X, head, form)
+            yield layer_jacobians_blocked(model, plan, WeightLocation(some[0]), X, head, form)
             continue
         rows, place = X.repeat(len(some), *[1] * (X.ndim - 1)), WeightLocation(some[0], each=torch.stack(some))
         fixed = head == "logits"
-        layers = gradients(skeleton, plan, place, rows, head_cotangents(head), form, fixed_seed=fixed, head=head)
+        layers = gradients(model, plan, place, rows, head_cotangents(head), form, fixed_seed=fixed, head=head)
         for start in range(0, len(rows), len(X)):
             yield [rows_of(feature, slice(start, start + len(X))) for feature in layers]
 
@@ -205,8 +213,8 @@ def head_cotangents(head: str) -> Cotangents:
 
 
 def dense_jacobian(
-    skeleton: Skeleton,
-    plan: Plan,
+    model: FunctionalModel,
+    plan: DifferentiationPlan,
     names: tuple[str, ...],
     place: WeightLocation,
     X: Shaped[Tensor, "E ..."],
@@ -215,15 +223,15 @@ def dense_jacobian(
     create_graph: bool = False,
 ) -> DenseJacobian:
     """Differentiate with respect to the named weights, sample by sample: for whatever is not a plain layer."""
-    w = unflatten(skeleton, place.w)
-    d = None if place.d is None else unflatten(skeleton, place.d)
+    w = model.unflatten(place.w)
+    d = None if place.d is None else model.unflatten(place.d)
 
     def pulled_back(x: Tensor, seed: Tensor, t: Tensor) -> Tensor:
         here = w if d is None else {name: w[name] + t * d[name] for name in w}
         others = {name: value for name, value in here.items() if name not in names}
 
         def outputs(inner: Mapping[str, Tensor]) -> Any:
-            return functional_call(skeleton.module, {**others, **inner}, (x.unsqueeze(0),)).squeeze(0)
+            return model.evaluate({**others, **inner}, x.unsqueeze(0)).squeeze(0)
 
         pull = vjp(outputs, {name: here[name] for name in names})[1]
         (columns,) = vmap(pull)(seed)
@@ -231,14 +239,14 @@ def dense_jacobian(
 
     t = torch.zeros(len(X), dtype=place.w.dtype, device=X.device) if place.t is None else place.t
     with disable_fused_attention():
-        if plan.mapped:
-            rows = vmap(pulled_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=plan.map_chunk)(X, seeds, t)
+        if plan.supports_vmap:
+            rows = vmap(pulled_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=plan.vmap_chunk_size)(X, seeds, t)
             return DenseJacobian(rows if create_graph else rows.detach())
-        return DenseJacobian(_looped_jacobian(skeleton, names, w, d, X, seeds, t, create_graph=create_graph))
+        return DenseJacobian(_looped_jacobian(model, names, w, d, X, seeds, t, create_graph=create_graph))
 
 
 def _looped_jacobian(
-    skeleton: Skeleton,
+    model: FunctionalModel,
     names: tuple[str, ...],
     w: dict[str, Tensor],
     d: dict[str, Tensor] | None,
@@ -252,7 +260,7 @@ def _looped_jacobian(
     for e in range(len(X)):
         here = {name: (w[name] if d is None else w[name] + t[e] * d[name]).detach().requires_grad_() for name in w}
         with torch.enable_grad():
-            z = call(skeleton, here, X[e : e + 1])
+            z = model(here, X[e : e + 1])
             leaves = [here[name] for name in names]
             per_output = [
                 torch.autograd.grad(
@@ -270,22 +278,24 @@ def _looped_jacobian(
     return torch.stack(rows, dim=1)
 
 
-def _line(skeleton: Skeleton, weights: Mapping[str, Tensor], place: WeightLocation) -> AbstractContextManager[object]:
+def _line(
+    model: FunctionalModel, weights: Mapping[str, Tensor], place: WeightLocation
+) -> AbstractContextManager[object]:
     if place.each is not None:
-        return StackedWeights(weights, unflatten_rows(skeleton, place.each.detach().requires_grad_()))
+        return StackedWeights(weights, model.unflatten_rows(place.each.detach().requires_grad_()))
     if place.t is None or place.d is None:
         return nullcontext()
-    return InterpolatedWeights(weights, unflatten(skeleton, place.d), place.t)
+    return InterpolatedWeights(weights, model.unflatten(place.d), place.t)
 
 
-def _logits_anywhere(skeleton: Skeleton, plan: Plan, place: WeightLocation, X: Tensor) -> Tensor:
-    weights = unflatten(skeleton, place.w)
-    if place.t is None or place.d is None or plan.on_line:
-        with _line(skeleton, weights, place):
-            return call(skeleton, weights, X)
-    direction = unflatten(skeleton, place.d)
+def _logits_anywhere(model: FunctionalModel, plan: DifferentiationPlan, place: WeightLocation, X: Tensor) -> Tensor:
+    weights = model.unflatten(place.w)
+    if place.t is None or place.d is None or plan.supports_interpolation:
+        with _line(model, weights, place):
+            return model(weights, X)
+    direction = model.unflatten(place.d)
     moved = ({name: w + t * direction[name] for name, w in weights.items()} for t in place.t)
-    return torch.cat([call(skeleton, here, X[e : e + 1]) for e, here in enumerate(moved)])
+    return torch.cat([model(here, X[e : e + 1]) for e, here in enumerate(moved)])
 
 
 def _layer(

@@ -1,54 +1,20 @@
 """How to differentiate a network: which weights are layers', which are not, and which of torch's ways work on it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.interception import LayerIO
-from epk_gp.core.model import Skeleton
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.model import FunctionalModel
 
 _BYTES_AT_A_TIME = 48 << 20
 _PASS_BYTES = 1 << 20  # of a forward pass, from which one cotangent is worth a backward pass of its own
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How to differentiate a network.
-
-    Attributes:
-        biases: Weights of layers (`modes.LAYERS`), each with the trained bias that always goes with it, if any.
-        dense: All other weights.
-        on_line: Rows at different places on a line share two calls per layer (`modes.InterpolatedWeights`).
-        stacked: Equal parts of the rows can have weights of their own (`modes.StackedWeights`).
-        forward_mode: Forward-mode derivatives work.
-        twice: Reverse mode can be differentiated once more.
-        batched: Gradients for several cotangents at once work.
-        by_output: They cost more than one after the other: the network calls convolutions, which torch batches by loops
-            and copies.
-        mapped: `torch.func.vmap` over samples works.
-        map_chunk: Samples that it takes at a time.
-        elements: Numbers that a forward pass makes per sample.
-        outputs: C.
-    """
-
-    biases: dict[str, str | None]
-    dense: tuple[str, ...]
-    on_line: bool
-    stacked: bool
-    forward_mode: bool
-    twice: bool
-    batched: bool
-    by_output: bool
-    mapped: bool
-    map_chunk: int
-    elements: int
-    outputs: int
-
-
-def rows_at_a_time(plan: Plan, dtype: torch.dtype = torch.float64, cotangents: int = 1) -> int:
+def rows_at_a_time(plan: DifferentiationPlan, dtype: torch.dtype = torch.float64, cotangents: int = 1) -> int:
     """Count the samples whose passes stay so small that memory is used again, not fetched anew.
 
     Measured on two convolutions and MNIST images, in milliseconds: one Gram block in float64 takes 296 with 100 images
@@ -60,37 +26,37 @@ def rows_at_a_time(plan: Plan, dtype: torch.dtype = torch.float64, cotangents: i
         dtype: Of the computation.
         cotangents: Gradients that are taken back at once.
     """
-    at_once = 1 if plan.by_output else cotangents
-    return max(1, _BYTES_AT_A_TIME // (plan.elements * dtype.itemsize * (at_once + 2)))
+    at_once = 1 if plan.backward_per_output else cotangents
+    return max(1, _BYTES_AT_A_TIME // (plan.activations_per_sample * dtype.itemsize * (at_once + 2)))
 
 
-def cotangents_at_a_time(plan: Plan, rows: int, cotangents: int, dtype: torch.dtype) -> int:
+def cotangents_at_a_time(plan: DifferentiationPlan, rows: int, cotangents: int, dtype: torch.dtype) -> int:
     """Count the cotangents that are taken back at once: as many as fit, or one where a pass is no small thing."""
-    each = max(1, rows) * plan.elements * dtype.itemsize
-    if plan.by_output and each >= _PASS_BYTES:
+    each = max(1, rows) * plan.activations_per_sample * dtype.itemsize
+    if plan.backward_per_output and each >= _PASS_BYTES:
         return 1
     return max(1, min(cotangents, _BYTES_AT_A_TIME // each - 2))
 
 
-def flat_layout(skeleton: Skeleton, plan: Plan, *, dense: bool) -> Int64[Tensor, " P"]:
+def flat_layout(model: FunctionalModel, plan: DifferentiationPlan, *, dense: bool) -> Int64[Tensor, " P"]:
     """Find the place in the flat weights of each entry of written-out features, in their order.
 
     Args:
-        skeleton: The network.
+        model: The network.
         plan: How its weights are used.
         dense: The features are one Jacobian of all weights (`ContractionCost.dense`).
     """
-    places = dict(zip(skeleton.names, torch.arange(skeleton.num_weights).split(list(skeleton.sizes)), strict=True))
+    places = dict(zip(model.names, torch.arange(model.num_weights).split(list(model.sizes)), strict=True))
     if dense:
-        return torch.arange(skeleton.num_weights)
+        return torch.arange(model.num_weights)
     rows = []
-    for name, bias in plan.biases.items():
+    for name, bias in plan.bias_of.items():
         if bias is None:
             rows.append(places[name])
         else:
             weight = places[name].view(len(places[bias]), -1)
             rows.append(torch.cat([weight, places[bias][:, None]], dim=1).flatten())
-    return torch.cat([*rows, *(places[name] for name in plan.dense)])
+    return torch.cat([*rows, *(places[name] for name in plan.dense_params)])
 
 
 def grads_of_calls(

@@ -15,7 +15,8 @@ from epk_gp.cli.app import Dtype, Out, Quiet, Seed, app, make_folder, torch_dtyp
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.cli.uncertainty import choose_points, describe_map, fitted_numbers, map_numbers
 from epk_gp.cli.verify import certificate
-from epk_gp.core.model import Head, zero_final_layer
+from epk_gp.core.head import Head
+from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.datasets import Dataset, three_gaussians
 from epk_gp.gp.models import LogitGP

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.model import call, functionalize
+from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage import schema as store
 from epk_gp.storage.atomic_files import (
@@ -87,11 +87,11 @@ def check_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) 
     Raises:
         ValueError: It cannot take them, or has fewer outputs than there are classes.
     """
-    skeleton = functionalize(net)
-    weights = {name: p.detach() for name, p in net.named_parameters() if name in skeleton.names}
+    model = functionalize(net)
+    weights = {name: p.detach() for name, p in net.named_parameters() if name in model.names}
     try:
         with torch.no_grad():
-            outputs = call(skeleton, weights, X[:2])
+            outputs = model(weights, X[:2])
     except RuntimeError as error:
         raise ValueError(f"the network must take inputs of shape {tuple(X.shape[1:])}: {error}") from error
     if outputs.shape[1] < num_classes:

@@ -22,7 +22,7 @@ from epk_gp.cli.app import (
 )
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.core.model import Head
+from epk_gp.core.head import Head
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.storage.check import check_run

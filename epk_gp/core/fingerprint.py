@@ -7,17 +7,17 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.model import Skeleton, frozen_state
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import UpdateCoefficients
 
 
 def fingerprint_start(
-    header: dict[str, Any], skeleton: Skeleton, probe: Float[Tensor, "n C"], start: Float[Tensor, " P"]
+    header: dict[str, Any], model: FunctionalModel, probe: Float[Tensor, "n C"], start: Float[Tensor, " P"]
 ) -> str:
     """Hash what a run starts from; the probe stands for the forward function."""
     hasher = hashlib.blake2b(repr(header).encode(), digest_size=16)
-    for value in (*frozen_state(skeleton).values(), probe, start):
+    for value in (*model.frozen_state().values(), probe, start):
         hasher.update(_bytes(value))
     return hasher.hexdigest()
 

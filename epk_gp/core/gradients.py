@@ -7,33 +7,33 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.losses import Loss, per_sample_losses
-from epk_gp.core.model import Skeleton, call, unflatten
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights
 from epk_gp.core.update_rules import predict_step
 
 
 def replayed_updates(
-    trajectory: Trajectory, skeleton: Skeleton, like: Tensor
+    trajectory: Trajectory, model: FunctionalModel, like: Tensor
 ) -> Iterator[tuple[Step, Float[Tensor, " P"], Float[Tensor, " P"]]]:
     """Replay the run: each step with its weights w_s and its direction, recomputed from the training gradients.
 
     Args:
         trajectory: The run.
-        skeleton: Its network in the computation's dtype.
+        model: Its network in the computation's dtype.
         like: Gives dtype and device.
     """
     momentum = torch.zeros_like(flat_weights(trajectory, 0, like))
     for step in trajectory.steps:
         w = flat_weights(trajectory, step.index, like)
         X, y, c = batch_of(trajectory, step, w)
-        g = batch_gradient(skeleton, w, X, y, trajectory.loss, c)
-        d, momentum = predict_step(trajectory.updates[step.index], skeleton.sizes, w, g, momentum)
+        g = batch_gradient(model, w, X, y, trajectory.loss, c)
+        d, momentum = predict_step(trajectory.updates[step.index], model.sizes, w, g, momentum)
         yield step, w, d
 
 
 def batch_gradient(
-    skeleton: Skeleton,
+    model: FunctionalModel,
     w: Float[Tensor, " P"],
     X: Shaped[Tensor, "B ..."],
     y: Shaped[Tensor, "B ..."],
@@ -43,13 +43,13 @@ def batch_gradient(
     block_elements: int = 1 << 22,
 ) -> Float[Tensor, " P"]:
     """Compute sum_i c_i grad loss_i at weights w, in blocks of bounded size."""
-    weights = {name: value.detach().requires_grad_() for name, value in unflatten(skeleton, w).items()}
-    leaves = [weights[name] for name in skeleton.names]
+    weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
+    leaves = [weights[name] for name in model.names]
     rows = max(1, block_elements // max(1, X[0].numel()))
     total = torch.zeros_like(w)
     with torch.enable_grad():
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(w).split(rows), strict=True):
-            value = c_block @ per_sample_losses(loss, call(skeleton, weights, X_block), y_block)
+            value = c_block @ per_sample_losses(loss, model(weights, X_block), y_block)
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             total += torch.cat(
                 [

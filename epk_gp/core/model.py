@@ -1,31 +1,64 @@
-"""The network as a function of its weights, and the head that turns logits into outputs."""
+"""The network as a function of its trained weights."""
 
 import copy
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-Head = Literal["logits", "log_softmax"]
+from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
 
 
-@dataclass(frozen=True, eq=False)
-class Skeleton:
-    """A network's structure; the trained weights come with every call.
+@final
+class FunctionalModel:
+    """A network as a function of its trained weights, `model(params, X)`.
+
+    The parameters are passed with every call, as a dictionary from name to tensor; `unflatten` makes one from a flat
+    vector. Everything else that the outputs depend on, frozen parameters and buffers, is the frozen state.
+
+    One model may be used by several threads at once: `torch.func.functional_call` writes the parameters into the module
+    for the length of a call, so each thread evaluates a copy of the module of its own, which shares all tensors with
+    the others.
+
+    Args:
+        module: The network in evaluation mode. It belongs to the model from now on.
+        names: Names of the trained parameters, in the order of `named_parameters`.
+        shapes: Their shapes.
+        cache: What was found out about the network; a new one by default.
 
     Attributes:
-        module: Copy of the network in evaluation mode. Frozen parameters and buffers keep their values in it.
-        names: Names of the trained weights, in the optimizer-independent order of `named_parameters`.
+        module: The network in evaluation mode.
+        names: Names of the trained parameters.
         shapes: Their shapes.
+        spec: Dtype and device of the trained parameters.
+        cache: How to differentiate the network; shared by all variants.
     """
 
-    module: nn.Module
-    names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
+    def __init__(
+        self,
+        module: nn.Module,
+        names: tuple[str, ...],
+        shapes: tuple[torch.Size, ...],
+        cache: ModelCache | None = None,
+    ) -> None:
+        self.module, self.names, self.shapes = module, names, shapes
+        parameter = module.get_parameter(names[0])
+        self.spec = TensorSpec(parameter.dtype, parameter.device)
+        self.cache = ModelCache() if cache is None else cache
+        self._variants: dict[TensorSpec, FunctionalModel] = {}
+        self._of_thread = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the network alone: variants and copies for threads are made again where they are needed."""
+        return {"module": self.module, "names": self.names, "shapes": self.shapes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the network."""
+        self.__init__(**state)
 
     @property
     def num_weights(self) -> int:
@@ -37,17 +70,76 @@ class Skeleton:
         """Number of weights of each parameter."""
         return tuple(shape.numel() for shape in self.shapes)
 
+    def __call__(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n C"]:
+        """Evaluate the network.
 
-def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> Skeleton:
-    """Copy a network's structure.
+        Raises:
+            ValueError: The network does not return one row of outputs per input.
+        """
+        outputs = self.evaluate(params, X)
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[0] != X.shape[0]:
+            got = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ValueError(
+                f"the network must map n inputs to a tensor of shape (n, C): got {got} for {X.shape[0]} inputs. "
+                "Wrap it in a module that returns one row of outputs per input."
+            )
+        return outputs
+
+    def evaluate(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
+        """Evaluate the network without looking at what it returns, as under `torch.func.vmap`."""
+        return functional_call(self._module_of_thread(), dict(params), (X,))
+
+    def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
+        """Concatenate the trained parameters in the model's order."""
+        return torch.cat([params[name].detach().reshape(-1) for name in self.names])
+
+    def unflatten(self, flat: Float[Tensor, " P"]) -> dict[str, Tensor]:
+        """View a flat weight vector as named parameters."""
+        pieces = flat.split([shape.numel() for shape in self.shapes])
+        return {name: piece.view(shape) for name, piece, shape in zip(self.names, pieces, self.shapes, strict=True)}
+
+    def unflatten_rows(self, rows: Float[Tensor, "G P"]) -> dict[str, Tensor]:
+        """View G flat weight vectors as named parameters, each with a first dimension of G."""
+        pieces = rows.split([shape.numel() for shape in self.shapes], dim=1)
+        named = zip(self.names, pieces, self.shapes, strict=True)
+        return {name: piece.unflatten(1, shape) if shape else piece.squeeze(1) for name, piece, shape in named}
+
+    def frozen_state(self) -> dict[str, Tensor]:
+        """Return buffers and frozen parameters by name: what f depends on beside the trained weights."""
+        parameters = {name: p for name, p in self.module.named_parameters() if name not in self.names}
+        return {name: value.detach() for name, value in (*parameters.items(), *self.module.named_buffers())}
+
+    def spec_for(self, X: Shaped[Tensor, "..."]) -> TensorSpec:
+        """Return the dtype and device of a computation on X: floating inputs set both, integers leave the dtype."""
+        return TensorSpec(X.dtype if X.is_floating_point() else self.spec.dtype, X.device)
+
+    def variant(self, spec: TensorSpec) -> "FunctionalModel":
+        """Return the model with its frozen state in another dtype or on another device; each variant is made once."""
+        with self.cache.lock:
+            if spec not in self._variants:
+                module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
+                self._variants[spec] = FunctionalModel(module, self.names, self.shapes, self.cache)
+            return self._variants[spec]
+
+    def _module_of_thread(self) -> nn.Module:
+        own: nn.Module | None = getattr(self._of_thread, "module", None)
+        if own is None:
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            own = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+            self._of_thread.module = own
+        return own
+
+
+def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> FunctionalModel:
+    """Copy a network as a function of its trained weights.
 
     Args:
-        net: The network; it is not changed and not kept.
-        names: The trained weights; all parameters that require a gradient by default.
+        net: The network. Its weights are not kept.
+        names: The trained parameters; all parameters that require a gradient by default.
 
     Raises:
-        TypeError: `net` is no module, or it cannot be copied.
-        ValueError: There is nothing to train, or two names stand for weights of different dtype or device.
+        TypeError: `net` is not a module, or it cannot be copied.
+        ValueError: There is nothing to train, or two names stand for parameters of different dtype or device.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
@@ -72,60 +164,7 @@ def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> Skele
     except (RuntimeError, TypeError, AttributeError) as error:
         raise TypeError(f"the network must be copyable by copy.deepcopy: {error}") from error
     module.requires_grad_(False).eval()
-    return Skeleton(module, names, tuple(parameters[name].shape for name in names))
-
-
-def call(skeleton: Skeleton, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n C"]:
-    """Evaluate the network at the given weights."""
-    outputs = functional_call(skeleton.module, dict(weights), (X,))
-    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[0] != X.shape[0]:
-        got = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(
-            f"the network must map n inputs to a tensor of shape (n, C): got {got} for {X.shape[0]} inputs. "
-            "Wrap it in a module that returns one row of outputs per input."
-        )
-    return outputs
-
-
-def flatten(skeleton: Skeleton, weights: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
-    """Concatenate the trained weights in the skeleton's order."""
-    return torch.cat([weights[name].detach().reshape(-1) for name in skeleton.names])
-
-
-def unflatten(skeleton: Skeleton, flat: Float[Tensor, " P"]) -> dict[str, Tensor]:
-    """View a flat weight vector as named weights."""
-    pieces = flat.split([shape.numel() for shape in skeleton.shapes])
-    return {name: piece.view(shape) for name, piece, shape in zip(skeleton.names, pieces, skeleton.shapes, strict=True)}
-
-
-def unflatten_rows(skeleton: Skeleton, rows: Float[Tensor, "G P"]) -> dict[str, Tensor]:
-    """View G flat weight vectors as named weights, each with a first dimension of G."""
-    pieces = rows.split([shape.numel() for shape in skeleton.shapes], dim=1)
-    named = zip(skeleton.names, pieces, skeleton.shapes, strict=True)
-    return {name: piece.unflatten(1, shape) if shape else piece.squeeze(1) for name, piece, shape in named}
-
-
-def frozen_state(skeleton: Skeleton) -> dict[str, Tensor]:
-    """Name the network's buffers and frozen parameters: what `f` depends on beside the trained weights."""
-    parameters = {name: p for name, p in skeleton.module.named_parameters() if name not in skeleton.names}
-    return {name: value.detach() for name, value in (*parameters.items(), *skeleton.module.named_buffers())}
-
-
-def validate_head(head: str, num_outputs: int) -> None:
-    """Refuse a head that does not exist or says nothing.
-
-    Raises:
-        ValueError: Unknown head, or the log-softmax of a single output (which is the constant 0).
-    """
-    if head not in get_args(Head):
-        raise ValueError(f"head must be one of {list(get_args(Head))}: got {head!r}.")
-    if head == "log_softmax" and num_outputs == 1:
-        raise ValueError('head="log_softmax" needs at least 2 outputs: got a network with 1. Use head="logits".')
-
-
-def apply_head(z: Float[Tensor, "*n C"], head: Head) -> Float[Tensor, "*n C"]:
-    """Turn logits into outputs f."""
-    return z if head == "logits" else torch.log_softmax(z, dim=-1)
+    return FunctionalModel(module, names, tuple(parameters[name].shape for name in names))
 
 
 def zero_final_layer(net: nn.Module) -> nn.Module:
@@ -138,7 +177,7 @@ def zero_final_layer(net: nn.Module) -> nn.Module:
         The same network.
 
     Raises:
-        TypeError: No network.
+        TypeError: `net` is not a module.
         ValueError: The last module with parameters is not a linear layer.
     """
     if not isinstance(net, nn.Module):

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.model import Skeleton, call, unflatten
+from epk_gp.core.model import FunctionalModel
 
 NUM_FINGERPRINT_POINTS = 4
 
@@ -16,8 +16,8 @@ def perturbed_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
 
 
 def fingerprint_outputs(
-    skeleton: Skeleton, initial: Float[Tensor, " P"], inputs: Shaped[Tensor, "M ..."]
+    model: FunctionalModel, initial: Float[Tensor, " P"], inputs: Shaped[Tensor, "M ..."]
 ) -> Float[Tensor, "n C"]:
     """Evaluate the first inputs near the initial weights: a fingerprint of the forward function."""
     with torch.no_grad():
-        return call(skeleton, unflatten(skeleton, perturbed_initial(initial)), inputs[:NUM_FINGERPRINT_POINTS])
+        return model(model.unflatten(perturbed_initial(initial)), inputs[:NUM_FINGERPRINT_POINTS])

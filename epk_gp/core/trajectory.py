@@ -1,7 +1,7 @@
 """The trajectory: a read-only view of a recorded run."""
 
-import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -9,8 +9,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core import losses
+from epk_gp.core.head import Head, apply_head, validate_head
 from epk_gp.core.losses import Loss
-from epk_gp.core.model import Head, Skeleton, apply_head, call, unflatten, validate_head
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.core.validation import validate_count, validate_finite, validate_integer
@@ -43,7 +44,7 @@ class Trajectory:
     """A recorded training run w_0, .., w_S with its data, loss and step law.
 
     Attributes:
-        skeleton: The network's structure.
+        model: The network as a function of its weights.
         inputs: Training inputs, (M, *input_shape).
         targets: Training targets.
         loss: The loss whose gradients made the steps.
@@ -56,7 +57,7 @@ class Trajectory:
         data_digest: blake2b over inputs and targets.
     """
 
-    skeleton: Skeleton
+    model: FunctionalModel
     inputs: Shaped[Tensor, "M ..."]
     targets: Shaped[Tensor, "M ..."]
     loss: Loss
@@ -67,7 +68,6 @@ class Trajectory:
     num_outputs: int
     digest: str
     data_digest: str
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Give what a pickle holds: copies of tensors that lie in a recorder's blocks, each of which is large."""
@@ -87,7 +87,7 @@ class Trajectory:
     @property
     def num_weights(self) -> int:
         """P."""
-        return self.skeleton.num_weights
+        return self.model.num_weights
 
     @property
     def num_points(self) -> int:
@@ -109,6 +109,21 @@ class Trajectory:
         """Where the training inputs are."""
         return self.inputs.device
 
+    @cached_property
+    def is_vanilla_gd(self) -> bool:
+        """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights."""
+        coefficients = (self.updates[s] for s in range(self.num_steps))
+        return all(
+            not any(bool(value.any()) for value in (u.momentum, u.decay, u.shrink))
+            and bool((u.direct == u.direct[0]).all())
+            and bool((u.gradient == u.gradient[0]).all())
+            for u in coefficients
+        )
+
+    def model_for(self, X: Shaped[Tensor, "..."]) -> FunctionalModel:
+        """Return the network in the dtype and on the device of a computation on X (`FunctionalModel.spec_for`)."""
+        return self.model.variant(self.model.spec_for(X))
+
     @property
     def step_sizes(self) -> Float[Tensor, " S"]:
         """The learning rates eps_s, float64."""
@@ -120,7 +135,7 @@ class Trajectory:
         count = self.num_steps + 1
         if not -count <= s < count:
             raise IndexError(f"state must lie in 0..{self.num_steps} (or be negative): got {s}.")
-        return unflatten(self.skeleton, self.states[s % count].to(self.device, copy=True))
+        return self.model.unflatten(self.states[s % count].to(self.device, copy=True))
 
     def __repr__(self) -> str:
         """Say what the run is, in one line."""
@@ -129,28 +144,6 @@ class Trajectory:
             f"shape {self.input_shape}, {self.num_outputs} outputs, {self.dtype}, {self.loss}, "
             f"digest {self.digest[:12]})"
         )
-
-
-def skeleton_for(trajectory: Trajectory, dtype: torch.dtype, device: torch.device) -> Skeleton:
-    """Give the network's structure with its constants in another dtype or on another device (made once each)."""
-    key = ("skeleton", dtype, device)
-    if key not in trajectory.memo:
-        source = trajectory.skeleton
-        copied = skeleton_of_copy(source)
-        copied.module.to(dtype=dtype, device=device)
-        trajectory.memo[key] = copied
-    found: Skeleton = trajectory.memo[key]
-    return found
-
-
-def skeleton_of_copy(skeleton: Skeleton) -> Skeleton:
-    """Copy a skeleton with its constants."""
-    return Skeleton(copy.deepcopy(skeleton.module), skeleton.names, skeleton.shapes)
-
-
-def compute_dtype(trajectory: Trajectory, X: Shaped[Tensor, "..."]) -> torch.dtype:
-    """Follow the inputs' dtype; integer inputs leave the weights' dtype."""
-    return X.dtype if X.is_floating_point() else trajectory.dtype
 
 
 def validate_trajectory(trajectory: object) -> None:
@@ -190,9 +183,10 @@ def validate_inputs(trajectory: Trajectory, X: Shaped[Tensor, "..."], name: str 
     validate_finite(X, name)
 
 
-def flat_weights(trajectory: Trajectory, state: int, like: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
-    """Read a state's flat weights in the dtype and on the device that computations with `like` use."""
-    return trajectory.states[state].to(dtype=compute_dtype(trajectory, like), device=like.device)
+def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
+    """Read a state's flat weights in the dtype and on the device of a computation on `reference`."""
+    spec = trajectory.model.spec_for(reference)
+    return trajectory.states[state].to(dtype=spec.dtype, device=spec.device)
 
 
 def network_outputs(
@@ -219,12 +213,10 @@ def network_outputs(
     validate_inputs(trajectory, X)
     validate_head(head, trajectory.num_outputs)
     validate_count(block_size, "block_size")
-    skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
-    weights = {
-        k: v.to(dtype=compute_dtype(trajectory, X), device=X.device) for k, v in trajectory.weights(state).items()
-    }
+    model = trajectory.model_for(X)
+    params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
     with torch.no_grad():
-        return torch.cat([apply_head(call(skeleton, weights, block), head) for block in X.split(block_size)])
+        return torch.cat([apply_head(model(params, block), head) for block in X.split(block_size)])
 
 
 def batch_of(

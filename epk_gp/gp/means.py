@@ -8,8 +8,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.fingerprint import content_key
-from epk_gp.core.model import apply_head, call
-from epk_gp.core.trajectory import network_outputs, skeleton_for
+from epk_gp.core.head import apply_head
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernels.config import KernelConfig, as_points, needs_graph, validate_points
 
 PriorMean = Literal["initial", "constant", "zero", "network"]
@@ -66,7 +66,7 @@ class NetworkMean(gpytorch.means.Mean):  # type: ignore[misc]  # gpytorch ships 
         trajectory = self.source.trajectory
         X = x[..., :-1].reshape(-1, *trajectory.input_shape)
         weights = {name: value.to(X) for name, value in trajectory.weights(self.state).items()}
-        z = call(skeleton_for(trajectory, X.dtype, X.device), weights, X)
+        z = trajectory.model_for(X)(weights, X)
         return apply_head(z, self.source.head).reshape(*x.shape[:-1], -1)
 
 

@@ -11,7 +11,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.core.model import Head
+from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.gp.likelihoods import NOISE_FLOOR, make_likelihood
@@ -19,7 +20,6 @@ from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_li
 from epk_gp.gp.means import PriorMean, make_mean
 from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
 from epk_gp.gp.targets import TargetKind, make_targets
-from epk_gp.gram.path_kernel import MEMORY_BUDGET
 from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre

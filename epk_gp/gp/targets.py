@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from epk_gp.core.model import Head
+from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, network_outputs
 
 TargetKind = Literal["network", "dirichlet"]

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from epk_gp.autodiff.directional import Line
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
-from epk_gp.autodiff.plan import Plan
 from epk_gp.autodiff.representations import ContractionCost, Feature, feature_bytes
-from epk_gp.core.model import Head, Skeleton
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.head import Head
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.prefetch import WeightPrefetcher
@@ -30,8 +31,8 @@ class Job:
     """What all tiles of a block share."""
 
     trajectory: Trajectory
-    skeleton: Skeleton
-    plan: Plan
+    model: FunctionalModel
+    plan: DifferentiationPlan
     head: Head
     rule: Rule
     etas: tuple[float, ...]
@@ -97,7 +98,7 @@ def steps_per_batch(job: Job, feature_bytes_each: int) -> int:
     """Count the steps or nodes that fit into an eighth of the budget; an adaptive rule takes one at a time."""
     if isinstance(job.rule, AdaptiveRule):
         return 1
-    each = feature_bytes_each + 2 * job.skeleton.num_weights * job.like.element_size()
+    each = feature_bytes_each + 2 * job.model.num_weights * job.like.element_size()
     return max(1, min(MAX_STEP_BATCH, job.budget // (8 * each)))
 
 
@@ -115,7 +116,7 @@ def jacobians_at_nodes(job: Job, places: list[tuple[int, float]], X: Tensor) -> 
     keep = 1 + max((s for s, _ in places), default=0) - min((s for s, _ in places), default=0)
     weights = (_between(job, s, t, keep) for s, t in places)
     return layer_jacobians_at_weights(
-        job.skeleton, job.plan, weights, X, job.head, _form(job), dtype=job.like.dtype, memory=job.budget // 8
+        job.model, job.plan, weights, X, job.head, _form(job), dtype=job.like.dtype, memory=job.budget // 8
     )
 
 
@@ -128,7 +129,9 @@ def _form(job: Job) -> ContractionCost:
     ragged = isinstance(job.rule, AdaptiveRule)
     nodes = 4 if isinstance(job.rule, AdaptiveRule) else len(job.rule)
     pairs = job.num_outputs if job.per_class else job.num_outputs**2
-    return ContractionCost(pairs, nodes, fixed_head=job.head == "logits", dense=ragged and not job.plan.on_line)
+    return ContractionCost(
+        pairs, nodes, fixed_head=job.head == "logits", dense=ragged and not job.plan.supports_interpolation
+    )
 
 
 def shared_nodes(job: Job, s: int, X: Tensor) -> list[tuple[float, float]]:
@@ -155,13 +158,13 @@ def _own_nodes(job: Job, s: int, rule: AdaptiveRule, X: Tensor) -> Iterator[Node
     for part in torch.arange(len(integral.point), device=X.device).split(len(X)):
         place = WeightLocation(line.w, line.d, integral.t[part])
         points = integral.point[part]
-        features = layer_jacobians_blocked(job.skeleton, job.plan, place, X[points], job.head, _form(job))
+        features = layer_jacobians_blocked(job.model, job.plan, place, X[points], job.head, _form(job))
         yield NodeBatch(features, integral.weight[part], points)
 
 
 def _line(job: Job, s: int) -> Line:
     start, end = job.states.get(s, 1), job.states.get(s + 1, 2)
-    return Line(job.skeleton, job.plan, start, end - start, job.head, job.budget)
+    return Line(job.model, job.plan, start, end - start, job.head, job.budget)
 
 
 def panel_size(job: Job) -> int:
@@ -169,7 +172,7 @@ def panel_size(job: Job) -> int:
     K, size = job.num_outputs, job.like.element_size()
     pairs = K if job.per_class else K * K
     per_pair = size * (3 * pairs + 1)  # total, sums of delta delta', scratch, a a'
-    per_point = size * (K + 3) * job.plan.elements + 3 * _feature_bytes(job)  # both sides, and an average
+    per_point = size * (K + 3) * job.plan.activations_per_sample + 3 * _feature_bytes(job)  # both sides, and an average
     by_pairs = int((job.budget / 2 / per_pair) ** 0.5)
     by_points = int(job.budget / 4 / per_point)
     return max(1, min(by_pairs, by_points))
@@ -177,10 +180,10 @@ def panel_size(job: Job) -> int:
 
 def _feature_bytes(job: Job) -> int:
     """Measure what the features of one point take."""
-    key = ("feature bytes", job.head, _form(job), *job.plan.biases, job.like.dtype, job.like.device)
-    if key not in job.trajectory.memo:
+    key = (job.head, _form(job), tuple(job.plan.bias_of), job.model.spec)
+    found = job.model.cache.feature_bytes
+    if key not in found:
         X = job.trajectory.inputs[:1].to(job.like.device)
         X = X.to(job.like.dtype) if X.is_floating_point() else X
-        job.trajectory.memo[key] = feature_bytes(next(jacobians_at_nodes(job, [(0, 0.0)], X)))
-    found: int = job.trajectory.memo[key]
-    return found
+        found[key] = feature_bytes(next(jacobians_at_nodes(job, [(0, 0.0)], X)))
+    return found[key]

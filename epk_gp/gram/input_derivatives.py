@@ -12,7 +12,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.jacobians import Cotangents, WeightLocation, gradients, head_cotangents
-from epk_gp.autodiff.plan import Plan
 from epk_gp.autodiff.representations import (
     ContractionCost,
     DenseJacobian,
@@ -22,18 +21,20 @@ from epk_gp.autodiff.representations import (
     to_dense,
 )
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.model import Head, Skeleton
+from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.head import Head
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, compute_dtype, flat_weights, skeleton_for
-from epk_gp.gram.path_kernel import MEMORY_BUDGET
+from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.quadrature.rules import QuadratureRule
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
     trajectory: Trajectory
-    skeleton: Skeleton
-    plan: Plan
+    model: FunctionalModel
+    plan: DifferentiationPlan
     rule: QuadratureRule
     form: ContractionCost
     cotangents: Cotangents
@@ -108,12 +109,13 @@ def diagonal_input_gradient(
 def _job(
     trajectory: Trajectory, X: Tensor, head: Head, rule: QuadratureRule, pairs: int, summed: bool, budget: int
 ) -> _Job:
-    like = torch.empty(0, dtype=compute_dtype(trajectory, X), device=X.device)
+    model = trajectory.model_for(X)
+    like = torch.empty(0, dtype=model.spec.dtype, device=X.device)
     rows = head_cotangents(head)
     job = _Job(
         trajectory=trajectory,
-        skeleton=skeleton_for(trajectory, like.dtype, X.device),
-        plan=plan_for(trajectory, X),
+        model=model,
+        plan=plan_for(trajectory, model),
         rule=rule,
         form=ContractionCost(pairs, len(rule), fixed_head=head == "logits"),
         cotangents=(lambda z: rows(z).sum(0, keepdim=True)) if summed else rows,
@@ -123,31 +125,31 @@ def _job(
     )
     job = replace(job, plan=_differentiable_plan(job))
     # a point goes twice through the network and has features on both sides; a panel's products are square
-    per_point = 4 * (trajectory.num_outputs + 3) * job.plan.elements * like.element_size()
+    per_point = 4 * (trajectory.num_outputs + 3) * job.plan.activations_per_sample * like.element_size()
     if trajectory.num_steps:
         per_point += 8 * feature_bytes(_features(job, _place(job, 0, 0.0), X[:1].detach()))
     by_products = int((budget / (8 * like.element_size() * pairs)) ** 0.5)
     return replace(job, panel=max(1, min(by_products, budget // (2 * per_point))))
 
 
-def _differentiable_plan(job: _Job) -> Plan:
+def _differentiable_plan(job: _Job) -> DifferentiationPlan:
     """Let `vmap` differentiate the dense weights only if it equals a loop: torch 2.13 gets layer norms wrong, twice."""
     trajectory, plan = job.trajectory, job.plan
-    if not (plan.dense and plan.mapped):
+    if not (plan.dense_params and plan.supports_vmap):
         return plan
-    key = ("differentiable map", job.like.dtype, job.like.device)
-    if key not in trajectory.memo:
+    found_for, key = job.model.cache.vmap_second_derivatives, job.model.spec
+    if key not in found_for:
         X = trajectory.inputs[:2].to(job.like)
         found = []
         for mapped in (True, False):
-            trial = replace(job, plan=replace(plan, mapped=mapped))
+            trial = replace(job, plan=replace(plan, supports_vmap=mapped))
             point, features = _attached(trial, 0, 0.5, X)
             values = to_dense(features[-1])
             wave = torch.arange(values.numel(), device=X.device).to(values).sin().view_as(values)
             found.append(_derivative((values * wave).sum(), point))
         error = (found[0] - found[1]).abs().max()
-        trajectory.memo[key] = bool(error <= torch.finfo(job.like.dtype).eps ** 0.65 * found[1].abs().max())
-    return replace(plan, mapped=bool(trajectory.memo[key]))
+        found_for[key] = bool(error <= torch.finfo(job.like.dtype).eps ** 0.65 * found[1].abs().max())
+    return replace(plan, supports_vmap=found_for[key])
 
 
 def _panels(b: Points, size: int) -> Iterator[tuple[Tensor, bool]]:
@@ -191,7 +193,7 @@ def _frozen(job: _Job, s: int, t: float, X: Tensor) -> list[Feature]:
 def _features(job: _Job, place: WeightLocation, X: Tensor) -> list[Feature]:
     """Compute features with a graph to X, layers with several positions written out."""
     found = gradients(
-        job.skeleton, job.plan, place, X, job.cotangents, job.form, fixed_seed=job.fixed_seed, create_graph=True
+        job.model, job.plan, place, X, job.cotangents, job.form, fixed_seed=job.fixed_seed, create_graph=True
     )
     return [
         f if isinstance(f, OuterProductJacobian) and f.a.shape[1] == 1 else DenseJacobian(to_dense(f)) for f in found

@@ -11,7 +11,7 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
 
-_STATELESS = ("plan", "skeleton")  # what is remembered of a network, not of its weights
+_STATELESS = ("plan", "model")  # what is remembered of a network, not of its weights
 
 
 def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
@@ -47,7 +47,7 @@ def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"]) -> Trajectory:
     """
     hasher = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
     hasher.update(w.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    sizes = trajectory.skeleton.sizes
+    sizes = trajectory.model.sizes
     return replace(
         trajectory,
         states=(w, w),
@@ -55,5 +55,4 @@ def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"]) -> Trajectory:
         steps=(Step(index=0, size=1.0, batch=None),),
         law="standing still",
         digest=hasher.hexdigest(),
-        memo={key: value for key, value in trajectory.memo.items() if key[0] in _STATELESS},
     )

@@ -1,20 +1,22 @@
-"""Gram blocks of the exact path kernel, streamed over steps, nodes and tiles within a memory budget."""
+"""The exact path kernel of a training run, and its Gram blocks."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Unpack
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.autodiff.verification import once_more, plan_for
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.model import Head, validate_head
+from epk_gp.core.head import Head, validate_head
 from epk_gp.core.points import Points, validate_points
-from epk_gp.core.trajectory import Trajectory, compute_dtype, skeleton_for, validate_inputs
-from epk_gp.core.validation import validate_memory_budget
+from epk_gp.core.trajectory import Trajectory, validate_inputs
 from epk_gp.gram.accumulation import (
     MAX_STEP_BATCH,
     Job,
@@ -27,14 +29,154 @@ from epk_gp.gram.accumulation import (
 )
 from epk_gp.gram.accumulator import diagonal, empty_tile, transpose_block, write
 from epk_gp.gram.huge_pages import empty
+from epk_gp.gram.input_derivatives import block_input_gradient, diagonal_input_gradient
 from epk_gp.gram.prefetch import WeightPrefetcher
-from epk_gp.quadrature.rules import Rule, gauss_legendre, validate_rule
+from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
 from epk_gp.storage.partial_sums import PartialSums
 
-MEMORY_BUDGET = 1 << 30
+
+@dataclass(frozen=True, eq=False)
+class PathKernel:
+    """The exact path kernel of a training run (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
+
+        K(x, x') = sum_s eta_s sum_q w_q phi_sq(x) phi_sq(x')^T    (C x C)
+
+    phi_sq(x) is the Jacobian of f at the step's start for a training copy, and at node t_q of the step for a test copy.
+
+    Attributes:
+        trajectory: Training run with S steps.
+        head: Whether f is the logits or their log-softmax.
+        rule: Nodes and positive weights on [0, 1], the same for both sides; or an adaptive rule, which picks each test
+            point's own nodes against training copies, and the union of a tile's points' nodes between test copies. The
+            Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
+            over common nodes. Take a fixed rule where a factorisation needs more.
+        step_weights: eta_s >= 0, (S,); the learning rates by default.
+    """
+
+    trajectory: Trajectory
+    head: Head = "log_softmax"
+    rule: Rule = gauss_legendre(4)
+    step_weights: Float[Tensor, " S"] | None = None
+
+    def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
+        """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
+        return self._evaluate(a, b, options, per_class=False)
+
+    def block_per_class(
+        self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
+    ) -> Float[Tensor, "C N M"]:
+        """Compute K[n, c, m, c] for every output c; see `gram_block_per_class`."""
+        return self._evaluate(a, b, options, per_class=True)
+
+    def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
+        """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
+        self._validate(a, a)
+        model = self.trajectory.model_for(a.X)
+        return with_plan(
+            self.trajectory, model, lambda plan: _diagonal_blocks(self._job(a, plan, options, per_class=False), a)
+        )
+
+    def block_input_gradient(
+        self,
+        a: Points,
+        b: Points,
+        weights: Float[Tensor, "K N L M"] | Float[Tensor, "K N M"],
+        options: ComputeOptions = ComputeOptions(),
+        *,
+        summed: bool = False,
+    ) -> Shaped[Tensor, "N ..."]:
+        """Differentiate a weighted sum of kernel values with respect to the points on the left.
+
+            d/da_n  sum_{k,n,l,m} weights[k, n, l, m] K(a_n, b_m)[k, l]
+
+        Args:
+            a: N points; b is held fixed, also where it is the same.
+            b: M points.
+            weights: Class-major; without the third dimension only pairs of equal classes are summed.
+            options: How to compute.
+            summed: The weights have one class on each side, the sum of all outputs.
+
+        Returns:
+            The derivative, in the shape of a.X.
+        """
+        rule = self._fixed_rule()
+        return block_input_gradient(
+            self.trajectory,
+            a,
+            b,
+            weights,
+            head=self.head,
+            rule=rule,
+            summed=summed,
+            memory_budget=options.memory_budget,
+        )
+
+    def diagonal_input_gradient(
+        self, a: Points, weights: Float[Tensor, "N C C"], options: ComputeOptions = ComputeOptions()
+    ) -> Shaped[Tensor, "N ..."]:
+        """Differentiate a weighted sum of the blocks K(a_n, a'_n) with respect to a_n, at a'_n = a_n held fixed.
+
+        Args:
+            a: N points.
+            weights: One C x C block per point; the derivative with respect to a'_n is that with transposed weights.
+            options: How to compute.
+
+        Returns:
+            The derivative, in the shape of a.X.
+        """
+        return diagonal_input_gradient(
+            self.trajectory, a, weights, head=self.head, rule=self._fixed_rule(), memory_budget=options.memory_budget
+        )
+
+    def _fixed_rule(self) -> QuadratureRule:
+        if not isinstance(self.rule, QuadratureRule):
+            raise TypeError(
+                f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule!r}."
+            )
+        return self.rule
+
+    def _evaluate(self, a: Points, b: Points, options: ComputeOptions, *, per_class: bool) -> Tensor:
+        self._validate(a, b)
+        model = self.trajectory.model_for(a.X)
+
+        def compute(plan: DifferentiationPlan) -> Tensor:
+            job = self._job(a, plan, options, per_class=per_class)
+            return _assemble(_with_blocks_of_steps(job, a, b, options.accumulate, options.checkpoint), a, b)
+
+        return with_plan(self.trajectory, model, compute)
+
+    def _validate(self, a: Points, b: Points) -> None:
+        for name, points in (("a", a), ("b", b)):
+            validate_points(points, name)
+            validate_inputs(self.trajectory, points.X, f"{name}.X")
+        if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
+            raise ValueError(
+                "both sets of points must share dtype and device: "
+                f"got {a.X.dtype} on {a.X.device} and {b.X.dtype} on {b.X.device}."
+            )
+        validate_head(self.head, self.trajectory.num_outputs)
+        validate_rule(self.rule)
+
+    def _job(self, a: Points, plan: DifferentiationPlan, options: ComputeOptions, *, per_class: bool) -> Job:
+        model = self.trajectory.model_for(a.X)
+        like = torch.empty(0, dtype=model.spec.dtype, device=a.X.device)
+        return Job(
+            trajectory=self.trajectory,
+            model=model,
+            plan=plan,
+            head=self.head,
+            rule=self.rule,
+            etas=_etas(self.trajectory, self.step_weights),
+            like=like,
+            per_class=per_class,
+            progress=options.progress,
+            num_outputs=self.trajectory.num_outputs,
+            budget=options.memory_budget,
+            dtype=like.dtype,
+            states=WeightPrefetcher(self.trajectory, like),
+        )
 
 
-@once_more
 def gram_block(
     trajectory: Trajectory,
     a: Points,
@@ -43,10 +185,7 @@ def gram_block(
     head: Head = "log_softmax",
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
-    accumulate: torch.dtype | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "N C M C"]:
     """Sum the exact path kernel over all steps.
 
@@ -59,16 +198,9 @@ def gram_block(
         a: N points, each a training or a test copy.
         b: M points.
         head: Whether f is the logits or their log-softmax.
-        rule: Nodes and positive weights on [0, 1], the same for both sides; or an adaptive rule, which picks each test
-            point's own nodes against training copies, and the union of a tile's points' nodes between test copies. The
-            Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
-            over common nodes. Take a fixed rule where a factorisation needs more.
+        rule: See `PathKernel`.
         step_weights: eta_s >= 0; the learning rates by default.
-        accumulate: torch.float64 to sum steps in float64 where the points, and so all products, are float32.
-        checkpoint: Folder for partial sums. A call that was killed, made again with the same arguments and number of
-            threads, goes on from there and gives the same bytes. Delete the folder when the result is safe.
-        memory_budget: Bytes for everything but the inputs and the result.
-        progress: Show a progress bar.
+        options: `memory_budget`, `progress`, `checkpoint` and `accumulate`; see `ComputeOptions`.
 
     Returns:
         The block, not flattened, in the dtype of the points or of `accumulate`. It may be a view of memory in the order
@@ -78,12 +210,9 @@ def gram_block(
         TypeError, ValueError: Points that the network cannot take, points of different dtypes, an unknown head, bad
             step weights, a checkpoint of another computation.
     """
-    job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=False)
-    job = _with_blocks_of_steps(job, a, b, accumulate, checkpoint)
-    return _assemble(job, a, b)
+    return PathKernel(trajectory, head, rule, step_weights).block(a, b, parse_options("gram_block", **options))
 
 
-@once_more
 def gram_block_per_class(
     trajectory: Trajectory,
     a: Points,
@@ -92,10 +221,7 @@ def gram_block_per_class(
     head: Head = "log_softmax",
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
-    accumulate: torch.dtype | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "C N M"]:
     """Sum the exact path kernel of each output with itself, at a C-th of the products.
 
@@ -103,11 +229,10 @@ def gram_block_per_class(
 
     Arguments, errors: as `gram_block`.
     """
-    job = _job(trajectory, a, b, head, rule, step_weights, memory_budget, progress, per_class=True)
-    return _assemble(_with_blocks_of_steps(job, a, b, accumulate, checkpoint), a, b)
+    kernel = PathKernel(trajectory, head, rule, step_weights)
+    return kernel.block_per_class(a, b, parse_options("gram_block_per_class", **options))
 
 
-@once_more
 def gram_diagonal_blocks(
     trajectory: Trajectory,
     a: Points,
@@ -115,14 +240,17 @@ def gram_diagonal_blocks(
     head: Head = "log_softmax",
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "N C C"]:
     """Compute each point's C x C kernel with itself, gram_block[n, :, n, :], at a cost linear in N.
 
-    Arguments, errors: as `gram_block`.
+    Arguments, errors: as `gram_block`; `checkpoint` and `accumulate` have no meaning here.
     """
-    job = _job(trajectory, a, a, head, rule, step_weights, memory_budget, progress, per_class=False)
+    parsed = parse_options("gram_diagonal_blocks", ("checkpoint", "accumulate"), **options)
+    return PathKernel(trajectory, head, rule, step_weights).diagonal_blocks(a, parsed)
+
+
+def _diagonal_blocks(job: Job, a: Points) -> Tensor:
     result = a.X.new_zeros((len(a), job.num_outputs, job.num_outputs), dtype=job.like.dtype)
     for is_train in (True, False):
         for rows in a.copies(is_train).split(panel_size(job)):
@@ -136,48 +264,6 @@ def gram_diagonal_blocks(
                     total += eta * weight * diagonal(features)
             result[rows] = total
     return result
-
-
-def _job(
-    trajectory: Trajectory,
-    a: Points,
-    b: Points,
-    head: Head,
-    rule: Rule,
-    step_weights: Tensor | None,
-    budget: int,
-    progress: bool,
-    *,
-    per_class: bool,
-) -> Job:
-    for name, points in (("a", a), ("b", b)):
-        validate_points(points, name)
-        validate_inputs(trajectory, points.X, f"{name}.X")
-    if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
-        raise ValueError(
-            "both sets of points must share dtype and device: "
-            f"got {a.X.dtype} on {a.X.device} and {b.X.dtype} on {b.X.device}."
-        )
-    validate_head(head, trajectory.num_outputs)
-    validate_rule(rule)
-    validate_memory_budget(budget)
-    dtype = compute_dtype(trajectory, a.X)
-    like = torch.empty(0, dtype=dtype, device=a.X.device)
-    return Job(
-        trajectory=trajectory,
-        skeleton=skeleton_for(trajectory, dtype, a.X.device),
-        plan=plan_for(trajectory, a.X),
-        head=head,
-        rule=rule,
-        etas=_etas(trajectory, step_weights),
-        like=like,
-        per_class=per_class,
-        progress=progress,
-        num_outputs=trajectory.num_outputs,
-        budget=budget,
-        dtype=dtype,
-        states=WeightPrefetcher(trajectory, like),
-    )
 
 
 def _with_blocks_of_steps(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.trajectory import Trajectory, compute_dtype, flat_weights
+from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.storage.stored import StoredStates
 
 _AHEAD = 2
@@ -55,6 +55,6 @@ class WeightPrefetcher:
         """Read a state; copy it to a GPU behind the work that is queued there, without waiting for that."""
         if self._stream is None or self.trajectory.device.type != "cpu":
             return flat_weights(self.trajectory, state, self.like)
-        row = self.trajectory.states[state].to(compute_dtype(self.trajectory, self.like))
+        row = self.trajectory.states[state].to(self.trajectory.model.spec_for(self.like).dtype)
         with torch.cuda.stream(self._stream):
             return row.pin_memory().to(self.like.device, non_blocking=True)

@@ -7,12 +7,13 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.model import Head
+from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, validate_inputs
 from epk_gp.core.validation import validate_count
-from epk_gp.gram.path_kernel import MEMORY_BUDGET, gram_block
+from epk_gp.gram.path_kernel import gram_block
 from epk_gp.quadrature.rules import Rule, gauss_legendre
 
 

@@ -81,7 +81,7 @@ def accumulate(
                 del nodes
                 w = flat_weights(trajectory, step.index, query.X)
                 u = trajectory.updates[step.index]
-                H, carried = _adjoints(u, query.skeleton.sizes, Phi, carried)
+                H, carried = _adjoints(u, query.model.sizes, Phi, carried)
                 _hand_out_decay(query, groups, step.index, rows, (H, Phi), u, w, take)
                 _hand_out_samples(query, groups, step.index, rows, H, u, w, take)
                 keeper.advance(integral, carried, last=keeper.done + 1 == units)
@@ -91,7 +91,9 @@ def accumulate(
 def panel_size(query: AttributionProblem) -> int:
     """Choose how many points are taken at a time, from the memory budget."""
     size = torch.finfo(query.dtype).bits // 8
-    per_point = 10 * query.num_rows * query.skeleton.num_weights + 8 * query.plan.elements * (query.num_rows + 3)
+    per_point = 10 * query.num_rows * query.model.num_weights + 8 * query.plan.activations_per_sample * (
+        query.num_rows + 3
+    )
     return max(1, query.memory_budget // (2 * size * per_point))
 
 
@@ -122,7 +124,7 @@ def _hand_out_decay(
     take: Callable[[SampleContributions | Decay], None],
 ) -> None:
     H, Phi = adjoints
-    sizes = query.skeleton.sizes
+    sizes = query.model.sizes
     total = None
     for adjoint, factor in ((H, u.decay), (Phi, u.shrink)):
         if factor.any():
@@ -143,7 +145,7 @@ def _hand_out_samples(
     w: Tensor,
     take: Callable[[SampleContributions | Decay], None],
 ) -> None:
-    trajectory, sizes = query.trajectory, query.skeleton.sizes
+    trajectory, sizes = query.trajectory, query.model.sizes
     X, y, c = batch_of(trajectory, trajectory.steps[step], w)
     chosen = trajectory.steps[step].batch
     samples = (torch.arange(len(X)) if chosen is None else chosen).to(X.device)
@@ -151,7 +153,7 @@ def _hand_out_samples(
     one = ContractionCost(pairs=1, products=1, dense=query.form.dense)
     for part in torch.arange(len(X), device=X.device).split(_batch_size(query)):
         cotangents = weighted_loss(trajectory.loss, y[part], c[part])
-        features = gradients(query.skeleton, query.plan, WeightLocation(w), X[part], cotangents, one, fixed_seed=False)
+        features = gradients(query.model, query.plan, WeightLocation(w), X[part], cotangents, one, fixed_seed=False)
         G = to_flat_order(features, query.layout)[0]  # B P
         take(SampleContributions(step, rows, samples[part], -_grouped(H, G, groups, sizes)))
 
@@ -175,7 +177,7 @@ def _grouped(
 
 def _batch_size(query: AttributionProblem) -> int:
     size = torch.finfo(query.dtype).bits // 8
-    rows = query.memory_budget // (8 * size * (3 * query.skeleton.num_weights + 8 * query.plan.elements))
+    rows = query.memory_budget // (8 * size * (3 * query.model.num_weights + 8 * query.plan.activations_per_sample))
     return max(1, min(rows, rows_at_a_time(query.plan, query.dtype)))
 
 

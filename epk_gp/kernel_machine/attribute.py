@@ -3,21 +3,23 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.verification import once_more
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.model import Head
-from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gram.path_kernel import MEMORY_BUDGET
+from epk_gp.core.head import Head
+from epk_gp.core.trajectory import Trajectory, network_outputs, validate_inputs
 from epk_gp.kernel_machine.adjoint import Decay, SampleContributions, accumulate, panel_size
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, pick_classes
 from epk_gp.kernel_machine.progress import PassProgress
-from epk_gp.kernel_machine.vanilla_gd import is_vanilla_gd, plain_panel_size, vanilla_gd_pass
+from epk_gp.kernel_machine.vanilla_gd import plain_panel_size, vanilla_gd_pass
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -87,7 +89,6 @@ class GroupedAttribution:
         return float((self.total - self.network).abs().max())
 
 
-@once_more
 def attribute(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
@@ -95,9 +96,7 @@ def attribute(
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Attribution:
     """Split predictions into exact contributions of the training points.
 
@@ -114,10 +113,7 @@ def attribute(
         head: Whether f is the logits or their log-softmax.
         rule: How each step's integral is taken.
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
-        checkpoint: Folder for partial sums. A call that was killed, made again with the same arguments and number of
-            threads, goes on from there and gives the same bytes. Delete the folder when the result is safe.
-        memory_budget: Bytes for everything but the inputs and the result.
-        progress: Show a progress bar.
+        options: `memory_budget`, `progress` and `checkpoint`; see `ComputeOptions`.
 
     Returns:
         All terms, in the dtype of X.
@@ -125,8 +121,9 @@ def attribute(
     Raises:
         TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule; classes out of range.
     """
-    query = make_problem(trajectory, X, head, rule, classes, memory_budget)
-    (parts,) = _split(query, [(by_sample(trajectory),)], checkpoint, progress)
+    parsed = parse_options("attribute", ("accumulate",), **options)
+    validate_inputs(trajectory, X)
+    (parts,) = _attribute(trajectory, X, [(by_sample(trajectory),)], head, rule, classes, parsed)
     return Attribution(
         initial=parts.initial,
         samples=parts.values,
@@ -137,7 +134,6 @@ def attribute(
     )
 
 
-@once_more
 def attribute_by(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
@@ -146,9 +142,7 @@ def attribute_by(
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> GroupedAttribution:
     """Split predictions into exact contributions along any axes: samples, labels, steps, layers, parameters.
 
@@ -162,9 +156,7 @@ def attribute_by(
         head: Whether f is the logits or their log-softmax.
         rule: How each step's integral is taken.
         classes: One output per input; C is then 1 in the result.
-        checkpoint: As `attribute`.
-        memory_budget: Bytes for everything but the inputs and the result.
-        progress: Show a progress bar.
+        options: As `attribute`.
 
     Raises:
         TypeError, ValueError: As `attribute`; also axes that are not of this run.
@@ -176,14 +168,11 @@ def attribute_by(
         head=head,
         rule=rule,
         classes=classes,
-        checkpoint=checkpoint,
-        memory_budget=memory_budget,
-        progress=progress,
+        **options,
     )
     return parts
 
 
-@once_more
 def attribute_many(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
@@ -192,9 +181,7 @@ def attribute_many(
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> tuple[GroupedAttribution, ...]:
     """Split predictions in several ways in one pass over the run: one result per entry of `splits`, as `attribute_by`.
 
@@ -203,8 +190,25 @@ def attribute_many(
     """
     for by in splits:
         validate_axes(trajectory, by)
-    query = make_problem(trajectory, X, head, rule, classes, memory_budget)
-    return _split(query, list(map(tuple, splits)), checkpoint, progress)
+    validate_inputs(trajectory, X)
+    parsed = parse_options("attribute_many", ("accumulate",), **options)
+    return _attribute(trajectory, X, list(map(tuple, splits)), head, rule, classes, parsed)
+
+
+def _attribute(
+    trajectory: Trajectory,
+    X: Tensor,
+    splits: list[tuple[Axis, ...]],
+    head: Head,
+    rule: Rule,
+    classes: Tensor | None,
+    options: ComputeOptions,
+) -> tuple[GroupedAttribution, ...]:
+    def compute(plan: DifferentiationPlan) -> tuple[GroupedAttribution, ...]:
+        query = make_problem(trajectory, X, head, rule, classes, options.memory_budget, plan)
+        return _split(query, splits, options.checkpoint, options.progress)
+
+    return with_plan(trajectory, trajectory.model_for(X), compute)
 
 
 class _Collector:
@@ -215,7 +219,7 @@ class _Collector:
         trajectory = query.trajectory
         counts = {"step": trajectory.num_steps, "sample": trajectory.num_points}
         self.index, self.sizes = {}, {}
-        for kind, count in (*counts.items(), ("parameter", len(trajectory.skeleton.names))):
+        for kind, count in (*counts.items(), ("parameter", len(trajectory.model.names))):
             own = [axis for axis in axes if axis.kind == kind]
             index = torch.zeros(count, dtype=torch.int64)
             for axis in own:
@@ -273,7 +277,7 @@ def _split(
 
     whole = not any(collector.sizes["parameter"] for collector in collectors)
     kept = None if checkpoint is None else PartialSums(checkpoint, _identity(query, splits))
-    plain = whole and is_vanilla_gd(trajectory)
+    plain = whole and trajectory.is_vanilla_gd
     panel = plain_panel_size(query) if plain else panel_size(query)
     name = f"sums-{fingerprint(query.plan, plain, panel)}"  # a network's second plan starts anew
     sums = [total for collector in collectors for total in (collector.values, collector.decay)]
@@ -281,7 +285,7 @@ def _split(
     if plain:
         vanilla_gd_pass(query, take, keeper, progress=progress)
     else:
-        count = len(trajectory.skeleton.names)
+        count = len(trajectory.model.names)
         groups = torch.zeros(count, dtype=torch.int64) if whole else torch.arange(count)
         accumulate(query, groups, take, keeper, progress=progress)
     return tuple(

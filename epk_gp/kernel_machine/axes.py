@@ -73,13 +73,13 @@ def by_step(trajectory: Trajectory, edges: Sequence[int] | None = None) -> Axis:
 
 def by_parameter(trajectory: Trajectory) -> Axis:
     """Give each trained parameter (a layer's weight, a layer's bias) its own entry."""
-    names = trajectory.skeleton.names
+    names = trajectory.model.names
     return Axis("parameter", torch.arange(len(names)), names)
 
 
 def by_layer(trajectory: Trajectory) -> Axis:
     """Join the parameters of one module."""
-    owners = [name.rpartition(".")[0] for name in trajectory.skeleton.names]
+    owners = [name.rpartition(".")[0] for name in trajectory.model.names]
     names = tuple(dict.fromkeys(owners))
     return Axis("parameter", torch.tensor([names.index(owner) for owner in owners]), names)
 
@@ -94,7 +94,7 @@ def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:
     sizes = {
         "sample": trajectory.num_points,
         "step": trajectory.num_steps,
-        "parameter": len(trajectory.skeleton.names),
+        "parameter": len(trajectory.model.names),
     }
     for axis in axes:
         if not isinstance(axis, Axis):

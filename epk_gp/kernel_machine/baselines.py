@@ -12,12 +12,13 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.head import Head, validate_head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, loss_derivatives, soft_targets
-from epk_gp.core.model import Head, validate_head
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, batch_of, compute_dtype, flat_weights, network_outputs, validate_inputs
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights, network_outputs, validate_inputs
 from epk_gp.gram.ntk import ntk_at
-from epk_gp.gram.path_kernel import MEMORY_BUDGET, gram_block
+from epk_gp.gram.path_kernel import gram_block
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, left_endpoint
 
@@ -192,7 +193,9 @@ def _derivatives(trajectory: Trajectory, X: Tensor, y: Tensor, head: Head) -> Fl
             f'head="log_softmax" needs a loss that is a function of it, CrossEntropy: the run has {trajectory.loss}. '
             'Use head="logits".'
         )
-    return -soft_targets(trajectory.loss, y, X.new_zeros(0, trajectory.num_outputs, dtype=compute_dtype(trajectory, X)))
+    return -soft_targets(
+        trajectory.loss, y, X.new_zeros(0, trajectory.num_outputs, dtype=trajectory.model.spec_for(X).dtype)
+    )
 
 
 def _nonempty(block: Tensor | None) -> Tensor:

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from epk_gp.autodiff.directional import Line
 from epk_gp.autodiff.jacobians import Cotangents, WeightLocation, gradients, head_cotangents
-from epk_gp.autodiff.plan import Plan, flat_layout, rows_at_a_time
+from epk_gp.autodiff.plan import flat_layout, rows_at_a_time
 from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.model import Head, Skeleton, validate_head
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.head import Head, validate_head
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, compute_dtype, flat_weights, skeleton_for, validate_inputs
+from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
 from epk_gp.core.validation import validate_memory_budget
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
@@ -31,7 +32,7 @@ class AttributionProblem:
         rule: How each step's integral is taken.
         classes: One output per input, or None for all C.
         memory_budget: Bytes for everything but the inputs and the result.
-        skeleton: The network in the computation's dtype.
+        model: The network in the computation's dtype.
         plan: How to differentiate it.
         form: The form of its gradients.
         layout: Place in the flat weights of each entry of written-out gradients, (P,).
@@ -43,15 +44,15 @@ class AttributionProblem:
     rule: Rule
     classes: Int64[Tensor, " n"] | None
     memory_budget: int
-    skeleton: Skeleton
-    plan: Plan
+    model: FunctionalModel
+    plan: DifferentiationPlan
     form: ContractionCost
     layout: Int64[Tensor, " P"]
 
     @property
     def dtype(self) -> torch.dtype:
         """The computation's dtype."""
-        return compute_dtype(self.trajectory, self.X)
+        return self.model.spec.dtype
 
     @property
     def num_rows(self) -> int:
@@ -66,6 +67,7 @@ def make_problem(
     rule: Rule,
     classes: Int64[Tensor, " n"] | None,
     memory_budget: int,
+    plan: DifferentiationPlan,
 ) -> AttributionProblem:
     """Check a question and get ready to answer it.
 
@@ -84,16 +86,15 @@ def make_problem(
         if not 0 <= int(classes.min()) <= int(classes.max()) < C:
             raise ValueError(f"classes must lie in 0..{C - 1}: got {int(classes.min())}..{int(classes.max())}.")
         classes = classes.to(X.device)
-    plan = plan_for(trajectory, X)
     form = ContractionCost(
         pairs=C if classes is None else 1,
         products=4 if isinstance(rule, AdaptiveRule) else len(rule),
         fixed_head=head == "logits",
-        dense=not plan.on_line,
+        dense=not plan.supports_interpolation,
     )
-    skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
-    layout = flat_layout(skeleton, plan, dense=form.dense).to(X.device)
-    return AttributionProblem(trajectory, X.detach(), head, rule, classes, memory_budget, skeleton, plan, form, layout)
+    model = trajectory.model_for(X)
+    layout = flat_layout(model, plan, dense=form.dense).to(X.device)
+    return AttributionProblem(trajectory, X.detach(), head, rule, classes, memory_budget, model, plan, form, layout)
 
 
 def integrate_step(
@@ -109,7 +110,7 @@ def integrate_step(
     """
     X = query.X[rows]
     w, end = (flat_weights(query.trajectory, s, X) for s in (step.index, step.index + 1))
-    line = Line(query.skeleton, query.plan, w, end - w, query.head, query.memory_budget)
+    line = Line(query.model, query.plan, w, end - w, query.head, query.memory_budget)
     integral = integrate(line, X, query.rule, query.trajectory.num_steps)
     found, size = [], min(block_size, rows_at_a_time(query.plan, query.dtype, query.num_rows))
     for part in torch.arange(len(integral.point), device=X.device).split(size):
@@ -118,7 +119,7 @@ def integrate_step(
         classes = None if query.classes is None else query.classes[rows[points]]
         cotangents = _chosen(head_cotangents(query.head), classes)
         features = gradients(
-            query.skeleton, query.plan, place, X[points], cotangents, query.form, fixed_seed=query.head == "logits"
+            query.model, query.plan, place, X[points], cotangents, query.form, fixed_seed=query.head == "logits"
         )
         found.append(NodeBatch(features, integral.weight[part], points))
     return integral, found

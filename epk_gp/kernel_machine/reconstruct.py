@@ -8,19 +8,19 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.autodiff.directional import Line
-from epk_gp.autodiff.verification import once_more, plan_for
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.gradients import replayed_updates
-from epk_gp.core.model import Head, validate_head
+from epk_gp.core.head import Head, validate_head
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import (
     Trajectory,
-    compute_dtype,
     flat_weights,
     network_outputs,
-    skeleton_for,
     validate_inputs,
 )
 from epk_gp.core.validation import validate_memory_budget
-from epk_gp.gram.path_kernel import MEMORY_BUDGET
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
 
@@ -55,7 +55,6 @@ class Reconstruction:
     max_step_mismatch: float
 
 
-@once_more
 def reconstruct(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
@@ -92,8 +91,22 @@ def reconstruct(
     validate_head(head, trajectory.num_outputs)
     validate_rule(rule)
     validate_memory_budget(memory_budget)
-    skeleton = skeleton_for(trajectory, compute_dtype(trajectory, X), X.device)
-    plan = plan_for(trajectory, X)
+    model = trajectory.model_for(X)
+    return with_plan(
+        trajectory, model, lambda plan: _reconstruct(trajectory, model, plan, X, head, rule, memory_budget, progress)
+    )
+
+
+def _reconstruct(
+    trajectory: Trajectory,
+    model: FunctionalModel,
+    plan: DifferentiationPlan,
+    X: Tensor,
+    head: Head,
+    rule: Rule,
+    memory_budget: int,
+    progress: bool,
+) -> Reconstruction:
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
     total = torch.zeros_like(initial, dtype=torch.float64)
@@ -101,10 +114,10 @@ def reconstruct(
     largest, mismatch = total.new_zeros(()), total.new_zeros(())  # tensors: Python's max() would drop a NaN
     evaluations = 0.0
     panels = torch.arange(len(X), device=X.device).split(_panel(X, rule, initial, memory_budget))
-    directions = replayed_updates(trajectory, skeleton, X)
+    directions = replayed_updates(trajectory, model, X)
     for step, w, d in tqdm(directions, desc="steps", total=trajectory.num_steps, disable=not progress):
         end = flat_weights(trajectory, step.index + 1, X)
-        line = Line(skeleton, plan, w, d, head, memory_budget // 2)
+        line = Line(model, plan, w, d, head, memory_budget // 2)
         for rows in panels:
             integral = integrate(line, X[rows], rule, trajectory.num_steps)
             total[rows] += integral.total

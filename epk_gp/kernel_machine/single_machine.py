@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.head import Head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
-from epk_gp.core.model import Head
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, compute_dtype, network_outputs, validate_inputs
-from epk_gp.gram.path_kernel import MEMORY_BUDGET, gram_block
-from epk_gp.kernel_machine.vanilla_gd import is_vanilla_gd
+from epk_gp.core.trajectory import Trajectory, network_outputs, validate_inputs
+from epk_gp.gram.path_kernel import gram_block
 from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
 
 
@@ -63,7 +63,7 @@ def single_machine(
     """
     validate_inputs(trajectory, X)
     validate_rule(rule)
-    coefficients = _constant_coefficients(trajectory, head, compute_dtype(trajectory, X)).to(X.device)
+    coefficients = _constant_coefficients(trajectory, head, trajectory.model.spec_for(X).dtype).to(X.device)
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
     outputs = initial.clone()
@@ -107,7 +107,7 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
             )
         u = trajectory.updates[step.index]
         if (
-            not is_vanilla_gd(trajectory)
+            not trajectory.is_vanilla_gd
             or float(u.direct[0] * u.gradient[0]) != step.size
             or step.sample_weights is not None
         ):

@@ -17,27 +17,13 @@ from epk_gp.kernel_machine.problem import AttributionProblem, integrate_step
 from epk_gp.kernel_machine.progress import PassProgress
 
 
-def is_vanilla_gd(trajectory: Trajectory) -> bool:
-    """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights."""
-    key = "plain"
-    if key not in trajectory.memo:
-        updates = (trajectory.updates[s] for s in range(trajectory.num_steps))
-        trajectory.memo[key] = all(
-            not any(bool(value.any()) for value in (u.momentum, u.decay, u.shrink))
-            and bool((u.direct == u.direct[0]).all())
-            and bool((u.gradient == u.gradient[0]).all())
-            for u in updates
-        )
-    return bool(trajectory.memo[key])
-
-
 def validate_vanilla_gd(trajectory: Trajectory, what: str) -> None:
     """Refuse a run whose steps are not those of plain gradient descent.
 
     Raises:
         ValueError: Momentum, decay or a preconditioner.
     """
-    if not is_vanilla_gd(trajectory):
+    if not trajectory.is_vanilla_gd:
         raise ValueError(
             f"{what} must have steps of plain gradient descent, -eps_s times the batch gradient: the run was made by "
             f"{trajectory.law}. Use epk_gp.reconstruct or epk_gp.attribute, which follow every step law."
@@ -78,7 +64,7 @@ def vanilla_gd_pass(
             for part in torch.arange(len(X), device=X.device).split(block):
                 cotangents = weighted_loss(trajectory.loss, y[part], c[part])
                 place = WeightLocation(w)
-                right = gradients(query.skeleton, query.plan, place, X[part], cotangents, query.form, fixed_seed=False)
+                right = gradients(query.model, query.plan, place, X[part], cotangents, query.form, fixed_seed=False)
                 tile = empty_tile(query.num_rows, len(rows), 1, len(part), integral.total, per_class=False)
                 joined = StepAverage(tile, len(rows), right, eta, fixed_steps=False)
                 for node in nodes:
@@ -93,9 +79,9 @@ def plain_panel_size(query: AttributionProblem) -> int:
     """Choose how many points are taken at a time, from the memory budget."""
     place = WeightLocation(flat_weights(query.trajectory, 0, query.X))
     like: Tensor = query.X[:1]
-    features = gradients(
-        query.skeleton, query.plan, place, like, head_cotangents("logits"), query.form, fixed_seed=True
-    )
+    features = gradients(query.model, query.plan, place, like, head_cotangents("logits"), query.form, fixed_seed=True)
     size = torch.finfo(query.dtype).bits // 8
-    per_point = (query.trajectory.num_outputs + 3) * query.plan.elements * size + 12 * feature_bytes(features)
+    per_point = (query.trajectory.num_outputs + 3) * query.plan.activations_per_sample * size + 12 * feature_bytes(
+        features
+    )
     return max(1, query.memory_budget // (4 * per_point))

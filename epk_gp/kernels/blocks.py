@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from epk_gp.core.fingerprint import content_key
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import compute_dtype
 from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernels.config import KernelConfig, as_points, needs_graph, same_points
 from epk_gp.kernels.derivatives import block_derivative, diagonal_derivative
@@ -37,7 +36,7 @@ def block(
     if found is None:
         A = as_points(source.trajectory, x)
         B = A if x is y or same_points(x, y) else as_points(source.trajectory, y)
-        found = _evaluate(source, A, B).to(compute_dtype(source.trajectory, x))
+        found = _evaluate(source, A, B).to(source.trajectory.model.spec_for(x).dtype)
         source.cache.put(key, found)
     return found
 
@@ -66,7 +65,7 @@ def diagonal_matrices(
         with torch.no_grad():
             found = gram_diagonal_blocks(
                 source.trajectory, A, head=source.head, rule=source.rule, memory_budget=source.memory_budget
-            ).to(compute_dtype(source.trajectory, x))
+            ).to(source.trajectory.model.spec_for(x).dtype)
         source.cache.put(key, found)
     return found
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.model import Head
+from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernels.cache import BlockCache

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
-from epk_gp.core.model import Head, validate_head
+from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.head import Head, validate_head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.core.validation import validate_memory_budget
-from epk_gp.gram.path_kernel import MEMORY_BUDGET
 from epk_gp.kernels import batching as batches
 from epk_gp.kernels import blocks
 from epk_gp.kernels.cache import BlockCache

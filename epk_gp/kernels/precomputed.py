@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.model import Head
+from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, validate_inputs
-from epk_gp.gram.path_kernel import MEMORY_BUDGET
 from epk_gp.kernels.epk import EPKKernel, Normalization
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 

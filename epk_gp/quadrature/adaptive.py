@@ -193,7 +193,7 @@ def _split(line: Line, X: Tensor, failed: Segments, error: Tensor, level: int) -
     new[1:] = (segment[1:] != segment[:-1]) | (cuts[1:] - cuts[:-1] > gap)
     segment, cuts = segment[new], cuts[new]
     at_cuts = values(line, X[failed.point[segment]], cuts)
-    looked = failed.point if line.plan.on_line else failed.point[:0]
+    looked = failed.point if line.plan.supports_interpolation else failed.point[:0]
     # chain: start of each segment, its cuts, its end
     every = torch.arange(len(failed.point), device=X.device)
     owner = torch.cat([every, segment])

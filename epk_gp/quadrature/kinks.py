@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.directional import Line, block_rows
 from epk_gp.autodiff.interception import InterpolatedWeights, disable_fused_attention
-from epk_gp.core.model import apply_head, call, unflatten
+from epk_gp.core.head import apply_head
 from epk_gp.quadrature.piecewise_ops import EventReader, PreactivationRecorder, Preactivations, StopForwardError
 
 _ITERATIONS = 40
@@ -55,7 +55,7 @@ def locate_kinks(
     Returns:
         Segment and place of B switches; a unit that switches an even number of times is not seen.
     """
-    if not line.plan.on_line:
+    if not line.plan.supports_interpolation:
         return torch.zeros(0, dtype=torch.int64, device=X.device), a[:0]
     rows = max(1, block_rows(line) // 4)
     found, places = [], []
@@ -90,11 +90,11 @@ def _candidates(line: Line, X: Tensor, a: Tensor, b: Tensor) -> BracketedEvents:
 
 def _watched(line: Line, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
     """List the units at t, and which of their outputs a random combination of f depends on."""
-    weights = {name: value.detach().requires_grad_() for name, value in unflatten(line.skeleton, line.w).items()}
+    weights = {name: value.detach().requires_grad_() for name, value in line.model.unflatten(line.w).items()}
     with torch.enable_grad(), disable_fused_attention():
         watch = PreactivationRecorder(len(X), edges=True)
-        with InterpolatedWeights(weights, unflatten(line.skeleton, line.d), t), watch:
-            z = call(line.skeleton, weights, X)
+        with InterpolatedWeights(weights, line.model.unflatten(line.d), t), watch:
+            z = line.model(weights, X)
         f = apply_head(z, line.head)
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(f.shape[1], generator=generator, dtype=torch.float64).to(f)
@@ -140,7 +140,7 @@ def _roots(line: Line, X: Tensor, a: Tensor, b: Tensor, candidates: BracketedEve
 
 def _event_values(line: Line, X: Tensor, t: Tensor, candidates: BracketedEvents, active: Tensor) -> Tensor:
     """Evaluate events at places of their own, early layers' first: a forward pass ends at the last unit asked for."""
-    weights, direction = unflatten(line.skeleton, line.w), unflatten(line.skeleton, line.d)
+    weights, direction = line.model.unflatten(line.w), line.model.unflatten(line.d)
     value = torch.zeros_like(t)
     for part in candidates.call[active].argsort().split(block_rows(line)):
         chosen = active[part]
@@ -158,7 +158,7 @@ def _event_values(line: Line, X: Tensor, t: Tensor, candidates: BracketedEvents,
             InterpolatedWeights(weights, direction, t[part]),
             read,
         ):
-            call(line.skeleton, weights, X[candidates.segment[chosen]])
+            line.model(weights, X[candidates.segment[chosen]])
         for number, (rows, _) in wanted.items():
             mine = part[rows[: len(rows) // 2]]
             level, other = read.found[number].chunk(2)

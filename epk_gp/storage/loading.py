@@ -11,7 +11,7 @@ from epk_gp.core import losses
 from epk_gp.core.fingerprint import fingerprint_data
 from epk_gp.core.gradients import batch_gradient, step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
-from epk_gp.core.model import Skeleton, frozen_state, functionalize
+from epk_gp.core.model import FunctionalModel, functionalize
 from epk_gp.core.probe import fingerprint_outputs
 from epk_gp.core.trajectory import Trajectory, batch_of
 from epk_gp.core.update_rules import predict_step
@@ -47,12 +47,12 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
     layout = store.schema_of(header)
     data = store.read_data(path, header)
     chunks = read_journal(path).chunks
-    skeleton = _skeleton_from(header, data, net)
+    model = _skeleton_from(header, data, net)
     steps = tuple(step for chunk in chunks for step in read_steps(path, layout, chunk))
     if fingerprint_data(data["inputs"], data["targets"]) != header["data_digest"]:
         raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
     trajectory = Trajectory(
-        skeleton=skeleton,
+        model=model,
         inputs=data["inputs"],
         targets=data["targets"],
         loss=_loss_from(header, loss),
@@ -69,16 +69,16 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
     return trajectory
 
 
-def _skeleton_from(header: dict[str, Any], data: dict[str, Tensor], net: nn.Module) -> Skeleton:
-    skeleton = functionalize(net, tuple(header["names"]))
-    for name, recorded, shape in zip(header["names"], header["shapes"], skeleton.shapes, strict=True):
+def _skeleton_from(header: dict[str, Any], data: dict[str, Tensor], net: nn.Module) -> FunctionalModel:
+    model = functionalize(net, tuple(header["names"]))
+    for name, recorded, shape in zip(header["names"], header["shapes"], model.shapes, strict=True):
         if list(shape) != recorded:
             raise ValueError(
                 f"the network must be the recorded one: {name} has shape {tuple(shape)}, the run has {tuple(recorded)}."
             )
-    skeleton.module.to(store.DTYPES[header["dtype"]])
-    skeleton.module.to("cpu")
-    constants, recorded_constants = frozen_state(skeleton), _constants_from(data)
+    model.module.to(store.DTYPES[header["dtype"]])
+    model.module.to("cpu")
+    constants, recorded_constants = model.frozen_state(), _constants_from(data)
     if constants.keys() != recorded_constants.keys():
         odd = sorted(constants.keys() ^ recorded_constants.keys())
         raise ValueError(
@@ -91,7 +91,7 @@ def _skeleton_from(header: dict[str, Any], data: dict[str, Tensor], net: nn.Modu
                 f"the run has {tuple(value.shape)}."
             )
         constants[name].copy_(value)
-    return skeleton
+    return model
 
 
 def _constants_from(data: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -118,10 +118,8 @@ def _check_loss(trajectory: Trajectory) -> None:
         return
     step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
     X, y, c = batch_of(trajectory, step, start)
-    gradient = batch_gradient(trajectory.skeleton, start, X, y, trajectory.loss, c)
-    predicted, _ = predict_step(
-        trajectory.updates[0], trajectory.skeleton.sizes, start, gradient, torch.zeros_like(start)
-    )
+    gradient = batch_gradient(trajectory.model, start, X, y, trajectory.loss, c)
+    predicted, _ = predict_step(trajectory.updates[0], trajectory.model.sizes, start, gradient, torch.zeros_like(start))
     if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
         raise ValueError(
             f"loss must be the one the run was recorded with: step 0 is not a step on the given "
@@ -131,7 +129,7 @@ def _check_loss(trajectory: Trajectory) -> None:
 
 def _check_forward(trajectory: Trajectory, recorded: Tensor) -> None:
     try:
-        outputs = fingerprint_outputs(trajectory.skeleton, trajectory.states[0], trajectory.inputs)
+        outputs = fingerprint_outputs(trajectory.model, trajectory.states[0], trajectory.inputs)
     except (RuntimeError, IndexError) as error:
         raise ValueError(
             f"the network must be the recorded one: it has the same weights, but fails on the recorded inputs: {error}"

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.losses import Loss
-from epk_gp.core.model import frozen_state, unflatten
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.storage import schema as store
 from epk_gp.storage.index import resume_name
@@ -114,7 +113,7 @@ def resume_run(
         writer.close()
         raise
     parameters = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    values = {**frozen_state(trajectory.skeleton), **unflatten(trajectory.skeleton, trajectory.states[chunk.last])}
+    values = {**trajectory.model.frozen_state(), **trajectory.model.unflatten(trajectory.states[chunk.last])}
     with torch.no_grad():
         for name, value in values.items():
             parameters[name].copy_(value)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epk_gp.core.losses import Loss
-from epk_gp.core.model import Skeleton
+from epk_gp.core.model import FunctionalModel
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
     checksum,
@@ -145,13 +145,13 @@ def describe_loss(loss: Loss) -> dict[str, Any]:
 
 
 def header_of(
-    skeleton: Skeleton, loss: Loss, law: str, num_points: int, data_digest: str, num_outputs: int
+    model: FunctionalModel, loss: Loss, law: str, num_points: int, data_digest: str, num_outputs: int
 ) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights."""
     return {
-        "names": list(skeleton.names),
-        "shapes": [list(shape) for shape in skeleton.shapes],
-        "dtype": str(next(p for n, p in skeleton.module.named_parameters() if n in skeleton.names).dtype),
+        "names": list(model.names),
+        "shapes": [list(shape) for shape in model.shapes],
+        "dtype": str(next(p for n, p in model.module.named_parameters() if n in model.names).dtype),
         "num_outputs": num_outputs,
         "num_points": num_points,
         "loss": describe_loss(loss),

@@ -17,7 +17,7 @@ from epk_gp.core.losses import (
     soft_targets,
     validate_targets,
 )
-from epk_gp.core.model import Skeleton, call, unflatten
+from epk_gp.core.model import FunctionalModel
 
 CANCELLATION_FACTOR = 32  # how many times worse than our own float32 gradient the optimizer's may be
 
@@ -51,12 +51,12 @@ class StepCheck:
     loss: Loss
 
 
-def explain_mismatch(net: nn.Module, skeleton: Skeleton, replay: StepCheck) -> str:
+def explain_mismatch(net: nn.Module, model: FunctionalModel, replay: StepCheck) -> str:
     """Name the likeliest reason why a step is not the stated one.
 
     Args:
         net: The user's network, as it is right after the step.
-        skeleton: The recorded structure.
+        model: The recorded network.
         replay: The step.
 
     Returns:
@@ -71,21 +71,21 @@ def explain_mismatch(net: nn.Module, skeleton: Skeleton, replay: StepCheck) -> s
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "
             "step"
         )
-    random = _forward_cause(net, skeleton, replay.start, replay.X)
+    random = _forward_cause(net, model, replay.start, replay.X)
     if random is not None:
         return random
     if alike(used, gradient):
         return "the gradient is that of the stated loss before clipping: it was not clipped as the recorder was told"
     ratio = float(used @ gradient / (gradient @ gradient)) if gradient.any() else 0.0
     if ratio and alike(used, ratio * gradient):
-        return _ratio_cause(ratio, len(replay.X), loss, _num_outputs(skeleton, replay.start, replay.X))
+        return _ratio_cause(ratio, len(replay.X), loss, _num_outputs(model, replay.start, replay.X))
     bound = float(used.abs().max())
     if alike(used, gradient.clamp(-bound, bound)):
         return (
             f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, "
             "clip=epk_gp.ClipValue(...), or leave it out"
         )
-    other = _other_loss(skeleton, replay)
+    other = _other_loss(model, replay)
     if other is not None:
         return f"the gradient is that of {other}, not of the stated {loss}"
     return (
@@ -94,27 +94,27 @@ def explain_mismatch(net: nn.Module, skeleton: Skeleton, replay: StepCheck) -> s
     )
 
 
-def consistent_up_to_rounding(skeleton: Skeleton, replay: StepCheck) -> bool:
+def consistent_up_to_rounding(model: FunctionalModel, replay: StepCheck) -> bool:
     """Whether the optimizer's gradient is the stated one, up to what its dtype can lose by cancellation."""
     if (replay.used - replay.clipped).abs().max() <= relative_rounding(replay.start.dtype) * replay.clipped.abs().max():
         return True
     if replay.start.dtype == torch.float64:
         return False
-    wide = Skeleton(copy.deepcopy(skeleton.module).double(), skeleton.names, skeleton.shapes)
+    wide = FunctionalModel(copy.deepcopy(model.module).double(), model.names, model.shapes)
     X = replay.X.double() if replay.X.is_floating_point() else replay.X
     exact = batch_gradient(wide, replay.start.double(), X, replay.y, replay.loss, replay.c)
     lost = (replay.gradient - exact).abs().max()
     return bool((replay.used - replay.clipped).abs().max() <= CANCELLATION_FACTOR * lost)
 
 
-def _forward_cause(net: nn.Module, skeleton: Skeleton, start: Tensor, X: Tensor) -> str | None:
+def _forward_cause(net: nn.Module, model: FunctionalModel, start: Tensor, X: Tensor) -> str | None:
     """Compare the user's network, as it stands, with the deterministic one, both at the step's start."""
     rows = X[: min(len(X), 64)]
-    weights = unflatten(skeleton, start)
+    weights = model.unflatten(start)
     buffers = {name: value.clone() for name, value in net.named_buffers()}
     with torch.no_grad(), torch.random.fork_rng():
         outputs = [torch.func.functional_call(net, {**weights, **buffers}, (rows,)) for _ in range(2)]
-        expected = call(skeleton, weights, rows)
+        expected = model(weights, rows)
     if not all(isinstance(z, Tensor) for z in outputs):
         return "the network in training mode returns something else than one tensor: put it in evaluation mode"
     if not torch.equal(outputs[0], outputs[1]):
@@ -127,9 +127,9 @@ def _forward_cause(net: nn.Module, skeleton: Skeleton, start: Tensor, X: Tensor)
     return None
 
 
-def _num_outputs(skeleton: Skeleton, start: Tensor, X: Tensor) -> int:
+def _num_outputs(model: FunctionalModel, start: Tensor, X: Tensor) -> int:
     with torch.no_grad():
-        return call(skeleton, unflatten(skeleton, start), X[:1]).shape[1]
+        return model(model.unflatten(start), X[:1]).shape[1]
 
 
 def _ratio_cause(ratio: float, batch_size: int, loss: Loss, num_outputs: int) -> str:
@@ -150,9 +150,9 @@ def _ratio_cause(ratio: float, batch_size: int, loss: Loss, num_outputs: int) ->
     )
 
 
-def _other_loss(skeleton: Skeleton, replay: StepCheck) -> str | None:
+def _other_loss(model: FunctionalModel, replay: StepCheck) -> str | None:
     stated, y = replay.loss, replay.y
-    C = _num_outputs(skeleton, replay.start, replay.X)
+    C = _num_outputs(model, replay.start, replay.X)
     labels = isinstance(stated, CrossEntropy) and not y.is_floating_point()
     kinds = (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
     candidates: list[Loss] = [kind(reduction) for kind in kinds for reduction in ("mean", "sum")]
@@ -165,7 +165,7 @@ def _other_loss(skeleton: Skeleton, replay: StepCheck) -> str | None:
         except (TypeError, ValueError):
             continue
         c = sample_weights(candidate, targets)
-        found = batch_gradient(skeleton, replay.start, replay.X, targets, candidate, c)
+        found = batch_gradient(model, replay.start, replay.X, targets, candidate, c)
         if candidate != stated and alike(replay.used, found):
             return str(candidate)
     return None

@@ -23,7 +23,7 @@ from epk_gp.core.losses import (
     validate_output_scale,
     validate_targets,
 )
-from epk_gp.core.model import flatten, frozen_state, functionalize, unflatten
+from epk_gp.core.model import functionalize
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import UpdateCoefficients, UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
@@ -133,21 +133,21 @@ class Recorder:
         validate_stateful(self._keep)
         if resume:
             validate_schedules(optimizer, self._keep, path)
-        self.skeleton = functionalize(net, trained_names(net, optimizer))
+        self.model = functionalize(net, trained_names(net, optimizer))
         self.X, self.y = parse_data(X, y)
         validate_layer_modes(net)
         start = self._weights()
-        for name, value in unflatten(self.skeleton, start).items():
+        for name, value in self.model.unflatten(start).items():
             validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
-        probe = validated_fingerprint(self.skeleton, start, self.X)
+        probe = validated_fingerprint(self.model, start, self.X)
         validate_targets(self.loss, self.y, len(self.X), probe.shape[1])
         validate_output_scale(self.loss, probe)
         validate_loss_row_independence(self.loss, probe, self.y[: len(probe)])
         self.num_outputs, self.data_digest = probe.shape[1], fingerprint_data(self.X, self.y)
-        header = header_of(self.skeleton, self.loss, self.law.name, len(self.X), self.data_digest, self.num_outputs)
+        header = header_of(self.model, self.loss, self.law.name, len(self.X), self.data_digest, self.num_outputs)
         self._steps: list[Step] = []
         self._shelf = TensorArena()
-        self._records = {-1: _Record(start, None, fingerprint_start(header, self.skeleton, probe, start))}
+        self._records = {-1: _Record(start, None, fingerprint_start(header, self.model, probe, start))}
         self._momentum = torch.zeros_like(start)
         self._pending: list[tuple[Tensor | None, float]] = []
         self._fresh: set[str] = set()
@@ -156,7 +156,7 @@ class Recorder:
             self._go_on(path, header)
         elif path is not None:
             data = {"inputs": self.X, "targets": self.y, "probe": probe}
-            data |= {f"constant.{name}": value for name, value in frozen_state(self.skeleton).items()}
+            data |= {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
             kept = capture_training_state(optimizer, self._keep, self._momentum)
             about = header | self._about_writing()
             self._writer = create_run(path, about, data, start, self._records[-1].digest, kept, options_of(optimizer))
@@ -207,7 +207,7 @@ class Recorder:
                     f"the one of step {len(self._steps)} was not."
                 )
             if kind is None:
-                validate_frozen_state(self.net, self.skeleton, self._last, self.X, len(self._steps))
+                validate_frozen_state(self.net, self.model, self._last, self.X, len(self._steps))
                 if self._writer is not None:
                     self._writer.finish()
         finally:
@@ -270,7 +270,7 @@ class Recorder:
                 f"step {index}: the weights must be those the last recorded step left: they were changed in between "
                 "(an optimizer.step() outside the recorder's sight, or an edit)."
             )
-        validate_frozen_state(self.net, self.skeleton, self._last, self.X, index)
+        validate_frozen_state(self.net, self.model, self._last, self.X, index)
         self._pending.append((batch, weight))
 
     @property
@@ -288,7 +288,7 @@ class Recorder:
             updates = StoredUpdates(self._writer.path, self._writer.layout, chunks)
             count, digest = chunks[-1].last, chunks[-1].digest
         return Trajectory(
-            skeleton=self.skeleton,
+            model=self.model,
             inputs=self.X,
             targets=self.y,
             loss=self.loss,
@@ -306,7 +306,7 @@ class Recorder:
         return self._records[len(self._steps) - 1].end
 
     def _weights(self) -> Tensor:
-        return flatten(self.skeleton, dict(self.net.named_parameters()))
+        return self.model.flatten(dict(self.net.named_parameters()))
 
     def _about_writing(self) -> dict[str, Any]:
         return {"compression": self._storage.compression, "check_every": self.check_every}
@@ -316,13 +316,13 @@ class Recorder:
         found, self._writer = resume_run(
             path, header | self._about_writing(), self.net, self.optimizer, self.loss, self._keep, self._momentum
         )
-        self.skeleton, self._steps = functionalize(self.net, self.skeleton.names), list(found.steps)
+        self.model, self._steps = functionalize(self.net, self.model.names), list(found.steps)
         end = found.states[found.num_steps].to(self.X.device)
         self._records = {found.num_steps - 1: _Record(end, None, found.digest)}
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         parameters = dict(self.net.named_parameters())
-        states = {name: optimizer.state.get(parameters[name], {}) for name in self.skeleton.names}
+        states = {name: optimizer.state.get(parameters[name], {}) for name in self.model.names}
         self._fresh = {name for name, state in states.items() if all(value is None for value in state.values())}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
@@ -342,18 +342,16 @@ class Recorder:
             step = join_batches(index, learning_rate(self.optimizer), announced, self.loss, self.y)
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
-        net, skeleton, law, parameters = self.net, self.skeleton, self.law, dict(self.net.named_parameters())
-        update = read_coefficients(parameters, skeleton, optimizer, law, self._fresh)
+        net, model, law, parameters = self.net, self.model, self.law, dict(self.net.named_parameters())
+        update = read_coefficients(parameters, model, optimizer, law, self._fresh)
         if _is_replayed(index, self.check_every):
-            replay, factor = recompute_gradient(
-                parameters, skeleton, start, step, (self.X, self.y), self.loss, self.clip
-            )
+            replay, factor = recompute_gradient(parameters, model, start, step, (self.X, self.y), self.loss, self.clip)
             update, self._momentum = check_against_exact_gradient(
-                net, skeleton, law, replay, update, factor, end, self._momentum, index
+                net, model, law, replay, update, factor, end, self._momentum, index
             )
         else:
             self._momentum = check_against_used_gradient(
-                parameters, skeleton, law, start, update, end, self._momentum, index
+                parameters, model, law, start, update, end, self._momentum, index
             )
         digest = fingerprint_step(self._records[index - 1].digest, step, update, end)
         put = self._shelf.put
@@ -371,7 +369,7 @@ class Recorder:
         if not waiting:
             return
         record, limits = self._records[len(self._steps) - 1], self._storage
-        diagonals = sum(v.nbytes for v in record.update or () if len(v) != len(self.skeleton.sizes))
+        diagonals = sum(v.nbytes for v in record.update or () if len(v) != len(self.model.sizes))
         if (
             waiting * (record.end.nbytes + diagonals) >= limits.chunk_bytes
             or time.monotonic() - self._committed_at >= limits.seconds

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from epk_gp.core.gradients import batch_gradient, step_tolerance
 from epk_gp.core.losses import Loss, sample_weights
-from epk_gp.core.model import Skeleton, call, flatten, frozen_state, unflatten
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.probe import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import (
@@ -45,23 +45,23 @@ def join_batches(
 
 
 def validate_frozen_state(
-    net: nn.Module, skeleton: Skeleton, w: Float[Tensor, " P"], X: Shaped[Tensor, "M ..."], index: int
+    net: nn.Module, model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "M ..."], index: int
 ) -> None:
     """Refuse buffers and frozen parameters that changed; a counter of calls, say, does not matter.
 
     Raises:
         UnexplainedStepError: The outputs at the first inputs depend on what changed.
     """
-    constants = frozen_state(skeleton)
+    constants = model.frozen_state()
     if not constants:
         return
     now = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     changed = {name: now[name].detach() for name, value in constants.items() if not torch.equal(now[name], value)}
     if not changed:
         return
-    weights, rows = unflatten(skeleton, perturbed_initial(w)), X[:NUM_FINGERPRINT_POINTS]
+    weights, rows = model.unflatten(perturbed_initial(w)), X[:NUM_FINGERPRINT_POINTS]
     with torch.no_grad():
-        before, after = call(skeleton, weights, rows), call(skeleton, {**weights, **changed}, rows)
+        before, after = model(weights, rows), model({**weights, **changed}, rows)
     if not torch.equal(before, after):
         raise StepMismatchError(
             f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
@@ -69,13 +69,17 @@ def validate_frozen_state(
         )
 
 
-def used_gradient(parameters: Mapping[str, nn.Parameter], skeleton: Skeleton) -> Float[Tensor, " P"]:
+def used_gradient(parameters: Mapping[str, nn.Parameter], model: FunctionalModel) -> Float[Tensor, " P"]:
     """Read the gradient that the optimizer used."""
-    return flatten(skeleton, {name: _dense_gradient(parameters[name]) for name in skeleton.names})
+    return model.flatten({name: _dense_gradient(parameters[name]) for name in model.names})
 
 
 def read_coefficients(
-    parameters: Mapping[str, nn.Parameter], skeleton: Skeleton, optimizer: Optimizer, law: UpdateRule, fresh: Set[str]
+    parameters: Mapping[str, nn.Parameter],
+    model: FunctionalModel,
+    optimizer: Optimizer,
+    law: UpdateRule,
+    fresh: Set[str],
 ) -> UpdateCoefficients:
     """Read the numbers of the optimizer's last step; `fresh` names the parameters it had no state of before."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -86,12 +90,12 @@ def read_coefficients(
             return NO_UPDATE
         return law.coefficients(parameter, groups[id(parameter)], optimizer.state.get(parameter, {}), name in fresh)
 
-    return stack_coefficients([linear(name) for name in skeleton.names], skeleton.sizes)
+    return stack_coefficients([linear(name) for name in model.names], model.sizes)
 
 
 def recompute_gradient(
     parameters: Mapping[str, nn.Parameter],
-    skeleton: Skeleton,
+    model: FunctionalModel,
     start: Float[Tensor, " P"],
     step: Step,
     data: tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]],
@@ -102,19 +106,19 @@ def recompute_gradient(
     rows = slice(None) if step.batch is None else step.batch
     X, y = data[0][rows], data[1][rows]
     c = sample_weights(loss, y) if step.sample_weights is None else step.sample_weights.to(start)
-    gradient = batch_gradient(skeleton, start, X, y, loss, c)
-    for name, part in unflatten(skeleton, gradient).items():
+    gradient = batch_gradient(model, start, X, y, loss, c)
+    for name, part in model.unflatten(gradient).items():
         if parameters[name].grad is None:  # frozen for this step: torch neither clips nor moves it
             part.zero_()
     factor = clip_factor(clip, gradient)
-    used = used_gradient(parameters, skeleton)
+    used = used_gradient(parameters, model)
     replay = StepCheck(start=start, used=used, gradient=gradient, clipped=gradient * factor, X=X, y=y, c=c, loss=loss)
     return replay, factor
 
 
 def check_against_exact_gradient(
     net: nn.Module,
-    skeleton: Skeleton,
+    model: FunctionalModel,
     law: UpdateRule,
     replay: StepCheck,
     numbers: UpdateCoefficients,
@@ -131,13 +135,13 @@ def check_against_exact_gradient(
     Raises:
         UnexplainedStepError: It is another one.
     """
-    start, sizes = replay.start, skeleton.sizes
+    start, sizes = replay.start, model.sizes
     predicted, _ = predict_step(numbers, sizes, start, replay.clipped, momentum)
     moved, after = predict_step(numbers, sizes, start, replay.used, momentum)  # the buffer follows the optimizer's own
     difference = float((end - start - predicted).abs().max())
     lawful = float((end - start - moved).abs().max()) <= step_tolerance(start, moved)
-    if not (difference <= step_tolerance(start, predicted) or (lawful and consistent_up_to_rounding(skeleton, replay))):
-        cause = explain_mismatch(net, skeleton, replay)
+    if not (difference <= step_tolerance(start, predicted) or (lawful and consistent_up_to_rounding(model, replay))):
+        cause = explain_mismatch(net, model, replay)
         raise StepMismatchError(
             f"step {index}: the change of the weights must be {law.name}'s step on the gradient of "
             f"{replay.loss} on the given batch: it differs by {difference:.2e} (largest predicted change "
@@ -148,7 +152,7 @@ def check_against_exact_gradient(
 
 def check_against_used_gradient(
     parameters: Mapping[str, nn.Parameter],
-    skeleton: Skeleton,
+    model: FunctionalModel,
     law: UpdateRule,
     start: Float[Tensor, " P"],
     numbers: UpdateCoefficients,
@@ -164,7 +168,7 @@ def check_against_used_gradient(
     Raises:
         UnexplainedStepError: It is another one.
     """
-    predicted, after = predict_step(numbers, skeleton.sizes, start, used_gradient(parameters, skeleton), momentum)
+    predicted, after = predict_step(numbers, model.sizes, start, used_gradient(parameters, model), momentum)
     difference = float((end - start - predicted).abs().max())
     if not difference <= step_tolerance(start, predicted):
         raise StepMismatchError(

@@ -7,7 +7,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.model import Skeleton, call, unflatten
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.probe import fingerprint_outputs, perturbed_initial
 from epk_gp.core.validation import validate_finite
 
@@ -51,7 +51,7 @@ def parse_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return X.detach().clone(), y.detach().clone()
 
 
-def validated_fingerprint(skeleton: Skeleton, start: Tensor, X: Tensor) -> Tensor:
+def validated_fingerprint(model: FunctionalModel, start: Tensor, X: Tensor) -> Tensor:
     """Evaluate a few inputs near the initial weights, and refuse what is no function of one input at a time.
 
     Raises:
@@ -63,12 +63,12 @@ def validated_fingerprint(skeleton: Skeleton, start: Tensor, X: Tensor) -> Tenso
     if X.device != start.device:
         raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
     try:
-        probe = fingerprint_outputs(skeleton, start, X)
+        probe = fingerprint_outputs(model, start, X)
     except (RuntimeError, IndexError) as error:
         raise ValueError(
             f"the network must accept X: it fails on inputs of shape {tuple(X.shape[1:])} and {X.dtype}: {error}"
         ) from error
-    validate_row_independence(skeleton, unflatten(skeleton, perturbed_initial(start)), X)
+    validate_row_independence(model, model.unflatten(perturbed_initial(start)), X)
     return probe
 
 
@@ -98,11 +98,13 @@ def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) ->
 _RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
 
 
-def validate_row_independence(skeleton: Skeleton, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]) -> None:
+def validate_row_independence(
+    model: FunctionalModel, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]
+) -> None:
     """Refuse a forward function that is random, or that mixes the rows of a batch, whatever its layers are called.
 
     Args:
-        skeleton: The network in evaluation mode.
+        model: The network in evaluation mode.
         weights: Weights at which it is tried; not those of a zero last layer, which would hide everything.
         X: Inputs to try it on; 8 of them, spread over all, are taken.
 
@@ -111,14 +113,14 @@ def validate_row_independence(skeleton: Skeleton, weights: Mapping[str, Tensor],
     """
     rows = X[torch.linspace(0, len(X) - 1, min(8, len(X)), device=X.device).long()]
     with torch.no_grad():
-        together, again = call(skeleton, weights, rows), call(skeleton, weights, rows)
+        together, again = model(weights, rows), model(weights, rows)
         rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
         if (again - together).abs().max() > rounding:
             raise ValueError(
                 "training steps must be gradients of a deterministic network: two evaluations of the same inputs "
                 "differ, also in evaluation mode (dropout, or noise of its own). Switch the randomness off."
             )
-        alone = torch.cat([call(skeleton, weights, row[None]) for row in rows])
+        alone = torch.cat([model(weights, row[None]) for row in rows])
     difference = (alone - together).abs().max()
     if difference > rounding:
         raise ValueError(

@@ -60,10 +60,10 @@ def test_output_gradients_are_autograd_s():
     case = make_case("relu")
     t, X = case.trajectory, case.test
     outputs = torch.tensor([0, 1, 2, 0, 1])
-    found = output_gradients(t.skeleton, flat_weights(t, 2, X), X, outputs, "log_softmax")
+    found = output_gradients(t.model, flat_weights(t, 2, X), X, outputs, "log_softmax")
     w = {name: value.requires_grad_() for name, value in t.weights(2).items()}
     for n, c in enumerate(outputs):
-        f = torch.func.functional_call(t.skeleton.module, w, (X[n : n + 1],)).log_softmax(1)[0, c]
+        f = t.model.evaluate(w, X[n : n + 1]).log_softmax(1)[0, c]
         assert_close(found[n], torch.cat([g.flatten() for g in torch.autograd.grad(f, list(w.values()))]))
 
 
@@ -258,19 +258,19 @@ def test_a_spectrum_is_refused_for_what_is_no_gram_matrix():
 def contribution(trajectory, x, inputs, i, output):
     """Loop over steps and nodes: what training point i, moved to inputs[i], would have added on the recorded path."""
     t, total = trajectory, 0.0
-    names = t.skeleton.names
+    names = t.model.names
     for step in t.steps:
         start, end = t.weights(step.index), t.weights(step.index + 1)
         average = [torch.zeros_like(start[name]) for name in names]
         for place, weight in epk.gauss_legendre(4):
             w = {name: (start[name] + place * (end[name] - start[name])).requires_grad_() for name in names}
-            f = torch.func.functional_call(t.skeleton.module, w, (x,)).log_softmax(1)[0, output]
+            f = t.model.evaluate(w, x).log_softmax(1)[0, output]
             gradients = torch.autograd.grad(f, list(w.values()))
             average = [a + weight * g for a, g in zip(average, gradients, strict=True)]
         if step.batch is not None and i not in step.batch:
             continue
         w = {name: value.requires_grad_() for name, value in start.items()}
-        z = torch.func.functional_call(t.skeleton.module, w, (inputs[i : i + 1],))
+        z = t.model.evaluate(w, inputs[i : i + 1])
         loss = nn.functional.cross_entropy(z, t.targets[i : i + 1])
         size = t.num_points if step.batch is None else len(step.batch)
         gradients = torch.autograd.grad(loss, list(w.values()))

@@ -97,7 +97,7 @@ def check(trajectory: epk.Trajectory, X: Tensor, head: str, *, mixed: bool = Tru
 def test_rows_that_go_different_ways_are_differentiated_row_by_row(build: Callable[[], nn.Module], head: str) -> None:
     trajectory = trained(build().double(), inputs(8))
     check(trajectory, inputs(3), head)
-    assert not plan_for(trajectory, trajectory.inputs).on_line
+    assert not plan_for(trajectory, trajectory.model_for(trajectory.inputs)).supports_interpolation
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -109,9 +109,9 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
     trajectory = trained(build().double(), X)
     T = inputs(3)
     T[:, 0] = torch.tensor([-0.5, 0.5, 1.0])
-    plan = plan_for(trajectory, X)
-    assert plan.on_line
-    assert plan.biases
+    plan = plan_for(trajectory, trajectory.model_for(X))
+    assert plan.supports_interpolation
+    assert plan.bias_of
     if ask == "gram_block":
         a, b = epk.Points(T, False), epk.Points(X[:2], True)
         wanted = reference.gram_block(trajectory, a, b, head, RULE)
@@ -126,7 +126,7 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
         assert epk.attribute(trajectory, T, head=head).max_error < 1e-12
     else:
         assert epk.reconstruct(trajectory, T, head=head).max_error < 1e-12
-    assert not plan_for(trajectory, X).on_line  # the run remembers
+    assert not plan_for(trajectory, trajectory.model_for(X)).supports_interpolation  # the run remembers
 
 
 def test_the_probe_sees_rows_from_all_over_and_in_no_order() -> None:
@@ -151,7 +151,7 @@ class Bag(nn.Module):
 def test_one_backward_pass_is_enough(head: str) -> None:
     trajectory = trained(Bag().double(), torch.arange(24).reshape(6, 4) % 9)
     check(trajectory, torch.tensor([[0, 1, 2, 3], [8, 8, 1, 4]]), head)
-    plan = plan_for(trajectory, trajectory.inputs)
-    assert not plan.on_line
-    assert not plan.twice
-    assert not plan.forward_mode
+    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
+    assert not plan.supports_interpolation
+    assert not plan.supports_double_backward
+    assert not plan.supports_jvp

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.model import apply_head, call, flatten, frozen_state, functionalize, unflatten, validate_head
+from epk_gp.core.head import apply_head, validate_head
+from epk_gp.core.model import functionalize
 from epk_gp.training.validation import validate_layer_modes, validate_row_independence
 from helpers import NETWORKS, assert_close
 from loops import data, frozen_batch_norm, frozen_layer, mlp
@@ -26,55 +27,55 @@ def named(request):
 
 def test_calling_with_the_networks_own_weights_is_calling_the_network(named):
     net, X = named
-    skeleton = functionalize(net)
-    weights = unflatten(skeleton, flatten(skeleton, dict(net.named_parameters())))
-    assert_close(call(skeleton, weights, X), net.eval()(X).detach())
+    model = functionalize(net)
+    weights = model.unflatten(model.flatten(dict(net.named_parameters())))
+    assert_close(model(weights, X), net.eval()(X).detach())
 
 
 def test_the_skeletons_own_weights_do_not_matter(named):
     """The control: they are replaced in every call, also those that are used twice or tied."""
     net, X = named
-    skeleton = functionalize(net)
+    model = functionalize(net)
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}
-    for p in skeleton.module.parameters():
+    for p in model.module.parameters():
         p.fill_(float("nan"))
-    assert_close(call(skeleton, weights, X), net.eval()(X).detach())
-    assert not torch.isfinite(skeleton.module(X)).all()
+    assert_close(model(weights, X), net.eval()(X).detach())
+    assert not torch.isfinite(model.module(X)).all()
 
 
 def test_flat_and_named_weights_are_each_others_inverse(named):
     net, _ = named
-    skeleton = functionalize(net)
-    flat = torch.arange(float(skeleton.num_weights), dtype=torch.float64)
-    assert torch.equal(flatten(skeleton, unflatten(skeleton, flat)), flat)
-    assert skeleton.num_weights == sum(p.numel() for p in net.parameters())
+    model = functionalize(net)
+    flat = torch.arange(float(model.num_weights), dtype=torch.float64)
+    assert torch.equal(model.flatten(model.unflatten(flat)), flat)
+    assert model.num_weights == sum(p.numel() for p in net.parameters())
 
 
 def test_ordinary_networks_pass_the_door(named):
     net, X = named
     validate_layer_modes(net)
-    skeleton = functionalize(net)
-    validate_row_independence(skeleton, dict(net.named_parameters()), X)
+    model = functionalize(net)
+    validate_row_independence(model, dict(net.named_parameters()), X)
 
 
 def test_copying_a_structure_does_not_touch_the_network():
     net = frozen_layer().train()
     before = {name: p.clone() for name, p in net.named_parameters()}
-    skeleton = functionalize(net)
+    model = functionalize(net)
     assert net.training
     assert [p.requires_grad for p in net.parameters()] == [False, False, True, True]
-    assert not skeleton.module.training
-    assert not any(p.requires_grad for p in skeleton.module.parameters())
+    assert not model.module.training
+    assert not any(p.requires_grad for p in model.module.parameters())
     with torch.no_grad():
         net[0].weight.zero_()
-    assert torch.equal(frozen_state(skeleton)["0.weight"], before["0.weight"])
+    assert torch.equal(model.frozen_state()["0.weight"], before["0.weight"])
 
 
 def test_what_is_not_trained_is_a_constant():
-    assert set(frozen_state(functionalize(frozen_layer()))) == {"0.weight", "0.bias"}
+    assert set(functionalize(frozen_layer()).frozen_state()) == {"0.weight", "0.bias"}
     buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert set(frozen_state(functionalize(frozen_batch_norm()))) == buffers
-    assert frozen_state(functionalize(mlp())) == {}
+    assert set(functionalize(frozen_batch_norm()).frozen_state()) == buffers
+    assert functionalize(mlp()).frozen_state() == {}
 
 
 def test_one_row_that_is_told_by_its_neighbours_is_found():
@@ -86,9 +87,9 @@ def test_one_row_that_is_told_by_its_neighbours_is_found():
         def forward(self, x):
             return self.inner(x) + 1e-6 * x.roll(1, 0)[:, :3]
 
-    skeleton = functionalize(Neighbour())
+    model = functionalize(Neighbour())
     with pytest.raises(ValueError, match="must depend on its own input alone: evaluated together, 8 inputs"):
-        validate_row_independence(skeleton, dict(Neighbour().named_parameters()), data()[0])
+        validate_row_independence(model, dict(Neighbour().named_parameters()), data()[0])
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.fingerprint import fingerprint_data
-from epk_gp.core.trajectory import flat_weights, skeleton_for
+from epk_gp.core.trajectory import flat_weights
 from loops import CASES, by_hand, data, flat, mlp, sgd, trained
 
 
@@ -95,10 +96,10 @@ def test_the_recorded_network_is_in_evaluation_mode():
 
 def test_the_skeleton_is_converted_once_and_the_original_stays():
     trajectory = trained(CASES["frozen_batch_norm"])
-    converted = skeleton_for(trajectory, torch.float32, torch.device("cpu"))
-    assert converted is skeleton_for(trajectory, torch.float32, torch.device("cpu"))
+    converted = trajectory.model.variant(TensorSpec(torch.float32, torch.device("cpu")))
+    assert converted is trajectory.model.variant(TensorSpec(torch.float32, torch.device("cpu")))
     assert converted.module[1].running_mean.dtype == torch.float32
-    assert trajectory.skeleton.module[1].running_mean.dtype == torch.float64
+    assert trajectory.model.module[1].running_mean.dtype == torch.float64
 
 
 def test_a_trajectory_says_what_it_is_in_one_line(trajectory):

@@ -32,17 +32,17 @@ RULE = epk.gauss_legendre(3)
 def test_which_networks_take_several_weights_at_once(name: str) -> None:
     """The control for the next test: a plan that never does so would pass it."""
     case = make_case(name, steps=1)
-    assert plan_for(case.trajectory, case.test).stacked == (name in STACKED)
+    assert plan_for(case.trajectory, case.trajectory.model_for(case.test)).supports_stacking == (name in STACKED)
 
 
 @pytest.mark.parametrize("name", ["norms", "cnn", "conv3d", "frozen_batch_norm"])
 def test_convolutions_and_normalisations_are_layers(name: str) -> None:
     """The control for all tests of these networks: nothing of them is left to dense Jacobians."""
     case = make_case(name, steps=1)
-    plan = plan_for(case.trajectory, case.test)
-    assert plan.dense == ()
+    plan = plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    assert plan.dense_params == ()
     weights = {key for key, value in case.trajectory.weights(0).items() if not key.endswith("bias")}
-    assert set(plan.biases) == weights
+    assert set(plan.bias_of) == weights
 
 
 @pytest.mark.slow
@@ -134,15 +134,15 @@ def resident_bytes() -> int:
 def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
     """All layers' gradients equal those pulled back from the outputs themselves."""
     case = make_case("wide", steps=1)
-    plan = plan_for(case.trajectory, case.test)
+    plan = plan_for(case.trajectory, case.trajectory.model_for(case.test))
     place, form = (
         WeightLocation(flat_weights(case.trajectory, 0, case.test)),
         ContractionCost(9, 1, fixed_head=head == "logits"),
     )
-    found = layer_jacobians_blocked(case.trajectory.skeleton, plan, place, case.test, head, form)
+    found = layer_jacobians_blocked(case.trajectory.model, plan, place, case.test, head, form)
     assert isinstance(found[-1], LastLayerFactors)
     fixed = head == "logits"
-    plain = gradients(case.trajectory.skeleton, plan, place, case.test, head_cotangents(head), form, fixed_seed=fixed)
+    plain = gradients(case.trajectory.model, plan, place, case.test, head_cotangents(head), form, fixed_seed=fixed)
     for one, other in zip(found, plain, strict=True):
         assert_close(to_dense(one), to_dense(other))
 
@@ -166,7 +166,9 @@ def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.
     assert set(passes) == {1}
     assert_close(one_by_one, together)
     monkeypatch.setattr(features, "rows_at_a_time", lambda *args: 1)
-    elements = plan_for((case := make_case(name)).trajectory, case.test).elements
+    elements = plan_for(
+        (case := make_case(name)).trajectory, case.trajectory.model_for(case.test)
+    ).activations_per_sample
     monkeypatch.setattr("epk_gp.autodiff.plan._BYTES_AT_A_TIME", 4 * 8 * elements)
     in_two, passes = blocks_and_passes(name, monkeypatch)
     assert set(passes) == {1, 2}
@@ -177,7 +179,7 @@ def blocks_and_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tenso
     """Compute a case's blocks, and list how many cotangents each backward pass took."""
     case = make_case(name)
     a, b = epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True)
-    plan_for(case.trajectory, case.test)
+    plan_for(case.trajectory, case.trajectory.model_for(case.test))
     passes: list[int] = []
     plain = features.grads_of_calls
 

@@ -147,14 +147,20 @@ def test_float32_points_give_float32_blocks_near_the_float64_ones() -> None:
 
 def test_layers_are_factored_and_the_rest_is_not() -> None:
     """What the plan must find for the engine to be fast: no layer is left to dense Jacobians by mistake."""
-    plan = plan_for((case := make_case("cnn")).trajectory, case.test)
-    assert plan.biases == {f"{number}.weight": f"{number}.bias" for number in (0, 3, 5, 7)}
-    assert plan.dense == ()
-    assert plan.on_line
-    assert plan.forward_mode
-    assert plan.batched
+    plan = plan_for((case := make_case("cnn")).trajectory, case.trajectory.model_for(case.test))
+    assert plan.bias_of == {f"{number}.weight": f"{number}.bias" for number in (0, 3, 5, 7)}
+    assert plan.dense_params == ()
+    assert plan.supports_interpolation
+    assert plan.supports_jvp
+    assert plan.supports_batched_vjp
 
 
 def test_a_weight_outside_its_layer_is_not_factored() -> None:
-    assert "a.weight" in plan_for((case := make_case("tied")).trajectory, case.test).dense
-    assert "out.weight" in plan_for((case := make_case("cosine")).trajectory, case.test).dense
+    assert (
+        "a.weight"
+        in plan_for((case := make_case("tied")).trajectory, case.trajectory.model_for(case.test)).dense_params
+    )
+    assert (
+        "out.weight"
+        in plan_for((case := make_case("cosine")).trajectory, case.trajectory.model_for(case.test)).dense_params
+    )

@@ -68,7 +68,7 @@ def test_the_two_ways_to_accumulate_agree():
     def take(term) -> None:
         total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
 
-    groups = torch.zeros(len(case.trajectory.skeleton.names), dtype=torch.int64)
+    groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
     accumulate(query, groups, take, PassProgress(None, [total], total), progress=False)
     assert_close(total, epk.attribute(case.trajectory, case.test, rule=epk.gauss_legendre(2)).samples)
 
@@ -76,16 +76,16 @@ def test_the_two_ways_to_accumulate_agree():
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     case = make_case(name)
-    plan = plan_for(case.trajectory, case.test)
+    plan = plan_for(case.trajectory, case.trajectory.model_for(case.test))
     for dense in (False, True):
-        layout = flat_layout(case.trajectory.skeleton, plan, dense=dense)
+        layout = flat_layout(case.trajectory.model, plan, dense=dense)
         assert torch.equal(layout.sort().values, torch.arange(case.trajectory.num_weights))
     by = [epk.by_parameter(case.trajectory)]
     head = "logits" if case.trajectory.num_outputs == 1 else "log_softmax"
     parts = epk.attribute_by(case.trajectory, case.test[:2], by, head=head)
     assert parts.max_error <= 1e-11
     start, end = (case.trajectory.weights(s) for s in (0, -1))
-    still = [k for k, n in enumerate(case.trajectory.skeleton.names) if torch.equal(start[n], end[n])]
+    still = [k for k, n in enumerate(case.trajectory.model.names) if torch.equal(start[n], end[n])]
     assert not parts.values[:, :, still].any()
 
 

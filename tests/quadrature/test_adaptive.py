@@ -16,7 +16,7 @@ from helpers import make_case
 
 def first_step(trajectory: epk.Trajectory, X: Tensor) -> Line:
     w, end = trajectory.states[0], trajectory.states[1]
-    return Line(trajectory.skeleton, plan_for(trajectory, X), w, end - w, "logits", 1 << 30)
+    return Line(trajectory.model, plan_for(trajectory, trajectory.model_for(X)), w, end - w, "logits", 1 << 30)
 
 
 def test_a_huge_point_does_not_loosen_anothers_tolerance() -> None:

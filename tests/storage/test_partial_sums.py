@@ -251,7 +251,8 @@ def test_a_second_plan_does_not_go_on_from_the_firsts_sums(routed, tmp_path, mon
     parts = epk.attribute(run, x, checkpoint=tmp_path / "a", memory_budget=budget)
     assert parts.max_error < 1e-11
     pair = epk.Points(x, is_train=False), epk.Points(run.inputs, is_train=True)
-    run.memo.clear()
+    run.model.cache.needs_dense_plan = False
+    run.model.cache.plans.clear()
     kept = epk.gram_block(run, *pair, checkpoint=tmp_path / "b", memory_budget=budget)
     torch.testing.assert_close(kept, epk.gram_block(run, *pair), rtol=1e-11, atol=1e-11)
 

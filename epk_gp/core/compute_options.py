@@ -1,0 +1,73 @@
+"""How a long computation is carried out, apart from what is computed."""
+
+import os
+from dataclasses import dataclass, fields
+from typing import TypedDict, Unpack
+
+import torch
+
+from epk_gp.core.validation import validate_memory_budget
+
+MEMORY_BUDGET = 1 << 30
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """How a long computation is carried out. Only `accumulate` changes the numbers.
+
+    Every long call takes these fields as keyword arguments, `gram_block(..., memory_budget=1 << 28, progress=True)`;
+    a `PathKernel` takes them as one value.
+
+    Attributes:
+        memory_budget: Bytes for everything but the inputs and the result.
+        progress: Show a progress bar.
+        checkpoint: Folder for partial sums. A call that was killed, made again with the same arguments and number of
+            threads, resumes from there and returns the same bytes. Delete the folder when the result is safe.
+        accumulate: `torch.float64` to sum steps in float64 where the points, and so all products, are float32.
+    """
+
+    memory_budget: int = MEMORY_BUDGET
+    progress: bool = False
+    checkpoint: str | os.PathLike[str] | None = None
+    accumulate: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Raise if a field cannot be used.
+
+        Raises:
+            TypeError: The memory budget is not a whole number.
+            ValueError: The memory budget is below 1 MiB, or `accumulate` is another dtype than float64.
+        """
+        validate_memory_budget(self.memory_budget)
+        if self.accumulate not in (None, torch.float32, torch.float64):
+            raise ValueError(f"accumulate must be torch.float64 or None: got {self.accumulate}.")
+
+
+class ComputeSettings(TypedDict, total=False):
+    """The fields of `ComputeOptions` as keyword arguments."""
+
+    memory_budget: int
+    progress: bool
+    checkpoint: str | os.PathLike[str] | None
+    accumulate: torch.dtype | None
+
+
+def parse_options(call: str, unsupported: tuple[str, ...] = (), **settings: Unpack[ComputeSettings]) -> ComputeOptions:
+    """Return the options that a call was given as keyword arguments.
+
+    Args:
+        call: Name of the function that was called.
+        unsupported: Fields that have no meaning for it.
+        settings: Its keyword arguments.
+
+    Raises:
+        TypeError: A keyword argument that the call does not have.
+        ValueError: See `ComputeOptions`.
+    """
+    known = [field.name for field in fields(ComputeOptions) if field.name not in unsupported]
+    for name in settings:
+        if name not in known:
+            raise TypeError(
+                f"{call}() got an unexpected keyword argument {name!r}. It takes {', '.join(known)} as well."
+            )
+    return ComputeOptions(**settings)

@@ -1,0 +1,83 @@
+"""What was found out about a network: how to differentiate it, and how much memory that takes."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The dtype and the device of a computation."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class DifferentiationPlan:
+    """How to differentiate a network.
+
+    `autodiff.verification` builds the plan from one observed forward pass, and keeps in it only what reproduces plain
+    autograd on a few rows.
+
+    Attributes:
+        bias_of: Weights of layers (`autodiff.interception.LAYERS`), each with the trained bias that always goes with
+            it, or None.
+        dense_params: All other trained parameters. Their Jacobians are computed sample by sample.
+        supports_interpolation: Rows at different points of a segment of weights can share two calls per layer
+            (`autodiff.interception.InterpolatedWeights`).
+        supports_stacking: Equal parts of the rows can have weights of their own
+            (`autodiff.interception.StackedWeights`).
+        supports_jvp: Forward-mode derivatives work.
+        supports_double_backward: The result of reverse mode can be differentiated once more.
+        supports_batched_vjp: Several cotangents can be propagated backwards in one call.
+        backward_per_output: One backward pass per output costs less than a batched one, because the network calls
+            convolutions, which torch batches by loops and copies.
+        supports_vmap: `torch.func.vmap` over samples works.
+        vmap_chunk_size: Number of samples that one `vmap` call takes.
+        activations_per_sample: Numbers that a forward pass computes per sample.
+        num_outputs: C.
+    """
+
+    bias_of: dict[str, str | None]
+    dense_params: tuple[str, ...]
+    supports_interpolation: bool
+    supports_stacking: bool
+    supports_jvp: bool
+    supports_double_backward: bool
+    supports_batched_vjp: bool
+    backward_per_output: bool
+    supports_vmap: bool
+    vmap_chunk_size: int
+    activations_per_sample: int
+    num_outputs: int
+
+
+@dataclass(eq=False)
+class ModelCache:
+    """What was found out about a network, shared by all its variants and by all runs that have it.
+
+    Nothing in the cache depends on the weights, so runs that share a network (`ntk_trajectory`, `thin_path`) share it.
+    A pickled or copied cache is empty.
+
+    Attributes:
+        needs_dense_plan: Some inputs use a parameter in a way that no layer-wise Jacobian covers: the plan treats every
+            parameter as dense.
+        plans: The plan for each dtype and device, with and without layers (`needs_dense_plan`).
+        feature_bytes: Bytes that the layer Jacobians of one point take, for each way of computing them.
+        vmap_second_derivatives: Whether `torch.func.vmap` reproduces second derivatives, for each dtype and device.
+        lock: Held while an entry is computed, so that several threads compute it once.
+    """
+
+    needs_dense_plan: bool = False
+    plans: dict[tuple[TensorSpec, bool], DifferentiationPlan] = field(default_factory=dict)
+    feature_bytes: dict[Hashable, int] = field(default_factory=dict)
+    vmap_second_derivatives: dict[TensorSpec, bool] = field(default_factory=dict)
+    lock: Any = field(default_factory=RLock, repr=False)
+
+    def __reduce__(self) -> tuple[type["ModelCache"], tuple[()]]:
+        """Return an empty cache as the pickled form: every entry can be found out again."""
+        return ModelCache, ()
