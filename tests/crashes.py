@@ -38,7 +38,7 @@ def record(path: Path, report: Callable[[epk.Recorder], None]) -> str:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     keep, storage = {"schedule": scheduler, "batches": generator}, epk.Storage(steps=2)
     torch.manual_seed(3)
-    with epk.Recorder(net, optimizer, X, y, path=path, resume=True, keep=keep, storage=storage) as recorder:
+    with epk.Recorder(net, optimizer, X, y, path=path, resume=True, stateful=keep, storage=storage) as recorder:
         for _ in recorder.until(STEPS):
             report(recorder)
             batch = torch.randperm(POINTS, generator=generator)[: 3 + int(torch.randint(3, ()))]

@@ -37,7 +37,7 @@ def gram_block(trajectory: epk.Trajectory, a: epk.Points, b: epk.Points, head: s
     for step in trajectory.steps:
         for t, weight in rule:
             phi_a, phi_b = (features(trajectory, step.index, t, points, head) for points in (a, b))
-            block = block + step.size * weight * torch.einsum("ncp,mdp->ncmd", phi_a, phi_b)
+            block = block + step.lr * weight * torch.einsum("ncp,mdp->ncmd", phi_a, phi_b)
     return block
 
 
@@ -59,5 +59,5 @@ def contributions(trajectory: epk.Trajectory, X: Tensor, head: str, rule: epk.Qu
             (derivative,) = torch.autograd.grad(value, z)
             gradient = derivative @ jacobian(trajectory, step.index, 0.0, x, "logits")
             for n in range(len(X)):
-                total[n, :, i] -= step.size * c * (phi[n] @ gradient)
+                total[n, :, i] -= step.lr * c * (phi[n] @ gradient)
     return total

@@ -60,7 +60,7 @@ def _algorithm_1(
             dense({name: w[name] + k / NODES * (end[name] - w[name]) for name in w}, X) / NODES for k in range(NODES)
         )
         slopes = (functional_call(net, w, (Y,)).softmax(1) - nn.functional.one_hot(labels, 3)) / len(Y)
-        total -= step.size * torch.einsum("nkp,mlp,ml->nkm", test, training, slopes)
+        total -= step.lr * torch.einsum("nkp,mlp,ml->nkm", test, training, slopes)
     return total
 
 

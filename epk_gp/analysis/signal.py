@@ -43,7 +43,7 @@ def input_gradients(
 
     Raises:
         TypeError, ValueError: A point that the network cannot take, an output that does not exist, inputs without
-            derivatives, or another step law.
+            derivatives, or another update rule.
     """
     validate_inputs(trajectory, x)
     validate_head(head, trajectory.num_outputs)

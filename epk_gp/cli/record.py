@@ -36,7 +36,7 @@ class LossName(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """Optimizers whose step law is known."""
+    """Optimizers whose update rule is known."""
 
     sgd = "sgd"
     adam = "adam"
@@ -205,7 +205,7 @@ def info(
         "outputs": header["num_outputs"],
         "training points": f"{found.data_shapes['inputs'][0]} of shape {found.data_shapes['inputs'][1:]}",
         "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
-        "step law": header["law"]["name"],
+        "update rule": header["law"]["name"],
         "gradients": "every step's recomputed while recording"
         if header.get("check_every") == 1
         else f"one in {header.get('check_every')} recomputed while recording",

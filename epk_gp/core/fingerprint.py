@@ -25,7 +25,7 @@ def fingerprint_start(
 def fingerprint_step(before: str, step: Step, update: UpdateCoefficients, end: Float[Tensor, " P"]) -> str:
     """Hash a step onto the digest of the run before it."""
     hasher = hashlib.blake2b(before.encode(), digest_size=16)
-    hasher.update(repr(step.size).encode())
+    hasher.update(repr(step.lr).encode())
     hasher.update(b"all" if step.batch is None else _bytes(step.batch))
     if step.sample_weights is not None:
         hasher.update(_bytes(step.sample_weights))

@@ -1,4 +1,4 @@
-"""The training side of every step: what the training data and the step law say the step is."""
+"""The training side of every step: what the training data and the update rule say the step is."""
 
 from collections.abc import Iterator
 

@@ -12,13 +12,13 @@ class Step:
 
     Attributes:
         index: s, from 0.
-        size: The learning rate eps_s (of the first parameter group).
+        lr: The learning rate eps_s (of the first parameter group).
         batch: Indices into the training data, or None for all of them in order.
         sample_weights: The weights c of the batch's samples in the loss, where they are not those that the loss gives
             to one batch (gradient accumulation).
     """
 
     index: int
-    size: float
+    lr: float
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None

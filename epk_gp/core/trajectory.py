@@ -41,14 +41,14 @@ class Updates(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """A recorded training run w_0, .., w_S with its data, loss and step law.
+    """A recorded training run w_0, .., w_S with its data, loss and update rule.
 
     Attributes:
         model: The network as a function of its weights.
         inputs: Training inputs, (M, *input_shape).
         targets: Training targets.
         loss: The loss whose gradients made the steps.
-        law: Name of the law by which a step follows from the batch gradients.
+        update_rule: Name of the law by which a step follows from the batch gradients.
         states: Flat weights of all S + 1 states.
         updates: The law's numbers of each of the S steps.
         steps: Size and batch of each of the S steps.
@@ -61,7 +61,7 @@ class Trajectory:
     inputs: Shaped[Tensor, "M ..."]
     targets: Shaped[Tensor, "M ..."]
     loss: Loss
-    law: str
+    update_rule: str
     states: States
     updates: Updates
     steps: tuple[Step, ...]
@@ -114,9 +114,9 @@ class Trajectory:
         """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights."""
         coefficients = (self.updates[s] for s in range(self.num_steps))
         return all(
-            not any(bool(value.any()) for value in (u.momentum, u.decay, u.shrink))
-            and bool((u.direct == u.direct[0]).all())
-            and bool((u.gradient == u.gradient[0]).all())
+            not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
+            and bool((u.lr == u.lr[0]).all())
+            and bool((u.grad_scale == u.grad_scale[0]).all())
             for u in coefficients
         )
 
@@ -127,7 +127,7 @@ class Trajectory:
     @property
     def step_sizes(self) -> Float[Tensor, " S"]:
         """The learning rates eps_s, float64."""
-        return torch.tensor([step.size for step in self.steps], dtype=torch.float64)
+        return torch.tensor([step.lr for step in self.steps], dtype=torch.float64)
 
     def weights(self, s: int) -> dict[str, Tensor]:
         """Name the weights of state s (0 .. S; negative counts from the end)."""

@@ -3,9 +3,9 @@
 A law is covered exactly if its step is linear in the gradients seen so far, the numbers in front of them being held as
 recorded (theory, section 4). With g the batch gradient, w the weights and m a momentum buffer, every such step is
 
-    h    = gradient * g + decay * w
-    m'   = keep * m + take * h
-    step = -(momentum * m' + direct * h) - shrink * w
+    h    = grad_scale * g + weight_decay * w
+    m'   = beta * m + one_minus_dampening * h
+    step = -(momentum_lr * m' + lr * h) - decoupled_decay * w
 
 with one number per parameter, or one per weight (a diagonal preconditioner).
 """
@@ -28,25 +28,25 @@ class LinearStep:
     """The numbers of one step of one parameter; each a float, or a tensor of the parameter's shape.
 
     Attributes:
-        direct: Factor of h in the step (the learning rate of plain gradient descent).
-        momentum: Factor of the new buffer in the step.
-        keep: Factor of the old buffer in the new one.
-        take: Factor of h in the new buffer.
-        gradient: Factor of the gradient in h: -1 where the loss is maximised.
-        decay: Factor of the weights in h (coupled weight decay).
-        shrink: Factor of the weights in the step (decoupled weight decay, times the learning rate).
+        lr: Factor of h in the step (the learning rate of plain gradient descent).
+        momentum_lr: Factor of the new buffer in the step.
+        beta: Factor of the old buffer in the new one.
+        one_minus_dampening: Factor of h in the new buffer.
+        grad_scale: Factor of the gradient in h: -1 where the loss is maximised.
+        weight_decay: Factor of the weights in h (coupled weight decay).
+        decoupled_decay: Factor of the weights in the step (decoupled weight decay, times the learning rate).
     """
 
-    direct: Number = 0.0
-    momentum: Number = 0.0
-    keep: Number = 0.0
-    take: Number = 0.0
-    gradient: Number = 1.0
-    decay: Number = 0.0
-    shrink: Number = 0.0
+    lr: Number = 0.0
+    momentum_lr: Number = 0.0
+    beta: Number = 0.0
+    one_minus_dampening: Number = 0.0
+    grad_scale: Number = 1.0
+    weight_decay: Number = 0.0
+    decoupled_decay: Number = 0.0
 
 
-NO_UPDATE = LinearStep(keep=1.0, gradient=0.0)  # what torch does with a parameter that has no gradient: nothing
+NO_UPDATE = LinearStep(beta=1.0, grad_scale=0.0)  # what torch does with a parameter that has no gradient: nothing
 FIELDS = tuple(field.name for field in fields(LinearStep))
 
 Coefficients = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any], bool], LinearStep]
@@ -71,13 +71,13 @@ class UpdateRule:
 class UpdateCoefficients:
     """The numbers of one step of all parameters: one number per parameter, (L,) float64, or one per weight, (P,)."""
 
-    direct: Tensor
-    momentum: Tensor
-    keep: Tensor
-    take: Tensor
-    gradient: Tensor
-    decay: Tensor
-    shrink: Tensor
+    lr: Tensor
+    momentum_lr: Tensor
+    beta: Tensor
+    one_minus_dampening: Tensor
+    grad_scale: Tensor
+    weight_decay: Tensor
+    decoupled_decay: Tensor
 
     def __iter__(self) -> Any:
         """Go through the fields in the order of `FIELDS`."""
@@ -128,9 +128,9 @@ def predict_step(
         m: The momentum buffer before the step; zero before the first.
     """
     u = UpdateCoefficients(*(_one_number(value, sizes, w) for value in update))
-    h = u.gradient * g + u.decay * w
-    after = u.keep * m + u.take * h
-    return -(u.momentum * after + u.direct * h) - u.shrink * w, after
+    h = u.grad_scale * g + u.weight_decay * w
+    after = u.beta * m + u.one_minus_dampening * h
+    return -(u.momentum_lr * after + u.lr * h) - u.decoupled_decay * w, after
 
 
 def _one_number(value: Tensor, sizes: Sequence[int], like: Tensor) -> Tensor:
@@ -143,12 +143,12 @@ def _one_number(value: Tensor, sizes: Sequence[int], like: Tensor) -> Tensor:
 def scale_gradient(update: UpdateCoefficients, factor: float | Tensor, sizes: Sequence[int]) -> UpdateCoefficients:
     """Put the factor of gradient clipping in front of the gradient."""
     if isinstance(factor, Tensor):
-        return replace(update, gradient=broadcast_to_params(update.gradient, sizes, factor) * factor)
-    return replace(update, gradient=update.gradient * factor)
+        return replace(update, grad_scale=broadcast_to_params(update.grad_scale, sizes, factor) * factor)
+    return replace(update, grad_scale=update.grad_scale * factor)
 
 
 def rule_for(optimizer: Optimizer) -> UpdateRule:
-    """Find the step law of an optimizer.
+    """Find the update rule of an optimizer.
 
     Raises:
         TypeError: Not an optimizer.
@@ -159,8 +159,8 @@ def rule_for(optimizer: Optimizer) -> UpdateRule:
     if type(optimizer) not in _RULES:
         known = ", ".join(sorted(kind.__name__ for kind in _RULES))
         raise ValueError(
-            f"the optimizer's step law must be known: {type(optimizer).__name__} has none here. "
-            f"Use one of {known}, or pass law=epk_gp.UpdateRule(...) with its own."
+            f"the optimizer's update rule must be known: {type(optimizer).__name__} has none here. "
+            f"Use one of {known}, or pass update_rule=epk_gp.UpdateRule(...) with its own."
         )
     return _RULES[type(optimizer)]
 
@@ -198,14 +198,16 @@ def _sgd(p: nn.Parameter, group: Options, state: Options, first: bool) -> Linear
     lr, mu, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
     sign = -1.0 if group["maximize"] else 1.0
     if mu == 0:
-        return LinearStep(direct=lr, keep=1.0, gradient=sign, decay=decay)
+        return LinearStep(lr=lr, beta=1.0, grad_scale=sign, weight_decay=decay)
     return LinearStep(
-        direct=lr if group["nesterov"] else 0.0,
-        momentum=lr * mu if group["nesterov"] else lr,
-        keep=0.0 if first else mu,
-        take=1.0 if first else 1.0 - float(group["dampening"]),  # torch starts the buffer with the gradient itself
-        gradient=sign,
-        decay=decay,
+        lr=lr if group["nesterov"] else 0.0,
+        momentum_lr=lr * mu if group["nesterov"] else lr,
+        beta=0.0 if first else mu,
+        one_minus_dampening=1.0
+        if first
+        else 1.0 - float(group["dampening"]),  # torch starts the buffer with the gradient itself
+        grad_scale=sign,
+        weight_decay=decay,
     )
 
 
@@ -217,12 +219,12 @@ def _adam(p: nn.Parameter, group: Options, state: Options, first: bool) -> Linea
     denominator = v.sqrt() / (1 - beta2**count) ** 0.5 + eps
     decoupled = bool(group.get("decoupled_weight_decay", False))
     return LinearStep(
-        momentum=lr / (1 - beta1**count) / denominator,
-        keep=0.0 if first else beta1,
-        take=1 - beta1,
-        gradient=-1.0 if group["maximize"] else 1.0,
-        decay=0.0 if decoupled else decay,
-        shrink=lr * decay if decoupled else 0.0,
+        momentum_lr=lr / (1 - beta1**count) / denominator,
+        beta=0.0 if first else beta1,
+        one_minus_dampening=1 - beta1,
+        grad_scale=-1.0 if group["maximize"] else 1.0,
+        weight_decay=0.0 if decoupled else decay,
+        decoupled_decay=lr * decay if decoupled else 0.0,
     )
 
 
@@ -237,21 +239,21 @@ def _rmsprop(p: nn.Parameter, group: Options, state: Options, first: bool) -> Li
         v = v.addcmul(state["grad_avg"], state["grad_avg"], value=-1)
     inverse = 1 / (v.sqrt() + float(group["eps"]))
     return LinearStep(
-        direct=0.0 if mu > 0 else lr * inverse,
-        momentum=lr if mu > 0 else 0.0,
-        keep=0.0 if first else mu,
-        take=inverse if mu > 0 else 0.0,
-        gradient=-1.0 if group["maximize"] else 1.0,
-        decay=float(group["weight_decay"]),
+        lr=0.0 if mu > 0 else lr * inverse,
+        momentum_lr=lr if mu > 0 else 0.0,
+        beta=0.0 if first else mu,
+        one_minus_dampening=inverse if mu > 0 else 0.0,
+        grad_scale=-1.0 if group["maximize"] else 1.0,
+        weight_decay=float(group["weight_decay"]),
     )
 
 
 def _adagrad(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
     lr = float(group["lr"]) / (1 + (float(state["step"]) - 1) * float(group["lr_decay"]))
     return LinearStep(
-        direct=lr / (state["sum"].sqrt() + float(group["eps"])),
-        gradient=-1.0 if group["maximize"] else 1.0,
-        decay=float(group["weight_decay"]),
+        lr=lr / (state["sum"].sqrt() + float(group["eps"])),
+        grad_scale=-1.0 if group["maximize"] else 1.0,
+        weight_decay=float(group["weight_decay"]),
     )
 
 

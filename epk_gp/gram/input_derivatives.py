@@ -102,7 +102,7 @@ def diagonal_input_gradient(
                 for t, omega in [(0.0, 1.0)] if is_train else rule:
                     X, features = _attached(job, step.index, t, a.X[rows])
                     blocks = torch.stack([_own_products(f) for f in features]).sum(0)
-                    result[rows] += step.size * omega * _derivative((blocks * weights[rows]).sum(), X)
+                    result[rows] += step.lr * omega * _derivative((blocks * weights[rows]).sum(), X)
     return result
 
 
@@ -162,7 +162,7 @@ def _add_block(
 ) -> None:
     """Add the derivative at the given rows, all of one copy, against right points of one copy."""
     for step in job.trajectory.steps:
-        if step.size == 0:
+        if step.lr == 0:
             continue
         mine = _attached(job, step.index, 0.0, A[rows]) if left else None
         theirs = _frozen(job, step.index, 0.0, Y) if right else None
@@ -173,9 +173,9 @@ def _add_block(
             pairs = zip(features, others, strict=True)
             value = torch.stack([(_products(f, g, weights.ndim == 3) * weights).sum() for f, g in pairs]).sum()
             if mine is None:
-                result[rows] += _derivative(step.size * omega * value, X)
+                result[rows] += _derivative(step.lr * omega * value, X)
             else:
-                total = total + step.size * omega * value
+                total = total + step.lr * omega * value
         if mine is not None:
             result[rows] += _derivative(total, mine[0])
 

@@ -51,8 +51,8 @@ def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"]) -> Trajectory:
     return replace(
         trajectory,
         states=(w, w),
-        updates=(stack_coefficients([LinearStep(direct=1.0)] * len(sizes), sizes),),
-        steps=(Step(index=0, size=1.0, batch=None),),
-        law="standing still",
+        updates=(stack_coefficients([LinearStep(lr=1.0)] * len(sizes), sizes),),
+        steps=(Step(index=0, lr=1.0, batch=None),),
+        update_rule="standing still",
         digest=hasher.hexdigest(),
     )

@@ -286,7 +286,7 @@ def _with_blocks_of_steps(
 
 def _etas(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:
     if step_weights is None:
-        return tuple(step.size for step in trajectory.steps)
+        return tuple(step.lr for step in trajectory.steps)
     if not isinstance(step_weights, Tensor):
         raise TypeError(
             f"step_weights must be a torch.Tensor, ({trajectory.num_steps},): got {type(step_weights).__name__}. "

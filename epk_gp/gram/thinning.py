@@ -90,7 +90,7 @@ def thin_path(
     return Thinning(
         trajectory=thinned,
         every=every,
-        kept=sum(step.size > 0 for step in thinned.steps),
+        kept=sum(step.lr > 0 for step in thinned.steps),
         error=float(difference.norm() / full.norm()),
         max_error=float(difference.abs().max() / diagonal),
         probe=len(probe),
@@ -102,8 +102,8 @@ def _thinned(trajectory: Trajectory, every: int) -> Trajectory:
     for first in range(0, trajectory.num_steps, every):
         group = trajectory.steps[first : first + every]
         # of two middle steps the earlier and the later one in turn: always the later one would be a bias
-        total, middle = sum(step.size for step in group), group[(len(group) - (first // every + 1) % 2) // 2]
-        steps += [replace(step, size=total if step is middle else 0.0) for step in group]
+        total, middle = sum(step.lr for step in group), group[(len(group) - (first // every + 1) % 2) // 2]
+        steps += [replace(step, lr=total if step is middle else 0.0) for step in group]
     digest = hashlib.blake2b(f"{trajectory.digest} every {every}".encode(), digest_size=16).hexdigest()
     return replace(trajectory, steps=tuple(steps), digest=digest)
 

@@ -1,4 +1,4 @@
-"""Contributions under any linear step law: adjoints accumulated from the last step back (theory, section 4)."""
+"""Contributions under any linear update rule: adjoints accumulated from the last step back (theory, section 4)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,7 +101,9 @@ def _adjoints(
     u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], carried: Tensor | None
 ) -> tuple[Float[Tensor, "K N P"], Tensor | None]:
     """Go one step back: the adjoint of h, and what the step before receives."""
-    momentum, keep, take, direct = (broadcast_to_params(v, sizes, Phi) for v in (u.momentum, u.keep, u.take, u.direct))
+    momentum, keep, take, direct = (
+        broadcast_to_params(v, sizes, Phi) for v in (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
+    )
     M = carried
     if momentum.any():
         M = momentum * Phi if M is None else M.addcmul_(Phi, momentum)
@@ -126,7 +128,7 @@ def _hand_out_decay(
     H, Phi = adjoints
     sizes = query.model.sizes
     total = None
-    for adjoint, factor in ((H, u.decay), (Phi, u.shrink)):
+    for adjoint, factor in ((H, u.weight_decay), (Phi, u.decoupled_decay)):
         if factor.any():
             pull = broadcast_to_params(factor, sizes, w) * w
             part = _grouped(adjoint, pull[None], groups, sizes).squeeze(2)  # N K G
@@ -149,7 +151,7 @@ def _hand_out_samples(
     X, y, c = batch_of(trajectory, trajectory.steps[step], w)
     chosen = trajectory.steps[step].batch
     samples = (torch.arange(len(X)) if chosen is None else chosen).to(X.device)
-    H = H * broadcast_to_params(u.gradient, sizes, H) if not bool((u.gradient == 1).all()) else H
+    H = H * broadcast_to_params(u.grad_scale, sizes, H) if not bool((u.grad_scale == 1).all()) else H
     one = ContractionCost(pairs=1, products=1, dense=query.form.dense)
     for part in torch.arange(len(X), device=X.device).split(_batch_size(query)):
         cotangents = weighted_loss(trajectory.loss, y[part], c[part])

@@ -108,12 +108,12 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
         u = trajectory.updates[step.index]
         if (
             not trajectory.is_vanilla_gd
-            or float(u.direct[0] * u.gradient[0]) != step.size
+            or float(u.lr[0] * u.grad_scale[0]) != step.lr
             or step.sample_weights is not None
         ):
             raise ValueError(
                 "the single kernel machine needs steps of plain gradient descent on the loss itself: "
-                f"step {step.index} of {trajectory.law} has momentum, decay, clipping, accumulated batches or "
+                f"step {step.index} of {trajectory.update_rule} has momentum, decay, clipping, accumulated batches or "
                 f"preconditioned gradients. {advice}"
             )
     like = trajectory.inputs.new_zeros(0, trajectory.num_outputs, dtype=dtype)

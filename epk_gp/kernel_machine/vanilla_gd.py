@@ -26,14 +26,14 @@ def validate_vanilla_gd(trajectory: Trajectory, what: str) -> None:
     if not trajectory.is_vanilla_gd:
         raise ValueError(
             f"{what} must have steps of plain gradient descent, -eps_s times the batch gradient: the run was made by "
-            f"{trajectory.law}. Use epk_gp.reconstruct or epk_gp.attribute, which follow every step law."
+            f"{trajectory.update_rule}. Use epk_gp.reconstruct or epk_gp.attribute, which follow every update rule."
         )
 
 
 def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     """Give eps_s, with -eps_s the batch gradient's factor in a plain step: clipping and sign are in it."""
     u = trajectory.updates[step.index]
-    return float(u.direct[0]) * float(u.gradient[0])
+    return float(u.lr[0]) * float(u.grad_scale[0])
 
 
 def vanilla_gd_pass(

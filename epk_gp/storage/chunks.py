@@ -19,6 +19,8 @@ from epk_gp.storage.index import Chunk
 
 _SMALL = {"sizes", "lengths", "weighted", "batches", "sample_weights"}
 _BLOCK_ELEMENTS = 1 << 22  # looked at at a time
+# Names on disk of the coefficients in `update_rules.FIELDS`: those of format version 2.
+STORED_FIELDS = ("direct", "momentum", "keep", "take", "gradient", "decay", "shrink")
 _NAMES = {torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -131,8 +133,8 @@ def read_update(
     with open_tensors(file, where) as tensors:
         stored = {name.removesuffix(".packed") for name in tensors.keys()}  # noqa: SIM118  # not a mapping
         numbers = tensors.get_slice("update")[row]
-        for number, name in enumerate(FIELDS):
-            diagonal = f"update.{name}"
+        for number, (name, stored_name) in enumerate(zip(FIELDS, STORED_FIELDS, strict=True)):
+            diagonal = f"update.{stored_name}"
             reader = None if readers is None else readers[name]
             values[name] = (
                 _row(tensors, diagonal, row, chunk, layout, reader) if diagonal in stored else numbers[number]
@@ -153,7 +155,7 @@ def _check_layout(found: Mapping[str, Any], layout: ChunkSchema, chunk: Chunk, w
     }
     if j:
         wanted["update"] = ((j, len(FIELDS), L), "F64")
-    for name, rows in (("states", k), *((f"update.{field}", j) for field in FIELDS)):
+    for name, rows in (("states", k), *((f"update.{field}", j) for field in STORED_FIELDS)):
         if name != "states" and not found.keys() & {name, f"{name}.packed"}:
             continue
         if layout.compression == "none":

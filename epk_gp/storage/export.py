@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, broadcast_to_params
 from epk_gp.storage import schema as store
-from epk_gp.storage.chunks import ChunkSchema, read_steps
+from epk_gp.storage.chunks import STORED_FIELDS, ChunkSchema, read_steps
 from epk_gp.storage.index import read_journal
 from epk_gp.storage.stored import StoredStates, StoredUpdates
 
@@ -33,8 +33,8 @@ _NAMES = {
 def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
     """Write a run, after checking it, to one safetensors file; one state is in memory at a time.
 
-    Tensors: `states` (S + 1, P), `update.FIELD` (S, P) for each number of the step law, `sizes`, `lengths`, `batches`,
-    `weighted` and `sample_weights` as in the chunks, and all of `data.safetensors`. The metadata hold the run's header
+    Tensors: `states` (S + 1, P), `update.FIELD` (S, P) for each coefficient of the update rule, `sizes`, `lengths`,
+    `batches`, `weighted` and `sample_weights` as in the chunks, and all of `data.safetensors`. The metadata hold the run's header
     as JSON, and its digest.
 
     Args:
@@ -59,7 +59,7 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
     small = {**_step_tensors(steps), **{name: value.contiguous() for name, value in data.items()}}
     large = {
         "states": (len(states), layout.dtype),
-        **{f"update.{name}": (len(steps), torch.float64) for name in FIELDS},
+        **{f"update.{name}": (len(steps), torch.float64) for name in STORED_FIELDS},
     }
     entries: dict[str, object] = {
         "__metadata__": {"format": store.FORMAT, "digest": chunks[-1].digest, "header": json.dumps(header)}
@@ -101,7 +101,7 @@ def _step_tensors(steps: list[Step]) -> dict[str, Tensor]:
     batches = [step.batch for step in steps if step.batch is not None]
     weights = [step.sample_weights for step in steps if step.sample_weights is not None]
     return {
-        "sizes": torch.tensor([step.size for step in steps], dtype=torch.float64),
+        "sizes": torch.tensor([step.lr for step in steps], dtype=torch.float64),
         "lengths": torch.tensor([-1 if step.batch is None else len(step.batch) for step in steps], dtype=torch.int64),
         "weighted": torch.tensor([step.sample_weights is not None for step in steps], dtype=torch.bool),
         "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),

@@ -56,7 +56,7 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
         inputs=data["inputs"],
         targets=data["targets"],
         loss=_loss_from(header, loss),
-        law=header["law"]["name"],
+        update_rule=header["law"]["name"],
         states=StoredStates(Path(path), layout, chunks),
         updates=StoredUpdates(Path(path), layout, chunks),
         steps=steps,

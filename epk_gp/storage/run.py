@@ -34,7 +34,7 @@ _MEANS = {
 }
 
 
-def validate_schedules(optimizer: Optimizer, keep: StatefulObjects, path: str | os.PathLike[str] | None) -> None:
+def validate_schedules(optimizer: Optimizer, stateful: StatefulObjects, path: str | os.PathLike[str] | None) -> None:
     """Refuse to resume what would not go on as it did.
 
     Raises:
@@ -43,9 +43,9 @@ def validate_schedules(optimizer: Optimizer, keep: StatefulObjects, path: str | 
     if path is None:
         raise ValueError("resume=True needs path=, the folder of the run to go on with: got None.")
     scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-    if scheduled and not any(isinstance(value, LRScheduler) for value in keep.values()):
+    if scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
         raise ValueError(
-            "resume=True must know the optimizer's learning-rate schedule: pass keep={'scheduler': scheduler}."
+            "resume=True must know the optimizer's learning-rate schedule: pass stateful={'scheduler': scheduler}."
         )
 
 
@@ -76,7 +76,7 @@ def resume_run(
     net: nn.Module,
     optimizer: Optimizer,
     loss: Loss,
-    keep: StatefulObjects,
+    stateful: StatefulObjects,
     momentum: Float[Tensor, " P"],
 ) -> tuple[Trajectory, RunWriter]:
     """Go on with a run: check that it is the same, and bring network, optimizer and kept objects to its last commit.
@@ -87,7 +87,7 @@ def resume_run(
         net: The network; its weights, frozen parameters and buffers are overwritten.
         optimizer: Its optimizer, made as the recorded one was.
         loss: The loss.
-        keep: Other objects whose state was kept.
+        stateful: Other objects whose state was kept.
         momentum: The recorder's momentum buffer; overwritten.
 
     Raises:
@@ -107,7 +107,7 @@ def resume_run(
         trajectory = load_trajectory(path, net, loss=loss)
         number, chunk = len(writer.chunks) - 1, writer.chunks[-1]
         kept = store.read_resume(path, number, chunk)
-        restore_training_state(kept, optimizer, keep, momentum, str(Path(path) / resume_name(number)))
+        restore_training_state(kept, optimizer, stateful, momentum, str(Path(path) / resume_name(number)))
         writer.clean()
     except BaseException:
         writer.close()

@@ -1,6 +1,6 @@
 """A run on disk, read: safetensors chunks of weights, and a journal that says which of them are committed.
 
-A folder holds `run.json` (format, network layout, loss, step law), `data.safetensors` (inputs, targets, constants,
+A folder holds `run.json` (format, network layout, loss, update rule), `data.safetensors` (inputs, targets, constants,
 probe outputs), `chunk-NNNNNN.safetensors` (consecutive weight states and the steps that led to them),
 `resume-NNNNNN.safetensors` (what the run goes on from), `journal.jsonl` and, at the end, `finished.json`.
 Nothing is pickled, opening a run executes nothing, and nothing in it is believed before it is checked.
@@ -66,7 +66,9 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     if header is None:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
     if not _is_header(header):
-        raise ValueError(f"{file} must describe weights, data, loss and step law: it lacks or mistakes some of them.")
+        raise ValueError(
+            f"{file} must describe weights, data, loss and update rule: it lacks or mistakes some of them."
+        )
     return header
 
 

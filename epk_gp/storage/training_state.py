@@ -29,28 +29,28 @@ class Stateful(Protocol):
 StatefulObjects = Mapping[str, Stateful | torch.Generator]
 
 
-def validate_stateful(keep: StatefulObjects) -> None:
+def validate_stateful(stateful: StatefulObjects) -> None:
     """Refuse what has no state to keep.
 
     Raises:
         TypeError: Not a dictionary of generators and objects with `state_dict` and `load_state_dict`.
     """
-    if not isinstance(keep, Mapping):
-        raise TypeError(f"keep must be a dictionary, name to object: got {type(keep).__name__}.")
-    for name, value in keep.items():
+    if not isinstance(stateful, Mapping):
+        raise TypeError(f"stateful must be a dictionary, name to object: got {type(stateful).__name__}.")
+    for name, value in stateful.items():
         if not isinstance(name, str) or not isinstance(value, torch.Generator | Stateful):
             raise TypeError(
-                f"keep must hold torch.Generators and objects with state_dict and load_state_dict: {name!r} is "
+                f"stateful must hold torch.Generators and objects with state_dict and load_state_dict: {name!r} is "
                 f"{type(value).__name__}."
             )
 
 
-def capture_training_state(optimizer: Optimizer, keep: StatefulObjects, momentum: Tensor) -> dict[str, Tensor]:
+def capture_training_state(optimizer: Optimizer, stateful: StatefulObjects, momentum: Tensor) -> dict[str, Tensor]:
     """Copy everything that the next step depends on, but the weights.
 
     Args:
         optimizer: Its state is kept.
-        keep: Other objects whose state is kept, by name.
+        stateful: Other objects whose state is kept, by name.
         momentum: The momentum buffer that the recorder follows, (P,).
 
     Raises:
@@ -61,7 +61,7 @@ def capture_training_state(optimizer: Optimizer, keep: StatefulObjects, momentum
         tensors[_MOMENTUM] = momentum.clone()
     state = {
         "optimizer": optimizer.state_dict(),
-        "keep": {name: _state_of(value) for name, value in keep.items()},
+        "keep": {name: _state_of(value) for name, value in stateful.items()},
     }
     text = json.dumps(_encode(state, tensors, "state"))
     tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
@@ -69,19 +69,19 @@ def capture_training_state(optimizer: Optimizer, keep: StatefulObjects, momentum
 
 
 def restore_training_state(
-    tensors: Mapping[str, Tensor], optimizer: Optimizer, keep: StatefulObjects, momentum: Tensor, where: str
+    tensors: Mapping[str, Tensor], optimizer: Optimizer, stateful: StatefulObjects, momentum: Tensor, where: str
 ) -> None:
     """Bring optimizer, kept objects, recorder's momentum and torch's random numbers back, in place.
 
     Args:
         tensors: What `capture_training_state` gave.
         optimizer: Made as the recorded one was.
-        keep: The kept objects, under the same names.
+        stateful: The kept objects, under the same names.
         momentum: Is overwritten, (P,).
         where: What to call the file in an error.
 
     Raises:
-        ValueError: A state of another shape, other names in `keep`, or an object that does not take its state.
+        ValueError: A state of another shape, other names in `stateful`, or an object that does not take its state.
     """
     try:
         state = _decode(parse_json(tensors[_STATE].numpy().tobytes(), where), tensors)
@@ -91,21 +91,21 @@ def restore_training_state(
             raise ValueError(f"its momentum has shape {tuple(moving.shape)}")
     except (KeyError, TypeError, IndexError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} must hold what the run goes on from: it does not ({error}).") from error
-    if names != set(keep):
+    if names != set(stateful):
         raise ValueError(
-            f"keep must have the names it had when the run was recorded, {sorted(names)}: got {sorted(keep)}."
+            f"stateful must have the names it had when the run was recorded, {sorted(names)}: got {sorted(stateful)}."
         )
     try:
         _check_optimizer_state(optimizer, recorded)
         optimizer.load_state_dict(recorded)
-        for name, value in keep.items():
+        for name, value in stateful.items():
             if isinstance(value, torch.Generator):
                 value.set_state(state["keep"][name])
             else:
                 value.load_state_dict(state["keep"][name])
         torch.random.set_rng_state(random)  # last: a sampler may have drawn again what it had drawn
     except (KeyError, TypeError, RuntimeError, AttributeError) as error:
-        raise ValueError(f"optimizer and keep must take the state that the run goes on from: {error}.") from error
+        raise ValueError(f"optimizer and stateful must take the state that the run goes on from: {error}.") from error
     if moving is not None:
         momentum.copy_(moving)
 
@@ -166,7 +166,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         return {kind: [[_encode(key, tensors, where), _encode(entry, tensors, where)] for key, entry in value.items()]}
     raise TypeError(
         f"the {where} of a run on disk must consist of numbers, texts, lists, dictionaries and tensors: got "
-        f"{type(value).__name__}. Record in memory, or leave it out of keep."
+        f"{type(value).__name__}. Record in memory, or leave it out of stateful."
     )
 
 

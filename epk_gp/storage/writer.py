@@ -17,7 +17,7 @@ from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_pa
 from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.storage import schema as store
 from epk_gp.storage.atomic_files import atomic_write, checksum, checksummed_json, regular_file_size, sync_folder
-from epk_gp.storage.chunks import ChunkSchema
+from epk_gp.storage.chunks import STORED_FIELDS, ChunkSchema
 from epk_gp.storage.codec import pack_rows
 from epk_gp.storage.index import (
     FINISHED,
@@ -267,18 +267,18 @@ def chunk_tensors(
     weights = [step.sample_weights.cpu() for step in steps if step.sample_weights is not None]
     rows = {"states": torch.stack([state.cpu() for state in states])}
     tensors = {
-        "sizes": torch.tensor([step.size for step in steps], dtype=torch.float64),
+        "sizes": torch.tensor([step.lr for step in steps], dtype=torch.float64),
         "lengths": torch.tensor([-1 if step.batch is None else len(step.batch) for step in steps], dtype=torch.int64),
         "weighted": torch.tensor([step.sample_weights is not None for step in steps], dtype=torch.bool),
         "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),
         "sample_weights": torch.cat(weights).double() if weights else torch.zeros(0, dtype=torch.float64),
     }
     columns = []
-    for name in FIELDS if updates else ():
+    for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if updates else ():
         values = [getattr(update, name).cpu() for update in updates]
         diagonals = [value for value in values if len(value) != len(layout.sizes)]
         if diagonals:
-            rows[f"update.{name}"] = torch.stack(
+            rows[f"update.{stored_name}"] = torch.stack(
                 [broadcast_to_params(value, layout.sizes, diagonals[0]) for value in values]
             )
             values = [torch.zeros(len(layout.sizes), dtype=torch.float64) for _ in updates]

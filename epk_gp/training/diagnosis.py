@@ -1,4 +1,4 @@
-"""Why a recorded step is not what the step law predicts: the causes that can be told apart."""
+"""Why a recorded step is not what the update rule predicts: the causes that can be told apart."""
 
 import copy
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, replay: StepCheck) 
         return "the gradient holds NaN or infinity: training diverged"
     if alike(used, replay.clipped):
         return (
-            "the gradient is that of the stated loss, but the weights did not move as the optimizer's step law says: "
+            "the gradient is that of the stated loss, but the weights did not move by the optimizer's update rule: "
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "
             "step"
         )

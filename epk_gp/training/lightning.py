@@ -41,7 +41,7 @@ class RecorderCallback(Callback):
         *,
         indices: Callable[[Any], Any] = first_of,
         loss: Loss | nn.Module = CrossEntropy(),
-        law: UpdateRule | None = None,
+        update_rule: UpdateRule | None = None,
         path: str | os.PathLike[str] | None = None,
         storage: Storage = Storage(),
     ) -> None:
@@ -53,13 +53,13 @@ class RecorderCallback(Callback):
             y: Their targets.
             indices: Finds the rows of X in a batch of the training data loader.
             loss: The loss that `training_step` computes.
-            law: How the optimizer steps, if it is none of torch's known ones.
+            update_rule: How the optimizer steps, if it is none of torch's known ones.
             path: New folder for the run; kept in memory if None.
             storage: How often steps are committed to disk, and how.
         """
         self._net, self._indices = net, indices
         self._data = (X, y)
-        self._options: dict[str, Any] = {"loss": loss, "law": law, "path": path, "storage": storage}
+        self._options: dict[str, Any] = {"loss": loss, "law": update_rule, "path": path, "storage": storage}
         self._recorder: Recorder | None = None
         self._open = False
 

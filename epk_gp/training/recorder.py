@@ -66,8 +66,8 @@ class Recorder:
     """Record the steps of one's own training loop.
 
     Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. Every step is
-    replayed: the recorded change of the weights must be the step law's prediction from the gradient, recomputed, of the
-    stated loss on the stated batch. A step that is not raises `StepMismatchError`, which names the cause as far as
+    checked: the recorded change of the weights must be what the update rule predicts from the recomputed gradient of
+    the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which names the cause as far as
     it can tell; the steps before it stay recorded.
 
     With `path` and `resume` the loop goes on where the last commit left it: write it as
@@ -82,11 +82,11 @@ class Recorder:
         y: Shaped[Tensor, "M ..."],
         *,
         loss: Loss | nn.Module = CrossEntropy(),
-        law: UpdateRule | None = None,
+        update_rule: UpdateRule | None = None,
         clip: Clip | None = None,
         path: str | os.PathLike[str] | None = None,
         resume: bool = False,
-        keep: StatefulObjects | None = None,
+        stateful: StatefulObjects | None = None,
         storage: Storage = Storage(),
         check_every: int = 1,
     ) -> None:
@@ -98,18 +98,18 @@ class Recorder:
             X: All M training inputs.
             y: Their targets.
             loss: The loss that will be minimised.
-            law: How the optimizer steps; known for torch's SGD, Adam, AdamW, RMSprop and Adagrad.
+            update_rule: How the optimizer steps; known for torch's SGD, Adam, AdamW, RMSprop and Adagrad.
             clip: The gradient clipping that the loop does before each step.
             path: New folder for the run; kept in memory if None.
             resume: Go on with the run at `path`, if there is one, from its last commit: brings network, optimizer,
-                torch's random numbers (CPU) and what is in `keep` to their state there. Python's and NumPy's random
+                torch's random numbers (CPU) and what is in `stateful` to their state there. Python's and NumPy's random
                 numbers are not kept.
-            keep: Names and objects whose state is kept with the run: the loop's `torch.Generator`, and anything with
+            stateful: Objects by name whose state is kept with the run: the loop's `torch.Generator`, and anything with
                 `state_dict` and `load_state_dict`, such as schedulers and samplers. The loop must be
                 `for step in recorder.until(steps):` then.
             storage: How often steps are committed to disk, and how.
             check_every: Recompute the gradient of one step out of this many (which one of them is as good as random,
-                and the same in every run); the others are compared with the law's step on the gradient that
+                and the same in every run); the others are compared with the update rule's step on the gradient that
                 `backward()` left. `reconstruct(...).max_step_mismatch` checks them all afterwards.
 
         Raises:
@@ -121,7 +121,7 @@ class Recorder:
             OSError: The folder cannot be written.
         """
         self.net, self.optimizer, self.loss = net, optimizer, as_loss(loss)
-        self.law = rule_for(optimizer) if law is None else law
+        self.update_rule = rule_for(optimizer) if update_rule is None else update_rule
         validate_fresh_optimizer(optimizer)
         learning_rate(optimizer)
         validate_clip(clip)
@@ -129,10 +129,10 @@ class Recorder:
         if check_every > 1 and clip is not None:
             raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
         self.clip, self.check_every, self._storage = clip, check_every, storage
-        self._keep: StatefulObjects = {} if keep is None else keep
-        validate_stateful(self._keep)
+        self._stateful: StatefulObjects = {} if stateful is None else stateful
+        validate_stateful(self._stateful)
         if resume:
-            validate_schedules(optimizer, self._keep, path)
+            validate_schedules(optimizer, self._stateful, path)
         self.model = functionalize(net, trained_names(net, optimizer))
         self.X, self.y = parse_data(X, y)
         validate_layer_modes(net)
@@ -144,7 +144,9 @@ class Recorder:
         validate_output_scale(self.loss, probe)
         validate_loss_row_independence(self.loss, probe, self.y[: len(probe)])
         self.num_outputs, self.data_digest = probe.shape[1], fingerprint_data(self.X, self.y)
-        header = header_of(self.model, self.loss, self.law.name, len(self.X), self.data_digest, self.num_outputs)
+        header = header_of(
+            self.model, self.loss, self.update_rule.name, len(self.X), self.data_digest, self.num_outputs
+        )
         self._steps: list[Step] = []
         self._shelf = TensorArena()
         self._records = {-1: _Record(start, None, fingerprint_start(header, self.model, probe, start))}
@@ -157,7 +159,7 @@ class Recorder:
         elif path is not None:
             data = {"inputs": self.X, "targets": self.y, "probe": probe}
             data |= {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
-            kept = capture_training_state(optimizer, self._keep, self._momentum)
+            kept = capture_training_state(optimizer, self._stateful, self._momentum)
             about = header | self._about_writing()
             self._writer = create_run(path, about, data, start, self._records[-1].digest, kept, options_of(optimizer))
         self._completed: tuple[int, dict[str, Tensor]] = (len(self._steps), {})
@@ -255,8 +257,10 @@ class Recorder:
         index = len(self._steps)
         if not self._hooks or self._ended:
             raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
-        if self._keep and not self._in_until:
-            raise RuntimeError("with keep= the loop must be 'for step in recorder.until(steps):': it is another one.")
+        if self._stateful and not self._in_until:
+            raise RuntimeError(
+                "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
+            )
         batch = None if indices is None else parse_batch(indices, len(self.X), index)
         if not math.isfinite(weight):
             raise ValueError(f"step {index}: the weight of a batch must be finite: got {weight}.")
@@ -292,7 +296,7 @@ class Recorder:
             inputs=self.X,
             targets=self.y,
             loss=self.loss,
-            law=self.law.name,
+            update_rule=self.update_rule.name,
             states=states,
             updates=updates,
             steps=tuple(self._steps[:count]),
@@ -314,7 +318,7 @@ class Recorder:
     def _go_on(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
         """Bring everything to where the run's last commit left it."""
         found, self._writer = resume_run(
-            path, header | self._about_writing(), self.net, self.optimizer, self.loss, self._keep, self._momentum
+            path, header | self._about_writing(), self.net, self.optimizer, self.loss, self._stateful, self._momentum
         )
         self.model, self._steps = functionalize(self.net, self.model.names), list(found.steps)
         end = found.states[found.num_steps].to(self.X.device)
@@ -342,16 +346,16 @@ class Recorder:
             step = join_batches(index, learning_rate(self.optimizer), announced, self.loss, self.y)
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
-        net, model, law, parameters = self.net, self.model, self.law, dict(self.net.named_parameters())
-        update = read_coefficients(parameters, model, optimizer, law, self._fresh)
+        net, model, update_rule, parameters = self.net, self.model, self.update_rule, dict(self.net.named_parameters())
+        update = read_coefficients(parameters, model, optimizer, update_rule, self._fresh)
         if _is_replayed(index, self.check_every):
             replay, factor = recompute_gradient(parameters, model, start, step, (self.X, self.y), self.loss, self.clip)
             update, self._momentum = check_against_exact_gradient(
-                net, model, law, replay, update, factor, end, self._momentum, index
+                net, model, update_rule, replay, update, factor, end, self._momentum, index
             )
         else:
             self._momentum = check_against_used_gradient(
-                parameters, model, law, start, update, end, self._momentum, index
+                parameters, model, update_rule, start, update, end, self._momentum, index
             )
         digest = fingerprint_step(self._records[index - 1].digest, step, update, end)
         put = self._shelf.put
@@ -364,7 +368,7 @@ class Recorder:
         """Note what the run goes on from after the steps so far, and commit them if it is time."""
         if self._writer is None:
             return
-        self._completed = (len(self._steps), capture_training_state(self.optimizer, self._keep, self._momentum))
+        self._completed = (len(self._steps), capture_training_state(self.optimizer, self._stateful, self._momentum))
         waiting = len(self._steps) - self._writer.chunks[-1].last
         if not waiting:
             return

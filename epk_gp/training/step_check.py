@@ -78,7 +78,7 @@ def read_coefficients(
     parameters: Mapping[str, nn.Parameter],
     model: FunctionalModel,
     optimizer: Optimizer,
-    law: UpdateRule,
+    update_rule: UpdateRule,
     fresh: Set[str],
 ) -> UpdateCoefficients:
     """Read the numbers of the optimizer's last step; `fresh` names the parameters it had no state of before."""
@@ -88,7 +88,9 @@ def read_coefficients(
         parameter = parameters[name]
         if parameter.grad is None:
             return NO_UPDATE
-        return law.coefficients(parameter, groups[id(parameter)], optimizer.state.get(parameter, {}), name in fresh)
+        return update_rule.coefficients(
+            parameter, groups[id(parameter)], optimizer.state.get(parameter, {}), name in fresh
+        )
 
     return stack_coefficients([linear(name) for name in model.names], model.sizes)
 
@@ -119,7 +121,7 @@ def recompute_gradient(
 def check_against_exact_gradient(
     net: nn.Module,
     model: FunctionalModel,
-    law: UpdateRule,
+    update_rule: UpdateRule,
     replay: StepCheck,
     numbers: UpdateCoefficients,
     factor: float | Tensor,
@@ -143,7 +145,7 @@ def check_against_exact_gradient(
     if not (difference <= step_tolerance(start, predicted) or (lawful and consistent_up_to_rounding(model, replay))):
         cause = explain_mismatch(net, model, replay)
         raise StepMismatchError(
-            f"step {index}: the change of the weights must be {law.name}'s step on the gradient of "
+            f"step {index}: the change of the weights must be {update_rule.name}'s step on the gradient of "
             f"{replay.loss} on the given batch: it differs by {difference:.2e} (largest predicted change "
             f"{float(predicted.abs().max()):.2e}). Likely cause: {cause}."
         )
@@ -153,7 +155,7 @@ def check_against_exact_gradient(
 def check_against_used_gradient(
     parameters: Mapping[str, nn.Parameter],
     model: FunctionalModel,
-    law: UpdateRule,
+    update_rule: UpdateRule,
     start: Float[Tensor, " P"],
     numbers: UpdateCoefficients,
     end: Float[Tensor, " P"],
@@ -172,8 +174,8 @@ def check_against_used_gradient(
     difference = float((end - start - predicted).abs().max())
     if not difference <= step_tolerance(start, predicted):
         raise StepMismatchError(
-            f"step {index}: the change of the weights must be {law.name}'s step on the gradient that backward() left: "
-            f"it differs by {difference:.2e}. Another optimizer or option is at work, or the weights were changed."
+            f"step {index}: the change of the weights must be {update_rule.name}'s step on the gradient that backward() "
+            f"left: it differs by {difference:.2e}. Another optimizer or option is at work, or the weights were changed."
         )
     return after
 

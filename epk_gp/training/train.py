@@ -31,7 +31,7 @@ def train(
     batch_size: int | None = None,
     generator: torch.Generator | None = None,
     scheduler: LRScheduler | None = None,
-    law: UpdateRule | None = None,
+    update_rule: UpdateRule | None = None,
     clip: Clip | None = None,
     path: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -51,7 +51,7 @@ def train(
         batch_size: Points per step; each epoch is a new permutation, its last batch may be smaller. None: all M points.
         generator: Source of the permutations; torch's own by default.
         scheduler: Stepped after every optimizer step.
-        law: How the optimizer steps, as for `Recorder`.
+        update_rule: How the optimizer steps, as for `Recorder`.
         clip: Gradient clipping before every step.
         path: New folder for the run; in memory if None.
         resume: Go on with the run at `path`, if there is one, as if it had never stopped. Network, optimizer and
@@ -76,20 +76,20 @@ def train(
             f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
         )
     sampler = None if batch_size is None else EpochSampler(len(X), batch_size, generator)
-    keep: dict[str, Stateful | torch.Generator] = {} if sampler is None else {"sampler": sampler}
+    stateful: dict[str, Stateful | torch.Generator] = {} if sampler is None else {"sampler": sampler}
     if scheduler is not None:
-        keep["scheduler"] = scheduler
+        stateful["scheduler"] = scheduler
     with Recorder(
         net,
         optimizer,
         X,
         y,
         loss=loss,
-        law=law,
+        update_rule=update_rule,
         clip=clip,
         path=path,
         resume=resume,
-        keep=keep,
+        stateful=stateful,
         storage=storage,
         check_every=check_every,
     ) as recorder:

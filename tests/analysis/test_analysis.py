@@ -274,7 +274,7 @@ def contribution(trajectory, x, inputs, i, output):
         loss = nn.functional.cross_entropy(z, t.targets[i : i + 1])
         size = t.num_points if step.batch is None else len(step.batch)
         gradients = torch.autograd.grad(loss, list(w.values()))
-        total -= step.size / size * float(sum((a * g).sum() for a, g in zip(average, gradients, strict=True)))
+        total -= step.lr / size * float(sum((a * g).sum() for a, g in zip(average, gradients, strict=True)))
     return total
 
 

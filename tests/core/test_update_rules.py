@@ -116,7 +116,7 @@ def test_memory_and_disk_hold_the_same_numbers(tmp_path, name):
         )
     loaded = epk.load_trajectory(tmp_path / "run", problem()[0])
     assert loaded.digest == runs[0].digest == runs[1].digest
-    assert loaded.law == runs[0].law
+    assert loaded.update_rule == runs[0].update_rule
     for s in range(7):
         for found, wanted in zip(loaded.updates[s], runs[0].updates[s], strict=True):
             assert torch.equal(found, wanted)
@@ -137,7 +137,7 @@ def test_a_sample_that_is_trained_on_once_still_moves_later_steps():
                 z = reference.output(trajectory, w, trajectory.inputs[i], "logits").detach().requires_grad_()
                 (dz,) = torch.autograd.grad(F.cross_entropy(z, trajectory.targets[i]), z)
                 gradient = dz @ reference.jacobian(trajectory, step.index, 0.0, trajectory.inputs[i], "logits")
-                forgetful[n] -= step.size / len(rows) * (phi @ gradient)
+                forgetful[n] -= step.lr / len(rows) * (phi @ gradient)
     assert (forgetful - parts.network).abs().max() > 0.05
     assert parts.max_error <= 1e-12
 

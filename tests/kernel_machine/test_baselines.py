@@ -34,7 +34,7 @@ def path_terms(case, head, rule):
                 p = reference.output(run, here, x, "logits").softmax(0)
                 target = torch.nn.functional.one_hot(y, 3).double()
                 derivative = p - target if head == "logits" else -target
-                yield i, step.size * omega / len(batch) * torch.einsum("ncp,dp->ncd", J_test, J), derivative
+                yield i, step.lr * omega / len(batch) * torch.einsum("ncp,dp->ncd", J_test, J), derivative
 
 
 @pytest.mark.parametrize("rule", [epk.left_endpoint(), epk.gauss_legendre(2)], ids=["left", "gauss"])
@@ -153,7 +153,7 @@ def test_the_discrete_path_kernel_is_a_sum_of_tangent_kernels(case):
     """DPK = sum_s eps_s NTK_s; with more nodes (the control) it is not."""
     A = epk.Points(case.test, False)
     parts = [
-        step.size * epk.gram_block(tangent_trajectory(case.trajectory, step.index), A, A)
+        step.lr * epk.gram_block(tangent_trajectory(case.trajectory, step.index), A, A)
         for step in case.trajectory.steps
     ]
     assert_close(epk.gram_block(case.trajectory, A, A, rule=epk.left_endpoint()), sum(parts))

@@ -66,7 +66,7 @@ def test_derivatives_equal_a_graph_over_the_definition():
             here = {name: (start[name] + t * (end[name] - start[name])).requires_grad_() for name in start}
             f = [reference.output(case.trajectory, here, row, "log_softmax")[1] for row in x]
             J = [torch.autograd.grad(value, list(here.values()), create_graph=True) for value in f]
-            total = total + step.size * omega * sum((a * b).sum() for a, b in zip(*J, strict=True))
+            total = total + step.lr * omega * sum((a * b).sum() for a, b in zip(*J, strict=True))
     (expected,) = torch.autograd.grad(total, x)
     tagged = test_copy(x.detach()).requires_grad_()
     K = kernel_of(case, 1).forward(tagged, tagged)

@@ -191,7 +191,7 @@ HEADERS = {
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
 def test_a_header_that_describes_no_run_is_refused(plain, change):
     sign_header(plain, **change)
-    refused(plain, f"{HEADER} must describe weights, data, loss and step law")
+    refused(plain, f"{HEADER} must describe weights, data, loss and update rule")
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ OTHERS = {
     "momentum": ({"optimizer": lambda net: sgd(net, momentum=0.1)}, "optimizer must have the recorded options"),
     "compression": ({"storage": epk.Storage(compression="deltas")}, "compression must be the recorded one"),
     "checks": ({"check_every": 3}, "check_every must be the recorded one"),
-    "keep": ({"keep": {"g": torch.Generator()}}, r"keep must have the names .*\[\]: got \['g'\]"),
+    "stateful": ({"stateful": {"g": torch.Generator()}}, r"stateful must have the names .*\[\]: got \['g'\]"),
 }
 
 
@@ -227,9 +227,9 @@ def test_what_cannot_go_on_as_it_did_is_refused_before_it_starts(tmp_path):
         epk.Recorder(net, optimizer, X, y, path=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="resume=True needs path="):
         epk.Recorder(net, sgd(net), X, y, resume=True)
-    with pytest.raises(TypeError, match="keep must hold torch.Generators and objects with state_dict"):
-        epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", keep={"random": random.Random(0)})
-    recorder = epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", keep={"g": torch.Generator()})
+    with pytest.raises(TypeError, match="stateful must hold torch.Generators and objects with state_dict"):
+        epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"random": random.Random(0)})
+    recorder = epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"g": torch.Generator()})
     with recorder, pytest.raises(RuntimeError, match=r"the loop must be 'for step in recorder.until\(steps\):'"):
         recorder.batch(None)
 
@@ -245,7 +245,7 @@ class Strange:
 def test_a_state_that_only_a_pickle_could_hold_is_refused(tmp_path):
     net, (X, y) = mlp(), data()
     with pytest.raises(TypeError, match=r"must consist of numbers, texts, .*: got builtin_function_or_method"):
-        epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", keep={"strange": Strange()})
+        epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"strange": Strange()})
     assert not (tmp_path / "run").exists()
 
 

@@ -551,7 +551,7 @@ def test_what_is_written_is_what_is_read(
     assert chunks[-1].digest == f"digest {len(states)}"
     assert torch.equal(read_resume(path, len(chunks) - 1, chunks[-1])["state"], kept["state"])
     read = [step for chunk in chunks for step in read_steps(path, writer.layout, chunk)]
-    assert [(step.index, step.size) for step in read] == [(step.index, step.size) for step in steps]
+    assert [(step.index, step.lr) for step in read] == [(step.index, step.lr) for step in steps]
     for found, written in zip(read, batches, strict=True):
         assert (found.batch is None) == (written is None)
         assert written is None or torch.equal(found.batch, written)

@@ -448,7 +448,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(("make", "says"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_an_optimizer_whose_law_is_not_known_is_refused_at_the_door(make, says):
     net, (X, y) = mlp(), data()
-    with pytest.raises(ValueError, match=f"step law must be known: {says}"):
+    with pytest.raises(ValueError, match=f"update rule must be known: {says}"):
         epk.train(net, X, y, optimizer=make(net.parameters()), steps=1)
 
 

@@ -49,7 +49,7 @@ def test_memory_and_disk_hold_the_same_run(case, tmp_path):
         for mine, theirs in zip(states_of(stored), states_of(in_memory), strict=True):
             assert torch.equal(mine, theirs)
         for mine, theirs in zip(stored.steps, in_memory.steps, strict=True):
-            assert (mine.index, mine.size) == (theirs.index, theirs.size)
+            assert (mine.index, mine.lr) == (theirs.index, theirs.lr)
             assert (mine.batch is None) == (theirs.batch is None)
             assert mine.batch is None or torch.equal(mine.batch, theirs.batch)
 
