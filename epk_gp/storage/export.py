@@ -34,8 +34,8 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
     """Write a run, after checking it, to one safetensors file; one state is in memory at a time.
 
     Tensors: `states` (S + 1, P), `update.FIELD` (S, P) for each coefficient of the update rule, `sizes`, `lengths`,
-    `batches`, `weighted` and `sample_weights` as in the chunks, and all of `data.safetensors`. The metadata hold the run's header
-    as JSON, and its digest.
+    `batches`, `weighted` and `sample_weights` as in the chunks, and all of `data.safetensors`. The metadata hold the
+    run's header as JSON, and its digest.
 
     Args:
         path: The run's folder.

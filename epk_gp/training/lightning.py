@@ -59,7 +59,7 @@ class RecorderCallback(Callback):
         """
         self._net, self._indices = net, indices
         self._data = (X, y)
-        self._options: dict[str, Any] = {"loss": loss, "law": update_rule, "path": path, "storage": storage}
+        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "path": path, "storage": storage}
         self._recorder: Recorder | None = None
         self._open = False
 

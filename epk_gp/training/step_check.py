@@ -174,8 +174,9 @@ def check_against_used_gradient(
     difference = float((end - start - predicted).abs().max())
     if not difference <= step_tolerance(start, predicted):
         raise StepMismatchError(
-            f"step {index}: the change of the weights must be {update_rule.name}'s step on the gradient that backward() "
-            f"left: it differs by {difference:.2e}. Another optimizer or option is at work, or the weights were changed."
+            f"step {index}: the change of the weights must be {update_rule.name}'s step on the gradient that "
+            f"backward() left: it differs by {difference:.2e}. Another optimizer or option is at work, or the weights "
+            "were changed."
         )
     return after
 

@@ -223,7 +223,7 @@ def test_what_cannot_go_on_as_it_did_is_refused_before_it_starts(tmp_path):
     net, (X, y) = mlp(), data()
     optimizer = sgd(net)
     lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with pytest.raises(ValueError, match=r"learning-rate schedule: pass keep=\{'scheduler': scheduler\}"):
+    with pytest.raises(ValueError, match=r"learning-rate schedule: pass stateful=\{'scheduler': scheduler\}"):
         epk.Recorder(net, optimizer, X, y, path=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="resume=True needs path="):
         epk.Recorder(net, sgd(net), X, y, resume=True)
@@ -443,9 +443,9 @@ def test_a_storage_that_is_none_is_refused(options, error, says):
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_one_step_of_each_so_many_is_replayed_and_the_run_is_the_same(every, monkeypatch):
     replayed = []
-    real = epk.recording.recorder.recompute_gradient
+    real = epk.training.recorder.recompute_gradient
     monkeypatch.setattr(
-        epk.recording.recorder, "recompute_gradient", lambda *a, **k: replayed.append(a[3].index) or real(*a, **k)
+        epk.training.recorder, "recompute_gradient", lambda *a, **k: replayed.append(a[3].index) or real(*a, **k)
     )
     assert train(None, "adam", steps=20, check_every=every)[0].digest == train(None, "adam", steps=20)[0].digest
     found = replayed[: 20 // every]

@@ -526,7 +526,7 @@ def test_what_is_written_is_what_is_read(
         UpdateCoefficients(
             **{f: torch.rand(num_weights).to(dtype) if f in diagonal else torch.rand(2).double() for f in FIELDS}
         )
-        for diagonal in ([("direct",), ("take", "keep"), ()][s % 3] for s in range(len(lengths)))
+        for diagonal in ([("lr",), ("one_minus_dampening", "beta"), ()][s % 3] for s in range(len(lengths)))
     ]
     tensors = {"inputs": torch.zeros(num_points, 0), "targets": torch.zeros(num_points, 0), "probe": states[0]}
     kept = {"state": torch.arange(5)}
