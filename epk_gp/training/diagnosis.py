@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.gradients import alike, batch_gradient, relative_rounding
+from epk_gp.core.gradients import allclose, batch_gradient, relative_rounding
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
@@ -65,7 +65,7 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, replay: StepCheck) 
     used, gradient, loss = replay.used, replay.gradient, replay.loss
     if not torch.isfinite(used).all():
         return "the gradient holds NaN or infinity: training diverged"
-    if alike(used, replay.clipped):
+    if allclose(used, replay.clipped):
         return (
             "the gradient is that of the stated loss, but the weights did not move by the optimizer's update rule: "
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "
@@ -74,13 +74,13 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, replay: StepCheck) 
     random = _forward_cause(net, model, replay.start, replay.X)
     if random is not None:
         return random
-    if alike(used, gradient):
+    if allclose(used, gradient):
         return "the gradient is that of the stated loss before clipping: it was not clipped as the recorder was told"
     ratio = float(used @ gradient / (gradient @ gradient)) if gradient.any() else 0.0
-    if ratio and alike(used, ratio * gradient):
+    if ratio and allclose(used, ratio * gradient):
         return _ratio_cause(ratio, len(replay.X), loss, _num_outputs(model, replay.start, replay.X))
     bound = float(used.abs().max())
-    if alike(used, gradient.clamp(-bound, bound)):
+    if allclose(used, gradient.clamp(-bound, bound)):
         return (
             f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, "
             "clip=epk_gp.ClipValue(...), or leave it out"
@@ -119,7 +119,7 @@ def _forward_cause(net: nn.Module, model: FunctionalModel, start: Tensor, X: Ten
         return "the network in training mode returns something else than one tensor: put it in evaluation mode"
     if not torch.equal(outputs[0], outputs[1]):
         return "the network's forward pass is random (dropout, or noise of its own): put it in evaluation mode"
-    if not alike(outputs[0], expected):
+    if not allclose(outputs[0], expected):
         return (
             "the network in training mode differs from the network in evaluation mode (batch statistics, or a buffer "
             "that changed): freeze it before recording"
@@ -166,6 +166,6 @@ def _other_loss(model: FunctionalModel, replay: StepCheck) -> str | None:
             continue
         c = sample_weights(candidate, targets)
         found = batch_gradient(model, replay.start, replay.X, targets, candidate, c)
-        if candidate != stated and alike(replay.used, found):
+        if candidate != stated and allclose(replay.used, found):
             return str(candidate)
     return None
