@@ -35,7 +35,7 @@ from epk_gp.quadrature.rules import (
     left_riemann,
     midpoint,
 )
-from epk_gp.storage.loading import load_trajectory
+from epk_gp.storage.run import load_trajectory
 from epk_gp.storage.writer import Storage
 from epk_gp.training.clipping import ClipNorm, ClipValue
 from epk_gp.training.diagnosis import StepMismatchError

@@ -177,7 +177,7 @@ DOOR = {
         ValueError,
         "needs outputs that are log-probabilities: the exponentials of a row sum to .* End the network in LogSoftmax",
     ),
-    "clip_no_clip": ({"clip": 1.0}, TypeError, "clip must be epk_gp.ClipNorm.* got 1.0"),
+    "clip_no_clip": ({"clip": 1.0}, TypeError, "clip must be ClipNorm.* got 1.0"),
     "clip_negative": ({"clip": ClipNorm(-1.0)}, ValueError, "must be positive and finite: got -1.0"),
     "loss_joined": (
         {"loss": epk.PerSampleLoss(F.cross_entropy, "sum")},

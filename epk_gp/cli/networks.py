@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage import schema as store
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
     atomic_write,
@@ -21,7 +20,8 @@ from epk_gp.storage.atomic_files import (
     read_checksummed_json,
     regular_file_size,
 )
-from epk_gp.storage.loading import load_trajectory
+from epk_gp.storage.run import load_trajectory
+from epk_gp.storage.schema import read_data, read_header
 
 _NOTE = "network.json"
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
@@ -115,10 +115,10 @@ def open_run(run: Path, network: str | None) -> Trajectory:
         ValueError: No network named or noted, a note that is damaged, or a network that is not the recorded one.
         ImportError, TypeError: A factory that cannot be found, or is none.
     """
-    header = store.read_header(run)
+    header = read_header(run)
     spec = read_note(run)
     if network is not None and (spec is None or network != spec.name):
-        shape = tuple(store.read_data(run, header)["inputs"].shape[1:])
+        shape = tuple(read_data(run, header)["inputs"].shape[1:])
         spec = NetworkSpec(network, shape, header["num_outputs"])
     if spec is None:
         raise ValueError(f"--network must say how the network is made: {run} has no {_NOTE}.")

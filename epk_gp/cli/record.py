@@ -18,9 +18,10 @@ from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.provenance import Stopwatch, write_json
-from epk_gp.storage import schema as store
 from epk_gp.storage.check import check_run
-from epk_gp.storage.writer import Storage, is_run
+from epk_gp.storage.run import is_run
+from epk_gp.storage.schema import chunk_schema
+from epk_gp.storage.writer import Storage
 from epk_gp.training.clipping import ClipNorm
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.train import train
@@ -198,9 +199,9 @@ def info(
     lines: dict[str, object] = {
         "network": "not noted (pass --network to the other commands)" if spec is None else spec.name,
         "steps": found.num_steps,
-        "step sizes": _range(sorted(set(found.sizes))),
+        "step sizes": _range(sorted(set(found.learning_rates))),
         "points per step": _range(sorted(set(found.batch_sizes))),
-        "weights": f"{sum(store.schema_of(header).sizes)} in {len(header['names'])} tensors",
+        "weights": f"{sum(chunk_schema(header).sizes)} in {len(header['names'])} tensors",
         "dtype": header["dtype"].removeprefix("torch."),
         "outputs": header["num_outputs"],
         "training points": f"{found.data_shapes['inputs'][0]} of shape {found.data_shapes['inputs'][1:]}",

@@ -359,7 +359,7 @@ def _sum_tile(job: Job, name: str, X: Tensor, left: bool, Y: Tensor, right: bool
                 sum_steps(job, some, tile, X, left, Y, right, shared=shared)
                 bar.update(len(some))
             total = tile.finished().to(job.dtype) if total is None else total.add_(tile.finished())
-            if job.checkpoint is not None and (job.checkpoint.due or first + size >= len(steps)):
+            if job.checkpoint is not None and (job.checkpoint.should_save or first + size >= len(steps)):
                 job.checkpoint.save(name, {"total": total}, first + size)
     if total is None:
         raise ValueError(f"checkpoint must hold the sum of tile {name}: it is empty. Delete its folder.")

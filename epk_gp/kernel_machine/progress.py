@@ -48,7 +48,7 @@ class PassProgress:
         self.carried = carried
         self.largest = torch.maximum(self.largest, integral.residual.max())
         self.evaluations += float(integral.evaluations.sum())
-        if self.checkpoint is None or not (last or self.checkpoint.due):
+        if self.checkpoint is None or not (last or self.checkpoint.should_save):
             return
         held = {f"sum.{number}": total for number, total in enumerate(self.sums)}
         held |= {"largest": self.largest, "evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
