@@ -4,7 +4,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.gram.input_derivatives import block_input_gradient, diagonal_input_gradient
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.config import KernelConfig, as_points
 
 
@@ -29,15 +30,12 @@ def block_derivative(
         weights = weights.reshape(1, n, 1, m)
     elif source.reduction == "trace":
         weights = weights.expand(C, n, m)
-    gradient = block_input_gradient(
-        source.trajectory,
+    gradient = PathKernel(source.trajectory, source.head, source.rule).block_input_gradient(
         as_points(source.trajectory, x),
         as_points(source.trajectory, y),
         weights,
-        head=source.head,
-        rule=source.rule,
+        ComputeOptions(source.memory_budget),
         summed=source.reduction == "sum",
-        memory_budget=source.memory_budget,
     )
     return _with_copy_column(gradient)
 
@@ -52,13 +50,8 @@ def diagonal_derivative(
         x: (n, D + 1).
         weights: One C x C block per point.
     """
-    gradient = diagonal_input_gradient(
-        source.trajectory,
-        as_points(source.trajectory, x),
-        weights,
-        head=source.head,
-        rule=source.rule,
-        memory_budget=source.memory_budget,
+    gradient = PathKernel(source.trajectory, source.head, source.rule).diagonal_input_gradient(
+        as_points(source.trajectory, x), weights, ComputeOptions(source.memory_budget)
     )
     return _with_copy_column(gradient)
 
