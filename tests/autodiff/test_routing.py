@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 import reference
 from epk_gp.autodiff.verification import plan_for, probe_rows
+from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from helpers import assert_close
 
 RULE = epk.gauss_legendre(2)
@@ -85,7 +86,7 @@ def check(trajectory: epk.Trajectory, X: Tensor, head: str, *, mixed: bool = Tru
         reference.gram_block(trajectory, test, both, head, RULE),
     )
     diagonal = torch.einsum("ncnd->ncd", reference.gram_block(trajectory, test, test, head, RULE)).contiguous()
-    assert_close(epk.gram_diagonal_blocks(trajectory, test, head=head, rule=RULE), diagonal)
+    assert_close(gram_diagonal_blocks(trajectory, test, head=head, rule=RULE), diagonal)
     parts = epk.attribute(trajectory, X, head=head, rule=RULE)
     assert_close(parts.samples, reference.contributions(trajectory, X, head, RULE))
     assert epk.reconstruct(trajectory, X, head=head).max_error < 1e-12
@@ -118,7 +119,7 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
         assert_close(epk.gram_block(trajectory, a, b, head=head, rule=RULE), wanted)
     elif ask == "gram_diagonal_blocks":
         block = reference.gram_block(trajectory, epk.Points(T, False), epk.Points(T, False), head, RULE)
-        found = epk.gram_diagonal_blocks(trajectory, epk.Points(T, False), head=head, rule=RULE)
+        found = gram_diagonal_blocks(trajectory, epk.Points(T, False), head=head, rule=RULE)
         assert_close(found, torch.einsum("ncnd->ncd", block).contiguous())
     elif ask == "attribute":
         wanted = reference.contributions(trajectory, T, head, RULE)

@@ -1,12 +1,14 @@
 """Leave-one-out predictions against GPs that really lack the point; temperatures; samples of whole functions."""
 
-import jaxtyping
 import pytest
 import torch
 
 import epk_gp as epk
 from epk_gp.gp import sample_functions as functions
+from epk_gp.gp.calibration import calibrated_temperature
+from epk_gp.gp.leave_one_out import leave_one_out
 from epk_gp.gp.posterior import LogitPosterior, joint_posterior_at
+from epk_gp.gp.sample_functions import sample_functions
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
 
@@ -29,16 +31,11 @@ def case():
     return make_case("tanh", steps=3, batch_size=None)
 
 
-@pytest.fixture
-def unchecked(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_leaving_one_out_is_conditioning_on_the_others(case, name):
     options = OPTIONS[name]
     gp = epk.LogitGP(case.trajectory, **options)
-    found = epk.leave_one_out(gp)
+    found = leave_one_out(gp)
     noise = gp.likelihood.noise
     for i in (0, 3, 6):
         others = [j for j in range(7) if j != i]
@@ -67,12 +64,12 @@ def test_predictions_with_the_point_are_better_than_without(case):
     with torch.no_grad():
         mean, _ = joint_posterior_at(gp.factorization(), gp.prior_mean, x)
     seen = (gp.train_targets - mean.reshape(-1, C)).square().mean()
-    assert seen < 0.3 * epk.leave_one_out(gp).residual.square().mean()
+    assert seen < 0.3 * leave_one_out(gp).residual.square().mean()
 
 
 def test_one_point_cannot_be_left_out(case):
     with pytest.raises(ValueError, match="needs at least 2: the GP is conditioned on 1"):
-        epk.leave_one_out(epk.LogitGP(case.trajectory, points=[0]))
+        leave_one_out(epk.LogitGP(case.trajectory, points=[0]))
 
 
 def test_known_noise_stays_and_bad_noise_is_refused(case, unchecked):
@@ -102,10 +99,10 @@ def labelled(temperature, generator, n=4000):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_the_temperature_of_labels_is_found(temperature, generator):
     posterior, labels = labelled(temperature, generator)
-    found = epk.calibrated_temperature(posterior, labels, 2)
+    found = calibrated_temperature(posterior, labels, 2)
     assert found.value == pytest.approx(temperature, rel=0.1)
     assert found.after <= found.before
-    shuffled = epk.calibrated_temperature(posterior, labels.roll(1), 2) if temperature == 3.0 else None  # the control
+    shuffled = calibrated_temperature(posterior, labels.roll(1), 2) if temperature == 3.0 else None  # the control
     assert shuffled is None or shuffled.value > 10 * temperature
 
 
@@ -113,7 +110,7 @@ def test_the_loss_is_the_negative_log_of_the_expected_probability(generator):
     posterior, labels = labelled(1.0, generator, n=50)
     A = torch.randn(50, C, C, generator=generator, dtype=torch.float64)
     posterior = LogitPosterior(posterior.mean, 0.3 * A @ A.mT)
-    found = epk.calibrated_temperature(posterior, labels, 512, torch.Generator().manual_seed(3))
+    found = calibrated_temperature(posterior, labels, 512, torch.Generator().manual_seed(3))
     for T, loss in ((1.0, found.before), (found.value, found.after)):
         u = epk.softmax_uncertainty(posterior, 512, torch.Generator().manual_seed(3), temperature=T)
         p = u.mean.gather(1, labels[:, None])[:, 0]
@@ -123,11 +120,11 @@ def test_the_loss_is_the_negative_log_of_the_expected_probability(generator):
 def test_labels_that_leave_the_temperature_open_are_refused(generator):
     posterior, labels = labelled(1.0, generator, n=20)
     with pytest.raises(ValueError, match="grows to the end of the range"):
-        epk.calibrated_temperature(posterior, posterior.mean.argmax(-1))
+        calibrated_temperature(posterior, posterior.mean.argmax(-1))
     with pytest.raises(ValueError, match=r"one entry per point: got shape \(19,\) for 20"):
-        epk.calibrated_temperature(posterior, labels[:-1])
+        calibrated_temperature(posterior, labels[:-1])
     with pytest.raises(ValueError, match=r"labels must lie in 0\.\.2"):
-        epk.calibrated_temperature(posterior, labels + 1)
+        calibrated_temperature(posterior, labels + 1)
 
 
 # Functions
@@ -137,7 +134,7 @@ def test_labels_that_leave_the_temperature_open_are_refused(generator):
 def test_sampled_functions_have_the_joint_posteriors_moments(case, outputs, generator):
     gp = epk.LogitGP(case.trajectory, outputs)
     X = torch.cat([case.test, case.test[:1] + 1e-3])  # two neighbours, and rank that is lost almost
-    draws = epk.sample_functions(gp, X, 20_000, generator)
+    draws = sample_functions(gp, X, 20_000, generator)
     assert draws.shape == (20_000, 6, C)
     with torch.no_grad():
         mean, covariance = joint_posterior_at(gp.factorization(), gp.prior_mean, test_copy(X))
@@ -171,7 +168,7 @@ def test_the_joint_posterior_holds_the_posterior_of_each_point(case):
 def test_samples_of_functions_refuse_what_they_cannot_draw(case, monkeypatch):
     gp = epk.LogitGP(case.trajectory)
     with pytest.raises(ValueError, match="num_samples must be at least 1: got 0"):
-        epk.sample_functions(gp, case.test, 0)
+        sample_functions(gp, case.test, 0)
     monkeypatch.setattr(functions, "MAX_ROWS", 14)
     with pytest.raises(ValueError, match="at most 14 rows: got 5 points with 3 outputs each"):
-        epk.sample_functions(gp, case.test)
+        sample_functions(gp, case.test)

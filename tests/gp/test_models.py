@@ -4,7 +4,6 @@ import copy
 import itertools
 
 import gpytorch
-import jaxtyping
 import pytest
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal
@@ -53,12 +52,6 @@ def trajectory():
 @pytest.fixture
 def X_test():
     return 2 * torch.randn(N_TEST, D, dtype=torch.float64)
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Call as users do, without the run-time type checks of the test suite: the package's own errors must come."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def per_point(distribution, outputs):

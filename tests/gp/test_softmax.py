@@ -1,6 +1,5 @@
 """Monte Carlo through the softmax against longer runs, an integral, and exact cases."""
 
-import jaxtyping
 import pytest
 import torch
 from scipy import integrate, special, stats
@@ -184,12 +183,6 @@ def test_a_negative_eigenvalue_beyond_rounding_is_refused(rounding):
     covariance = torch.diag_embed(torch.tensor([[1.0, 1.0], [1.0, -1e-12]], dtype=torch.float64))
     with pytest.raises(ValueError, match=r"point 1 has the eigenvalue -1e-12, and rounding explains no more"):
         softmax_uncertainty(LogitPosterior(torch.zeros(2, 2, dtype=torch.float64), covariance, rounding))
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Call as users do, without the run-time type checks of the test suite: the package's own errors must come."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def test_input_that_means_nothing_is_refused(unchecked):

@@ -17,6 +17,7 @@ from epk_gp.autodiff.representations import ContractionCost, LastLayerFactors, t
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram import huge_pages as memory
+from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.gram.prefetch import WeightPrefetcher
 from epk_gp.storage import chunks
 from helpers import NETWORKS, assert_close, make_case
@@ -64,7 +65,7 @@ def test_small_steps_may_be_taken_together(
 def test_products_of_several_steps_may_be_joined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
     a, b = epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True)
-    for block in (epk.gram_block, epk.gram_block_per_class):
+    for block in (epk.gram_block, gram_block_per_class):
         joined = [block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
         with monkeypatch.context() as patched:
             patched.setattr("epk_gp.gram.accumulator._WIDE", 0)
@@ -83,7 +84,7 @@ def test_a_symmetric_tile_is_computed_in_halves(name: str, is_train: bool, monke
         own = epk.gram_block(case.trajectory, points, points, head=head, rule=RULE)
         assert_close(own, epk.gram_block(case.trajectory, points, others, head=head, rule=RULE))
         assert torch.equal(own, own.permute(2, 3, 0, 1))
-        per_class = epk.gram_block_per_class(case.trajectory, points, points, head=head, rule=RULE)
+        per_class = gram_block_per_class(case.trajectory, points, points, head=head, rule=RULE)
         assert torch.equal(per_class, per_class.mT)
         assert_close(per_class, torch.einsum("ncmc->cnm", own).contiguous())
 

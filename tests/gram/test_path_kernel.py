@@ -4,6 +4,7 @@ import torch
 import epk_gp as epk
 import reference
 from epk_gp.autodiff.verification import plan_for
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from helpers import NETWORKS, Case, assert_close, make_case
 
 RULE = epk.gauss_legendre(2)
@@ -28,7 +29,7 @@ def test_gram_block_equals_dense_jacobians(case: Case, mix: str) -> None:
     for head in case.heads:
         wanted = reference.gram_block(case.trajectory, a, b, head, RULE)
         assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), wanted)
-        per_class = epk.gram_block_per_class(case.trajectory, a, b, head=head, rule=RULE)
+        per_class = gram_block_per_class(case.trajectory, a, b, head=head, rule=RULE)
         assert_close(per_class, torch.einsum("ncmc->cnm", wanted).contiguous())
 
 
@@ -39,7 +40,7 @@ def test_gram_over_both_copies_is_a_kernel(case: Case) -> None:
     for head in case.heads:
         K = epk.gram_block(case.trajectory, points, points, head=head, rule=RULE)
         assert_close(
-            epk.gram_diagonal_blocks(case.trajectory, points, head=head, rule=RULE),
+            gram_diagonal_blocks(case.trajectory, points, head=head, rule=RULE),
             torch.einsum("ncnd->ncd", K).contiguous(),
         )
         flat = K.flatten(2).flatten(0, 1)
@@ -68,7 +69,7 @@ def test_copies_of_one_input_are_different_points() -> None:
     """The control: freezing the gradient or not changes the kernel."""
     case = make_case("tanh")
     X = case.trajectory.inputs
-    train, test = (epk.gram_diagonal_blocks(case.trajectory, epk.Points(X, is_train)) for is_train in (True, False))
+    train, test = (gram_diagonal_blocks(case.trajectory, epk.Points(X, is_train)) for is_train in (True, False))
     assert (train - test).abs().max() > 1e-3 * train.abs().max()
 
 
@@ -78,7 +79,7 @@ def test_averaged_jacobians_understate_the_test_variance() -> None:
     rule, s = epk.gauss_legendre(8), 0
     only_first = torch.zeros(case.trajectory.num_steps, dtype=torch.float64)
     only_first[s] = 1.0
-    right = epk.gram_diagonal_blocks(
+    right = gram_diagonal_blocks(
         case.trajectory, epk.Points(case.test, False), head="logits", rule=rule, step_weights=only_first
     )
     phi = torch.stack(
@@ -97,7 +98,7 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
     whole = epk.gram_block(case.trajectory, points, points)
     monkeypatch.setattr("epk_gp.gram.path_kernel.panel_size", lambda job: 2)
     assert_close(epk.gram_block(case.trajectory, points, points), whole)
-    assert_close(epk.gram_diagonal_blocks(case.trajectory, points), torch.einsum("ncnd->ncd", whole).contiguous())
+    assert_close(gram_diagonal_blocks(case.trajectory, points), torch.einsum("ncnd->ncd", whole).contiguous())
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import torch
 import epk_gp as epk
 import reference
 from epk_gp.datasets import three_gaussians
+from epk_gp.kernel_machine.single_machine import single_machine
 from helpers import NETWORKS, Case, assert_close, make_case
 
 SMOOTH = {
@@ -105,7 +106,7 @@ def test_single_machine_equals_the_network() -> None:
     """Theorem 3.7, with a_i = c_i q_i."""
     for name in ("relu", "tanh", "cnn"):
         case = make_case(name, batch_size=None)
-        result = epk.single_machine(case.trajectory, case.test, rule=epk.adaptive(1e-13))
+        result = single_machine(case.trajectory, case.test, rule=epk.adaptive(1e-13))
         assert result.max_error <= 1e-12
         q = torch.nn.functional.one_hot(case.trajectory.targets, 3).double()
         assert_close(result.coefficients, q / 7)
@@ -114,18 +115,18 @@ def test_single_machine_equals_the_network() -> None:
 def test_single_machine_is_refused_where_coefficients_move() -> None:
     full = make_case("tanh", batch_size=None)
     with pytest.raises(ValueError, match='needs head="log_softmax".*ensemble'):
-        epk.single_machine(full.trajectory, full.test, head="logits")
+        single_machine(full.trajectory, full.test, head="logits")
     with pytest.raises(ValueError, match="step 0 used a batch of 4 of 7.*ensemble"):
-        epk.single_machine(make_case("tanh").trajectory, full.test)
+        single_machine(make_case("tanh").trajectory, full.test)
     regression = make_case("one_class", batch_size=None)
     with pytest.raises(ValueError, match="MeanSquaredError.* moves.*ensemble"):
-        epk.single_machine(regression.trajectory, regression.test, head="logits")
+        single_machine(regression.trajectory, regression.test, head="logits")
 
 
 def test_wrong_coefficients_do_not_equal_the_network() -> None:
     """The control: 1/M in place twice, as the theorem is printed, is off."""
     case = make_case("tanh", batch_size=None)
-    result = epk.single_machine(case.trajectory, case.test)
+    result = single_machine(case.trajectory, case.test)
     twice = result.initial + (result.outputs - result.initial) / 7
     assert (twice - result.network).abs().max() > 1e-2
 

@@ -3,7 +3,6 @@
 import copy
 import pickle
 
-import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -107,12 +106,6 @@ def test_a_deep_copy_is_the_same_store_and_a_pickled_one_is_empty():
     assert copy.deepcopy(cache) is cache
     restored = pickle.loads(pickle.dumps(cache))
     assert (len(restored), restored.max_bytes) == (0, 1000)
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Call as users do, without the run-time type checks of the test suite: the package's own errors must come."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def test_a_size_that_is_no_number_of_bytes_is_refused(unchecked):

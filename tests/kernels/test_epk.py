@@ -6,7 +6,6 @@ import unittest
 from dataclasses import dataclass, field
 
 import gpytorch
-import jaxtyping
 import pytest
 import torch
 from botorch.fit import fit_gpytorch_mll
@@ -513,12 +512,6 @@ def test_integer_inputs_travel_as_whole_floats():
 
 
 # Errors
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Call as users do, without the run-time type checks of the test suite: the package's own errors must come."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def test_unknown_options_are_refused(trajectory, unchecked):
