@@ -5,9 +5,9 @@ representation can be multiplied with another of its kind, averaged over nodes, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeVar, final
+from typing import Protocol, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -16,8 +16,10 @@ from torch import Tensor
 LONG_INNER_DIM = 256  # MEASURE
 
 J = TypeVar("J", bound="LeftFactor")
+InputProducts = Callable[[], Tensor]  # the inner products of a layer's inputs, (N, M), computed when they are needed
 
 
+@runtime_checkable
 class ProductSum(Protocol):
     """A sum of inner products of N points with M points; `gram.accumulator.GramAccumulator` is one."""
 
@@ -27,7 +29,7 @@ class ProductSum(Protocol):
     def add_scaled_products(self, x: Tensor, y: Tensor, scale: Tensor) -> None:
         """Add <x[k, n], y[l, m]> * scale[n, m]."""
 
-    def add_deferred_products(self, layer: int, x: Tensor, y: Tensor, weight: float, scale: "InputProducts") -> None:
+    def add_deferred_products(self, layer: int, x: Tensor, y: Tensor, weight: float, scale: InputProducts) -> None:
         """Add weight * <x[k, n], y[l, m]> to a sum of the layer's own, which is multiplied by its scale at the end."""
 
     def add_same_class(self, products: Tensor) -> None:
@@ -38,13 +40,6 @@ class ProductSum(Protocol):
 
     def add_softmax_last_layer(self, averages: Tensor, b: "SoftmaxLastLayer", weight: float) -> None:
         """Add the inner products of a last layer under the softmax from its averages, (1 + C, N, n)."""
-
-
-class InputProducts(Protocol):
-    """The inner products of layer inputs that a deferred sum is multiplied by, computed when they are needed."""
-
-    def __call__(self) -> Float[Tensor, "N M"]:
-        """Compute them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,11 +126,11 @@ class LayerJacobian(LeftFactor):
         """Write the gradients out: row by row of the weight, each followed by its bias if the layer has one."""
 
     @abstractmethod
-    def rows(self, rows: slice) -> Self:
+    def rows(self, rows: slice) -> "LayerJacobian":
         """Return some of the points."""
 
     @abstractmethod
-    def concat_rows(self, others: Sequence["LayerJacobian"]) -> Self:
+    def concat_rows(self, others: Sequence["LayerJacobian"]) -> "LayerJacobian":
         """Append other points' Jacobians of the same layer."""
 
     @abstractmethod
@@ -151,7 +146,7 @@ class LayerJacobian(LeftFactor):
         """Compute all inner products as a new, differentiable tensor: (K, E, K', M), or (K, E, M) per class."""
 
     @abstractmethod
-    def detach(self) -> Self:
+    def detach(self) -> "LayerJacobian":
         """Return the Jacobian without its graph."""
 
 
@@ -178,11 +173,11 @@ class DenseJacobian(LayerJacobian):
         """Return the values."""
         return self.values
 
-    def rows(self, rows: slice) -> Self:
+    def rows(self, rows: slice) -> "DenseJacobian":
         """Return some of the points."""
         return replace(self, values=self.values[:, rows])
 
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> Self:
+    def concat_rows(self, others: Sequence[LayerJacobian]) -> "DenseJacobian":
         """Append other points."""
         return replace(self, values=torch.cat([self.values, *(_as(self, other).values for other in others)], dim=1))
 
@@ -208,7 +203,7 @@ class DenseJacobian(LayerJacobian):
         """Multiply all pairs."""
         return torch.einsum(_products_of(per_class), self.values, other.to_dense())
 
-    def detach(self) -> Self:
+    def detach(self) -> "DenseJacobian":
         """Return the values without their graph."""
         return replace(self, values=self.values.detach())
 
@@ -252,11 +247,11 @@ class OuterProductJacobian(LayerJacobian):
         a = append_bias_column(self.inputs) if self.has_bias else self.inputs
         return sum_outer_products(a.unsqueeze(2), self.output_grads.unsqueeze(3))
 
-    def rows(self, rows: slice) -> Self:
+    def rows(self, rows: slice) -> "OuterProductJacobian":
         """Return some of the points."""
         return replace(self, inputs=self.inputs[rows], output_grads=self.output_grads[:, rows])
 
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> Self:
+    def concat_rows(self, others: Sequence[LayerJacobian]) -> "OuterProductJacobian":
         """Append other points."""
         parts = [self, *(_as(self, other) for other in others)]
         inputs = torch.cat([part.inputs for part in parts])
@@ -312,7 +307,7 @@ class OuterProductJacobian(LayerJacobian):
         grads = torch.einsum(_products_of(per_class), self.output_grads[:, :, 0], b.output_grads[:, :, 0])
         return grads * (inputs if per_class else inputs[:, None, :])
 
-    def detach(self) -> Self:
+    def detach(self) -> "OuterProductJacobian":
         """Return both factors without their graph."""
         return replace(self, inputs=self.inputs.detach(), output_grads=self.output_grads.detach())
 
@@ -349,11 +344,11 @@ class LogitsLastLayer(LayerJacobian):
         eye = torch.eye(self.num_outputs, dtype=self.inputs.dtype, device=self.inputs.device)
         return (eye[:, None, :, None] * self.inputs[None, :, None, :]).flatten(2)
 
-    def rows(self, rows: slice) -> Self:
+    def rows(self, rows: slice) -> "LogitsLastLayer":
         """Return some of the points."""
         return replace(self, inputs=self.inputs[rows])
 
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> Self:
+    def concat_rows(self, others: Sequence[LayerJacobian]) -> "LogitsLastLayer":
         """Append other points."""
         return replace(self, inputs=torch.cat([self.inputs, *(_as(self, other).inputs for other in others)]))
 
@@ -380,7 +375,7 @@ class LogitsLastLayer(LayerJacobian):
         """Multiply all pairs."""
         return DenseJacobian(self.to_dense()).products(other, per_class=per_class)
 
-    def detach(self) -> Self:
+    def detach(self) -> "LogitsLastLayer":
         """Return the inputs without their graph."""
         return replace(self, inputs=self.inputs.detach())
 
@@ -419,12 +414,12 @@ class SoftmaxLastLayer(LayerJacobian):
         """Write the outer products out."""
         return self.as_outer_product().to_dense()
 
-    def rows(self, rows: slice) -> Self:
+    def rows(self, rows: slice) -> "SoftmaxLastLayer":
         """Return some of the points."""
         grads, p = self.output_grads[:, rows], self.probabilities[rows]
         return replace(self, inputs=self.inputs[rows], output_grads=grads, probabilities=p)
 
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> Self:
+    def concat_rows(self, others: Sequence[LayerJacobian]) -> "SoftmaxLastLayer":
         """Append other points."""
         parts = [self, *(_as(self, other) for other in others)]
         return replace(
@@ -455,7 +450,7 @@ class SoftmaxLastLayer(LayerJacobian):
         """Multiply all pairs."""
         return self.as_outer_product().products(_as(self, other).as_outer_product(), per_class=per_class)
 
-    def detach(self) -> Self:
+    def detach(self) -> "SoftmaxLastLayer":
         """Return all factors without their graph."""
         inputs, grads = self.inputs.detach(), self.output_grads.detach()
         return replace(self, inputs=inputs, output_grads=grads, probabilities=self.probabilities.detach())
