@@ -1,6 +1,5 @@
 """The two copies of an input as rows of a matrix (Definition 3.4)."""
 
-import jaxtyping
 import pytest
 import torch
 
@@ -60,12 +59,6 @@ def test_inputs_that_are_not_finite_are_refused(value):
             tag(X)
     with pytest.raises(ValueError, match="inputs must be finite"):
         split_copy(torch.cat([X, torch.ones(4, 1)], dim=1))
-
-
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Call as users do, without the run-time type checks of the test suite: the package's own errors must come."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def test_inputs_of_the_wrong_kind_or_shape_are_refused(unchecked):
