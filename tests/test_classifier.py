@@ -45,7 +45,9 @@ def test_predictions_are_the_recorded_networks(data, fitted):
     assert set(fitted.predict(X[45:])) <= {"ant", "bee", "cat"}
     assert fitted.score(X[45:], y[45:]) > 0.8
     untrained = epk.network_outputs(fitted.trajectory_, torch.as_tensor(X[45:]), state=0)
-    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(X[45:], y[45:])  # the control
+    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(
+        X[45:], y[45:]
+    )  # negative control
 
 
 def test_the_record_serves_the_rest_of_the_package(data, fitted):
@@ -113,13 +115,14 @@ def test_a_support_vector_machine_takes_the_matrix(data, fitted):
     np.testing.assert_allclose(mixed, copies.numpy(), rtol=1e-10)
 
 
-def test_what_means_nothing_is_refused(data, fitted, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_arguments_without_a_meaning_are_refused(data, fitted, unchecked):
     X, y = data
     with pytest.raises(ValueError, match="one number per pair: got 'full'"):
         epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), outputs="full")
     with pytest.raises(ValueError, match=r"b\.X must have shape \(n, 4\)"):
         epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), epk.Points(torch.zeros(2, 3).double(), True))
+    with pytest.raises(TypeError, match=r"epk_gram\(\) got an unexpected keyword argument 'progress'"):
+        epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), progress=True)
     with pytest.raises(TypeError, match="network must be a torch.nn.Module or a function that returns one: got 3"):
         EPKClassifier(lambda d, c: 3).fit(X, y)
     with pytest.raises(ValueError, match="at least 2 classes: got 1 class"):

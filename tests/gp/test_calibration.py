@@ -17,11 +17,11 @@ def labelled(temperature, generator, n=4000):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_the_temperature_of_labels_is_found(temperature, generator):
+def test_the_temperature_of_labels_is_recovered(temperature, generator):
     posterior, labels = labelled(temperature, generator)
-    found = calibrated_temperature(posterior, labels, 2)
-    assert found.value == pytest.approx(temperature, rel=0.1)
-    assert found.after <= found.before
+    result = calibrated_temperature(posterior, labels, 2)
+    assert result.value == pytest.approx(temperature, rel=0.1)
+    assert result.after <= result.before
     shuffled = calibrated_temperature(posterior, labels.roll(1), 2) if temperature == 3.0 else None  # negative control
     assert shuffled is None or shuffled.value > 10 * temperature
 
@@ -30,8 +30,8 @@ def test_the_loss_is_the_negative_log_of_the_expected_probability(generator):
     posterior, labels = labelled(1.0, generator, n=50)
     A = torch.randn(50, C, C, generator=generator, dtype=torch.float64)
     posterior = LogitPosterior(posterior.mean, 0.3 * A @ A.mT)
-    found = calibrated_temperature(posterior, labels, 512, torch.Generator().manual_seed(3))
-    for T, loss in ((1.0, found.before), (found.value, found.after)):
+    result = calibrated_temperature(posterior, labels, 512, torch.Generator().manual_seed(3))
+    for T, loss in ((1.0, result.before), (result.value, result.after)):
         u = epk.softmax_uncertainty(posterior, 512, torch.Generator().manual_seed(3), temperature=T)
         p = u.mean.gather(1, labels[:, None])[:, 0]
         assert loss == pytest.approx(-float(p.log().mean()), abs=1e-10)

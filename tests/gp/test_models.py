@@ -121,3 +121,10 @@ def test_test_points_are_validated(trajectory, X_test):
         gp.logit_posterior(X_test)
     with pytest.raises(ValueError, match="block_size must be at least 1: got 0"):
         gp.logit_posterior(trajectory.inputs, block_size=0)
+
+
+def test_options_that_a_process_cannot_use_are_refused(trajectory):
+    assert LogitGP(trajectory, memory_budget=1 << 21).kernel.config.options.memory_budget == 1 << 21
+    for option in ({"progress": True}, {"checkpoint": "folder"}, {"accumulate": torch.float64}):
+        with pytest.raises(TypeError, match=r"LogitGP\(\) got an unexpected keyword argument"):
+            LogitGP(trajectory, **option)

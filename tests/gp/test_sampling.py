@@ -18,10 +18,10 @@ def test_sobol_normals_have_the_moments_of_normals(generator):
     assert torch.isfinite(eps).all()
     torch.testing.assert_close(eps.mean(0), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-3)
     torch.testing.assert_close(eps.mT.cov(), torch.eye(3, dtype=torch.float64), rtol=0, atol=5e-3)
-    again = QuasiMonteCarlo(4).standard_normals(4 * 4096, 3, torch.Generator().manual_seed(0), reference)
-    assert torch.equal(
-        QuasiMonteCarlo(4).standard_normals(4 * 4096, 3, torch.Generator().manual_seed(0), reference), again
+    one, again = (
+        QuasiMonteCarlo(4).standard_normals(4 * 4096, 3, torch.Generator().manual_seed(0), reference) for _ in range(2)
     )
+    assert torch.equal(one, again)
     groups = QuasiMonteCarlo(4).standard_error(eps)
     assert (groups < 0.2 * MonteCarlo().standard_error(eps)).all()
 
@@ -42,10 +42,9 @@ def test_sampled_functions_have_the_joint_posteriors_moments(case, outputs, gene
         assert error < 0.05 * scale
     near = (draws[:, 0] - draws[:, -1]).std(0)
     far = (draws[:, 0] - draws[:, 1]).std(0)
-    assert (
-        near < 0.05 * far
-    ).all()  # one function: independent draws per point (the negative control) would not be near
-    assert (draws[1:, 0] - draws[:-1, -1]).std(0).min() > 5 * near.max()
+    assert (near < 0.05 * far).all()  # values of one function
+    other = (draws[1:, 0] - draws[:-1, -1]).std(0)  # negative control: values of different samples
+    assert other.min() > 5 * near.max()
 
 
 def test_the_joint_posterior_holds_the_posterior_of_each_point(case):
@@ -55,12 +54,12 @@ def test_the_joint_posterior_holds_the_posterior_of_each_point(case):
             mean, joint = joint_posterior_at(gp.factorization(), gp.prior_mean, test_copy(case.test))
         posterior = gp.logit_posterior(case.test)
         if outputs == "full":
-            own = joint[0].reshape(5, C, 5, C).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+            covariance = joint[0].reshape(5, C, 5, C).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
             mean = mean.reshape(5, C)
         else:
-            own, mean = torch.diag_embed(joint.diagonal(dim1=1, dim2=2).mT), mean.mT
+            covariance, mean = torch.diag_embed(joint.diagonal(dim1=1, dim2=2).mT), mean.mT
         torch.testing.assert_close(mean, posterior.mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(own, posterior.covariance, rtol=0, atol=1e-12)
+        torch.testing.assert_close(covariance, posterior.covariance, rtol=0, atol=1e-12)
 
 
 def test_samples_of_functions_that_are_too_many_are_refused(case, monkeypatch):
