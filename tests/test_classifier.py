@@ -45,9 +45,7 @@ def test_predictions_are_the_recorded_networks(data, fitted):
     assert set(fitted.predict(X[45:])) <= {"ant", "bee", "cat"}
     assert fitted.score(X[45:], y[45:]) > 0.8
     untrained = epk.network_outputs(fitted.trajectory_, torch.as_tensor(X[45:]), state=0)
-    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(
-        X[45:], y[45:]
-    )  # negative control
+    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(X[45:], y[45:])  # negative control
 
 
 def test_the_record_serves_the_rest_of_the_package(data, fitted):

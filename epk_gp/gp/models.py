@@ -147,7 +147,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
         Args:
             steps: Number of Adam steps.
-            lr: Their size.
+            lr: Learning rate of Adam.
             progress: Show a progress bar.
 
         Returns:
