@@ -11,8 +11,7 @@ from epk_gp.gp.leave_one_out import LeaveOneOut, leave_one_out
 from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.sample_functions import sample_functions
-from epk_gp.gp.sampling import MonteCarlo, QuasiMonteCarlo
+from epk_gp.gp.sampling import MonteCarlo, QuasiMonteCarlo, sample_functions
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks

@@ -1,5 +1,6 @@
 """The scikit-learn face: its own checks, the recorded network behind it, and precomputed kernels."""
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -14,15 +15,14 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.classifier import EPKClassifier, one_hidden_layer
-from epk_gp.gp.sampling import QuasiMonteCarlo
-from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernels.precomputed import epk_gram
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # scikit-learn's checks provoke warnings on purpose
 @parametrize_with_checks([EPKClassifier(steps=60)])
-def test_scikit_learns_own_checks_pass(estimator, check, unchecked):
+def test_scikit_learns_own_checks_pass(estimator, check, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users' calls, with wrong types on purpose
     check(estimator)
 
 
@@ -45,7 +45,7 @@ def test_predictions_are_the_recorded_networks(data, fitted):
     assert set(fitted.predict(X[45:])) <= {"ant", "bee", "cat"}
     assert fitted.score(X[45:], y[45:]) > 0.8
     untrained = epk.network_outputs(fitted.trajectory_, torch.as_tensor(X[45:]), state=0)
-    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(X[45:], y[45:])  # the control
+    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(X[45:], y[45:])  # negative control
 
 
 def test_the_record_serves_the_rest_of_the_package(data, fitted):
@@ -56,15 +56,15 @@ def test_the_record_serves_the_rest_of_the_package(data, fitted):
 
 def test_the_uncertainty_is_that_of_the_logit_gp(data, fitted):
     X = data[0][45:]
-    u = fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4))
+    u = fitted.predict_uncertainty(X, 256, method=epk.QuasiMonteCarlo(4))
     gp = epk.LogitGP(fitted.trajectory_)
     gp.fit(50)
     posterior = gp.logit_posterior(torch.as_tensor(X))
     generator = torch.Generator().manual_seed(0)
-    expected = epk.softmax_uncertainty(posterior, 256, generator, method=QuasiMonteCarlo(4))
+    expected = epk.softmax_uncertainty(posterior, 256, generator, method=epk.QuasiMonteCarlo(4))
     torch.testing.assert_close(u.mean, expected.mean)
     torch.testing.assert_close(u.std, expected.std)
-    assert torch.equal(fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4)).mean, u.mean)
+    assert torch.equal(fitted.predict_uncertainty(X, 256, method=epk.QuasiMonteCarlo(4)).mean, u.mean)
     some = clone(fitted).set_params(num_condition=10).fit(data[0][:45], data[1][:45])
     assert len(some.gp().points) == 10
     assert (some.predict_uncertainty(X).std > u.std).float().mean() > 0.6
@@ -109,16 +109,18 @@ def test_a_support_vector_machine_takes_the_matrix(data, fitted):
     np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train, outputs=1), block[:, 1, :, 1], rtol=1e-10)
     some = torch.arange(45) % 2 == 0
     mixed = epk_gram(fitted.trajectory_, epk.Points(X[:45], some))
-    copies = gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], some)] * 2).sum(0)
+    copies = epk.gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], some)] * 2).sum(0)
     np.testing.assert_allclose(mixed, copies.numpy(), rtol=1e-10)
 
 
-def test_what_means_nothing_is_refused(data, fitted, unchecked):
+def test_arguments_without_a_meaning_are_refused(data, fitted, unchecked):
     X, y = data
     with pytest.raises(ValueError, match="one number per pair: got 'full'"):
         epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), outputs="full")
     with pytest.raises(ValueError, match=r"b\.X must have shape \(n, 4\)"):
         epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), epk.Points(torch.zeros(2, 3).double(), True))
+    with pytest.raises(TypeError, match=r"epk_gram\(\) got an unexpected keyword argument 'progress'"):
+        epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), progress=True)
     with pytest.raises(TypeError, match="network must be a torch.nn.Module or a function that returns one: got 3"):
         EPKClassifier(lambda d, c: 3).fit(X, y)
     with pytest.raises(ValueError, match="at least 2 classes: got 1 class"):

@@ -74,7 +74,7 @@ def test_one_layer_is_the_average_over_random_units(name, bias, generator):
         products = h[:, None] * h[None]
         error = products.std(-1) / 400_000**0.5
         assert ((products.mean(-1) - dense(kernel, x)).abs() < 5 * error).all()
-        assert not ((products.mean(-1) - 1.05 * dense(kernel, x)).abs() < 5 * error).all()  # the control
+        assert not ((products.mean(-1) - 1.05 * dense(kernel, x)).abs() < 5 * error).all()  # the negative control
 
 
 @pytest.mark.parametrize("name", ["erf", "order_1"])
@@ -139,7 +139,7 @@ def test_derivatives_are_expectations_of_slopes(name, generator):
     found = torch.autograd.functional.hessian(value, (x, y))[0][1]
     assert ((mixed.mean(0) - found).abs() < 5 * mixed.std(0) / 400_000**0.5).all()
     torch.testing.assert_close(found, found.mT)  # w_i w_j is symmetric, whatever x and y
-    other = psi(W @ x)[:, None] * slope(W @ y)[:, None] * W  # the control: the derivative with respect to y
+    other = psi(W @ x)[:, None] * slope(W @ y)[:, None] * W  # the negative control: the derivative with respect to y
     assert ((first - other).mean(0).abs() > 20 * first.std(0) / 400_000**0.5).any()
 
 
@@ -218,12 +218,12 @@ def test_a_process_learns_the_variances():
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
     gp = GP().double().train()
-    evidence = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    marginal_likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
     optimizer = torch.optim.Adam(gp.parameters(), lr=0.1)
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
-        loss = -evidence(gp(x), gp.train_targets)
+        loss = -marginal_likelihood(gp(x), gp.train_targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
