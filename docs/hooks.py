@@ -24,7 +24,7 @@ def on_page_content(content: str, **_: object) -> str:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Replace {{ experiment table }} by a table of saved numbers, {{ modules epk_gp.x }} by the reference of a package."""
+    """Replace {{ experiment table }} by saved numbers, and {{ modules epk_gp.x }} by the reference of a package."""
     markdown = _TABLE.sub(lambda match: TABLES[match[2]](_saved(match[1])), markdown)
     return _MODULES.sub(lambda match: _reference(match[1]), markdown)
 
@@ -38,7 +38,9 @@ def modules_of(package: str) -> list[str]:
 
 
 def _reference(package: str) -> str:
-    entries = (f"## `{name}`\n\n::: {name}\n    options: {{ show_root_heading: false }}" for name in modules_of(package))
+    entries = (
+        f"## `{name}`\n\n::: {name}\n    options: {{ show_root_heading: false }}" for name in modules_of(package)
+    )
     return "\n\n".join(entries)
 
 
