@@ -11,6 +11,7 @@ import epk_gp
 ROOT = Path(epk_gp.__file__).parent
 RANK = {
     "core": 0,
+    "_moved": 0,
     "datasets": 0,
     "provenance": 0,
     "storage": 1,
