@@ -194,7 +194,7 @@ def _tracin(config: Config, trajectory: epk.Trajectory, test: Dataset) -> Tensor
 
     def load(model: nn.Module, state: int) -> float:
         model.load_state_dict(trajectory.weights(state))
-        return trajectory.steps[state].size
+        return trajectory.steps[state].lr
 
     # captum only asks that checkpoints be a list; its annotations name paths
     tracer = TracInCP(net, data, states, load, loss_fn=nn.CrossEntropyLoss(reduction="none"), batch_size=len(data))

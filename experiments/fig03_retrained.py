@@ -9,7 +9,7 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
-from epk_gp.analysis.retraining import decision_values, fit_sigmoid, probabilities, retrain
+from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, probabilities, retrain
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import uncertainty_map
@@ -88,8 +88,8 @@ def run(config: Config) -> Result:
     for gram, cross in (path, rbf):
         machine = retrain(gram, trajectory.targets, penalty=config.penalty)
         decisions = decision_values(machine, cross)
-        found.append(probabilities(fit_sigmoid(decisions[:half], held_out.labels[:half]), decisions))
-        support.append(machine.support.tolist())
+        found.append(probabilities(fit_platt_scaling(decisions[:half], held_out.labels[:half]), decisions))
+        support.append(machine.num_support_vectors.tolist())
     found.append(outputs.softmax(1))
     sizes = [len(held_out), len(x) * len(y), *[config.directions] * len(RADII)]
     parts = [values.split(sizes) for values in found]

@@ -92,14 +92,14 @@ def _one_seed(config: Config, seed: int) -> dict:
     detection, calibrations = {}, {}
     for name, model in models.items():
         if name != "path kernel":
-            found = calibration(model.probability[: len(inside)], inside.labels)
-            calibrations[name] = {"accuracy": found.accuracy, "ECE": found.error, "NLL": found.nll}
+            measured = calibration(model.probability[: len(inside)], inside.labels)
+            calibrations[name] = {"accuracy": measured.accuracy, "ECE": measured.ece, "NLL": measured.nll}
         for score, values in model.scores.items():
             parts = values.split([len(data) for data in sets])
             row = {}
             for other, part in zip(config.outside, parts[1:], strict=True):
-                judged = ood_metrics(parts[0], part)
-                row |= {f"{other} AUROC": judged.auroc, f"{other} FPR95": judged.fpr95}
+                metrics = ood_metrics(parts[0], part)
+                row |= {f"{other} AUROC": metrics.auroc, f"{other} FPR95": metrics.fpr95}
             detection[f"{name}: {score}"] = row
     return {"seed": seed, "detection": detection, "calibration": calibrations}
 

@@ -79,7 +79,7 @@ def run(config: Config) -> Result:
                 "inputs": trajectory.inputs[0].numel(),
                 "accuracy": float((outputs.argmax(1) == held_out.labels).double().mean()),
                 "effective_rank": gram.effective_rank,
-                "gram_principal": gram.principal,
+                "gram_principal": gram.num_principal,
                 "dimension": sum(dimensions) / len(dimensions),
                 "dimension_range": [min(dimensions), max(dimensions)],
                 "eigenvalues": (gram.values / gram.values.sum()).tolist(),

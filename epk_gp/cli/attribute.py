@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from epk_gp.analysis.breakdown import explain, step_ranges, summarise, write_table
+from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise, write_table
 from epk_gp.cli.app import (
     PARTIAL,
     HeadName,
@@ -88,15 +88,15 @@ def attribute(
         memory_budget=memory_bytes(memory),
         progress=not quiet,
     )
-    explained = explain(parts, curve, predicted)
+    breakdown = prediction_breakdown(parts, curve, predicted)
     arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
     arrays |= {"network": parts.network, "steps": curve.values, "predicted": predicted, "inputs": X}
     about = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs.value}
     write_arrays(folder / "attribution.safetensors", arrays, about)
     shutil.rmtree(folder / PARTIAL)
-    draw_attributions(folder / "attribution.png", explained, trajectory, X, range(min(_PANELS, len(X))), top)
-    results = summarise(parts, explained, trajectory.targets, top)
-    write_table(folder / "attribution.csv", explained, trajectory.targets, top)
+    draw_attributions(folder / "attribution.png", breakdown, trajectory, X, range(min(_PANELS, len(X))), top)
+    results = summarise(parts, breakdown, trajectory.targets, top)
+    write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
     asked_for = {"run": run, "head": head.value, "rule": rule, "num_points": len(X), "dtype": str(X.dtype), "top": top}
     config = asked_for | {"outputs": outputs.value, "seed": seed}
     write_json(folder / "attribution.json", "attribute", config, results, watch)

@@ -8,7 +8,7 @@ import torch
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.breakdown import explain, step_ranges, summarise
+from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane
 from epk_gp.cli.app import Dtype, Out, Quiet, Seed, app, make_folder, torch_dtype
@@ -82,9 +82,9 @@ def demo(
     chosen = _telling_points(trajectory, held_out, size.num_explained)
     splits = [[by_sample(trajectory)], [step_ranges(trajectory)]]
     parts, curve = attribute_many(trajectory, X[chosen], splits, progress=not quiet)
-    explained = explain(parts, curve, parts.network.argmax(dim=1))
-    attributions = summarise(parts, explained, trajectory.targets, 5)
-    draw_attributions(folder / "attribution.png", explained, trajectory, X[chosen], range(len(chosen)), 5)
+    breakdown = prediction_breakdown(parts, curve, parts.network.argmax(dim=1))
+    attributions = summarise(parts, breakdown, trajectory.targets, 5)
+    draw_attributions(folder / "attribution.png", breakdown, trajectory, X[chosen], range(len(chosen)), 5)
     typer.echo(f"the contributions of {M} training points to {len(chosen)} predictions sum to the network's outputs")
     typer.echo(f"to within {attributions['max_error']:.1e}")
     watch.lap("attribute")
