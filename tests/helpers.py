@@ -19,6 +19,13 @@ def assert_close(found: Tensor, wanted: Tensor, *, rounding: float = 1e4) -> Non
     assert error <= rounding * torch.finfo(wanted.dtype).eps, f"relative error {error:.2e}"
 
 
+def with_value(X: Tensor, value: float, row: int = 3) -> Tensor:
+    """Return a copy of X with one other value in a row."""
+    X = X.clone()
+    X[row, 1] = value
+    return X
+
+
 class Twice(nn.Module):
     """A layer used twice, and a bare parameter."""
 
