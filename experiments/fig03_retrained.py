@@ -33,20 +33,20 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What the machines say.
+    """Predictions of the retrained machines and of the network.
 
     Attributes:
         x: Columns of the map.
         y: Its rows.
-        probability: Of each class on the map, by the retrained machine.
+        probability: Probability of each class on the map, by the retrained machine.
         points: Some training points in the plane.
-        labels: Their classes.
-        network_class: What the network predicts, on a finer grid over the same square, a digit per node.
-        accuracy: Of `MACHINES`, on held-out points.
+        labels: Classes of these points.
+        network_class: Class that the network predicts on a finer grid over the same square, one digit per node.
+        accuracy: Accuracy of each of `MACHINES` on held-out points.
         agreement: Share of held-out points at which retrained machine and network agree.
         support: Support vectors per class, of the path kernel's machine.
         num_train: M.
-        confidence: Mean largest probability, over directions, at each of `RADII` (1: where the data end), per machine.
+        confidence: Mean largest probability, over directions, at each of `RADII` (1 is the radius of the data), per machine.
     """
 
     x: list[float]

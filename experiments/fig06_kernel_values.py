@@ -37,9 +37,9 @@ class Result:
     Attributes:
         x: Columns of the background.
         y: Its rows.
-        network_class: What the network predicts there.
+        network_class: Class that the network predicts at each node of the background.
         points: Training points in the plane.
-        values: Their kernel values, (test point, class, training point).
+        values: Kernel values of the drawn training points, (test point, class, training point).
         tests: The test points in the plane.
         predicted: Classes that the network predicts for them.
         numbers: One entry per test point and class: rank correlation of the kernel value with the Euclidean distance,
