@@ -64,7 +64,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Model:
-    """Predictions of a probabilistic model: class probabilities, and scores that should be larger out of distribution."""
+    """Predictions of a model: class probabilities, and scores that should be larger out of distribution."""
 
     probability: Tensor
     scores: dict[str, Tensor]
