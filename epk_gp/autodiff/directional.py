@@ -11,8 +11,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.func import jacrev, jvp, vmap
 
-from epk_gp.autodiff.interception import InterpolatedWeights, disable_fused_attention
+from epk_gp.autodiff.interception import InterpolatedWeights
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head, apply_head
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.model import FunctionalModel

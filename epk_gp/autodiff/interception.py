@@ -5,18 +5,15 @@ A forward pass under one of these modes calls the same functions as ever. A mode
 function is never missed.
 """
 
-import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 # Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
@@ -342,38 +339,6 @@ class StackedWeights(ParameterInterception):
         return torch.cat(
             [call.with_slots({name: value[g] for name, value in own.items()}, part) for g, part in enumerate(parts)]
         )
-
-
-@dataclass(eq=False)
-class _FusedAttention:
-    """How many threads have fused attention switched off: torch's switches are the process's, not the thread's."""
-
-    users: int = 0
-    switched_off: ExitStack = field(default_factory=ExitStack)
-    lock: Any = field(default_factory=threading.Lock)
-
-
-_FUSED_ATTENTION = _FusedAttention()
-
-
-@contextmanager
-def disable_fused_attention() -> Iterator[None]:
-    """Keep torch to kernels that can be differentiated in every way, as long as any thread is in here."""
-    state = _FUSED_ATTENTION
-    with state.lock:
-        if not state.users:
-            before = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-            state.switched_off.callback(torch.backends.mha.set_fastpath_enabled, before)
-            state.switched_off.enter_context(sdpa_kernel(SDPBackend.MATH))
-        state.users += 1
-    try:
-        yield
-    finally:
-        with state.lock:
-            state.users -= 1
-            if not state.users:
-                state.switched_off.close()
 
 
 def _batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -25,7 +25,6 @@ from epk_gp.autodiff.interception import (
     LayerIORecorder,
     StackedWeights,
     UnsupportedParameterUseError,
-    disable_fused_attention,
 )
 from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
 from epk_gp.autodiff.layer_jacobian import (
@@ -36,6 +35,7 @@ from epk_gp.autodiff.layer_jacobian import (
     concat_rows,
 )
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, rows_per_pass
 

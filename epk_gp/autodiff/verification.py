@@ -25,10 +25,10 @@ from epk_gp.autodiff.interception import (
     ParameterUsage,
     ParameterUsageRecorder,
     StackedWeights,
-    disable_fused_attention,
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.memory_plan import vmap_chunk_size
 from epk_gp.core.model import FunctionalModel

@@ -80,7 +80,7 @@ def softmax_uncertainty(
     """
     if not isinstance(posterior, LogitPosterior):
         raise TypeError(
-            f"posterior must be an LogitPosterior: got {type(posterior).__name__}. LogitGP.logit_posterior gives one."
+            f"posterior must be a LogitPosterior: got {type(posterior).__name__}. LogitGP.logit_posterior gives one."
         )
     validate_generator(generator)
     validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)

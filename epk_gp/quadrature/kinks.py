@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.directional import WeightSegment
-from epk_gp.autodiff.interception import disable_fused_attention
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import apply_head
 from epk_gp.quadrature.piecewise_ops import EventReader, PreactivationRecorder, Preactivations, StopForwardError
 
