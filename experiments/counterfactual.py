@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import epk_gp as epk
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.datasets import Dataset
+from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.plots import PALETTE
 from harness import Experiment, main
 from problems import build, images
@@ -178,7 +179,7 @@ def _scores(
 
 def _last_step(config: Config, trajectory: epk.Trajectory, test: Dataset) -> Tensor:
     """Take inner products of loss gradients at the trained weights alone."""
-    last = epk.tangent_trajectory(trajectory)
+    last = tangent_trajectory(trajectory)
     parts = epk.attribute(last, test.inputs, classes=test.labels, rule=epk.left_endpoint())
     return parts.samples[:, 0]
 

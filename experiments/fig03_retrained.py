@@ -11,6 +11,7 @@ import epk_gp as epk
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
 from epk_gp.analysis.retraining import decision_values, fit_sigmoid, probabilities, retrain
 from epk_gp.core.trajectory import network_outputs
+from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import uncertainty_map
 from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
@@ -74,7 +75,7 @@ def run(config: Config) -> Result:
     copies = epk.Points(trajectory.inputs, is_train=True)
     # Two nodes are exact between the kinks of a network with one hidden ReLU layer.
     path = tuple(
-        epk.gram_block_per_class(trajectory, points, copies, rule=epk.gauss_legendre(2))
+        gram_block_per_class(trajectory, points, copies, rule=epk.gauss_legendre(2))
         for points in (copies, epk.Points(queries, is_train=False))
     )
     width = torch.cdist(trajectory.inputs[:500], trajectory.inputs[:500]).square().median()

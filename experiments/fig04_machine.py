@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import epk_gp as epk
+from epk_gp.kernel_machine.single_machine import single_machine
 from epk_gp.plots import PALETTE, reconstruction_scatter
 from harness import Experiment, main
 from problems import SMALL_TOY, Toy, record_toy
@@ -44,7 +45,7 @@ def run(config: Config) -> Result:
     X = held_out.inputs
     rules = [*(epk.left_riemann(n) for n in config.riemann), epk.adaptive()]
     ensembles = [epk.reconstruct(trajectory, X, rule=rule) for rule in rules]
-    single = epk.single_machine(trajectory, X)
+    single = single_machine(trajectory, X)
     return Result(
         network=single.network[:, 0].tolist(),
         rules=[*(rule.name for rule in rules), f"single machine, {rules[-1].name}"],

@@ -13,6 +13,7 @@ from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, pro
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import GAUSSIAN_MEANS
+from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import PALETTE
 from harness import Experiment, main
 from problems import SMALL_TOY, Toy, record_toy
@@ -63,7 +64,7 @@ def run(config: Config) -> Result:
     X, labels = trajectory.inputs, trajectory.targets
     tests = X.new_zeros(3, X.shape[1])
     tests[:, :2] = torch.tensor(GAUSSIAN_MEANS, dtype=X.dtype)
-    values = epk.gram_block_per_class(
+    values = gram_block_per_class(
         trajectory, epk.Points(tests, is_train=False), epk.Points(X, is_train=True), rule=epk.gauss_legendre(2)
     )
     margin = margins(network_outputs(trajectory, X), labels)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 import epk_gp as epk
 from epk_gp.core.head import Head
 from epk_gp.plots import PALETTE, error_against_evaluations
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
 from harness import Experiment, main
 from problems import Images, record_images
 
@@ -59,7 +60,7 @@ class Result:
 def run(config: Config) -> Result:
     """Record the network and reconstruct it with every rule."""
     trajectory, held_out = record_images(config.images)
-    rules: list[epk.QuadratureRule | epk.AdaptiveRule] = [epk.left_riemann(n) for n in config.riemann]
+    rules: list[QuadratureRule | AdaptiveRule] = [epk.left_riemann(n) for n in config.riemann]
     rules += [epk.gauss_legendre(n) for n in config.gauss] + [epk.adaptive(tol) for tol in config.tolerances]
     found, seconds = [], []
     for rule in rules:

@@ -16,6 +16,8 @@ from epk_gp.analysis.calibration import calibration
 from epk_gp.analysis.detection import ood_metrics
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.plots import PALETTE
 from harness import Experiment, main
 from problems import Images, build, images, record_images
@@ -117,7 +119,7 @@ def _models(config: Config, seed: int, trajectory: epk.Trajectory, X: Tensor) ->
         "network": Model(p, {"1 - largest probability": 1 - p.amax(1), "entropy": torch.special.entr(p).sum(1)}),
         "path kernel": Model(p, _kernel_scores(config, trajectory, X)),
         "EPK-GP": _gaussian_process(config, seed, trajectory, X),
-        "NTK-GP, last step": _gaussian_process(config, seed, epk.tangent_trajectory(trajectory), X),
+        "NTK-GP, last step": _gaussian_process(config, seed, tangent_trajectory(trajectory), X),
         "RBF-GP": _rbf(config, seed, trajectory, X),
     }
     if LAPLACE:
@@ -154,10 +156,10 @@ def _rbf(config: Config, seed: int, trajectory: epk.Trajectory, X: Tensor) -> Mo
     process.fit(training.flatten(1).numpy(), targets.numpy())
     mean, std = process.predict(X.flatten(1).numpy(), return_std=True)
     variance = torch.from_numpy(std).square()
-    return _pushed_through(config, seed, epk.LogitPosterior(torch.from_numpy(mean), torch.diag_embed(variance)))
+    return _pushed_through(config, seed, LogitPosterior(torch.from_numpy(mean), torch.diag_embed(variance)))
 
 
-def _pushed_through(config: Config, seed: int, posterior: epk.LogitPosterior) -> Model:
+def _pushed_through(config: Config, seed: int, posterior: LogitPosterior) -> Model:
     u = epk.softmax_uncertainty(posterior, config.num_samples, torch.Generator().manual_seed(seed))
     variance = posterior.covariance.diagonal(dim1=1, dim2=2).sum(1)
     scores = {"entropy": u.entropy, "mutual information": u.mutual_information, "logit variance": variance}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import epk_gp as epk
+from epk_gp.core.model import zero_final_layer
 from epk_gp.datasets import DATA_VARIABLE, Dataset, digits, mnist_folder, three_gaussians
 
 
@@ -71,7 +72,7 @@ def record_toy(config: Toy) -> tuple[epk.Trajectory, Dataset]:
     held_out = three_gaussians(-(-config.num_test // 3), dim=config.dim, generator=generator)[: config.num_test]
     torch.manual_seed(config.seed)
     net = nn.Sequential(nn.Linear(config.dim, config.width), nn.ReLU(), nn.Linear(config.width, 3)).double()
-    epk.zero_final_layer(net)
+    zero_final_layer(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=config.lr)
     return epk.train(net, data.inputs, data.labels, optimizer=optimizer, steps=config.steps), held_out
 
@@ -84,7 +85,7 @@ def record_images(config: Images) -> tuple[epk.Trajectory, Dataset]:
     test = test[torch.randperm(len(test), generator=generator)[: config.num_test]]
     torch.manual_seed(config.seed)
     net = build(config.network, tuple(train.inputs.shape[1:]), train.num_classes, config.width).double()
-    epk.zero_final_layer(net)
+    zero_final_layer(net)
     trajectory = epk.train(
         net,
         train.inputs,

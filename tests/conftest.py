@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import jaxtyping
 import matplotlib
 import pytest
@@ -22,8 +20,6 @@ def generator(seed: int) -> torch.Generator:
 
 
 @pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Switch the run-time checks of shapes off, so that a wrong argument reaches the library as a user's would."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch the run-time checks of shapes and types off, so that wrong arguments reach the library's own checks."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 import epk_gp as epk
+from epk_gp.quadrature.rules import QuadratureRule
 
 
 def output(trajectory: epk.Trajectory, weights: dict[str, Tensor], x: Tensor, head: str) -> Tensor:
@@ -32,7 +33,7 @@ def features(trajectory: epk.Trajectory, s: int, t: float, points: epk.Points, h
     return torch.stack(rows)
 
 
-def gram_block(trajectory: epk.Trajectory, a: epk.Points, b: epk.Points, head: str, rule: epk.QuadratureRule) -> Tensor:
+def gram_block(trajectory: epk.Trajectory, a: epk.Points, b: epk.Points, head: str, rule: QuadratureRule) -> Tensor:
     block = torch.zeros((), dtype=torch.float64)
     for step in trajectory.steps:
         for t, weight in rule:
@@ -41,7 +42,7 @@ def gram_block(trajectory: epk.Trajectory, a: epk.Points, b: epk.Points, head: s
     return block
 
 
-def contributions(trajectory: epk.Trajectory, X: Tensor, head: str, rule: epk.QuadratureRule) -> Tensor:
+def contributions(trajectory: epk.Trajectory, X: Tensor, head: str, rule: QuadratureRule) -> Tensor:
     """Theorem 3.6 sample by sample, (n, C, M)."""
     C, M = trajectory.num_outputs, trajectory.num_points
     total = torch.zeros(len(X), C, M, dtype=torch.float64)

@@ -7,6 +7,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.model import zero_final_layer
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_step
+from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.training.clipping import ClipNorm
 from loops import CASES, Tokens, data, mlp, regression_data, sgd, token_data, trained
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the library's own checks, not those of the test run
@@ -171,7 +178,7 @@ DOOR = {
         "needs outputs that are log-probabilities: the exponentials of a row sum to .* End the network in LogSoftmax",
     ),
     "clip_no_clip": ({"clip": 1.0}, TypeError, "clip must be epk_gp.ClipNorm.* got 1.0"),
-    "clip_negative": ({"clip": epk.ClipNorm(-1.0)}, ValueError, "must be positive and finite: got -1.0"),
+    "clip_negative": ({"clip": ClipNorm(-1.0)}, ValueError, "must be positive and finite: got -1.0"),
     "loss_joined": (
         {"loss": epk.PerSampleLoss(F.cross_entropy, "sum")},
         ValueError,
@@ -295,12 +302,10 @@ ASK = {
     "network_outputs": lambda t, X, **k: epk.network_outputs(t, X, **k),
     "reconstruct": lambda t, X, **k: epk.reconstruct(t, X, **k),
     "attribute": lambda t, X, **k: epk.attribute(t, X, **k),
-    "single_machine": lambda t, X, **k: epk.single_machine(trained(CASES["full_batch"]), X, **k),
+    "single_machine": lambda t, X, **k: single_machine(trained(CASES["full_batch"]), X, **k),
     "gram_block": lambda t, X, **k: epk.gram_block(t, epk.Points(X, True), epk.Points(X, False), **k),
-    "gram_block_per_class": lambda t, X, **k: epk.gram_block_per_class(
-        t, epk.Points(X, True), epk.Points(X, False), **k
-    ),
-    "gram_diagonal_blocks": lambda t, X, **k: epk.gram_diagonal_blocks(t, epk.Points(X, False), **k),
+    "gram_block_per_class": lambda t, X, **k: gram_block_per_class(t, epk.Points(X, True), epk.Points(X, False), **k),
+    "gram_diagonal_blocks": lambda t, X, **k: gram_diagonal_blocks(t, epk.Points(X, False), **k),
 }
 GRAM = {name: ask for name, ask in ASK.items() if name.startswith("gram")}
 every_question = pytest.mark.parametrize("ask", ASK.values(), ids=ASK.keys())
@@ -374,13 +379,13 @@ def test_a_memory_budget_that_is_none_is_refused(trajectory, ask, budget):
         ask(trajectory, X, memory_budget=budget)
 
 
-@pytest.mark.parametrize("block", [epk.gram_block, epk.gram_block_per_class])
+@pytest.mark.parametrize("block", [epk.gram_block, gram_block_per_class])
 def test_points_of_two_dtypes_are_refused(trajectory, block):
     with pytest.raises(ValueError, match=r"share dtype and device: got torch.float64 on cpu and torch.float32 on cpu"):
         block(trajectory, epk.Points(X, True), epk.Points(X.float(), False))
 
 
-@pytest.mark.parametrize("block", [epk.gram_block, epk.gram_block_per_class])
+@pytest.mark.parametrize("block", [epk.gram_block, gram_block_per_class])
 def test_the_wrong_side_is_named(trajectory, block):
     with pytest.raises(ValueError, match=r"b.X must be finite: row 2"):
         block(trajectory, epk.Points(X, True), epk.Points(with_value(X, NAN, 2), False))
@@ -412,14 +417,12 @@ def test_a_run_on_integers_refuses_floats():
 def test_a_final_layer_that_is_not_linear_is_not_zeroed():
     for net, got in ((nn.Sequential(mlp(), nn.LayerNorm(3)), "LayerNorm"), (Nothing(), "without parameters")):
         with pytest.raises(ValueError, match=f"must be a torch.nn.Linear: got .*{got}"):
-            epk.zero_final_layer(net)
+            zero_final_layer(net)
 
 
 # --- Other doors ----------------------------------------------------------------------------------------------------
 
-POSTERIOR = epk.LogitPosterior(
-    torch.zeros(2, 3, dtype=torch.float64), torch.eye(3, dtype=torch.float64).expand(2, 3, 3)
-)
+POSTERIOR = LogitPosterior(torch.zeros(2, 3, dtype=torch.float64), torch.eye(3, dtype=torch.float64).expand(2, 3, 3))
 T = epk.test_copy(X)
 
 KINDS = {
@@ -467,7 +470,7 @@ KINDS = {
     "train_copy_of_a_list": (lambda t: epk.train_copy([[1.0]]), "inputs must be a torch.Tensor: got list. Convert it"),
     "split_copy_of_a_list": (lambda t: epk.split_copy([[1.0]]), "inputs must be a torch.Tensor: got list"),
     "state_a_text": (lambda t: t.weights("a"), "state must be a whole number: got 'a'"),
-    "zeroing_nothing": (lambda t: epk.zero_final_layer(None), "net must be a torch.nn.Module: got NoneType"),
+    "zeroing_nothing": (lambda t: zero_final_layer(None), "net must be a torch.nn.Module: got NoneType"),
     "budget_a_fraction": (
         lambda t: epk.reconstruct(t, X, memory_budget=2.5e9),
         "memory_budget must be a whole number of bytes: got 2500000000.0",
@@ -508,7 +511,7 @@ def test_a_value_that_means_nothing_is_refused(trajectory, ask, says):
     [
         lambda t, b: epk.reconstruct(t, X, memory_budget=b),
         lambda t, b: epk.attribute(t, X, memory_budget=b),
-        lambda t, b: epk.attribute_by(t, X, [epk.by_step(t)], memory_budget=b),
+        lambda t, b: attribute_by(t, X, [by_step(t)], memory_budget=b),
         lambda t, b: epk.EPKKernel(t, memory_budget=b),
         lambda t, b: epk.LogitGP(t, memory_budget=b),
     ],

@@ -1,6 +1,5 @@
 """The scikit-learn face: its own checks, the recorded network behind it, and precomputed kernels."""
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -15,14 +14,15 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.classifier import EPKClassifier, one_hidden_layer
+from epk_gp.gp.sampling import QuasiMonteCarlo
+from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.kernels.precomputed import epk_gram
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # scikit-learn's checks provoke warnings on purpose
 @parametrize_with_checks([EPKClassifier(steps=60)])
-def test_scikit_learns_own_checks_pass(estimator, check, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users' calls, with wrong types on purpose
+def test_scikit_learns_own_checks_pass(estimator, check, unchecked):
     check(estimator)
 
 
@@ -56,15 +56,15 @@ def test_the_record_serves_the_rest_of_the_package(data, fitted):
 
 def test_the_uncertainty_is_that_of_the_logit_gp(data, fitted):
     X = data[0][45:]
-    u = fitted.predict_uncertainty(X, 256, method=epk.QuasiMonteCarlo(4))
+    u = fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4))
     gp = epk.LogitGP(fitted.trajectory_)
     gp.fit(50)
     posterior = gp.logit_posterior(torch.as_tensor(X))
     generator = torch.Generator().manual_seed(0)
-    expected = epk.softmax_uncertainty(posterior, 256, generator, method=epk.QuasiMonteCarlo(4))
+    expected = epk.softmax_uncertainty(posterior, 256, generator, method=QuasiMonteCarlo(4))
     torch.testing.assert_close(u.mean, expected.mean)
     torch.testing.assert_close(u.std, expected.std)
-    assert torch.equal(fitted.predict_uncertainty(X, 256, method=epk.QuasiMonteCarlo(4)).mean, u.mean)
+    assert torch.equal(fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4)).mean, u.mean)
     some = clone(fitted).set_params(num_condition=10).fit(data[0][:45], data[1][:45])
     assert len(some.gp().points) == 10
     assert (some.predict_uncertainty(X).std > u.std).float().mean() > 0.6
@@ -109,7 +109,7 @@ def test_a_support_vector_machine_takes_the_matrix(data, fitted):
     np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train, outputs=1), block[:, 1, :, 1], rtol=1e-10)
     some = torch.arange(45) % 2 == 0
     mixed = epk_gram(fitted.trajectory_, epk.Points(X[:45], some))
-    copies = epk.gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], some)] * 2).sum(0)
+    copies = gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], some)] * 2).sum(0)
     np.testing.assert_allclose(mixed, copies.numpy(), rtol=1e-10)
 
 

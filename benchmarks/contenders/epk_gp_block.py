@@ -8,6 +8,7 @@ from networks import network
 from worker import Run, serve
 
 import epk_gp as epk
+from epk_gp.gram.ntk import tangent_trajectory
 
 
 def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
@@ -18,7 +19,7 @@ def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     run = epk.train(net, Y, labels, optimizer=optimizer, steps=max(1, problem["steps"]))
     if not problem["steps"]:
-        run = epk.tangent_trajectory(run, 0)
+        run = tangent_trajectory(run, 0)
     rule = epk.gauss_legendre(problem["nodes"]) if problem["nodes"] else epk.left_endpoint()
     a, b = epk.Points(X, is_train=not problem["nodes"]), epk.Points(Y, is_train=True)
     return lambda: epk.gram_block(run, a, b, head="logits", rule=rule)

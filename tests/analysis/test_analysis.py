@@ -21,6 +21,7 @@ from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
 from epk_gp.analysis.stationarity import location_share, ray_growth
 from epk_gp.core.trajectory import flat_weights, network_outputs
 from epk_gp.datasets import three_gaussians
+from epk_gp.gram.path_kernel import gram_block_per_class
 from helpers import assert_close, make_case
 
 
@@ -118,9 +119,9 @@ def test_alignment_refuses_what_does_not_exist(change, message):
 def test_a_retrained_machine_classifies_as_the_network_does(toy):
     trajectory, test = toy
     train = epk.Points(trajectory.inputs, is_train=True)
-    gram = epk.gram_block_per_class(trajectory, train, train)
+    gram = gram_block_per_class(trajectory, train, train)
     machine = retrain(gram, trajectory.targets)
-    cross = epk.gram_block_per_class(trajectory, epk.Points(test.inputs, is_train=False), train)
+    cross = gram_block_per_class(trajectory, epk.Points(test.inputs, is_train=False), train)
     decisions = decision_values(machine, cross)
     agree = (decisions.argmax(1) == network_outputs(trajectory, test.inputs).argmax(1)).double().mean()
     assert agree >= 0.9
@@ -135,9 +136,9 @@ def test_a_machine_on_shuffled_labels_is_at_chance(toy):
     """The control."""
     trajectory, test = toy
     train = epk.Points(trajectory.inputs, is_train=True)
-    gram = epk.gram_block_per_class(trajectory, train, train)
+    gram = gram_block_per_class(trajectory, train, train)
     shuffled = trajectory.targets[torch.randperm(90)]
-    cross = epk.gram_block_per_class(trajectory, epk.Points(test.inputs, is_train=False), train)
+    cross = gram_block_per_class(trajectory, epk.Points(test.inputs, is_train=False), train)
     chosen = decision_values(retrain(gram, shuffled), cross).argmax(1)
     assert (chosen == test.labels).double().mean() < 0.7
 

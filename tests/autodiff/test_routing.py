@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 import reference
-from epk_gp.autodiff.verification import plan_for, probe_rows
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.autodiff.verification import probe_rows
+from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from helpers import assert_close
 
 RULE = epk.gauss_legendre(2)
@@ -85,7 +87,7 @@ def check(trajectory: epk.Trajectory, X: Tensor, head: str, *, mixed: bool = Tru
         reference.gram_block(trajectory, test, both, head, RULE),
     )
     diagonal = torch.einsum("ncnd->ncd", reference.gram_block(trajectory, test, test, head, RULE)).contiguous()
-    assert_close(epk.gram_diagonal_blocks(trajectory, test, head=head, rule=RULE), diagonal)
+    assert_close(gram_diagonal_blocks(trajectory, test, head=head, rule=RULE), diagonal)
     parts = epk.attribute(trajectory, X, head=head, rule=RULE)
     assert_close(parts.samples, reference.contributions(trajectory, X, head, RULE))
     assert epk.reconstruct(trajectory, X, head=head).max_error < 1e-12
@@ -97,7 +99,7 @@ def check(trajectory: epk.Trajectory, X: Tensor, head: str, *, mixed: bool = Tru
 def test_rows_that_go_different_ways_are_differentiated_row_by_row(build: Callable[[], nn.Module], head: str) -> None:
     trajectory = trained(build().double(), inputs(8))
     check(trajectory, inputs(3), head)
-    assert not plan_for(trajectory, trajectory.model_for(trajectory.inputs)).supports_interpolation
+    assert not plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan.supports_interpolation
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -109,7 +111,7 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
     trajectory = trained(build().double(), X)
     T = inputs(3)
     T[:, 0] = torch.tensor([-0.5, 0.5, 1.0])
-    plan = plan_for(trajectory, trajectory.model_for(X))
+    plan = plan_for(trajectory, trajectory.model_for(X)).plan
     assert plan.supports_interpolation
     assert plan.bias_of
     if ask == "gram_block":
@@ -118,7 +120,7 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
         assert_close(epk.gram_block(trajectory, a, b, head=head, rule=RULE), wanted)
     elif ask == "gram_diagonal_blocks":
         block = reference.gram_block(trajectory, epk.Points(T, False), epk.Points(T, False), head, RULE)
-        found = epk.gram_diagonal_blocks(trajectory, epk.Points(T, False), head=head, rule=RULE)
+        found = gram_diagonal_blocks(trajectory, epk.Points(T, False), head=head, rule=RULE)
         assert_close(found, torch.einsum("ncnd->ncd", block).contiguous())
     elif ask == "attribute":
         wanted = reference.contributions(trajectory, T, head, RULE)
@@ -126,7 +128,7 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
         assert epk.attribute(trajectory, T, head=head).max_error < 1e-12
     else:
         assert epk.reconstruct(trajectory, T, head=head).max_error < 1e-12
-    assert not plan_for(trajectory, trajectory.model_for(X)).supports_interpolation  # the run remembers
+    assert not plan_for(trajectory, trajectory.model_for(X)).plan.supports_interpolation  # the run remembers
 
 
 def test_the_probe_sees_rows_from_all_over_and_in_no_order() -> None:
@@ -151,7 +153,7 @@ class Bag(nn.Module):
 def test_one_backward_pass_is_enough(head: str) -> None:
     trajectory = trained(Bag().double(), torch.arange(24).reshape(6, 4) % 9)
     check(trajectory, torch.tensor([[0, 1, 2, 3], [8, 8, 1, 4]]), head)
-    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
+    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan
     assert not plan.supports_interpolation
     assert not plan.supports_double_backward
     assert not plan.supports_jvp

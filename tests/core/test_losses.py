@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.losses import (
+    NegativeLogLikelihood,
     as_loss,
     loss_derivatives,
     per_sample_losses,
@@ -41,9 +42,9 @@ LOSSES = {
         soft_data,
     ),
     "ignored": (epk.CrossEntropy(ignore_index=1), nn.CrossEntropyLoss(ignore_index=1), data),
-    "likelihood": (epk.NegativeLogLikelihood(), nn.NLLLoss(), data),
+    "likelihood": (NegativeLogLikelihood(), nn.NLLLoss(), data),
     "weighted_likelihood": (
-        epk.NegativeLogLikelihood(class_weights=(1.0, 2.0, 0.5), ignore_index=0),
+        NegativeLogLikelihood(class_weights=(1.0, 2.0, 0.5), ignore_index=0),
         nn.NLLLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double(), ignore_index=0),
         data,
     ),
@@ -110,14 +111,14 @@ def test_labels_are_distributions_too():
     [
         epk.CrossEntropy(class_weights=(1.0, 2.0, 0.5), label_smoothing=0.1),
         epk.CrossEntropy(label_smoothing=0.3, ignore_index=2),
-        epk.NegativeLogLikelihood(class_weights=(1.0, 2.0, 0.5), ignore_index=0),
+        NegativeLogLikelihood(class_weights=(1.0, 2.0, 0.5), ignore_index=0),
     ],
     ids=["weights_and_smoothing", "smoothing_and_ignored", "likelihood"],
 )
 def test_every_class_loss_is_minus_targets_times_log_probabilities(loss):
     z, (_, y) = torch.randn(10, 3, dtype=torch.float64), data()
     f = torch.log_softmax(z, dim=1)
-    outputs = f if isinstance(loss, epk.NegativeLogLikelihood) else z
+    outputs = f if isinstance(loss, NegativeLogLikelihood) else z
     assert_close(per_sample_losses(loss, outputs, y), -(soft_targets(loss, y, z) * f).sum(dim=1))
 
 

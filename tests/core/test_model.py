@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import epk_gp as epk
 from epk_gp.core.head import apply_head, validate_head
-from epk_gp.core.model import functionalize
+from epk_gp.core.model import functionalize, zero_final_layer
 from epk_gp.training.validation import validate_layer_modes, validate_row_independence
 from helpers import NETWORKS, assert_close
 from loops import data, frozen_batch_norm, frozen_layer, mlp
@@ -138,7 +137,7 @@ def test_heads_are_what_they_are_called():
 def test_a_zeroed_final_layer_makes_a_constant_output():
     """Remark 1, Bell et al. (2023): b(x) = log softmax(0)."""
     net = mlp()
-    assert epk.zero_final_layer(net) is net
+    assert zero_final_layer(net) is net
     assert (net(data()[0]) == 0).all()
     assert net[2].weight.requires_grad
     assert not (net[0].weight == 0).any()

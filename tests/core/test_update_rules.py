@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 import reference
+from epk_gp.core.losses import NegativeLogLikelihood
+from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.training.clipping import ClipNorm, ClipValue
 from helpers import assert_close
 
 SGD, ADAM, ADAMW, RMSPROP, ADAGRAD = (
@@ -143,7 +146,7 @@ def test_a_sample_that_is_trained_on_once_still_moves_later_steps():
 
 
 def test_clipping_that_is_told_is_part_of_the_law():
-    for clip in (epk.ClipNorm(0.05), epk.ClipNorm(0.03, norm_type=float("inf")), epk.ClipValue(0.01)):
+    for clip in (ClipNorm(0.05), ClipNorm(0.03, norm_type=float("inf")), ClipValue(0.01)):
         net, X, y, X_test = problem()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.8)
         trajectory = epk.train(net, X, y, optimizer=optimizer, steps=8, batch_size=4, clip=clip)
@@ -155,8 +158,8 @@ def test_clipping_that_is_told_is_part_of_the_law():
 @pytest.mark.parametrize(
     ("told", "done", "says"),
     [
-        (epk.ClipNorm(0.01), None, "it was not clipped as the recorder was told"),
-        (epk.ClipNorm(0.01), lambda p: nn.utils.clip_grad_norm_(p, 0.02), "clipped or scaled down"),
+        (ClipNorm(0.01), None, "it was not clipped as the recorder was told"),
+        (ClipNorm(0.01), lambda p: nn.utils.clip_grad_norm_(p, 0.02), "clipped or scaled down"),
         (None, lambda p: nn.utils.clip_grad_value_(p, 0.01), "clip=epk_gp.ClipValue"),
     ],
     ids=["not_done", "another_bound", "not_told"],
@@ -224,7 +227,7 @@ LOSSES = {
     "class_weights": (epk.CrossEntropy(class_weights=(1.0, 4.0, 0.3)), nn.CrossEntropyLoss, False),
     "smoothing": (epk.CrossEntropy("sum", label_smoothing=0.2), None, False),
     "ignored": (epk.CrossEntropy(ignore_index=2), None, False),
-    "likelihood": (epk.NegativeLogLikelihood(class_weights=(1.0, 4.0, 0.3)), None, True),
+    "likelihood": (NegativeLogLikelihood(class_weights=(1.0, 4.0, 0.3)), None, True),
     "torch_module": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0, 0.3]).double(), ignore_index=1), None, False),
     "function": (epk.PerSampleLoss(lambda z, y: F.multi_margin_loss(z, y, p=2)), None, False),
 }
@@ -245,7 +248,7 @@ def test_every_loss_is_explained_on_uneven_batches(loss, _, ends_in_log_softmax)
 def test_a_network_that_ends_in_log_softmax_counts_it_once():
     """Cross entropy of log-probabilities, their likelihood, and cross entropy of logits are the same run."""
     runs = []
-    for loss, ends in ((epk.CrossEntropy(), False), (epk.CrossEntropy(), True), (epk.NegativeLogLikelihood(), True)):
+    for loss, ends in ((epk.CrossEntropy(), False), (epk.CrossEntropy(), True), (NegativeLogLikelihood(), True)):
         net, X, y, X_test = problem()
         whole = nn.Sequential(net, nn.LogSoftmax(dim=1)) if ends else net
         optimizer = torch.optim.SGD(whole.parameters(), lr=0.2)
@@ -254,7 +257,7 @@ def test_a_network_that_ends_in_log_softmax_counts_it_once():
     for run in runs[1:]:
         for head in ("logits", "log_softmax"):
             assert_close(epk.attribute(run, X_test, head=head).samples, expected)
-    machine = epk.single_machine(runs[2], X_test, head="logits")
+    machine = single_machine(runs[2], X_test, head="logits")
     assert machine.max_error <= 1e-12
 
 
@@ -264,4 +267,4 @@ def test_no_single_machine_where_coefficients_move(name):
     net, X, y, X_test = problem()
     trajectory = epk.train(net, X, y, optimizer=kind(net.parameters(), **options), steps=3)
     with pytest.raises(ValueError, match="needs steps of plain gradient descent on the loss itself: step 0 of"):
-        epk.single_machine(trajectory, X_test)
+        single_machine(trajectory, X_test)

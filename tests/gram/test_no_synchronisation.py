@@ -12,22 +12,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp as epk
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
 from helpers import NETWORKS, Case, make_case
 
 WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal",
     "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave.Tensor",
 }  # fmt: skip
-BLOCKS: dict[str, Callable[[Case, bool, epk.QuadratureRule | epk.AdaptiveRule], Tensor]] = {
+BLOCKS: dict[str, Callable[[Case, bool, QuadratureRule | AdaptiveRule], Tensor]] = {
     "gram_block": lambda case, right, rule: epk.gram_block(
         case.trajectory, epk.Points(case.test, False), epk.Points(case.trajectory.inputs, right), rule=rule,
         head=case.heads[-1],
     ),
-    "gram_block_per_class": lambda case, right, rule: epk.gram_block_per_class(
+    "gram_block_per_class": lambda case, right, rule: gram_block_per_class(
         case.trajectory, epk.Points(case.test, False), epk.Points(case.trajectory.inputs, right), rule=rule,
         head=case.heads[-1],
     ),
-    "gram_diagonal_blocks": lambda case, right, rule: epk.gram_diagonal_blocks(
+    "gram_diagonal_blocks": lambda case, right, rule: gram_diagonal_blocks(
         case.trajectory, epk.Points(case.test, right), rule=rule, head=case.heads[-1]
     ),
 }  # fmt: skip
@@ -47,7 +49,7 @@ class Waiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def waits(name: str, block: str, right: bool, rule: epk.QuadratureRule | epk.AdaptiveRule, steps: int) -> int:
+def waits(name: str, block: str, right: bool, rule: QuadratureRule | AdaptiveRule, steps: int) -> int:
     case = make_case(name, steps=steps)
     BLOCKS[block](case, right, rule)  # the plan is made
     with Waiting() as waiting:

@@ -3,7 +3,9 @@ import torch
 
 import epk_gp as epk
 import reference
-from epk_gp.autodiff.verification import plan_for
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from helpers import NETWORKS, Case, assert_close, make_case
 
 RULE = epk.gauss_legendre(2)
@@ -28,7 +30,7 @@ def test_gram_block_equals_dense_jacobians(case: Case, mix: str) -> None:
     for head in case.heads:
         wanted = reference.gram_block(case.trajectory, a, b, head, RULE)
         assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), wanted)
-        per_class = epk.gram_block_per_class(case.trajectory, a, b, head=head, rule=RULE)
+        per_class = gram_block_per_class(case.trajectory, a, b, head=head, rule=RULE)
         assert_close(per_class, torch.einsum("ncmc->cnm", wanted).contiguous())
 
 
@@ -39,7 +41,7 @@ def test_gram_over_both_copies_is_a_kernel(case: Case) -> None:
     for head in case.heads:
         K = epk.gram_block(case.trajectory, points, points, head=head, rule=RULE)
         assert_close(
-            epk.gram_diagonal_blocks(case.trajectory, points, head=head, rule=RULE),
+            gram_diagonal_blocks(case.trajectory, points, head=head, rule=RULE),
             torch.einsum("ncnd->ncd", K).contiguous(),
         )
         flat = K.flatten(2).flatten(0, 1)
@@ -54,7 +56,7 @@ def test_an_adaptive_gram_is_a_kernel_to_its_tolerance_only(monkeypatch: pytest.
     case = make_case("relu", steps=1, lr=0.5)
     X = torch.cat([case.trajectory.inputs[:2], case.trajectory.inputs[:4]])
     points = epk.Points(X, torch.arange(6) < 2)
-    monkeypatch.setattr("epk_gp.gram.path_kernel.panel_size", lambda job: 2)
+    monkeypatch.setattr(MemoryPlan, "tile_points", lambda *args: 2)
     blocks = {}
     for tol in (0.1, 1e-10):
         K = epk.gram_block(case.trajectory, points, points, rule=epk.adaptive(tol)).flatten(2).flatten(0, 1)
@@ -68,17 +70,17 @@ def test_copies_of_one_input_are_different_points() -> None:
     """The control: freezing the gradient or not changes the kernel."""
     case = make_case("tanh")
     X = case.trajectory.inputs
-    train, test = (epk.gram_diagonal_blocks(case.trajectory, epk.Points(X, is_train)) for is_train in (True, False))
+    train, test = (gram_diagonal_blocks(case.trajectory, epk.Points(X, is_train)) for is_train in (True, False))
     assert (train - test).abs().max() > 1e-3 * train.abs().max()
 
 
 def test_averaged_jacobians_understate_the_test_variance() -> None:
-    """The control: <Phi, Phi> is not the test x test block (theory, section 2)."""
+    """The control: <Phi, Phi> is not the test x test block (docs/theory.md, section 2)."""
     case = make_case("tanh", lr=1.0)
     rule, s = epk.gauss_legendre(8), 0
     only_first = torch.zeros(case.trajectory.num_steps, dtype=torch.float64)
     only_first[s] = 1.0
-    right = epk.gram_diagonal_blocks(
+    right = gram_diagonal_blocks(
         case.trajectory, epk.Points(case.test, False), head="logits", rule=rule, step_weights=only_first
     )
     phi = torch.stack(
@@ -95,9 +97,9 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
     case = make_case(name)
     points = epk.Points(torch.cat([case.trajectory.inputs, case.test]), torch.arange(12) < 7)
     whole = epk.gram_block(case.trajectory, points, points)
-    monkeypatch.setattr("epk_gp.gram.path_kernel.panel_size", lambda job: 2)
+    monkeypatch.setattr(MemoryPlan, "tile_points", lambda *args: 2)
     assert_close(epk.gram_block(case.trajectory, points, points), whole)
-    assert_close(epk.gram_diagonal_blocks(case.trajectory, points), torch.einsum("ncnd->ncd", whole).contiguous())
+    assert_close(gram_diagonal_blocks(case.trajectory, points), torch.einsum("ncnd->ncd", whole).contiguous())
 
 
 @pytest.mark.slow
@@ -147,7 +149,7 @@ def test_float32_points_give_float32_blocks_near_the_float64_ones() -> None:
 
 def test_layers_are_factored_and_the_rest_is_not() -> None:
     """What the plan must find for the engine to be fast: no layer is left to dense Jacobians by mistake."""
-    plan = plan_for((case := make_case("cnn")).trajectory, case.trajectory.model_for(case.test))
+    plan = plan_for((case := make_case("cnn")).trajectory, case.trajectory.model_for(case.test)).plan
     assert plan.bias_of == {f"{number}.weight": f"{number}.bias" for number in (0, 3, 5, 7)}
     assert plan.dense_params == ()
     assert plan.supports_interpolation
@@ -158,9 +160,9 @@ def test_layers_are_factored_and_the_rest_is_not() -> None:
 def test_a_weight_outside_its_layer_is_not_factored() -> None:
     assert (
         "a.weight"
-        in plan_for((case := make_case("tied")).trajectory, case.trajectory.model_for(case.test)).dense_params
+        in plan_for((case := make_case("tied")).trajectory, case.trajectory.model_for(case.test)).plan.dense_params
     )
     assert (
         "out.weight"
-        in plan_for((case := make_case("cosine")).trajectory, case.trajectory.model_for(case.test)).dense_params
+        in plan_for((case := make_case("cosine")).trajectory, case.trajectory.model_for(case.test)).plan.dense_params
     )

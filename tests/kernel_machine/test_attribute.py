@@ -7,20 +7,23 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.autodiff.plan import flat_layout
-from epk_gp.autodiff.verification import plan_for
-from epk_gp.kernel_machine.adjoint import accumulate
+from epk_gp.autodiff.planned_model import flat_columns
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.kernel_machine.adjoint import adjoint_pass
+from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
+from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.problem import make_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from helpers import NETWORKS, assert_close, make_case
 
 AXES = {
-    "sample": epk.by_sample,
-    "label": epk.by_label,
-    "step": epk.by_step,
-    "range": lambda trajectory: epk.by_step(trajectory, [2, 5]),
-    "layer": epk.by_layer,
-    "parameter": epk.by_parameter,
+    "sample": by_sample,
+    "label": by_label,
+    "step": by_step,
+    "range": lambda trajectory: by_step(trajectory, [2, 5]),
+    "layer": by_layer,
+    "parameter": by_parameter,
 }
 
 
@@ -38,9 +41,9 @@ def run(request) -> tuple[epk.Trajectory, torch.Tensor]:
 def test_every_combination_of_axes_is_a_sum_of_the_finest(run, names):
     trajectory, X = run
     by = [AXES[name](trajectory) for name in names]
-    parts = epk.attribute_by(trajectory, X, by, head="logits", rule=epk.gauss_legendre(3))
-    finest = (epk.by_sample(trajectory), epk.by_step(trajectory), epk.by_parameter(trajectory))
-    whole = epk.attribute_by(trajectory, X, finest, head="logits", rule=epk.gauss_legendre(3))
+    parts = attribute_by(trajectory, X, by, head="logits", rule=epk.gauss_legendre(3))
+    finest = (by_sample(trajectory), by_step(trajectory), by_parameter(trajectory))
+    whole = attribute_by(trajectory, X, finest, head="logits", rule=epk.gauss_legendre(3))
     kinds = ["sample", "step", "parameter"]
     wanted = whole.values.new_zeros(3, 3, *(len(axis.names) for axis in by))
     for place in itertools.product(*(range(n) for n in whole.values.shape[2:])):
@@ -54,35 +57,39 @@ def test_every_combination_of_axes_is_a_sum_of_the_finest(run, names):
 def test_terms_along_axes_sum_to_the_network(run):
     trajectory, X = run
     for names in (("label", "layer", "range"), ("step",), ("sample", "label")):
-        parts = epk.attribute_by(trajectory, X, [AXES[name](trajectory) for name in names])
+        parts = attribute_by(trajectory, X, [AXES[name](trajectory) for name in names])
         assert parts.max_error <= 1e-12
-    assert epk.attribute_by(trajectory, X, []).max_error <= 1e-12
+    assert attribute_by(trajectory, X, []).max_error <= 1e-12
 
 
 def test_the_two_ways_to_accumulate_agree():
     """Plain gradient descent factored, and by adjoints."""
     case = make_case("cnn")
-    query = make_problem(case.trajectory, case.test, "log_softmax", epk.gauss_legendre(2), None, 1 << 28)
+    net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    rule, options = epk.gauss_legendre(2), ComputeOptions(memory_budget=1 << 28)
+    problem = make_problem(
+        net, case.trajectory, case.test, head="log_softmax", rule=rule, classes=None, options=options
+    )
     total = torch.zeros(len(case.test), 3, case.trajectory.num_points, dtype=torch.float64)
 
-    def take(term) -> None:
+    def emit(term) -> None:
         total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
 
     groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
-    accumulate(query, groups, take, PassProgress(None, [total], total), progress=False)
+    adjoint_pass(problem, groups, emit, PassProgress(None, [total], total))
     assert_close(total, epk.attribute(case.trajectory, case.test, rule=epk.gauss_legendre(2)).samples)
 
 
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     case = make_case(name)
-    plan = plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
     for dense in (False, True):
-        layout = flat_layout(case.trajectory.model, plan, dense=dense)
+        layout = flat_columns(net, all_dense=dense)
         assert torch.equal(layout.sort().values, torch.arange(case.trajectory.num_weights))
-    by = [epk.by_parameter(case.trajectory)]
+    by = [by_parameter(case.trajectory)]
     head = "logits" if case.trajectory.num_outputs == 1 else "log_softmax"
-    parts = epk.attribute_by(case.trajectory, case.test[:2], by, head=head)
+    parts = attribute_by(case.trajectory, case.test[:2], by, head=head)
     assert parts.max_error <= 1e-11
     start, end = (case.trajectory.weights(s) for s in (0, -1))
     still = [k for k, n in enumerate(case.trajectory.model.names) if torch.equal(start[n], end[n])]
@@ -114,27 +121,27 @@ def check_classes(trajectory, X, head):
 
 def test_several_splits_in_one_pass_are_those_of_one_at_a_time(run):
     trajectory, X = run
-    splits = [[epk.by_sample(trajectory)], [epk.by_step(trajectory), epk.by_layer(trajectory)], []]
-    for parts, by in zip(epk.attribute_many(trajectory, X, splits), splits, strict=True):
-        assert_close(parts.values, epk.attribute_by(trajectory, X, by).values)
+    splits = [[by_sample(trajectory)], [by_step(trajectory), by_layer(trajectory)], []]
+    for parts, by in zip(attribute_many(trajectory, X, splits), splits, strict=True):
+        assert_close(parts.values, attribute_by(trajectory, X, by).values)
 
 
 def test_axes_of_ones_own_are_taken(run):
     trajectory, X = run
-    halves = epk.Axis("sample", (torch.arange(11) >= 6).long(), ("first", "second"))
-    parts = epk.attribute_by(trajectory, X, [halves])
+    halves = Axis("sample", (torch.arange(11) >= 6).long(), ("first", "second"))
+    parts = attribute_by(trajectory, X, [halves])
     samples = epk.attribute(trajectory, X).samples
     assert_close(parts.values, torch.stack([samples[:, :, :6].sum(2), samples[:, :, 6:].sum(2)], dim=2))
 
 
 BAD = {
     "no_axis": (lambda t: ["step"], TypeError, "by must hold axes .*got 'step'"),
-    "kind": (lambda t: [epk.Axis("layer", torch.zeros(2).long(), ("a",))], ValueError, "kind .* got 'layer'"),
-    "length": (lambda t: [epk.Axis("step", torch.zeros(2).long(), ("a",))], ValueError, "each of the run's 8 steps"),
-    "range": (lambda t: [epk.Axis("step", torch.arange(8), ("a",))], ValueError, "groups must be int64 in 0..0"),
-    "dtype": (lambda t: [epk.Axis("step", torch.zeros(8), ("a",))], ValueError, "groups must be int64"),
-    "edges": (lambda t: [epk.by_step(t, [5, 2])], ValueError, "edges must ascend within 1..7: got .5, 2."),
-    "edge_out": (lambda t: [epk.by_step(t, [8])], ValueError, "edges must ascend within 1..7"),
+    "kind": (lambda t: [Axis("layer", torch.zeros(2).long(), ("a",))], ValueError, "kind .* got 'layer'"),
+    "length": (lambda t: [Axis("step", torch.zeros(2).long(), ("a",))], ValueError, "each of the run's 8 steps"),
+    "range": (lambda t: [Axis("step", torch.arange(8), ("a",))], ValueError, "groups must be int64 in 0..0"),
+    "dtype": (lambda t: [Axis("step", torch.zeros(8), ("a",))], ValueError, "groups must be int64"),
+    "edges": (lambda t: [by_step(t, [5, 2])], ValueError, "edges must ascend within 1..7: got .5, 2."),
+    "edge_out": (lambda t: [by_step(t, [8])], ValueError, "edges must ascend within 1..7"),
 }
 
 
@@ -143,7 +150,7 @@ BAD = {
 def test_axes_that_are_not_of_the_run_are_refused(run, make, error, says):
     trajectory, X = run
     with pytest.raises(error, match=says):
-        epk.attribute_by(trajectory, X, make(trajectory))
+        attribute_by(trajectory, X, make(trajectory))
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -165,4 +172,4 @@ def test_classes_that_are_none_are_refused(run, classes, says):
 def test_targets_that_are_no_labels_have_no_label_axis():
     case = make_case("one_class", batch_size=None)
     with pytest.raises(ValueError, match="by_label needs class labels"):
-        epk.by_label(case.trajectory)
+        by_label(case.trajectory)

@@ -7,6 +7,7 @@ import epk_gp as epk
 import reference
 from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, k_prime_block
+from epk_gp.kernel_machine.single_machine import single_machine
 from helpers import assert_close, make_case
 
 
@@ -89,7 +90,7 @@ def test_k_prime_is_exact_between_test_and_training_points_and_no_gram_matrix_el
     case = full_batch(0.4, 5)
     run = case.trajectory
     K = k_prime_block(run, case.test, run.inputs)
-    machine = epk.single_machine(run, case.test, rule=epk.gauss_legendre(4))
+    machine = single_machine(run, case.test, rule=epk.gauss_legendre(4))
     outputs = machine.initial + torch.einsum("ncmd,md->nc", K, machine.coefficients)
     assert_close(outputs, machine.outputs)
     assert machine.max_error < 1e-10

@@ -3,7 +3,9 @@ import torch
 
 import epk_gp as epk
 import reference
+from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.datasets import three_gaussians
+from epk_gp.kernel_machine.single_machine import single_machine
 from helpers import NETWORKS, Case, assert_close, make_case
 
 SMOOTH = {
@@ -74,13 +76,8 @@ def test_adaptive_contributions_equal_a_fine_rule() -> None:
 def test_contributions_do_not_depend_on_the_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
     whole = epk.attribute(case.trajectory, case.test)
-    for place in (
-        "plain.plain_panel_size",
-        "attribute.plain_panel_size",
-        "adjoints.panel_size",
-        "attribute.panel_size",
-    ):
-        monkeypatch.setattr(f"epk_gp.machines.{place}", lambda *args: 2)
+    for sizes in ("adjoint_points", "vanilla_gd_points"):
+        monkeypatch.setattr(MemoryPlan, sizes, lambda *args: 2)
     assert_close(epk.attribute(case.trajectory, case.test).samples, whole.samples)
 
 
@@ -105,7 +102,7 @@ def test_single_machine_equals_the_network() -> None:
     """Theorem 3.7, with a_i = c_i q_i."""
     for name in ("relu", "tanh", "cnn"):
         case = make_case(name, batch_size=None)
-        result = epk.single_machine(case.trajectory, case.test, rule=epk.adaptive(1e-13))
+        result = single_machine(case.trajectory, case.test, rule=epk.adaptive(1e-13))
         assert result.max_error <= 1e-12
         q = torch.nn.functional.one_hot(case.trajectory.targets, 3).double()
         assert_close(result.coefficients, q / 7)
@@ -114,18 +111,18 @@ def test_single_machine_equals_the_network() -> None:
 def test_single_machine_is_refused_where_coefficients_move() -> None:
     full = make_case("tanh", batch_size=None)
     with pytest.raises(ValueError, match='needs head="log_softmax".*ensemble'):
-        epk.single_machine(full.trajectory, full.test, head="logits")
+        single_machine(full.trajectory, full.test, head="logits")
     with pytest.raises(ValueError, match="step 0 used a batch of 4 of 7.*ensemble"):
-        epk.single_machine(make_case("tanh").trajectory, full.test)
+        single_machine(make_case("tanh").trajectory, full.test)
     regression = make_case("one_class", batch_size=None)
     with pytest.raises(ValueError, match="MeanSquaredError.* moves.*ensemble"):
-        epk.single_machine(regression.trajectory, regression.test, head="logits")
+        single_machine(regression.trajectory, regression.test, head="logits")
 
 
 def test_wrong_coefficients_do_not_equal_the_network() -> None:
     """The control: 1/M in place twice, as the theorem is printed, is off."""
     case = make_case("tanh", batch_size=None)
-    result = epk.single_machine(case.trajectory, case.test)
+    result = single_machine(case.trajectory, case.test)
     twice = result.initial + (result.outputs - result.initial) / 7
     assert (twice - result.network).abs().max() > 1e-2
 

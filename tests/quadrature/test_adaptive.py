@@ -8,15 +8,19 @@ import torch
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.autodiff.directional import Line
-from epk_gp.autodiff.verification import plan_for
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.gram.path_kernel import gram_diagonal_blocks
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_parameter
 from epk_gp.quadrature.adaptive import integrate
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
 from helpers import make_case
 
 
-def first_step(trajectory: epk.Trajectory, X: Tensor) -> Line:
+def first_step(trajectory: epk.Trajectory, X: Tensor) -> WeightSegment:
     w, end = trajectory.states[0], trajectory.states[1]
-    return Line(trajectory.model, plan_for(trajectory, trajectory.model_for(X)), w, end - w, "logits", 1 << 30)
+    return WeightSegment(plan_for(trajectory, trajectory.model_for(X)), w, end - w, "logits", 1 << 30)
 
 
 def test_a_huge_point_does_not_loosen_anothers_tolerance() -> None:
@@ -52,11 +56,11 @@ def test_a_run_without_steps_is_its_initial_network(no_steps: epk.Trajectory) ->
     assert torch.equal(parts.total, initial)
     assert (parts.evaluations, parts.max_residual) == (0.0, 0.0)
     assert not parts.samples.any()
-    by_parameter = epk.attribute_by(no_steps, X, [epk.by_parameter(no_steps)])
-    assert torch.equal(by_parameter.total, initial)
+    grouped = attribute_by(no_steps, X, [by_parameter(no_steps)])
+    assert torch.equal(grouped.total, initial)
     points = epk.Points(X, False)
     assert not epk.gram_block(no_steps, points, points).any()
-    assert not epk.gram_diagonal_blocks(no_steps, points).any()
+    assert not gram_diagonal_blocks(no_steps, points).any()
 
 
 class Reciprocal(nn.Module):
@@ -96,7 +100,7 @@ def test_outputs_that_are_not_finite_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", [epk.adaptive(), epk.gauss_legendre(2)], ids=["adaptive", "fixed"])
-def test_gradients_that_are_not_finite_stay_visible(rule: epk.AdaptiveRule | epk.QuadratureRule) -> None:
+def test_gradients_that_are_not_finite_stay_visible(rule: AdaptiveRule | QuadratureRule) -> None:
     trajectory, X = trained(Root()), torch.zeros(1, 2, dtype=torch.float64)
     machine = epk.reconstruct(trajectory, X, rule=rule)
     assert all(map(math.isnan, (machine.max_residual, machine.total_residual, machine.max_error)))

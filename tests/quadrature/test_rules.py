@@ -5,6 +5,7 @@ import math
 import pytest
 
 import epk_gp as epk
+from epk_gp.quadrature.rules import QuadratureRule
 
 RULES = {
     "left_endpoint": (epk.left_endpoint(), 0, 1),
@@ -93,7 +94,7 @@ BAD = {
 @pytest.mark.parametrize(("nodes", "weights", "says"), BAD.values(), ids=BAD.keys())
 def test_a_rule_that_gives_no_kernel_is_refused(nodes, weights, says):
     with pytest.raises(ValueError, match=says):
-        epk.QuadratureRule("mine", nodes, weights)
+        QuadratureRule("mine", nodes, weights)
 
 
 @pytest.mark.parametrize("make", [epk.gauss_legendre, epk.left_riemann, epk.midpoint])

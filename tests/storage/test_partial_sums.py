@@ -12,6 +12,9 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.gram.path_kernel import gram_block_per_class
+from epk_gp.gram.thinning import thin_path
+from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
+from epk_gp.kernel_machine.axes import Axis, by_sample
 from epk_gp.storage import partial_sums as checkpoints
 
 RULE = epk.gauss_legendre(2)
@@ -40,7 +43,7 @@ def points(run):
 def test_thinning_sums_weights_and_tells_its_error(run, points):
     errors = []
     for every in (1, 2, 5, 20):
-        thinned = epk.thin_path(run, every, points.X, rule=RULE)
+        thinned = thin_path(run, every, points.X, rule=RULE)
         assert thinned.kept == -(-20 // every)
         assert float(thinned.trajectory.step_sizes.sum()) == pytest.approx(float(run.step_sizes.sum()))
         errors.append(thinned.error)
@@ -50,7 +53,7 @@ def test_thinning_sums_weights_and_tells_its_error(run, points):
 
 
 def test_the_thinned_error_is_that_of_the_matrix(run, points):
-    thinned = epk.thin_path(run, 4, run.inputs + 0.1, rule=RULE, num_probe=100)
+    thinned = thin_path(run, 4, run.inputs + 0.1, rule=RULE, num_probe=100)
     both = epk.Points(torch.cat([run.inputs, run.inputs + 0.1]), torch.arange(40) < 20)
     full, other = (epk.gram_block(t, both, both, rule=RULE) for t in (run, thinned.trajectory))
     assert thinned.probe == 40
@@ -60,7 +63,7 @@ def test_the_thinned_error_is_that_of_the_matrix(run, points):
 
 
 def test_a_thinned_run_serves_a_process_and_stays_exact_elsewhere(run):
-    thinned = epk.thin_path(run, 4, run.inputs, rule=RULE).trajectory
+    thinned = thin_path(run, 4, run.inputs, rule=RULE).trajectory
     gp = epk.LogitGP(thinned, points=range(10), rule=RULE)
     assert gp.logit_posterior(run.inputs[:2] + 0.1).mean.isfinite().all()
     kernel, other = epk.EPKKernel(run), epk.EPKKernel(thinned)
@@ -72,7 +75,7 @@ def test_a_thinned_run_serves_a_process_and_stays_exact_elsewhere(run):
 def test_thinning_refuses_what_means_nothing(run):
     for every in (0, 21):
         with pytest.raises(ValueError, match="every must be"):
-            epk.thin_path(run, every, run.inputs)
+            thin_path(run, every, run.inputs)
 
 
 def test_float32_products_summed_in_float64_are_closer(points):
@@ -259,16 +262,16 @@ def test_a_second_plan_does_not_go_on_from_the_firsts_sums(routed, tmp_path, mon
 
 def test_several_splits_of_a_routing_network_are_made(routed):
     run, x = routed
-    (parts,) = epk.attribute_many(run, x, [[epk.by_sample(run)]])
+    (parts,) = attribute_many(run, x, [[by_sample(run)]])
     assert parts.max_error < 1e-11
 
 
 def test_other_groups_are_another_computation(run, tmp_path):
     group = torch.zeros(run.num_points, dtype=torch.int64)
-    one, two = epk.Axis("sample", group, ("a",)), epk.Axis("sample", group, ("a", "b"))
-    epk.attribute_by(run, run.inputs[:2], [one], checkpoint=tmp_path / "a")
+    one, two = Axis("sample", group, ("a",)), Axis("sample", group, ("a", "b"))
+    attribute_by(run, run.inputs[:2], [one], checkpoint=tmp_path / "a")
     with pytest.raises(ValueError, match="of this very computation"):
-        epk.attribute_by(run, run.inputs[:2], [two], checkpoint=tmp_path / "a")
+        attribute_by(run, run.inputs[:2], [two], checkpoint=tmp_path / "a")
 
 
 def test_points_that_require_gradients_are_taken_for_their_values(run):

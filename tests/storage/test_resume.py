@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 import epk_gp as epk
 from epk_gp.storage import writer as writing
 from epk_gp.storage.check import check_run
+from epk_gp.training.clipping import ClipNorm
 from loops import data, file_hashes, mlp, sgd
 
 STEPS = 9
@@ -466,4 +467,4 @@ def test_a_step_that_is_not_replayed_must_still_be_the_law_s():
         with pytest.raises(epk.StepMismatchError, match="step 1: .*on the gradient that backward.. left"):
             recorder.optimizer.step()
     with pytest.raises(ValueError, match="check_every must be 1 where gradients are clipped: got 2"):
-        epk.Recorder(net, sgd(net), X, y, clip=epk.ClipNorm(1.0), check_every=2)
+        epk.Recorder(net, sgd(net), X, y, clip=ClipNorm(1.0), check_every=2)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import epk_gp as epk
+from epk_gp.training.indexed_dataset import IndexedDataset
 
 M, C = 24, 3
 
@@ -25,20 +26,20 @@ def net():
 
 def test_batches_of_a_shuffled_loader_say_their_rows(data):
     X, y = data
-    loader = DataLoader(epk.IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
+    loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
     seen = []
     for indices, (inputs, labels) in loader:
         assert torch.equal(inputs, X[indices])
         assert torch.equal(labels, y[indices])
         seen.append(indices)
     assert torch.equal(torch.cat(seen).sort().values, torch.arange(M))
-    assert epk.IndexedDataset(TensorDataset(X, y))[-1][0] == M - 1
+    assert IndexedDataset(TensorDataset(X, y))[-1][0] == M - 1
 
 
 def test_a_recorded_loader_run_is_exact(data, net):
     X, y = data
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)
-    loader = DataLoader(epk.IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
+    loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
     with epk.Recorder(net, optimizer, X, y) as recorder:
         for _ in range(3):
             for indices, (inputs, labels) in loader:
@@ -54,7 +55,7 @@ def test_a_recorded_loader_run_is_exact(data, net):
 def test_augmentation_hidden_in_the_dataset_is_found(data, net):
     X, y = data
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-    loader = DataLoader(epk.IndexedDataset(TensorDataset(X + 0.01, y)), batch_size=10)
+    loader = DataLoader(IndexedDataset(TensorDataset(X + 0.01, y)), batch_size=10)
     with epk.Recorder(net, optimizer, X, y) as recorder:
         indices, (inputs, labels) = next(iter(loader))
         F.cross_entropy(net(inputs), labels).backward()
@@ -69,7 +70,7 @@ def test_a_dataset_without_numbers_is_refused():
             yield 1
 
     with pytest.raises(TypeError, match="items by number: got Stream"):
-        epk.IndexedDataset(Stream())
+        IndexedDataset(Stream())
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_a_lightning_run_is_exact(lightning, data, net, options, steps, tmp_path
 
     X, y = data
     callback = RecorderCallback(net, X, y, path=tmp_path / "run")
-    loader = DataLoader(epk.IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
+    loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
     module = module_of(lightning, net, lambda p: torch.optim.Adam(p, lr=0.01))
     with pytest.raises(RuntimeError, match="training has not started"):
         _ = callback.trajectory
@@ -129,7 +130,7 @@ def test_another_loss_under_lightning_is_found(lightning, data, net, tmp_path):
 
     X, y = data
     callback = RecorderCallback(net, X, y)
-    loader = DataLoader(epk.IndexedDataset(TensorDataset(X, y)), batch_size=10)
+    loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10)
     module = module_of(lightning, net, lambda p: torch.optim.SGD(p, lr=0.1), scale=2.0)
     with pytest.raises(epk.StepMismatchError, match="step 0"):
         trainer_of(lightning, callback).fit(module, loader)

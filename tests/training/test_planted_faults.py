@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.model import zero_final_layer
 from loops import data, mlp, regression_data, sgd
 
 FAULTY_STEP = 2
@@ -473,7 +474,7 @@ NETWORKS = {
     ),
     "batch_statistics_by_hand": (AlwaysCentred, "must depend on its own input alone: evaluated together, 8 inputs"),
     "batch_statistics_by_hand_behind_a_zero_last_layer": (
-        lambda: epk.zero_final_layer(AlwaysCentred()),
+        lambda: zero_final_layer(AlwaysCentred()),
         "must depend on its own input alone",
     ),
     "dropout_by_hand": (lambda: AlwaysRandom().double(), "deterministic network: two evaluations .* differ"),
