@@ -98,7 +98,7 @@ class ParameterUsage:
         return len(self.names) == (self.weight is not None) + (self.bias is not None)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class FunctionCall:
     """A call that takes observed parameters.
 
@@ -180,10 +180,12 @@ class ParameterInterception(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, through `intercept` if it takes a parameter."""
         kwargs = kwargs or {}
-        params = tuple(self.name_of[id(value)] for value in _leaves((args, kwargs)) if id(value) in self.name_of)
+        params: list[str] = []
+        _find(self.name_of, args, params)
+        _find(self.name_of, kwargs.values(), params)
         if not params:
             return self.pass_through(func(*args, **kwargs))
-        return self.intercept(FunctionCall(func, args, kwargs, params, JOINTLY_LINEAR.get(func, {})))
+        return self.intercept(FunctionCall(func, args, kwargs, tuple(params), JOINTLY_LINEAR.get(func, {})))
 
     def pass_through(self, result: Any) -> Any:
         """Observe the result of a call without parameters."""
@@ -295,13 +297,15 @@ class InterpolatedWeights(ParameterInterception):
         result = call.run()
         if not _has_tensors(result):
             return result
-        held = {name: value for name, value in call.in_slots().items() if value is not None}
-        call.require_all_in_slots(sum(id(value) in self.direction for value in held.values()))
-        _require_rows(call.input, result, len(self.t), call.params[0])
-        along = {}
-        for name, value in held.items():
+        along, moved = {}, 0
+        for name, value in call.in_slots().items():
+            if value is None:
+                continue
             step = self.direction.get(id(value))
+            moved += step is not None
             along[name] = torch.zeros_like(value) if step is None else step
+        call.require_all_in_slots(moved)
+        _require_rows(call.input, result, len(self.t), call.params[0])
         return result + self.t.view(-1, *[1] * (result.ndim - 1)) * call.with_slots(along)
 
 
@@ -393,13 +397,24 @@ def _without_scale_and_shift(call: FunctionCall) -> Callable[[Tensor], Tensor]:
 
 def _has_tensors(result: Any) -> bool:
     """Whether a call computed something that can depend on a parameter's value: not a shape, not a dtype."""
-    return any(isinstance(value, Tensor) for value in _leaves((result,)))
+    return isinstance(result, Tensor) or any(isinstance(value, Tensor) for value in _leaves((result,)))
 
 
 def _require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
     rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
     if rows != num_rows or len(result) != num_rows:
         raise UnsupportedParameterUseError(f"the layer of {name} must see all {num_rows} rows: it saw {rows}.")
+
+
+def _find(name_of: Mapping[int, str], values: Iterable[Any], names: list[str]) -> None:
+    """Append the names of the parameters among values, lists and dictionaries of values included."""
+    for value in values:
+        if id(value) in name_of:
+            names.append(name_of[id(value)])
+        elif isinstance(value, list | tuple):
+            _find(name_of, value, names)
+        elif isinstance(value, dict):
+            _find(name_of, value.values(), names)
 
 
 def _leaves(values: Any) -> Iterable[Any]:

@@ -67,7 +67,7 @@ def softmax_uncertainty(
         generator: Source of the samples, on the posterior's device; torch's global one by default.
         method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
         quantiles: Levels in [0, 1] at which quantiles of the probability are returned.
-        temperature: T, see `epk_gp.calibrated_temperature`.
+        temperature: T, see `calibrated_temperature`.
 
     Returns:
         Moments and entropies with the standard error of the mean.
@@ -80,8 +80,7 @@ def softmax_uncertainty(
     """
     if not isinstance(posterior, LogitPosterior):
         raise TypeError(
-            f"posterior must be an epk_gp.LogitPosterior: got {type(posterior).__name__}. "
-            "LogitGP.logit_posterior gives one."
+            f"posterior must be an LogitPosterior: got {type(posterior).__name__}. LogitGP.logit_posterior gives one."
         )
     validate_generator(generator)
     validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)

@@ -119,7 +119,7 @@ class GramAccumulator:
         self._same_class_sum = products if self._same_class_sum is None else self._same_class_sum.add_(products)
 
     def add_softmax_last_layer(self, averages: Float[Tensor, "rows N n"], b: SoftmaxLastLayer, weight: float) -> None:
-        """Add the last layer under a softmax from its averages of a and of p_c a (docs/theory.md, section 5):
+        """Add the last layer under a softmax from its averages of a and of p_c a (docs/theory.md, section 5).
 
         (e_k (x) a - p (x) a) . (e_l (x) a' - p' (x) a') = ([k = l] - p'_k) a.a' - p_l a.a' + sum_c p'_c p_c a.a'
         """

@@ -42,7 +42,7 @@ def validate_clip(clip: object) -> None:
         ValueError: A bound that is not positive.
     """
     if not isinstance(clip, ClipNorm | ClipValue | None):
-        raise TypeError(f"clip must be epk_gp.ClipNorm, epk_gp.ClipValue or None: got {clip!r}.")
+        raise TypeError(f"clip must be ClipNorm, ClipValue or None: got {clip!r}.")
     bound = clip.max_norm if isinstance(clip, ClipNorm) else clip.max_value if clip is not None else 1.0
     if not 0 < bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {bound}.")

@@ -83,7 +83,7 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, replay: StepCheck) 
     if alike(used, gradient.clamp(-bound, bound)):
         return (
             f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, "
-            "clip=epk_gp.ClipValue(...), or leave it out"
+            "clip=ClipValue(...), or leave it out"
         )
     other = _other_loss(model, replay)
     if other is not None:
@@ -141,7 +141,7 @@ def _ratio_cause(ratio: float, batch_size: int, loss: Loss, num_outputs: int) ->
     told = f"the gradient is {ratio:.6g} times that of the stated loss"
     if abs(ratio) < 1:
         return (
-            f"{told}: it was clipped or scaled down (tell the recorder: clip=epk_gp.ClipNorm(...), or "
+            f"{told}: it was clipped or scaled down (tell the recorder: clip=ClipNorm(...), or "
             "recorder.batch(indices, weight=...) for a scaled loss)"
         )
     return (

@@ -160,7 +160,7 @@ def test_clipping_that_is_told_is_part_of_the_law():
     [
         (ClipNorm(0.01), None, "it was not clipped as the recorder was told"),
         (ClipNorm(0.01), lambda p: nn.utils.clip_grad_norm_(p, 0.02), "clipped or scaled down"),
-        (None, lambda p: nn.utils.clip_grad_value_(p, 0.01), "clip=epk_gp.ClipValue"),
+        (None, lambda p: nn.utils.clip_grad_value_(p, 0.01), "clip=ClipValue"),
     ],
     ids=["not_done", "another_bound", "not_told"],
 )
