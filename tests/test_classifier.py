@@ -67,9 +67,9 @@ def test_the_uncertainty_is_that_of_the_logit_gp(data, fitted):
     torch.testing.assert_close(u.mean, expected.mean)
     torch.testing.assert_close(u.std, expected.std)
     assert torch.equal(fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4)).mean, u.mean)
-    some = clone(fitted).set_params(num_condition=10).fit(data[0][:45], data[1][:45])
-    assert len(some.gp().points) == 10
-    assert (some.predict_uncertainty(X).std > u.std).float().mean() > 0.6
+    few = clone(fitted).set_params(num_condition=10).fit(data[0][:45], data[1][:45])
+    assert len(few.gp().points) == 10
+    assert (few.predict_uncertainty(X).std > u.std).float().mean() > 0.6
 
 
 def test_a_given_network_is_copied_and_not_changed(data):
@@ -81,8 +81,8 @@ def test_a_given_network_is_copied_and_not_changed(data):
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
     start = classifier.trajectory_.weights(0)["0.weight"]
     torch.testing.assert_close(start, before[0].double())
-    other = EPKClassifier(lambda d, c: one_hidden_layer(d, c, width=5), steps=3, random_state=1).fit(X, y)
-    assert other.trajectory_.weights(0)["0.weight"].shape == (5, 4)
+    built = EPKClassifier(lambda d, c: one_hidden_layer(d, c, width=5), steps=3, random_state=1).fit(X, y)
+    assert built.trajectory_.weights(0)["0.weight"].shape == (5, 4)
 
 
 def test_one_seed_gives_one_run(data):
@@ -109,9 +109,9 @@ def test_a_support_vector_machine_takes_the_matrix(data, fitted):
     block = epk.gram_block(fitted.trajectory_, test, train).numpy()
     np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train), np.einsum("ncmc->nm", block), rtol=1e-10)
     np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train, outputs=1), block[:, 1, :, 1], rtol=1e-10)
-    some = torch.arange(45) % 2 == 0
-    mixed = epk_gram(fitted.trajectory_, epk.Points(X[:45], some))
-    copies = gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], some)] * 2).sum(0)
+    is_train = torch.arange(45) % 2 == 0
+    mixed = epk_gram(fitted.trajectory_, epk.Points(X[:45], is_train))
+    copies = gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], is_train)] * 2).sum(0)
     np.testing.assert_allclose(mixed, copies.numpy(), rtol=1e-10)
 
 

@@ -221,10 +221,11 @@ def test_an_inducing_point_kernel_approximates_and_learns(case):
         K, Z = base(x).to_dense(), x[:3]
         nystrom = base(x, Z).to_dense() @ torch.linalg.solve(base(Z).to_dense(), base(Z, x).to_dense())
         with gpytorch.settings.sgpr_diagonal_correction(False):
-            found = kernel.eval()(x).to_dense()
+            approximation = kernel.eval()(x).to_dense()
         kernel.train()
-    torch.testing.assert_close(found, nystrom, rtol=0, atol=1e-3)  # GPyTorch adds jitter to the inducing points' matrix
-    assert (found - K).abs().max() > 1e-2
+    # GPyTorch adds jitter to the inducing points' matrix
+    torch.testing.assert_close(approximation, nystrom, rtol=0, atol=1e-3)
+    assert (approximation - K).abs().max() > 1e-2
     marginal_likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
     losses = learn(gp, lambda: -marginal_likelihood(gp(x), y), 5)
     assert losses[-1] < losses[0]

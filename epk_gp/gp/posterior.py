@@ -8,6 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from epk_gp.core.memory_plan import posterior_points
 from epk_gp.gp.output_coupling import OutputCoupling
 from epk_gp.kernels.blocks import block, diagonal_blocks
 from epk_gp.kernels.cache import BlockCache
@@ -153,21 +154,6 @@ def joint_posterior_at(
         mean = factorization.coupling.to_rows(prior_mean(x)) + _times_weights(cross, factorization)
         prior = factorization.scale[:, None, None] * block(factorization.config, x, x)
         return mean, prior - V.mT @ V
-
-
-def posterior_points(budget: int, itemsize: int, rows_per_point: int, num_factor_rows: int) -> int:
-    """Count the test points whose covariances with the training points fit into the budget three times over.
-
-    Three arrays of (rows of the test points) x (rows of the factor) numbers exist at once: the covariances, their
-    triangular solve, and its copy in the order of the test points.
-
-    Args:
-        budget: Bytes.
-        itemsize: Bytes of a number.
-        rows_per_point: K * R, rows of a test point in all matrices together.
-        num_factor_rows: N * R, rows of one matrix's factor.
-    """
-    return max(1, budget // (3 * itemsize * rows_per_point * num_factor_rows))
 
 
 def _default_block_size(factorization: Factorization) -> int:

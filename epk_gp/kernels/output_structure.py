@@ -10,6 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.memory_plan import summed_block_points
 from epk_gp.core.points import Points
 from epk_gp.gram.path_kernel import PathKernel
 
@@ -232,15 +233,6 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
 def diagonals(blocks: Float[Tensor, "n K R R"]) -> Float[Tensor, "K rows"]:
     """Join the diagonals of R x R blocks, one per point and matrix, to the diagonals of the K matrices, (K, n * R)."""
     return blocks.diagonal(dim1=-2, dim2=-1).movedim(1, 0).flatten(1)
-
-
-def summed_block_points(budget: int, num_outputs: int, num_columns: int) -> int:
-    """Count the points whose C x C blocks with `num_columns` points fill half of the budget.
-
-    A pair of points takes C * C numbers of 8 bytes before they are summed over outputs. The other half is left for what
-    the computation of the blocks needs.
-    """
-    return max(1, budget // (2 * 8 * num_outputs**2 * num_columns))
 
 
 def _split_rows(a: Points, size: int) -> Iterator[Points]:

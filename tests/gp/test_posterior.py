@@ -108,9 +108,9 @@ def test_blocks_do_not_change_the_posterior(trajectory, X_test, outputs):
     gp = LogitGP(trajectory, outputs)
     whole = gp.logit_posterior(X_test, block_size=100)
     by_budget = LogitGP(trajectory, outputs, memory_budget=1 << 20).logit_posterior(X_test)
-    for other in (gp.logit_posterior(X_test, block_size=4), by_budget):
-        torch.testing.assert_close(other.mean, whole.mean, rtol=0, atol=1e-12)
-        torch.testing.assert_close(other.covariance, whole.covariance, rtol=0, atol=1e-12)
+    for posterior in (gp.logit_posterior(X_test, block_size=4), by_budget):
+        torch.testing.assert_close(posterior.mean, whole.mean, rtol=0, atol=1e-12)
+        torch.testing.assert_close(posterior.covariance, whole.covariance, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
@@ -141,10 +141,10 @@ def test_the_eigenvalue_tolerance_bounds_the_rounding_of_a_direction_without_var
 
 
 def test_conditioning_on_few_points_leaves_more_variance(trajectory, X_test):
-    some, every = (LogitGP(trajectory, points=points) for points in ([0, 4], None))
-    assert some.points.tolist() == [0, 4]
-    assert torch.equal(some.train_inputs[0], train_copy(trajectory.inputs[[0, 4]]))
-    variances = [gp.logit_posterior(X_test).covariance.diagonal(dim1=-2, dim2=-1) for gp in (some, every)]
+    few, all_points = (LogitGP(trajectory, points=points) for points in ([0, 4], None))
+    assert few.points.tolist() == [0, 4]
+    assert torch.equal(few.train_inputs[0], train_copy(trajectory.inputs[[0, 4]]))
+    variances = [gp.logit_posterior(X_test).covariance.diagonal(dim1=-2, dim2=-1) for gp in (few, all_points)]
     assert (variances[0] > variances[1] - 1e-12).all()
     assert (variances[0] - variances[1]).max() > 1e-3
 

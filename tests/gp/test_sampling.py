@@ -30,21 +30,21 @@ def test_sobol_normals_have_the_moments_of_normals(generator):
 def test_sampled_functions_have_the_joint_posteriors_moments(case, outputs, generator):
     gp = epk.LogitGP(case.trajectory, outputs)
     X = torch.cat([case.test, case.test[:1] + 1e-3])  # two neighbours, and rank that is lost almost
-    draws = sample_functions(gp, X, 20_000, generator)
-    assert draws.shape == (20_000, 6, C)
+    samples = sample_functions(gp, X, 20_000, generator)
+    assert samples.shape == (20_000, 6, C)
     with torch.no_grad():
         mean, covariance = joint_posterior_at(gp.factorization(), gp.prior_mean, test_copy(X))
-    rows = draws.reshape(20_000, 1, -1) if outputs == "full" else draws.permute(0, 2, 1)
+    rows = samples.reshape(20_000, 1, -1) if outputs == "full" else samples.permute(0, 2, 1)
     scale = covariance.abs().max()
     torch.testing.assert_close(rows.mean(0), mean, rtol=0, atol=float(5 * (scale / 20_000).sqrt()))
     for k in range(len(mean)):
         error = (rows[:, k].mT.cov() - covariance[k]).abs().max()
         assert error < 0.05 * scale
-    near = (draws[:, 0] - draws[:, -1]).std(0)
-    far = (draws[:, 0] - draws[:, 1]).std(0)
+    near = (samples[:, 0] - samples[:, -1]).std(0)
+    far = (samples[:, 0] - samples[:, 1]).std(0)
     assert (near < 0.05 * far).all()  # values of one function
-    other = (draws[1:, 0] - draws[:-1, -1]).std(0)  # negative control: values of different samples
-    assert other.min() > 5 * near.max()
+    far_samples = (samples[1:, 0] - samples[:-1, -1]).std(0)  # negative control: values of different samples
+    assert far_samples.min() > 5 * near.max()
 
 
 def test_the_joint_posterior_holds_the_posterior_of_each_point(case):

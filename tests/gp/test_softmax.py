@@ -50,7 +50,7 @@ def test_two_classes_agree_with_the_logistic_normal_integral(generator):
         assert estimate.entropy[i] == pytest.approx(special.entr(mean) + special.entr(1 - mean), abs=3e-3)
 
 
-def test_sobol_points_beat_plain_draws_and_know_by_how_much(generator):
+def test_sobol_points_beat_independent_samples_and_report_their_error(generator):
     """The reported error is the one made: both against a long run, root mean square over points and classes."""
     posterior = make_posterior(n=40, C=3)
     truth = softmax_uncertainty(posterior, 2**17, generator, method=QuasiMonteCarlo(16)).mean
@@ -61,10 +61,9 @@ def test_sobol_points_beat_plain_draws_and_know_by_how_much(generator):
         reported[name] = float(u.standard_error.square().mean().sqrt())
         assert 0.3 < made[name] / reported[name] < 3
     assert made["sobol"] < 0.2 * made["plain"]
+    # negative control: the error that independent samples would have
     plain_error = softmax_uncertainty(posterior, 4096, generator, method=QuasiMonteCarlo(16)).std / 4096**0.5
-    assert (
-        float(plain_error.square().mean().sqrt()) > 5 * made["sobol"]
-    )  # the negative control: not the error of plain draws
+    assert float(plain_error.square().mean().sqrt()) > 5 * made["sobol"]
 
 
 def test_quantiles_are_those_of_the_logistic_normal(generator):
@@ -134,7 +133,7 @@ def test_identities_between_the_results():
     torch.testing.assert_close(u.mean.sum(-1), torch.ones(6, dtype=torch.float64))
     torch.testing.assert_close(u.standard_error, u.std / 16)
     torch.testing.assert_close(u.mutual_information, u.entropy - u.expected_entropy)
-    assert (u.mutual_information > 0).all()  # Jensen, also for the average over draws
+    assert (u.mutual_information > 0).all()  # Jensen, also for the average over samples
     assert (u.entropy <= torch.tensor(4.0).log()).all()
 
 
@@ -150,7 +149,7 @@ def test_a_point_does_not_depend_on_the_others_nor_on_the_chunks(monkeypatch):
     monkeypatch.setattr(softmax, "CHUNK_BYTES", 1)
     chunked = run(posterior)
     torch.testing.assert_close(chunked.mean, whole.mean, rtol=1e-12, atol=0)
-    assert not torch.equal(softmax_uncertainty(posterior, 50).mean, whole.mean)  # the negative control: other draws
+    assert not torch.equal(softmax_uncertainty(posterior, 50).mean, whole.mean)  # negative control: other samples
 
 
 def test_single_precision_stays_single():

@@ -25,7 +25,7 @@ def test_every_mode_is_its_part_of_the_path_kernels_block(trajectory, outputs, h
 
 
 def test_rows_are_interleaved_point_by_point(trajectory):
-    """Row i * C + k is class k of point i; class by class (the control) is another matrix."""
+    """Row i * C + k is class k of point i; class by class (the negative control) is another matrix."""
     x, y = mixed(4), mixed(5)
     K = path_kernel_block(trajectory, x, y)
     actual = EPKKernel(trajectory)(x, y).to_dense()
