@@ -128,7 +128,7 @@ def _sum_tile(
                 add_steps(context, batch, tile, x, y)
                 bar.update(len(batch))
             total = tile.result().to(dtype) if total is None else total.add_(tile.result())
-            if sums is not None and (sums.due or first + size >= len(steps)):
+            if sums is not None and (sums.should_save or first + size >= len(steps)):
                 sums.save(name, {"total": total}, first + size)
     if total is None:
         raise ValueError(f"checkpoint must hold the sum of tile {name}: it is empty. Delete its folder.")

@@ -50,7 +50,7 @@ class PassProgress:
         self.adjoint_state = adjoint_state
         self.max_residual = torch.maximum(self.max_residual, integral.residual.max())
         self.evaluations += float(integral.evaluations.sum())
-        if self.checkpoint is None or not (is_last or self.checkpoint.due):
+        if self.checkpoint is None or not (is_last or self.checkpoint.should_save):
             return
         state = {f"sum.{number}": total for number, total in enumerate(self.sums)}
         state |= {"largest": self.max_residual, "evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}

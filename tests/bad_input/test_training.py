@@ -177,7 +177,7 @@ TRAINING = {
     "loss_a_column": (
         {"loss": epk.PerSampleLoss(lambda z, y: z[:, :1])},
         ValueError,
-        r"one value per sample, shape .4,., or the batch.s joined loss, a scalar: got shape .4, 1.",
+        r"one value per sample, shape .4,., or the batch.s reduced loss, a scalar: got shape .4, 1.",
     ),
     # the optimizer
     "no_optimizer": ({"optimizer": lambda net: "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer: got str"),

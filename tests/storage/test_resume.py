@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 import epk_gp as epk
 from epk_gp.storage import writer as writing
 from epk_gp.storage.check import check_run
+from epk_gp.training import recorder as recorder_module
 from epk_gp.training.clipping import ClipNorm
 from loops import data, file_hashes, mlp, sgd
 
@@ -224,7 +225,7 @@ def test_what_cannot_go_on_as_it_did_is_refused_before_it_starts(tmp_path):
     net, (X, y) = mlp(), data()
     optimizer = sgd(net)
     lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with pytest.raises(ValueError, match=r"learning-rate schedule: pass keep=\{'scheduler': scheduler\}"):
+    with pytest.raises(ValueError, match=r"learning-rate schedule: pass stateful=\{'scheduler': scheduler\}"):
         epk.Recorder(net, optimizer, X, y, path=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="resume=True needs path="):
         epk.Recorder(net, sgd(net), X, y, resume=True)
@@ -444,10 +445,13 @@ def test_a_storage_that_is_none_is_refused(options, error, says):
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_one_step_of_each_so_many_is_replayed_and_the_run_is_the_same(every, monkeypatch):
     replayed = []
-    real = epk.recording.recorder.recompute_gradient
-    monkeypatch.setattr(
-        epk.recording.recorder, "recompute_gradient", lambda *a, **k: replayed.append(a[3].index) or real(*a, **k)
-    )
+    real = recorder_module.check_against_exact_gradient
+
+    def counted(setup, observed):
+        replayed.append(observed.step.index)
+        return real(setup, observed)
+
+    monkeypatch.setattr(recorder_module, "check_against_exact_gradient", counted)
     assert train(None, "adam", steps=20, check_every=every)[0].digest == train(None, "adam", steps=20)[0].digest
     found = replayed[: 20 // every]
     assert [index // every for index in found] == list(range(20 // every))

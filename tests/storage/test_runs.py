@@ -16,11 +16,13 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.chunks import read_state, read_steps
+from epk_gp.storage.chunk_verification import read_steps
+from epk_gp.storage.chunks import read_state
 from epk_gp.storage.index import Chunk, chain_hash, read_journal, to_json_line
-from epk_gp.storage.schema import DTYPES, read_data, read_header, read_resume
+from epk_gp.storage.schema import WEIGHT_DTYPES, read_data, read_header
 from epk_gp.storage.stored import StoredStates, StoredUpdates
-from epk_gp.storage.writer import create_run_dir, publish
+from epk_gp.storage.training_state import read_training_state
+from epk_gp.storage.writer import create_run_dir, write_header
 from loops import CASES, data, file_hashes, mlp, sgd, squares, trained
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"
@@ -526,7 +528,7 @@ def test_what_is_written_is_what_is_read(
         UpdateCoefficients(
             **{f: torch.rand(num_weights).to(dtype) if f in diagonal else torch.rand(2).double() for f in FIELDS}
         )
-        for diagonal in ([("direct",), ("take", "keep"), ()][s % 3] for s in range(len(lengths)))
+        for diagonal in ([("lr",), ("one_minus_dampening", "beta"), ()][s % 3] for s in range(len(lengths)))
     ]
     tensors = {"inputs": torch.zeros(num_points, 0), "targets": torch.zeros(num_points, 0), "probe": states[0]}
     kept = {"state": torch.arange(5)}
@@ -537,20 +539,20 @@ def test_what_is_written_is_what_is_read(
         last = min(first + chunk_states, len(states))
         own = slice(max(first - 1, 0), last - 1)
         writer.append(states[first:last], steps[own], updates[own], f"digest {last}", kept)
-    publish(writer, header)
-    writer.finish()
+    write_header(writer, header)
+    writer.mark_complete()
     writer.close()
 
     assert read_header(path) == header
-    assert DTYPES[header["dtype"]] == dtype
+    assert WEIGHT_DTYPES[header["dtype"]] == dtype
     for name, value in read_data(path, header).items():
         assert torch.equal(value, tensors[name])
         assert value.dtype == tensors[name].dtype
     chunks = read_journal(path).chunks
     assert list(chunks) == writer.chunks
     assert chunks[-1].digest == f"digest {len(states)}"
-    assert torch.equal(read_resume(path, len(chunks) - 1, chunks[-1])["state"], kept["state"])
-    read = [step for chunk in chunks for step in read_steps(path, writer.layout, chunk)]
+    assert torch.equal(read_training_state(path, len(chunks) - 1, chunks[-1])["state"], kept["state"])
+    read = [step for chunk in chunks for step in read_steps(path, writer.schema, chunk)]
     assert [(step.index, step.lr) for step in read] == [(step.index, step.lr) for step in steps]
     for found, written in zip(read, batches, strict=True):
         assert (found.batch is None) == (written is None)
@@ -558,17 +560,17 @@ def test_what_is_written_is_what_is_read(
     for found, written in zip(read, weights, strict=True):
         assert (found.sample_weights is None) == (written is None)
         assert written is None or torch.equal(found.sample_weights, written)
-    stored = StoredUpdates(path, writer.layout, chunks)
+    stored = StoredUpdates(path, writer.schema, chunks)
     assert len(stored) == len(updates)
-    like, sizes_of = torch.zeros(num_weights, dtype=dtype), writer.layout.sizes
+    like, sizes_of = torch.zeros(num_weights, dtype=dtype), writer.schema.sizes
     for s in torch.randperm(len(updates)).tolist():
         for found, written in zip(stored[s], updates[s], strict=True):
             assert torch.equal(broadcast_to_params(found, sizes_of, like), broadcast_to_params(written, sizes_of, like))
-    in_order = StoredStates(path, writer.layout, chunks)
+    in_order = StoredStates(path, writer.schema, chunks)
     for chunk in chunks:
         for state in range(chunk.first, chunk.last + 1):
             assert torch.equal(in_order[state], states[state])
-            alone = read_state(path, writer.layout, chunk, state)
+            alone = read_state(path, writer.schema, chunk, state)
             assert torch.equal(alone, states[state])
             assert alone.dtype == dtype
 

@@ -440,9 +440,9 @@ class RandomOptimizer(torch.optim.SGD):
 
 
 OPTIMIZERS = {
-    "adamax": (lambda p: torch.optim.Adamax(p, lr=0.1), "Adamax has none here"),
-    "rprop": (lambda p: torch.optim.Rprop(p, lr=0.1), "Rprop has none here"),
-    "subclass": (lambda p: RandomOptimizer(p, lr=0.1), "RandomOptimizer has none here"),
+    "adamax": (lambda p: torch.optim.Adamax(p, lr=0.1), "that of Adamax is not"),
+    "rprop": (lambda p: torch.optim.Rprop(p, lr=0.1), "that of Rprop is not"),
+    "subclass": (lambda p: RandomOptimizer(p, lr=0.1), "that of RandomOptimizer is not"),
 }
 
 
