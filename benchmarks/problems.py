@@ -1,4 +1,4 @@
-"""What is measured: Gram blocks of given shapes, and the operations that none of them can do without."""
+"""The benchmark problems: Gram blocks of given shapes, and the number of operations that each needs at least."""
 
 import itertools
 from dataclasses import asdict, dataclass
@@ -17,11 +17,11 @@ class Problem:
     """A Gram block: n x n points, at one weight state or over whole steps.
 
     Attributes:
-        name: In the table.
+        name: Name in the table.
         kind: "mlp" or "cnn".
         n: Points on the left.
         widths: Of an MLP, inputs and outputs included; of the CNN, pixels and outputs.
-        dtype: Of everything.
+        dtype: Floating-point type of points and weights.
         steps: 0 for a single weight state.
         nodes: Gauss-Legendre nodes per step, for test copies; 0 for training copies.
         columns: Points on the right; 0 for as many as on the left.
@@ -43,7 +43,7 @@ class Problem:
 
     @property
     def operations(self) -> float:
-        """Operations of the products that cannot be avoided, as engine.md counts them."""
+        """Operations of the matrix products that every method needs, counted as in docs/engine.md, section 4."""
         n, m, C, steps = self.n, self.m, self.widths[-1], max(1, self.steps)
         if self.kind == "cnn":  # gradients of both sides written out, their products, the last layer's inputs
             gradients = 2 * (n + m) * C * (16 * 196 * 73 + 8 * 784 * 10)
@@ -53,7 +53,7 @@ class Problem:
         return 2 * n * m * (self.widths[0] + steps * (C**2 * self.widths[1] + middle + self.widths[-2]))
 
     def description(self, **more: Any) -> dict[str, Any]:
-        """Describe it to a contender."""
+        """Return the description of the problem for a contender."""
         return {**asdict(self), "outputs": self.widths[-1], **more}
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -61,8 +61,8 @@ class Problem:
         rng = np.random.default_rng(0)
         shapes = CNN_SHAPES if self.kind == "cnn" else _mlp_shapes(self.widths)
         shape = (1, 28, 28) if self.kind == "cnn" else self.widths[:1]
-        found = {name: rng.normal(size=size) for name, size in shapes.items()}
-        scaled = {name: v / np.sqrt(v[0].size) if v.ndim > 1 else 0.1 * v for name, v in found.items()}
+        normal = {name: rng.normal(size=size) for name, size in shapes.items()}
+        scaled = {name: v / np.sqrt(v[0].size) if v.ndim > 1 else 0.1 * v for name, v in normal.items()}
         return {
             name: value.astype(self.dtype)
             for name, value in {
@@ -74,7 +74,7 @@ class Problem:
 
 
 def ntk_problems() -> list[Problem]:
-    """List the single NTK blocks of engine.md, in both dtypes."""
+    """Return the problems of a single NTK block, in both dtypes."""
     return [
         Problem(name, kind, n, widths, dtype)
         for name, kind, n, widths in (
@@ -87,7 +87,7 @@ def ntk_problems() -> list[Problem]:
 
 
 def epk_problems() -> list[Problem]:
-    """List whole path-kernel blocks: test copies against training copies."""
+    """Return the problems of a whole path-kernel block: test copies against training copies."""
     return [
         Problem(name, "mlp", 1000, widths, dtype, steps, nodes)
         for name, widths, steps, nodes in (

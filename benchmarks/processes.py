@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-SETUP_SECONDS = 300  # a contender that takes longer is out
-WARM_SECONDS = 1  # runs shorter than this come twice in a turn, the second one counts
+SETUP_SECONDS = 300  # a contender whose set-up takes longer is stopped
+WARM_SECONDS = 1  # runs shorter than this are made twice in a turn, and the second one counts
 
 
 class Worker:
-    """A contender's process: waits until it is told to run."""
+    """The process of a contender, which runs when it is told to."""
 
     def __init__(self, python: Path, script: str, problem: dict[str, Any], folder: Path, name: str) -> None:
-        """Start it and wait until the problem is set up.
+        """Start the process and wait until the problem is set up.
 
         Args:
             python: Interpreter of its environment.
-            script: In `contenders`.
-            problem: What it is told.
-            folder: For its files.
-            name: Of its files.
+            script: Name of its script in `contenders`.
+            problem: Description of the problem.
+            folder: Folder for its files.
+            name: Name of its files.
 
         Raises:
-            RuntimeError: It did not get so far; with its last word.
+            RuntimeError: The process ended before the problem was set up; the message is the last line of its stderr.
         """
         description = folder / f"{name}.json"
         description.write_text(json.dumps(problem))
@@ -47,27 +47,27 @@ class Worker:
         self.peak_bytes = 0
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
     def take_turn(self, limit: float) -> None:
-        """Run, and note seconds and peak memory.
+        """Run, and store seconds and peak memory.
 
-        Other processes have filled the caches since the last turn, so a short run is made twice, and the second counts.
-        The peak is that of the first run of all: after it the result is copied to be compared.
+        Other processes have used the caches since the last turn, so a short run is made twice, and the second one
+        counts. The peak memory is that of the very first run, after which the result is copied for comparison.
 
         Args:
             limit: Seconds that a run may take.
 
         Raises:
-            RuntimeError: It did not finish, or not in time.
+            RuntimeError: The run failed, or took longer than the limit.
         """
-        found = self._run(limit)
-        self.peak_bytes = self.peak_bytes or found["peak_bytes"]
-        if self.seconds and found["seconds"] < WARM_SECONDS:
-            found = self._run(limit)
-        self.seconds.append(found["seconds"])
+        answer = self._run(limit)
+        self.peak_bytes = self.peak_bytes or answer["peak_bytes"]
+        if self.seconds and answer["seconds"] < WARM_SECONDS:
+            answer = self._run(limit)
+        self.seconds.append(answer["seconds"])
 
     def _run(self, limit: float) -> dict[str, Any]:
         if self._process.stdin is not None:
@@ -76,28 +76,28 @@ class Worker:
         return self._answer(limit)
 
     def result(self) -> np.ndarray:
-        """Read what the first run gave."""
+        """Return the result of the first run."""
         return np.load(self._result)
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        watch = Timer(seconds, self._process.kill)
-        watch.start()
+        timer = Timer(seconds, self._process.kill)
+        timer.start()
         try:
             for line in self._process.stdout or ():
                 if line.startswith("{"):
-                    found: dict[str, Any] = json.loads(line)
-                    return found
+                    answer: dict[str, Any] = json.loads(line)
+                    return answer
         finally:
-            late = not watch.is_alive()
-            watch.cancel()
-        if late:
+            timed_out = not timer.is_alive()
+            timer.cancel()
+        if timed_out:
             raise RuntimeError(f"stopped after {seconds:.0f} s")
         lines = [line for line in self._stderr.read_text().splitlines() if line.strip()]
-        raise RuntimeError(lines[-1] if lines else "the process ended without a word")
+        raise RuntimeError(lines[-1] if lines else "the process ended without a message")
 
 
 def environment(folder: Path, packages: list[str]) -> Path | None:
-    """Make a virtual environment, once, and give its interpreter; None if the registry lacks a package."""
+    """Make a virtual environment once, and return its interpreter, or None if the registry lacks a package."""
     python, done = folder / "bin" / "python", folder / "done"
     if not done.exists():
         venv.create(folder, with_pip=True, clear=True)
@@ -108,6 +108,6 @@ def environment(folder: Path, packages: list[str]) -> Path | None:
     return python
 
 
-def own_python() -> Path:
-    """Give the interpreter that runs this."""
+def current_python() -> Path:
+    """Return the interpreter that runs this process."""
     return Path(sys.executable)

@@ -1,7 +1,7 @@
 """Measure epk_gp beside its peers, and write the tables: JSON and Markdown. Usage: make bench.
 
-The contenders of a problem take turns, round by round, so that a busy machine slows all of them; a matrix product is
-one of them, and all times are given as ratios to the time that the unavoidable products would take at its rate.
+The contenders of a problem take turns, round by round, so that a busy machine slows down all of them. One contender is
+a matrix product; all times are given as ratios to the time that the unavoidable products would take at its rate.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from processes import HERE, Worker, environment, own_python
+from processes import HERE, Worker, current_python, environment
 from table import markdown
 from tqdm import tqdm
 
@@ -47,7 +47,7 @@ ATTRIBUTION = {
     "steps": 20,
 }
 
-RUN_SECONDS = {"attribution": 900, "other": 120}  # a contender that takes longer is out
+RUN_SECONDS = {"attribution": 900, "other": 120}  # a contender whose run takes longer is stopped
 SLOW_SECONDS, SLOW_ROUNDS = 5, 3  # contenders slower than that take part in fewer rounds
 
 PARTS = ("ntk", "epk", "attribution", "grid", "growth")
@@ -56,33 +56,33 @@ Pythons = dict[str | None, Path | None]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where the tables go, without a suffix.")] = HERE / "results",
+    out: Annotated[Path, typer.Option(help="Path of the tables, without a suffix.")] = HERE / "results",
     rounds: Annotated[int, typer.Option(help="Rounds in which the contenders take turns.")] = 7,
-    environments: Annotated[Path, typer.Option(help="Where the peers' environments are made.")] = HERE / ".venvs",
-    parts: Annotated[str, typer.Option(help="What is measured; the rest keeps its numbers.")] = ",".join(PARTS),
+    environments: Annotated[Path, typer.Option(help="Folder of the peers' environments.")] = HERE / ".venvs",
+    parts: Annotated[str, typer.Option(help="Parts that are measured; others keep their numbers.")] = ",".join(PARTS),
 ) -> None:
     """Run the parts and write the tables."""
     chosen, stored = parts.split(","), out.with_suffix(".json")
     if unknown := set(chosen) - set(PARTS):
         raise typer.BadParameter(f"must be of {', '.join(PARTS)}: got {', '.join(sorted(unknown))}.")
-    found: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
-    pythons: Pythons = {None: own_python()}
+    numbers: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
+    pythons: Pythons = {None: current_python()}
     if {"ntk", "attribution"} & set(chosen):
         pythons |= {name: environment(environments / name, packages) for name, packages in PEERS.items()}
-        found["peers"] = {name: " ".join(PEERS[name]) if pythons[name] else None for name in PEERS}
-    found["machine"] = _machine()
-    own = ["floor", "epk_gp"]
+        numbers["peers"] = {name: " ".join(PEERS[name]) if pythons[name] else None for name in PEERS}
+    numbers["machine"] = _machine()
+    without_peers = ["floor", "epk_gp"]
     work: dict[str, Callable[[], Any]] = {
         "ntk": lambda: [row for problem in ntk_problems() for row in _blocks(problem, BLOCKS, pythons, rounds)],
-        "epk": lambda: [row for problem in epk_problems() for row in _blocks(problem, own, pythons, rounds)],
+        "epk": lambda: [row for problem in epk_problems() for row in _blocks(problem, without_peers, pythons, rounds)],
         "attribution": lambda: _attribution(pythons, rounds),
         "grid": _grid,
         "growth": lambda: _growth(pythons, rounds),
     }
     for name in chosen:
-        found[name] = work[name]()
-        stored.write_text(json.dumps(found, indent=1) + "\n")
-        out.with_suffix(".md").write_text(markdown(found))
+        numbers[name] = work[name]()
+        stored.write_text(json.dumps(numbers, indent=1) + "\n")
+        out.with_suffix(".md").write_text(markdown(numbers))
     typer.echo(f"written: {stored}, {out.with_suffix('.md')}")
 
 
@@ -129,11 +129,11 @@ def _compare(
         row |= {"rounds": len(times), "peak_bytes": worker.peak_bytes, "bytes_before": worker.bytes_before}
         if rate and problem is not None and row["contender"] != "floor":
             row["floors"] = min(times) * rate / problem.operations
-        found = results.get(row["contender"])
-        if found is not None and found.ndim == 0:
-            row["error"] = float(found)
-        elif found is not None and reference is not None and "(X, X)" not in row["contender"]:
-            row["error"] = float(np.abs(found - reference).max() / np.abs(reference).max())
+        block = results.get(row["contender"])
+        if block is not None and block.ndim == 0:
+            row["error"] = float(block)
+        elif block is not None and reference is not None and "(X, X)" not in row["contender"]:
+            row["error"] = float(np.abs(block - reference).max() / np.abs(reference).max())
     return rows
 
 
@@ -178,23 +178,25 @@ def _attribution(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
 
 def _grid() -> dict[str, Any]:
     """Run the uncertainty map of 100 x 100 nodes, 3000 training points and 300 steps."""
-    command = [str(own_python()), str(HERE / "uncertainty_grid.py"), "--num-train", "3000", "--steps", "300"]
+    command = [str(current_python()), str(HERE / "uncertainty_grid.py"), "--num-train", "3000", "--steps", "300"]
     command += ["--outputs", "independent", "--json"]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found: dict[str, Any] = json.loads(printed)
-    return found
+    numbers: dict[str, Any] = json.loads(printed)
+    return numbers
 
 
 def _growth(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for size, problems in growth_problems().items():
-        found = []
+        measured = []
         for value, problem in problems:
-            ((_, own),) = (_blocks(problem, ["floor", "epk_gp"], pythons, min(rounds, 5)),)
-            found.append({"value": value, **{key: own[key] for key in ("fastest", "median", "peak_bytes", "floors")}})
-        values, times = ([entry[key] for entry in found] for key in ("value", "fastest"))
+            ((_, ours),) = (_blocks(problem, ["floor", "epk_gp"], pythons, min(rounds, 5)),)
+            measured.append(
+                {"value": value, **{key: ours[key] for key in ("fastest", "median", "peak_bytes", "floors")}}
+            )
+        values, times = ([entry[key] for entry in measured] for key in ("value", "fastest"))
         slope = np.polyfit(np.log(values), np.log(times), 1)[0]
-        rows.append({"size": size, "measured": found, "exponent": float(slope)})
+        rows.append({"size": size, "measured": measured, "exponent": float(slope)})
     return rows
 
 

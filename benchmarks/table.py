@@ -4,25 +4,25 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def markdown(found: dict[str, Any]) -> str:
-    """Write down all parts that were measured."""
-    parts = [_preface(found)]
-    if "ntk" in found:
-        parts += ["### One NTK block", *_blocks(found["ntk"])]
-    if "epk" in found:
-        parts += ["### A whole path-kernel block", *_blocks(found["epk"])]
-    if "attribution" in found:
-        parts += ["### Contributions of all training points", _attribution(found["attribution"])]
-    if "grid" in found:
-        parts += ["### An uncertainty map", _grid(found["grid"])]
-    if "growth" in found:
-        parts += ["### Growth", _growth(found["growth"])]
+def markdown(numbers: dict[str, Any]) -> str:
+    """Return all measured parts as Markdown."""
+    parts = [_preface(numbers)]
+    if "ntk" in numbers:
+        parts += ["### One NTK block", *_blocks(numbers["ntk"])]
+    if "epk" in numbers:
+        parts += ["### A whole path-kernel block", *_blocks(numbers["epk"])]
+    if "attribution" in numbers:
+        parts += ["### Contributions of all training points", _attribution(numbers["attribution"])]
+    if "grid" in numbers:
+        parts += ["### An uncertainty map", _grid(numbers["grid"])]
+    if "growth" in numbers:
+        parts += ["### Growth", _growth(numbers["growth"])]
     return "\n\n".join(parts) + "\n"
 
 
-def _preface(found: dict[str, Any]) -> str:
-    machine = found["machine"]
-    peers = "; ".join(f"{name}: {versions or 'not on this registry'}" for name, versions in found["peers"].items())
+def _preface(numbers: dict[str, Any]) -> str:
+    machine = numbers["machine"]
+    peers = "; ".join(f"{name}: {versions or 'not on this registry'}" for name, versions in numbers["peers"].items())
     return (
         f"{machine['cores']} cores, {machine['threads']} threads. Medians (interquartile ranges) over rounds in which "
         "the contenders take turns; runs of less than 1 s come twice in a turn, and the second counts; contenders of "
@@ -36,8 +36,8 @@ def _preface(found: dict[str, Any]) -> str:
 def _blocks(rows: list[dict[str, Any]]) -> list[str]:
     parts = []
     for problem in dict.fromkeys((row["problem"], row["dtype"]) for row in rows):
-        own = [row for row in rows if (row["problem"], row["dtype"]) == problem and row["contender"] != "floor"]
-        ours = next(row for row in own if row["contender"] == "epk_gp")
+        contenders = [row for row in rows if (row["problem"], row["dtype"]) == problem and row["contender"] != "floor"]
+        ours = next(row for row in contenders if row["contender"] == "epk_gp")
         lines = [
             [
                 row["contender"],
@@ -47,7 +47,7 @@ def _blocks(rows: list[dict[str, Any]]) -> list[str]:
                 f"{row['peak_bytes'] / 2**30:.2f} ({row['bytes_before'] / 2**30:.2f})" if "peak_bytes" in row else "–",
                 f"{row['error']:.0e}" if row.get("error") else "–",
             ]
-            for row in own
+            for row in contenders
         ]
         header = ["", "ms", "x epk_gp", "x floor", "peak GiB (before)", "error"]
         parts.append(f"**{problem[0]}, {problem[1]}**\n\n{_table(header, lines)}")
@@ -69,12 +69,13 @@ def _attribution(rows: list[dict[str, Any]]) -> str:
     return f"{ours['problem']}, float64; Algorithm 1 with dense Jacobians and 100 Riemann nodes.\n\n{table}"
 
 
-def _grid(found: dict[str, Any]) -> str:
-    seconds = ", ".join(f"{name} {value:.0f} s" for name, value in found["seconds"].items())
+def _grid(numbers: dict[str, Any]) -> str:
+    seconds = ", ".join(f"{name} {value:.0f} s" for name, value in numbers["seconds"].items())
     return (
-        f"{found['grid_points']} grid points x {found['training_points']} training points x {found['steps']} steps, "
-        f"3 outputs ({found['outputs']}), {found['nodes']} nodes per step: {seconds}; peak memory of the process "
-        f"**{found['peak_gib']:.2f} GiB**."
+        f"{numbers['grid_points']} grid points x {numbers['training_points']} training points x "
+        f"{numbers['steps']} steps, "
+        f"3 outputs ({numbers['outputs']}), {numbers['nodes']} nodes per step: {seconds}; peak memory of the process "
+        f"**{numbers['peak_gib']:.2f} GiB**."
     )
 
 

@@ -1,4 +1,4 @@
-"""Data of the experiments: three Gaussians, scikit-learn's digits, MNIST-format files from a folder."""
+"""The data sets of the experiments: three Gaussians, scikit-learn's digits, and MNIST-format files in a folder."""
 
 import gzip
 import importlib
@@ -33,7 +33,7 @@ class Dataset:
         inputs: n inputs, of any shape each.
         labels: Class of each input, in 0 … num_classes − 1.
         num_classes: Number C of classes.
-        name: What to call the data in titles and reports.
+        name: Name of the data set in titles and reports.
     """
 
     inputs: Float[Tensor, "n *shape"]
@@ -78,16 +78,16 @@ def three_gaussians(
     Args:
         num_per_class: Points drawn from each of the three classes, at least 1.
         dim: Number D of coordinates, at least 2.
-        generator: Source of the noise and of the order; None stands for a new generator with seed 0, so that the data
-            never depend on the global state.
+        generator: Source of the noise and of the order. None means a new generator with seed 0, so that the data never
+            depend on the global state.
         dtype: Floating type of the inputs.
 
     Returns:
         Inputs (3 num_per_class, D) and labels, on the generator's device.
 
     Raises:
-        ValueError: If num_per_class < 1 or dim < 2.
-        TypeError: If dtype is not a floating type.
+        ValueError: `num_per_class` < 1 or `dim` < 2.
+        TypeError: `dtype` is not a floating type.
     """
     _require_floating(dtype)
     if num_per_class < 1:
@@ -116,8 +116,8 @@ def digits(*, dtype: torch.dtype = torch.float64) -> Dataset:
         Inputs (1797, 1, 8, 8), scaled from 0 … 16 to [0, 1], and labels 0 … 9 in scikit-learn's order.
 
     Raises:
-        ImportError: If scikit-learn is not installed.
-        TypeError: If dtype is not a floating type.
+        ImportError: scikit-learn is not installed.
+        TypeError: `dtype` is not a floating type.
     """
     _require_floating(dtype)
     try:
@@ -140,11 +140,11 @@ def mnist_folder(
 ) -> Dataset:
     """Read a data set in MNIST's format (IDX) from a folder.
 
-    The files are `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, or `t10k-…` for the test part, as they are or
-    gzipped (`.gz`); where both are there, the plain one is read. Nothing is downloaded.
+    The files are `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, or `t10k-…` for the test part, plain or
+    gzipped (`.gz`). If both exist, the plain file is read. Nothing is downloaded.
 
     Args:
-        folder: Folder of the files; None stands for the folder `mnist` in the one that EPK_GP_DATA names.
+        folder: Folder of the files; None means the folder `mnist` in the folder that EPK_GP_DATA names.
         split: "train" or "test".
         num_classes: Number C of classes: 10 for MNIST, Fashion-MNIST and KMNIST.
         dtype: Floating type of the inputs.
@@ -153,10 +153,10 @@ def mnist_folder(
         Images (n, 1, height, width), scaled from 0 … 255 to [0, 1], and labels, named after the folder.
 
     Raises:
-        FileNotFoundError: If the folder or a file is missing.
-        ValueError: If split is unknown, or a file is truncated, too long, damaged or of another kind, or if there is
+        FileNotFoundError: The folder or a file is missing.
+        ValueError: `split` is unknown, or a file is truncated, too long, damaged or of another kind, or there is
             not one label per image.
-        TypeError: If dtype is not a floating type.
+        TypeError: `dtype` is not a floating type.
     """
     _require_floating(dtype)
     prefixes = {"train": "train", "test": "t10k"}
@@ -217,7 +217,8 @@ def _read_idx(path: Path, magic: int) -> UInt8[Tensor, "n *shape"]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             shape = _shape(path, file.read(header_length), magic)
             expected = math.prod(shape)
-            # One byte more than expected tells a longer file; a header that lies is found before it costs memory.
+            # One byte more than expected reveals a file that is too long. A header that announces more than the file
+            # can hold is rejected before memory is allocated for it.
             payload = _read_up_to(file.read, expected + 1) if expected <= limit else b""
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a command leaves behind: JSON with its configuration, versions and seconds, and arrays."""
+"""Results with their provenance: JSON files with configuration, versions and seconds, and files of arrays."""
 
 import json
 import platform
@@ -19,43 +19,43 @@ import epk_gp
 
 @dataclass
 class Stopwatch:
-    """Seconds since it was made, and of each part."""
+    """A timer: seconds since its creation, and between laps."""
 
     start: float = field(default_factory=time.perf_counter)
     laps: dict[str, float] = field(default_factory=dict)
     last: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str) -> float:
-        """Note the seconds since the last lap."""
+        """Store the seconds since the last lap under a name, and return them."""
         now = time.perf_counter()
         self.laps[name], self.last = round(now - self.last, 3), now
         return self.laps[name]
 
     @property
     def total(self) -> float:
-        """Seconds so far."""
+        """Seconds since the creation of the timer."""
         return round(time.perf_counter() - self.start, 3)
 
 
 def write_json(
-    path: Path, command: str, config: Mapping[str, object], results: Mapping[str, object], watch: Stopwatch
+    path: Path, command: str, config: Mapping[str, object], results: Mapping[str, object], timer: Stopwatch
 ) -> None:
-    """Write results with what is needed to get them again.
+    """Write results together with what is needed to reproduce them.
 
     Raises:
-        ValueError: A number that is not finite, which JSON has no word for.
+        ValueError: A number is not finite, which JSON cannot express.
     """
     content = {
         "command": command,
         "config": {name: _plain(value) for name, value in config.items()},
         "results": results,
-        **provenance(watch),
+        **provenance(timer),
     }
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def provenance(watch: Stopwatch) -> dict[str, object]:
-    """List the versions, the machine and the seconds behind a result."""
+def provenance(timer: Stopwatch) -> dict[str, object]:
+    """Return the versions, the machine and the seconds of a result."""
     packages = ("torch", "gpytorch", "linear_operator", "numpy", "safetensors")
     return {
         "versions": {
@@ -64,18 +64,18 @@ def provenance(watch: Stopwatch) -> dict[str, object]:
             **{name: version(name) for name in packages},
         },
         "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
-        "seconds": {"total": watch.total, **watch.laps},
+        "seconds": {"total": timer.total, **timer.laps},
     }
 
 
-def write_arrays(path: Path, arrays: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
-    """Write named arrays as safetensors, with a few words about them."""
+def write_arrays(path: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write named arrays as safetensors, with metadata."""
     plain = {name: value.detach().cpu().contiguous() for name, value in arrays.items()}
-    path.write_bytes(save(plain, metadata=dict(about)))
+    path.write_bytes(save(plain, metadata=dict(metadata)))
 
 
 def write_npz(path: Path, arrays: Mapping[str, Tensor]) -> None:
-    """Write named arrays as NumPy's npz."""
+    """Write named arrays as a NumPy .npz file."""
     plain: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
     np.savez(path, **plain)
 

@@ -1,4 +1,4 @@
-"""What contributions say of retraining: leave-one-out effects and the linear datamodeling score, beside others."""
+"""How well attribution scores predict retraining: leave-one-out effects and the linear datamodeling score."""
 
 import time
 from collections.abc import Callable
@@ -48,15 +48,15 @@ class Result:
     """How scores rank against what retraining does to log p(true class) of test points.
 
     Attributes:
-        num_seeds: How many.
+        num_seeds: Number of seeds.
         table: One row per optimizer and score: rank correlation with leave-one-out effects over training points, and
             linear datamodeling score (rank correlation over random halves of the training set), each averaged over
             test points, as [mean, standard deviation over seeds]; seconds for the score.
         retraining: Mean seconds of one retraining of each kind, and their number.
         scatter: Contribution and effect of every training point for one test point, per optimizer (seed 0).
-        slope: Least-squares slope of effect over contribution there, per optimizer.
+        slope: Least-squares slope of effect over contribution in `scatter`, per optimizer.
         completeness: Largest |sum of contributions - network|.
-        left_out: What could not be run, and why.
+        left_out: Scores that could not be computed, and why.
     """
 
     num_seeds: int
@@ -125,7 +125,7 @@ def _record(config: Config, name: str, seed: int, train: Dataset) -> epk.Traject
 
 
 def _retrained(config: Config, name: str, seed: int, train: Dataset, rows: Tensor, test: Dataset) -> Tensor:
-    """Train anew on some rows, from the same weights, and give log p(true class) of the test points."""
+    """Train on a subset of the rows from the same initial weights, and return log p(true class) of the test points."""
     net = _network(config, seed, train)
     optimizer = OPTIMIZERS[name](net.parameters())
     X, y = train.inputs[rows], train.labels[rows]
@@ -138,7 +138,7 @@ def _retrained(config: Config, name: str, seed: int, train: Dataset, rows: Tenso
 
 
 def _leave_one_out(config: Config, name: str, seed: int, train: Dataset, test: Dataset) -> Tensor:
-    """Give the effect of having each training point: (n, M)."""
+    """Return the change of log p(true class) that each training point makes: (n, M)."""
     every = torch.arange(len(train))
     whole = _retrained(config, name, seed, train, every, test)
     without = [_retrained(config, name, seed, train, every[every != i], test) for i in range(len(train))]
@@ -156,7 +156,7 @@ def _halves(config: Config, name: str, seed: int, train: Dataset, test: Dataset)
 def _scores(
     config: Config, trajectory: epk.Trajectory, test: Dataset
 ) -> tuple[dict[str, Tensor], dict[str, float], float]:
-    """Score every training point for every test point, (n, M), with the seconds each took."""
+    """Return the scores of every training point for every test point, (n, M), and the seconds of each score."""
     scores: dict[str, Tensor] = {}
     times: dict[str, float] = {}
     every = {"exact path kernel": epk.adaptive(), "first order (In-Run Shapley)": epk.left_endpoint()}
@@ -194,7 +194,7 @@ def _tracin(config: Config, trajectory: epk.Trajectory, test: Dataset) -> Tensor
 
     def load(model: nn.Module, state: int) -> float:
         model.load_state_dict(trajectory.weights(state))
-        return trajectory.steps[state].size
+        return trajectory.steps[state].lr
 
     # captum only asks that checkpoints be a list; its annotations name paths
     tracer = TracInCP(net, data, states, load, loss_fn=nn.CrossEntropyLoss(reduction="none"), batch_size=len(data))

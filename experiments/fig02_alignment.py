@@ -20,7 +20,7 @@ class Config:
     """Sizes; `shown` steps from `first` on are drawn in full for one point."""
 
     toy: Toy = field(default_factory=lambda: Toy(num_test=99))
-    places: int = 5
+    times: int = 5
     first: int = 10
     shown: int = 6
     fine: int = 25
@@ -31,20 +31,20 @@ class Result:
     """Angles in degrees, between a test gradient and the step, less that of the exact path kernel.
 
     Attributes:
-        place: s + t over the whole run.
-        mean_error: Mean |error| over test points at each place, for each of `KERNELS`.
-        mean_apart: Mean angle between a kernel's gradient and the exact one, over points and places.
-        mean: Mean |error| over points and places.
-        fine_place: s + t of the steps shown in full.
-        fine_error: Signed errors of one test point there.
-        accuracy: Of the network at the test points.
+        time: s + t over the whole run.
+        mean_error: Mean |error| over test points at each time, for each of `KERNELS`.
+        mean_angle_to_exact: Mean angle between a kernel's gradient and the exact one, over points and times.
+        mean: Mean |error| over points and times.
+        fine_time: s + t of the steps shown in full.
+        fine_error: Signed errors of one test point at these times.
+        accuracy: Accuracy of the network at the test points.
     """
 
-    place: list[float]
+    time: list[float]
     mean_error: list[list[float]]
-    mean_apart: list[float]
+    mean_angle_to_exact: list[float]
     mean: list[float]
-    fine_place: list[float]
+    fine_time: list[float]
     fine_error: list[list[float]]
     accuracy: float
 
@@ -54,28 +54,28 @@ def run(config: Config) -> Result:
     trajectory, held_out = record_toy(config.toy)
     outputs = network_outputs(trajectory, held_out.inputs)
     chosen = outputs.argmax(1)
-    steps, places = range(trajectory.num_steps), torch.linspace(0, 1, config.places).tolist()
+    steps, times = range(trajectory.num_steps), torch.linspace(0, 1, config.times).tolist()
     first, last = (
-        gradient_alignment(trajectory, held_out.inputs, chosen, steps=steps, places=places, tangent_state=state)
+        gradient_alignment(trajectory, held_out.inputs, chosen, steps=steps, times=times, ntk_state=state)
         for state in (0, -1)
     )
-    errors = [last.discrete_error, first.tangent_error, last.tangent_error]
-    apart = [last.discrete_apart, first.tangent_apart, last.tangent_apart]
+    errors = [last.dpk_error, first.ntk_error, last.ntk_error]
+    angles = [last.angle_dpk_to_exact, first.angle_ntk_to_exact, last.angle_ntk_to_exact]
     fine_steps = range(config.first, config.first + config.shown)
-    fine_places = torch.linspace(0, 1, config.fine).tolist()
+    fine_times = torch.linspace(0, 1, config.fine).tolist()
     fine = [
         gradient_alignment(
-            trajectory, held_out.inputs[:1], chosen[:1], steps=fine_steps, places=fine_places, tangent_state=state
+            trajectory, held_out.inputs[:1], chosen[:1], steps=fine_steps, times=fine_times, ntk_state=state
         )
         for state in (0, -1)
     ]
-    shown = [fine[1].discrete_error, fine[0].tangent_error, fine[1].tangent_error]
+    shown = [fine[1].dpk_error, fine[0].ntk_error, fine[1].ntk_error]
     return Result(
-        place=last.place.tolist(),
+        time=last.time.tolist(),
         mean_error=[error.abs().mean(0).tolist() for error in errors],
-        mean_apart=[float(a.mean()) for a in apart],
+        mean_angle_to_exact=[float(angle.mean()) for angle in angles],
         mean=[float(error.abs().mean()) for error in errors],
-        fine_place=fine[1].place.tolist(),
+        fine_time=fine[1].time.tolist(),
         fine_error=[error[0].tolist() for error in shown],
         accuracy=float((chosen == held_out.labels).double().mean()),
     )
@@ -87,8 +87,8 @@ def draw(result: Result) -> Figure:
     left, right = figure.subplots(1, 2)
     for k, (name, values, mean) in enumerate(zip(KERNELS, result.fine_error, result.mean, strict=True)):
         label = f"{name}: mean |error| {mean:.2g}°"
-        left.plot(result.fine_place, values, color=PALETTE[k], label=label)
-        left.fill_between(result.fine_place, 0, values, color=PALETTE[k], alpha=0.12, linewidth=0)
+        left.plot(result.fine_time, values, color=PALETTE[k], label=label)
+        left.fill_between(result.fine_time, 0, values, color=PALETTE[k], alpha=0.12, linewidth=0)
     left.axhline(0, color="black", linewidth=1.2, label="exact path kernel (reference)")
     left.set(
         xlabel="training step s + t",
@@ -97,7 +97,7 @@ def draw(result: Result) -> Figure:
     )
     left.set_yscale("symlog", linthresh=0.1)
     for k, values in enumerate(result.mean_error):
-        per_step = np.array(values).reshape(round(result.place[-1]), -1).mean(1)
+        per_step = np.array(values).reshape(round(result.time[-1]), -1).mean(1)
         right.plot(per_step, color=PALETTE[k])
     right.set(yscale="log", xlabel="training step s", ylabel="mean |angle error| in degrees")
     right.set_title("all test points, mean of each step")
@@ -111,7 +111,7 @@ def draw(result: Result) -> Figure:
 
 
 EXPERIMENT = Experiment(
-    "fig02_alignment", Config(), Config(toy=SMALL_TOY, places=3, first=1, shown=2, fine=4), Result, run, draw
+    "fig02_alignment", Config(), Config(toy=SMALL_TOY, times=3, first=1, shown=2, fine=4), Result, run, draw
 )
 
 if __name__ == "__main__":

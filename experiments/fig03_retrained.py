@@ -9,7 +9,7 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
-from epk_gp.analysis.retraining import decision_values, fit_sigmoid, probabilities, retrain
+from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, probabilities, retrain
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import uncertainty_map
@@ -33,20 +33,20 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What the machines say.
+    """Predictions of the retrained machines and of the network.
 
     Attributes:
         x: Columns of the map.
         y: Its rows.
-        probability: Of each class on the map, by the retrained machine.
+        probability: Probability of each class on the map, by the retrained machine.
         points: Some training points in the plane.
-        labels: Their classes.
-        network_class: What the network predicts, on a finer grid over the same square, a digit per node.
-        accuracy: Of `MACHINES`, on held-out points.
+        labels: Classes of these points.
+        network_class: Class that the network predicts on a finer grid over the same square, one digit per node.
+        accuracy: Accuracy of each of `MACHINES` on held-out points.
         agreement: Share of held-out points at which retrained machine and network agree.
         support: Support vectors per class, of the path kernel's machine.
         num_train: M.
-        confidence: Mean largest probability, over directions, at each of `RADII` (1: where the data end), per machine.
+        confidence: Mean largest probability over directions, per machine, at each of `RADII` in units of the data's radius.
     """
 
     x: list[float]
@@ -88,8 +88,8 @@ def run(config: Config) -> Result:
     for gram, cross in (path, rbf):
         machine = retrain(gram, trajectory.targets, penalty=config.penalty)
         decisions = decision_values(machine, cross)
-        found.append(probabilities(fit_sigmoid(decisions[:half], held_out.labels[:half]), decisions))
-        support.append(machine.support.tolist())
+        found.append(probabilities(fit_platt_scaling(decisions[:half], held_out.labels[:half]), decisions))
+        support.append(machine.num_support_vectors.tolist())
     found.append(outputs.softmax(1))
     sizes = [len(held_out), len(x) * len(y), *[config.directions] * len(RADII)]
     parts = [values.split(sizes) for values in found]

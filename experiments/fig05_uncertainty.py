@@ -11,7 +11,7 @@ import epk_gp as epk
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, nearest_distances
 from epk_gp.analysis.ranks import rank_correlation
-from epk_gp.analysis.stationarity import location_share, ray_growth
+from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
 from epk_gp.plots import uncertainty_map
 from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
@@ -83,10 +83,10 @@ def _numbers(m: UncertaintyMap) -> dict[str, float | None]:
 
 
 def _stationarity(config: Config, trajectory: epk.Trajectory, X: Tensor) -> dict[str, float]:
-    """Measure the path kernel (its trace over classes), and an RBF kernel as the control."""
+    """Measure the path kernel (its trace over classes), and an RBF kernel as the negative control."""
     generator = torch.Generator().manual_seed(0)
     kernel = epk.EPKKernel(trajectory, outputs="trace", rule=epk.gauss_legendre(2))
-    places = X[: config.locations]
+    locations = X[: config.locations]
     displacements = torch.randn(config.displacements, X.shape[1], generator=generator, dtype=X.dtype)
     directions = torch.randn(config.directions, X.shape[1], generator=generator, dtype=X.dtype)
     directions *= (X - X.mean(0)).norm(dim=1).mean() / directions.norm(dim=1, keepdim=True)
@@ -98,17 +98,19 @@ def _stationarity(config: Config, trajectory: epk.Trajectory, X: Tensor) -> dict
     def rbf(a: Tensor, b: Tensor) -> Tensor:
         return torch.exp(-torch.cdist(a, b).square() / (2 * X.shape[1]))
 
-    def own(a: Tensor) -> Tensor:
+    def diagonal(a: Tensor) -> Tensor:
         values: Tensor = kernel(epk.test_copy(a), diag=True)
         return values
 
-    growth = ray_growth(own, X.mean(0), directions, torch.tensor([3.0, 5.0, 10.0, 20.0], dtype=X.dtype))
+    exponents = diagonal_growth_exponent(
+        diagonal, X.mean(0), directions, torch.tensor([3.0, 5.0, 10.0, 20.0], dtype=X.dtype)
+    )
     return {
-        "location_share": location_share(path, places, displacements),
-        "location_share_rbf": location_share(rbf, places, displacements),
-        "growth_along_rays_mean": float(growth.mean()),
-        "growth_along_rays_min": float(growth.min()),
-        "growth_along_rays_max": float(growth.max()),
+        "location_variance_share": location_variance_share(path, locations, displacements),
+        "location_variance_share_rbf": location_variance_share(rbf, locations, displacements),
+        "diagonal_growth_exponent_mean": float(exponents.mean()),
+        "diagonal_growth_exponent_min": float(exponents.min()),
+        "diagonal_growth_exponent_max": float(exponents.max()),
     }
 
 

@@ -37,13 +37,13 @@ class Result:
     Attributes:
         x: Columns of the background.
         y: Its rows.
-        network_class: What the network predicts there.
+        network_class: Class that the network predicts at each node of the background.
         points: Training points in the plane.
-        values: Their kernel values, (test point, class, training point).
+        values: Kernel values of the drawn training points, (test point, class, training point).
         tests: The test points in the plane.
         predicted: Classes that the network predicts for them.
         numbers: One entry per test point and class: rank correlation of the kernel value with the Euclidean distance,
-            over all training points and over those of the test point's class; over-weight near the boundary.
+            over all training points and over those of the test point's class; boundary weight ratio.
         contributions: One entry per test point: the same for the exact contributions to the predicted class.
     """
 
@@ -73,15 +73,17 @@ def run(config: Config) -> Result:
     numbers, contributions = [], []
     for n, test in enumerate(tests):
         distance = (X - test).norm(dim=1)
-        own = labels == predicted[n]
+        same_class = labels == predicted[n]
 
-        def describe(weights: torch.Tensor, distance: torch.Tensor = distance, own: torch.Tensor = own) -> dict:
-            found = boundary_weight_ratio(weights, margin, labels, share=config.share)
+        def describe(
+            weights: torch.Tensor, distance: torch.Tensor = distance, same_class: torch.Tensor = same_class
+        ) -> dict:
+            at_boundary = boundary_weight_ratio(weights, margin, labels, share=config.share)
             return {
                 "rank_correlation_with_distance": rank_correlation(weights, distance),
-                "rank_correlation_with_distance_own_class": rank_correlation(weights[own], distance[own]),
-                "over_weight_ratio": found.ratio,
-                "rank_correlation_of_size_with_margin": found.rank_correlation,
+                "rank_correlation_with_distance_own_class": rank_correlation(weights[same_class], distance[same_class]),
+                "boundary_weight_ratio": at_boundary.ratio,
+                "rank_correlation_of_size_with_margin": at_boundary.rank_correlation,
             }
 
         numbers += [{"test": n, "class": c} | describe(values[c, n]) for c in range(3)]

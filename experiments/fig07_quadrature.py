@@ -28,20 +28,20 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What each rule costs and leaves, over all test images and classes.
+    """Cost and error of each rule, over all test images and classes.
 
     Attributes:
         rules: Names.
         evaluations: Gradients per point and step.
         max_error: Largest |kernel machine - network|.
         max_residual: Largest quadrature residual of a (point, step).
-        seconds: Of each reconstruction.
+        seconds: Seconds of each reconstruction.
         largest_output: Largest |network output|.
         gain: Error of the finest left Riemann rule over that of the finest adaptive rule.
-        accuracy: Of the network at the test images.
+        accuracy: Accuracy of the network at the test images.
         network: Outputs of the network, (point, class) flattened.
         machines: Outputs of the kernel machine with each left Riemann rule and the finest adaptive rule.
-        drawn: Their names.
+        drawn: Names of the rules in `machines`.
     """
 
     rules: list[str]

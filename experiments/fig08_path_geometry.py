@@ -19,7 +19,7 @@ class Config:
     images: Images = field(default_factory=lambda: Images(num_train=500, lr=0.2, steps=200))
     toy: Toy = field(default_factory=lambda: Toy(num_test=3))
     seeds: tuple[int, ...] = (0, 1, 2)
-    places: int = 41
+    line_points: int = 41
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Result:
     """Profiles of the first CNN, and numbers of every run.
 
     Attributes:
-        t: Places on the line.
-        accuracy: There, on the training data.
-        loss: Mean loss there.
-        norm: L2 norm of the weights there.
+        t: Values of t on the line.
+        accuracy: Accuracy on the training data at each t.
+        loss: Mean loss at each t.
+        norm: L2 norm of the weights at each t.
         slope: Derivative of the mean loss along the line's unit vector.
         path_norm: L2 norm of w_s.
-        path_turned: Angle between w_s and w_0, degrees.
-        path_to_chord: Angle between each step and the line, degrees.
+        path_angle_to_initial: Angle between w_s and w_0, degrees.
+        path_angle_to_chord: Angle between each step and the line, degrees.
         numbers: One entry per problem and seed.
     """
 
@@ -44,8 +44,8 @@ class Result:
     norm: list[float]
     slope: list[float]
     path_norm: list[float]
-    path_turned: list[float]
-    path_to_chord: list[float]
+    path_angle_to_initial: list[float]
+    path_angle_to_chord: list[float]
     numbers: list[dict[str, float | int | str]]
 
 
@@ -58,7 +58,7 @@ def run(config: Config) -> Result:
                 trajectory = record_images(replace(config.images, seed=seed))[0]
             else:
                 trajectory = record_toy(replace(config.toy, seed=seed))[0]
-            size = config.places if not profiles else 2
+            size = config.line_points if not profiles else 2
             line = line_profile(trajectory, trajectory.inputs, trajectory.targets, size=size)
             path = path_profile(trajectory)
             profiles = profiles or [line, path]
@@ -71,8 +71,8 @@ def run(config: Config) -> Result:
         norm=line.norm.tolist(),
         slope=line.slope.tolist(),
         path_norm=path.norm.tolist(),
-        path_turned=path.transpose_block.tolist(),
-        path_to_chord=path.to_chord.tolist(),
+        path_angle_to_initial=path.angle_to_initial.tolist(),
+        path_angle_to_chord=path.angle_to_chord.tolist(),
         numbers=numbers,
     )
 
@@ -81,7 +81,7 @@ def _numbers(line, path, trajectory: epk.Trajectory) -> dict[str, float]:
     return {
         "norm_change": path.norm_change,
         "norm_is_monotonic": float((path.norm.diff() >= 0).all() or (path.norm.diff() <= 0).all()),
-        "turned_degrees": float(path.transpose_block[-1]),
+        "angle_to_initial": float(path.angle_to_initial[-1]),
         "straightness": path.straightness,
         "training_accuracy": float(line.accuracy[-1]),
         "training_loss": float(line.loss[-1]),
@@ -105,8 +105,8 @@ def draw(result: Result) -> Figure:
     c.plot(result.t, result.slope, color=PALETTE[2], linestyle="--")
     c.axhline(0, color="black", linewidth=0.8)
     c.set(xlabel="t on the line from first to last weights", title="derivative of the mean loss along the line")
-    d.plot(range(steps + 1), result.path_turned, color=PALETTE[0], label="between w and the first weights")
-    d.plot(range(1, steps + 1), result.path_to_chord, color=PALETTE[1], label="between the step and the line")
+    d.plot(range(steps + 1), result.path_angle_to_initial, color=PALETTE[0], label="between w and the first weights")
+    d.plot(range(1, steps + 1), result.path_angle_to_chord, color=PALETTE[1], label="between the step and the line")
     d.set(xlabel="step s", ylabel="degrees", title="angles along the real path")
     d.legend(fontsize="small")
     for ax in (a, b, c, d):
@@ -118,7 +118,7 @@ def draw(result: Result) -> Figure:
 EXPERIMENT = Experiment(
     "fig08_path_geometry",
     Config(),
-    Config(Images("digits", num_train=20, steps=4, lr=0.3), SMALL_TOY, seeds=(0,), places=5),
+    Config(Images("digits", num_train=20, steps=4, lr=0.3), SMALL_TOY, seeds=(0,), line_points=5),
     Result,
     run,
     draw,

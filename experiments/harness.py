@@ -1,4 +1,4 @@
-"""What the experiments share: their command line, and how a result is saved and read again."""
+"""The command line of the experiments, and how their results are saved and read again."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ Config = TypeVar("Config")
 Result = TypeVar("Result")
 
 GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
-_DIGITS = 6  # of the numbers in saved lists
+_DIGITS = 6  # significant digits of the numbers in saved lists
 _DPI = 90
 
 
@@ -31,12 +31,12 @@ class Experiment(Generic[Config, Result]):
     """One experiment, in one file.
 
     Attributes:
-        name: What its files are called.
-        config: The full size.
-        smoke: A tiny size, for the tests: seconds, and nothing that is not in the repository or scikit-learn.
-        result: The dataclass that `run` returns; its fields hold what JSON can hold.
-        run: Computes.
-        draw: Draws a result.
+        name: Name of its files.
+        config: Configuration of the full run.
+        smoke: Configuration for the tests, which takes seconds and needs no data beyond scikit-learn's.
+        result: The dataclass that `run` returns; its fields can be written as JSON.
+        run: Function that computes the result.
+        draw: Function that draws a result.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Experiment(Generic[Config, Result]):
 def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = None) -> None:
     """Run an experiment from the command line, or draw its saved result again."""
     parser = argparse.ArgumentParser(prog=experiment.name, description=sys.modules[experiment.run.__module__].__doc__)
-    parser.add_argument("--smoke", action="store_true", help="everything in a tiny size, in seconds")
+    parser.add_argument("--smoke", action="store_true", help="use tiny sizes, for a few seconds")
     parser.add_argument("--redraw", action="store_true", help="draw the saved result again, and compute nothing")
     parser.add_argument("--out", type=Path, default=GALLERY, help="folder of the JSON and the PNG")
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds mnist/ and the like; else {DATA_VARIABLE}")
@@ -60,10 +60,10 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
     options.out.mkdir(parents=True, exist_ok=True)
     file, picture = (options.out / f"{experiment.name}{suffix}" for suffix in (".json", ".png"))
     if not options.redraw:
-        config, watch = (experiment.smoke if options.smoke else experiment.config), Stopwatch()
+        config, timer = (experiment.smoke if options.smoke else experiment.config), Stopwatch()
         result = experiment.run(config)
         content = {"experiment": experiment.name, "config": asdict(config), "results": _plain(asdict(result))}
-        file.write_text(json.dumps(content | provenance(watch), allow_nan=False) + "\n")
+        file.write_text(json.dumps(content | provenance(timer), allow_nan=False) + "\n")
     save_picture(experiment.draw(read_result(experiment, file)), picture)
     print(
         f"written: {file.name} ({file.stat().st_size >> 10} KiB), {picture.name} ({picture.stat().st_size >> 10} KiB)"
@@ -71,7 +71,7 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
 
 
 def save_picture(figure: Figure, file: Path) -> None:
-    """Write a PNG with a palette of 256 colours: a third of the size, and no difference to the eye."""
+    """Write a PNG with a palette of 256 colours, which is a third of the size and looks the same."""
     buffer = BytesIO()
     figure.savefig(buffer, dpi=_DPI)
     Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
@@ -81,7 +81,7 @@ def read_result(experiment: Experiment[Config, Result], file: Path) -> Result:
     """Read a saved result.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no saved result.
     """
     if not file.is_file():
         raise FileNotFoundError(f"--redraw needs a saved result: there is no {file.name}. Run without --redraw first.")

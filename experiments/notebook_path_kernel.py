@@ -52,7 +52,7 @@ class Result:
         notebook_confidence: Its mean confidence.
         network_confidence: The network's mean confidence.
         gram: The 2-D problem's path-kernel matrix between its first points (log-softmax, summed over classes).
-        gram_smallest_eigenvalue: Of the matrix over all its points, relative to the largest.
+        gram_smallest_eigenvalue: Smallest eigenvalue of the matrix over all points, relative to the largest.
         similarity: The notebook's matrix: mean inner product of the loss gradients that made the steps.
         similarity_smallest_eigenvalue: The same of the notebook's matrix over all points.
         points: The 2-D points shown, and their labels.

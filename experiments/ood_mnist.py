@@ -46,12 +46,12 @@ class Result:
     """Mean and standard deviation over seeds.
 
     Attributes:
-        num_seeds: How many.
+        num_seeds: Number of seeds.
         outside: Names of the other data.
         detection: One row per score: its name, then per other data set AUROC and FPR at 95 %, each as [mean, std].
         calibration: One row per model: its name, then accuracy, calibration error and NLL, each as [mean, std].
-        every: All numbers of every seed.
-        left_out: What could not be run, and why.
+        every: The numbers of every seed.
+        left_out: Models that could not be run, and why.
     """
 
     num_seeds: int
@@ -64,7 +64,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Model:
-    """What a probabilistic model says: class probabilities, and scores that should be larger outside."""
+    """Predictions of a model: class probabilities, and scores that should be larger out of distribution."""
 
     probability: Tensor
     scores: dict[str, Tensor]
@@ -92,20 +92,20 @@ def _one_seed(config: Config, seed: int) -> dict:
     detection, calibrations = {}, {}
     for name, model in models.items():
         if name != "path kernel":
-            found = calibration(model.probability[: len(inside)], inside.labels)
-            calibrations[name] = {"accuracy": found.accuracy, "ECE": found.error, "NLL": found.nll}
+            measured = calibration(model.probability[: len(inside)], inside.labels)
+            calibrations[name] = {"accuracy": measured.accuracy, "ECE": measured.ece, "NLL": measured.nll}
         for score, values in model.scores.items():
             parts = values.split([len(data) for data in sets])
             row = {}
             for other, part in zip(config.outside, parts[1:], strict=True):
-                judged = ood_metrics(parts[0], part)
-                row |= {f"{other} AUROC": judged.auroc, f"{other} FPR95": judged.fpr95}
+                metrics = ood_metrics(parts[0], part)
+                row |= {f"{other} AUROC": metrics.auroc, f"{other} FPR95": metrics.fpr95}
             detection[f"{name}: {score}"] = row
     return {"seed": seed, "detection": detection, "calibration": calibrations}
 
 
 def _draw_images(name: str, count: int, seed: int) -> Dataset:
-    """Draw images of another data set; "inverted digits" stand in where only scikit-learn's digits are at hand."""
+    """Draw images of another data set; "inverted digits" replace it where only scikit-learn's digits are available."""
     if name == "inverted digits":
         data = images("digits", "test")
         return Dataset(1 - data.inputs[:count], data.labels[:count], data.num_classes, name)
@@ -138,7 +138,7 @@ def _kernel_scores(config: Config, trajectory: epk.Trajectory, X: Tensor) -> dic
 
 
 def _gaussian_process(config: Config, seed: int, trajectory: epk.Trajectory, X: Tensor) -> Model:
-    """Regress to the network's logits; two nodes are exact between kinks, one node where nothing moves."""
+    """Regress to the network's logits; two nodes are exact between kinks, one node is exact for the NTK."""
     rule = epk.gauss_legendre(2) if trajectory.num_steps > 1 else epk.left_endpoint()
     gp = epk.LogitGP(trajectory, "independent", mean="zero", points=range(config.num_condition), rule=rule)
     gp.fit(config.fit_steps)

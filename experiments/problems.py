@@ -1,4 +1,4 @@
-"""The recorded runs that the experiments look at: the paper's three Gaussians, and images."""
+"""The recorded runs of the experiments: the paper's three Gaussians, and images."""
 
 import os
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Toy:
         num_per_class: Training points of each class.
         dim: Coordinates.
         width: Hidden units.
-        lr: Step size.
-        steps: S.
+        lr: Learning rate.
+        steps: Number of steps S.
         num_test: Held-out points.
-        seed: Of data and weights.
+        seed: Seed of the data and the initial weights.
     """
 
     num_per_class: int = 1000
@@ -46,12 +46,12 @@ class Images:
         data: A folder of MNIST-format files below EPK_GP_DATA, or "digits" (scikit-learn's, 8 x 8).
         network: "cnn" (conv 8 - pool - conv 16 - pool - linear, ReLU) or "mlp" (one hidden ReLU layer).
         width: Hidden units of the mlp.
-        num_train: M, the first images in an order drawn by the seed.
+        num_train: Number of training images M, the first in an order drawn with the seed.
         num_test: Held-out images.
         batch_size: Full batches if None.
-        lr: Step size.
-        steps: S.
-        seed: Of the order and the weights.
+        lr: Learning rate.
+        steps: Number of steps S.
+        seed: Seed of the order and the initial weights.
     """
 
     data: str = "mnist"
@@ -66,7 +66,7 @@ class Images:
 
 
 def record_toy(config: Toy) -> tuple[epk.Trajectory, Dataset]:
-    """Train and record; give the run and held-out points."""
+    """Train and record; return the run and held-out points."""
     generator = torch.Generator().manual_seed(config.seed)
     data = three_gaussians(config.num_per_class, dim=config.dim, generator=generator)
     held_out = three_gaussians(-(-config.num_test // 3), dim=config.dim, generator=generator)[: config.num_test]
@@ -78,7 +78,7 @@ def record_toy(config: Toy) -> tuple[epk.Trajectory, Dataset]:
 
 
 def record_images(config: Images) -> tuple[epk.Trajectory, Dataset]:
-    """Train and record; give the run and held-out images."""
+    """Train and record; return the run and held-out images."""
     generator = torch.Generator().manual_seed(config.seed)
     train, test = images(config.data, "train"), images(config.data, "test")
     train = train[torch.randperm(len(train), generator=generator)[: config.num_train]]
@@ -99,14 +99,14 @@ def record_images(config: Images) -> tuple[epk.Trajectory, Dataset]:
 
 
 def images(name: str, split: str) -> Dataset:
-    """Load images by name; "digits" are cut in two.
+    """Load images by name. "digits" are divided into a training and a test part.
 
     Raises:
-        FileNotFoundError: The files are not there.
+        FileNotFoundError: The files do not exist.
     """
     if name == "digits":
-        every = digits()
-        return every[:1200] if split == "train" else every[1200:]
+        whole = digits()
+        return whole[:1200] if split == "train" else whole[1200:]
     root = os.environ.get(DATA_VARIABLE)
     if not root:
         raise FileNotFoundError(f"images need a folder that holds {name}/: pass --data-dir, or set {DATA_VARIABLE}.")
@@ -114,10 +114,10 @@ def images(name: str, split: str) -> Dataset:
 
 
 def build(name: str, shape: tuple[int, ...], num_classes: int, width: int) -> nn.Module:
-    """Make a network with random weights.
+    """Return a network with random initial weights.
 
     Raises:
-        ValueError: No such network.
+        ValueError: There is no network of this name.
     """
     channels, height, breadth = shape
     if name == "mlp":

@@ -33,13 +33,13 @@ class Result:
     Attributes:
         problems: Names.
         inputs: Entries D of an input.
-        accuracy: Of the network, held out.
-        effective_rank: Of the Gram matrix (trace over classes), exp of the entropy of its eigenvalues.
+        accuracy: Accuracy of the network on held-out points.
+        effective_rank: Effective rank of the Gram matrix (trace over classes): exp of the entropy of its eigenvalues.
         gram_principal: Eigenvalues that hold `share` of its trace.
         dimension: Principal directions that hold `share` of a test point's input gradients, mean over test points.
         dimension_range: Smallest and largest over test points.
-        eigenvalues: Of the Gram matrix, over their sum.
-        energies: Of the input gradients, over their sum, mean over test points.
+        eigenvalues: Eigenvalues of the Gram matrix, divided by their sum.
+        energies: Energies of the input gradients, divided by their sum, mean over test points.
     """
 
     problems: list[str]
@@ -79,7 +79,7 @@ def run(config: Config) -> Result:
                 "inputs": trajectory.inputs[0].numel(),
                 "accuracy": float((outputs.argmax(1) == held_out.labels).double().mean()),
                 "effective_rank": gram.effective_rank,
-                "gram_principal": gram.principal,
+                "gram_principal": gram.num_principal,
                 "dimension": sum(dimensions) / len(dimensions),
                 "dimension_range": [min(dimensions), max(dimensions)],
                 "eigenvalues": (gram.values / gram.values.sum()).tolist(),

@@ -1,4 +1,4 @@
-"""What several tests share: one comparison, and small recorded runs of many kinds of network."""
+"""What several tests share: a comparison of tensors, and small recorded runs of many kinds of network."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,13 +10,20 @@ from torch.nn import functional as F
 import epk_gp as epk
 
 
-def assert_close(found: Tensor, wanted: Tensor, *, rounding: float = 1e4) -> None:
-    """Compare up to `rounding` times eps of the largest wanted value: long sums round that much."""
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
-    error = float((found - wanted).abs().max() / scale)
-    assert error <= rounding * torch.finfo(wanted.dtype).eps, f"relative error {error:.2e}"
+def assert_close(actual: Tensor, expected: Tensor, *, rounding: float = 1e4) -> None:
+    """Compare up to `rounding` times eps of the largest expected value: the rounding error of long sums."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    scale = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    error = float((actual - expected).abs().max() / scale)
+    assert error <= rounding * torch.finfo(expected.dtype).eps, f"relative error {error:.2e}"
+
+
+def with_value(X: Tensor, value: float, row: int = 3) -> Tensor:
+    """Return a copy of X with one other value in a row."""
+    X = X.clone()
+    X[row, 1] = value
+    return X
 
 
 class Twice(nn.Module):
@@ -32,7 +39,7 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight in two layers, once transposed: it can't be a layer's."""
+    """One weight used by two layers, once transposed: it is not the weight of one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +50,7 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Token embedding, attention built of linear layers, layer norm."""
+    """Token embedding, attention made of linear layers, layer normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +65,7 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Torch's own encoder layer behind a learned class token."""
+    """An `nn.TransformerEncoderLayer` with a learned class token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +77,7 @@ class Transformer(nn.Module):
 
 
 class Cosine(nn.Module):
-    """A classifier with normalised weights: the weight never meets the input itself."""
+    """A classifier with normalised weights: the parameter itself is never multiplied by an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +88,7 @@ class Cosine(nn.Module):
 
 
 class SequenceFirst(nn.Module):
-    """Puts the sequence before the samples, so that a layer's first dimension isn't the batch."""
+    """A network that puts the sequence before the samples: the first dimension of its layers is not the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +103,7 @@ def _mlp(activation: Callable[[], nn.Module], outputs: int = 3) -> nn.Module:
 
 
 def _wide() -> nn.Module:
-    """So wide a last layer that its share under the softmax is averaged, not written out."""
+    """A last layer that is so wide that its part under the softmax is averaged, not multiplied out."""
     return nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 80), nn.Tanh(), nn.Linear(80, 3))
 
 
@@ -130,7 +137,7 @@ def _norms() -> nn.Module:
 
 
 def _wide_conv() -> nn.Module:
-    """So many channels on so few places that factors are cheaper than the written-out gradient."""
+    """So many channels at so few positions that factors are cheaper than the dense gradient."""
     return nn.Sequential(
         nn.Conv2d(2, 40, 3, padding=1), nn.Tanh(), nn.Conv2d(40, 30, 3), nn.Flatten(), nn.Linear(30, 3)
     )
@@ -174,7 +181,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A recorded run and points to ask it about."""
+    """A recorded run and test points."""
 
     name: str
     trajectory: epk.Trajectory

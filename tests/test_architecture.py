@@ -11,6 +11,7 @@ import epk_gp
 ROOT = Path(epk_gp.__file__).parent
 RANK = {
     "core": 0,
+    "_moved": 0,
     "datasets": 0,
     "provenance": 0,
     "storage": 1,
@@ -31,20 +32,21 @@ MODULES = {name.removesuffix(".__init__"): file for name, file in FILES.items() 
 
 
 def imported_by(file):
-    """Name every module of the package that a file imports, wherever in the file."""
-    found = set()
+    """Return every module of the package that a file imports, anywhere in the file."""
+    modules = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno} imports relatively"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole.removeprefix("epk_gp.") in MODULES else node.module)
+                modules.add(whole if whole.removeprefix("epk_gp.") in MODULES else node.module)
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name.removeprefix("epk_gp.") for name in found if name.split(".")[0] == "epk_gp"}
+            modules |= {alias.name for alias in node.names}
+    return {name.removeprefix("epk_gp.") for name in modules if name.split(".")[0] == "epk_gp"}
 
 
 def layer(module):
+    """Return the folder of a module."""
     return module.split(".")[0]
 
 
@@ -59,9 +61,9 @@ def test_every_module_has_a_layer(module):
 
 def test_imports_point_from_later_layers_to_earlier_ones(module):
     name, file = module
-    for other in imported_by(file) - {"epk_gp"}:  # the package itself: its version
-        inside, below = layer(other) == layer(name), RANK[layer(other)] < RANK[layer(name)]
-        assert inside or below, f"{name} imports {other}"
+    for imported in imported_by(file) - {"epk_gp"}:  # the package itself: its version
+        same_folder, earlier = layer(imported) == layer(name), RANK[layer(imported)] < RANK[layer(name)]
+        assert same_folder or earlier, f"{name} imports {imported}"
 
 
 def test_imports_stand_at_the_top_of_their_file(module):
@@ -87,6 +89,14 @@ def test_the_command_line_and_plots_are_not_part_of_importing_the_package():
     assert not {layer(name) for name in imported_by(FILES["__init__"])} & {"cli", "plots"}
 
 
+@pytest.mark.parametrize("folder", ["experiments", "benchmarks"])
+def test_experiments_and_benchmarks_do_not_import_the_command_line(folder):
+    files = sorted((ROOT.parent / folder).rglob("*.py"))
+    assert files
+    for file in files:
+        assert "cli" not in {layer(name) for name in imported_by(file)}, f"{file} imports the command line"
+
+
 def test_the_package_names_what_it_exports():
     assert sorted(set(epk_gp.__all__)) == sorted(epk_gp.__all__)
     for name in epk_gp.__all__:
@@ -104,7 +114,7 @@ def test_the_package_names_what_it_exports():
     ],
 )
 def test_the_reader_of_imports_sees_every_form(tmp_path, source, names):
-    """The control."""
+    """The negative control."""
     file = tmp_path / "module.py"
     file.write_text(source)
     assert imported_by(file) == names

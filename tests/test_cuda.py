@@ -21,11 +21,11 @@ def test_blocks_on_a_gpu_equal_those_on_the_cpu(name: str, rule: Rule) -> None:
     X = torch.cat([case.trajectory.inputs, case.test])
     is_train = torch.arange(12) < 7
     for head in case.heads:
-        wanted = epk.gram_block(case.trajectory, *[epk.Points(X, is_train)] * 2, head=head, rule=rule)
+        expected = epk.gram_block(case.trajectory, *[epk.Points(X, is_train)] * 2, head=head, rule=rule)
         points = epk.Points(X.cuda(), is_train.cuda())
-        found = epk.gram_block(case.trajectory, points, points, head=head, rule=rule)
-        assert found.is_cuda
-        assert_close(found.cpu(), wanted, rounding=1e6)
+        actual = epk.gram_block(case.trajectory, points, points, head=head, rule=rule)
+        assert actual.is_cuda
+        assert_close(actual.cpu(), expected, rounding=1e6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,15 +53,15 @@ def test_states_on_disk_are_streamed_to_the_stream_that_computes(tmp_path: Path)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
     epk.train(net, X, y, optimizer=optimizer, steps=40, path=tmp_path / "run")
     run = epk.load_trajectory(tmp_path / "run", net)
-    wanted = epk.gram_block(run, epk.Points(X, False), epk.Points(X, True))
+    expected = epk.gram_block(run, epk.Points(X, False), epk.Points(X, True))
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = epk.gram_block(run, epk.Points(X.cuda(), False), epk.Points(X.cuda(), True)).cpu()
-    assert_close(found, wanted, rounding=1e6)
+        actual = epk.gram_block(run, epk.Points(X.cuda(), False), epk.Points(X.cuda(), True)).cpu()
+    assert_close(actual, expected, rounding=1e6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_host_does_not_wait_inside_the_loop_over_steps(name: str) -> None:
-    """As in test_waiting.py, with CUDA's own watch: a warning at every synchronisation."""
+    """As in tests/gram/test_no_synchronisation.py, but CUDA itself warns at every synchronisation."""
     counts = []
     for steps in (2, 6):
         case = make_case(name, steps=steps)

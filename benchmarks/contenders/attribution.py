@@ -1,9 +1,9 @@
-"""What the paper's Algorithm 1 is for: every training point's contribution to predictions, by two ways.
+"""Contributions of every training point to predictions, the purpose of the paper's Algorithm 1, computed in three ways.
 
 The variant "attribute" calls `attribute`; "algorithm 1" does what the algorithm says for one test point after another:
 dense Jacobians of training and test points, the test point's averaged over 100 Riemann nodes per step; "algorithm 1,
-points together" shares the training points' Jacobians among all test points. All give (n, C, M), which must sum to the
-change of the network's outputs.
+points together" shares the training points' Jacobians among all test points. All return (n, C, M), which must sum to
+the change of the network's outputs.
 """
 
 from typing import Any

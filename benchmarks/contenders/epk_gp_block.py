@@ -12,7 +12,7 @@ from epk_gp.gram.ntk import tangent_trajectory
 
 
 def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
-    """Record the run, or stand still at its weights."""
+    """Record a run, or take the NTK at the initial weights if the problem has no steps."""
     net = network(problem, arrays)
     X, Y = (torch.from_numpy(arrays[name]) for name in ("X", "Y"))
     labels = torch.arange(len(Y)) % problem["outputs"]

@@ -1,4 +1,4 @@
-"""The floor: a square matrix product, whose rate the others' operations are divided by."""
+"""The floor: a square matrix product. Its rate converts the operations of the other contenders to time."""
 
 from typing import Any
 

@@ -19,8 +19,8 @@ def make(problem: dict[str, Any], arrays: dict[str, np.ndarray]) -> Run:
         return functional_call(net, w, (x[None],))[0]
 
     def jacobian(points: torch.Tensor) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = vmap(jacrev(output), (None, 0))(weights, points)
-        return found
+        jacobians: dict[str, torch.Tensor] = vmap(jacrev(output), (None, 0))(weights, points)
+        return jacobians
 
     def block() -> torch.Tensor:
         left, right = jacobian(X), jacobian(Y)

@@ -17,18 +17,18 @@ Run = Callable[[], Any]
 
 
 def serve(make: Callable[[dict[str, Any], dict[str, np.ndarray]], Run], order: tuple[int, ...] | None = None) -> None:
-    """Answer each line "run" with seconds and peak memory, and the first one with the result in a file.
+    """Answer each line "run" with seconds and peak memory; the first answer also writes the result to a file.
 
     Args:
-        make: Gets the problem and its arrays, and gives a function that computes the result from the inputs again
-            every time it is called.
-        order: Axes of the result in the order (N, C, M, C), if it has another.
+        make: Function that takes the problem and its arrays, and returns a function that computes the result from the
+            inputs every time it is called.
+        order: Permutation that brings the axes of the result into the order (N, C, M, C).
     """
     problem = json.loads(Path(sys.argv[1]).read_text())
     with np.load(problem["arrays"]) as stored:
         arrays = dict(stored)
     run = make(problem, arrays)
-    say({"ready": True, "bytes": _memory_bytes("VmRSS")})
+    send({"ready": True, "bytes": _memory_bytes("VmRSS")})
     for number, line in enumerate(sys.stdin):
         if line.strip() != "run":
             break
@@ -37,19 +37,19 @@ def serve(make: Callable[[dict[str, Any], dict[str, np.ndarray]], Run], order: t
         seconds = time.perf_counter() - before
         peak = _memory_bytes("VmHWM")
         if not number and len(sys.argv) > 2:
-            found = np.asarray(result)
-            np.save(sys.argv[2], found if order is None else found.transpose(order))
-        say({"seconds": seconds, "peak_bytes": peak})
+            array = np.asarray(result)
+            np.save(sys.argv[2], array if order is None else array.transpose(order))
+        send({"seconds": seconds, "peak_bytes": peak})
 
 
 def _memory_bytes(which: str) -> int:
-    """Read the process's own memory, now (VmRSS) or at most (VmHWM): `ru_maxrss` would begin with its parent's."""
+    """Return the memory of this process, current (VmRSS) or peak (VmHWM). `ru_maxrss` would include its parent's."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(status.read_text().split(f"{which}:")[1].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def say(answer: dict[str, Any]) -> None:
-    """Write an answer's line."""
+def send(answer: dict[str, Any]) -> None:
+    """Write an answer as one line."""
     print(json.dumps(answer), flush=True)

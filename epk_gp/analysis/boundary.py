@@ -11,12 +11,12 @@ from epk_gp.analysis.ranks import rank_correlation
 
 @dataclass(frozen=True)
 class BoundaryWeightRatio:
-    """What nearness to the boundary does to the sizes of weights, within classes.
+    """Sizes of weights near the decision boundary relative to those elsewhere in the same class.
 
     Attributes:
-        ratio: Mean size near the boundary over mean size elsewhere, averaged over classes; 1 for no effect.
-        rank_correlation: Of the size with the margin, averaged over classes; negative if points near the boundary weigh
-            more. None where no class has sizes that differ.
+        ratio: Mean size near the boundary divided by the mean size elsewhere, averaged over classes; 1 for no effect.
+        rank_correlation: Rank correlation of the size with the margin, averaged over classes; negative if points near
+            the boundary weigh more. None if the sizes do not differ within any class.
     """
 
     ratio: float
@@ -24,10 +24,10 @@ class BoundaryWeightRatio:
 
 
 def margins(outputs: Float[Tensor, "M C"], labels: Int64[Tensor, " M"]) -> Float[Tensor, " M"]:
-    """Measure how far each point is on its side: its class's output less the largest other (0 on the boundary)."""
-    own = outputs.gather(1, labels[:, None])[:, 0]
-    others = outputs.scatter(1, labels[:, None], float("-inf")).amax(dim=1)
-    return own - others
+    """Return the output of each point's class minus the largest other output: 0 on the boundary, negative beyond it."""
+    of_label = outputs.gather(1, labels[:, None])[:, 0]
+    largest_other = outputs.scatter(1, labels[:, None], float("-inf")).amax(dim=1)
+    return of_label - largest_other
 
 
 def boundary_weight_ratio(
@@ -37,20 +37,20 @@ def boundary_weight_ratio(
 
     Args:
         weights: A kernel value or a contribution per training point.
-        margin: Of each point, see `margins`.
+        margin: Margin of each point, see `margins`.
         labels: Class of each point.
-        share: Part of each class, with the smallest |margin|, that counts as near the boundary.
+        share: Share of each class that counts as near the boundary: its points with the smallest |margin|.
 
     Raises:
-        ValueError: A share outside (0, 1), or a class of which all points or none would be near, or whose other weights
-            are all zero.
+        ValueError: The share lies outside (0, 1), or all points or none of a class would count as near the boundary, or
+            all weights elsewhere in a class are zero.
     """
     if not 0 < share < 1:
         raise ValueError(f"share must lie between 0 and 1: got {share}.")
     ratios, correlations = [], []
     for c in labels.unique():
-        rows = labels == c
-        size, distance = weights[rows].abs(), margin[rows].abs()
+        in_class = labels == c
+        size, distance = weights[in_class].abs(), margin[in_class].abs()
         count = round(share * len(size))
         order = distance.argsort()
         near, rest = size[order[:count]], size[order[count:]]
@@ -61,8 +61,5 @@ def boundary_weight_ratio(
             )
         ratios.append(float(near.mean() / rest.mean()))
         correlations.append(rank_correlation(size, distance))
-    known = [r for r in correlations if r is not None]
-    return BoundaryWeightRatio(
-        ratio=fmean(ratios),
-        rank_correlation=fmean(known) if known else None,
-    )
+    defined = [r for r in correlations if r is not None]
+    return BoundaryWeightRatio(ratio=fmean(ratios), rank_correlation=fmean(defined) if defined else None)

@@ -1,4 +1,4 @@
-"""What made the predicted outputs: picked, ranked, summarised and tabled."""
+"""The contributions behind each predicted output: selected, ranked, summarised and written as a table."""
 
 import csv
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_step
 
-_CURVE = 100  # ranges of steps in the curve, at most
+_MAX_RANGES = 100  # ranges of steps that the curve of an output over training is drawn with
 
 
 @dataclass(frozen=True, eq=False)
 class PredictionBreakdown:
-    """The predicted output of n points and what made it.
+    """The predicted outputs of n points and the contributions that they are the sum of.
 
     Attributes:
-        output: The output, (n,).
-        initial: Its value at the initial weights, (n,).
-        network: Its value at the trained weights, (n,).
+        output: Index of the predicted output, (n,).
+        initial: Value of this output at the initial weights, (n,).
+        network: Value of this output at the trained weights, (n,).
         samples: Contributions of the M training points, (n, M).
-        decay: What weight decay added, (n,).
-        steps: What ranges of steps added, weight decay included, (n, R).
-        ends: The last step of each range, plus one.
+        decay: Contribution of weight decay, (n,).
+        steps: Contributions of R ranges of steps, weight decay included, (n, R).
+        range_ends: The last step of each range, plus one.
     """
 
     output: Int64[Tensor, " n"]
@@ -35,77 +35,72 @@ class PredictionBreakdown:
     samples: Float[Tensor, "n M"]
     decay: Float[Tensor, " n"]
     steps: Float[Tensor, "n R"]
-    ends: tuple[int, ...]
+    range_ends: tuple[int, ...]
 
 
-def explain(
-    parts: GroupedAttribution, curve: GroupedAttribution, predicted: Int64[Tensor, " n"]
+def prediction_breakdown(
+    by_sample: GroupedAttribution, by_range: GroupedAttribution, predicted: Int64[Tensor, " n"]
 ) -> PredictionBreakdown:
-    """Pick each point's predicted output from its contributions by sample and by range of steps."""
-    column = torch.zeros_like(predicted) if parts.network.shape[1] == 1 else predicted
+    """Select the predicted output of each point from its contributions by sample and by range of steps."""
+    column = torch.zeros_like(predicted) if by_sample.network.shape[1] == 1 else predicted
     rows = torch.arange(len(predicted))
     return PredictionBreakdown(
         output=predicted,
-        initial=parts.initial[rows, column],
-        network=parts.network[rows, column],
-        samples=parts.values[rows, column],
-        decay=parts.decay.squeeze(2)[rows, column],
-        steps=(curve.values + curve.decay)[rows, column],
-        ends=tuple(torch.bincount(curve.axes[0].group).cumsum(0).tolist()),
+        initial=by_sample.initial[rows, column],
+        network=by_sample.network[rows, column],
+        samples=by_sample.values[rows, column],
+        decay=by_sample.decay.squeeze(2)[rows, column],
+        steps=(by_range.values + by_range.decay)[rows, column],
+        range_ends=tuple(torch.bincount(by_range.axes[0].group).cumsum(0).tolist()),
     )
 
 
 def step_ranges(trajectory: Trajectory) -> Axis:
-    """Cut the run into at most so many ranges of steps, of about equal length."""
-    edges = torch.linspace(0, trajectory.num_steps, min(_CURVE, trajectory.num_steps) + 1).round().long()
+    """Divide the run into at most 100 ranges of steps of about equal length."""
+    edges = torch.linspace(0, trajectory.num_steps, min(_MAX_RANGES, trajectory.num_steps) + 1).round().long()
     return by_step(trajectory, edges[1:-1].tolist())
 
 
-def write_table(path: Path, explained: PredictionBreakdown, targets: Tensor, top: int) -> None:
-    """Write each point's most helpful and most harmful training points, one line each."""
+def write_table(path: Path, breakdown: PredictionBreakdown, targets: Tensor, top: int) -> None:
+    """Write the training points that raised and lowered each predicted output most, one line each, as CSV."""
     with path.open("w", newline="") as stream:
         table = csv.writer(stream)
         table.writerow(["point", "output", "network", "initial", "rank", "training_point", "label", "contribution"])
-        for n, samples in enumerate(explained.samples):
+        for n, samples in enumerate(breakdown.samples):
             values, order = samples.sort(descending=True)
             ranked = list(enumerate(zip(order.tolist(), values.tolist(), strict=True), start=1))
             lowest = [(rank - 1 - len(ranked), pair) for rank, pair in ranked[::-1][:top] if pair[1] < 0]
             for rank, (index, value) in [(rank, pair) for rank, pair in ranked[:top] if pair[1] > 0] + lowest[::-1]:
-                about = [
-                    n,
-                    int(explained.output[n]),
-                    float(explained.network[n]),
-                    float(explained.initial[n]),
-                ]
-                table.writerow([*about, rank, index, _entry(index, value, targets).get("label", ""), value])
+                point = [n, int(breakdown.output[n]), float(breakdown.network[n]), float(breakdown.initial[n])]
+                table.writerow([*point, rank, index, _entry(index, value, targets).get("label", ""), value])
 
 
 def summarise(
-    parts: GroupedAttribution, explained: PredictionBreakdown, targets: Tensor, top: int
+    parts: GroupedAttribution, breakdown: PredictionBreakdown, targets: Tensor, top: int
 ) -> dict[str, object]:
-    """List, for each point, the training points that moved its predicted output most.
+    """List for each point the training points that contributed most to its predicted output.
 
     Args:
-        parts: All contributions.
-        explained: Those to the predicted outputs.
-        targets: Training targets; labels are listed where there are any.
-        top: Training points of either sign.
+        parts: Contributions by sample to all outputs.
+        breakdown: Contributions to the predicted outputs.
+        targets: Training targets; if they are class labels, the labels are listed too.
+        top: Number of training points listed of either sign.
     """
     summaries = []
-    for n, samples in enumerate(explained.samples):
+    for n, samples in enumerate(breakdown.samples):
         values, order = samples.sort(descending=True)
         ranked = list(zip(order.tolist(), values.tolist(), strict=True))
         raised = [_entry(m, v, targets) for m, v in ranked[:top] if v > 0]
         lowered = [_entry(m, v, targets) for m, v in ranked[::-1][:top] if v < 0]
-        own: dict[str, object] = {
+        outputs: dict[str, object] = {
             "point": n,
-            "output": int(explained.output[n]),
-            "network": float(explained.network[n]),
-            "initial": float(explained.initial[n]),
-            "decay": float(explained.decay[n]),
+            "output": int(breakdown.output[n]),
+            "network": float(breakdown.network[n]),
+            "initial": float(breakdown.initial[n]),
+            "decay": float(breakdown.decay[n]),
         }
         sums = {"raised_by": float(values[values > 0].sum()), "lowered_by": float(values[values < 0].sum())}
-        summaries.append(own | sums | {"most_raising": raised, "most_lowering": lowered})
+        summaries.append(outputs | sums | {"most_raising": raised, "most_lowering": lowered})
     errors = (parts.total - parts.network).abs().amax(dim=1)
     return {
         "max_error": float(errors.max()),

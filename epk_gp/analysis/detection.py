@@ -1,4 +1,4 @@
-"""How well a score tells points of the training distribution from others."""
+"""How well a score separates points of the training distribution from out-of-distribution points."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OODMetrics:
-    """Quality of a score that should be larger outside the distribution.
+    """Quality of a score that should be larger for out-of-distribution points.
 
     Attributes:
-        auroc: Probability that an outside point scores higher than an inside one, ties counting half; 0.5 for chance.
-        fpr95: Share of outside points that are accepted at the threshold that accepts 95 % of the inside points.
+        auroc: Probability that an outside point scores higher than an inside point; ties count half, and 0.5 is chance.
+        fpr95: Share of outside points that fall below the threshold below which 95 % of the inside points lie.
     """
 
     auroc: float
@@ -22,14 +22,14 @@ class OODMetrics:
 
 
 def ood_metrics(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> OODMetrics:
-    """Judge a score.
+    """Compute the AUROC and the false-positive rate at 95 % true positives of a score.
 
     Args:
-        inside: Scores of n points of the distribution.
-        outside: Scores of m others.
+        inside: Scores of n points of the training distribution.
+        outside: Scores of m out-of-distribution points.
 
     Raises:
-        ValueError: No points, or scores that are not finite.
+        ValueError: One of the sets is empty, or a score is not finite.
     """
     for name, scores in (("inside", inside), ("outside", outside)):
         if not len(scores) or not torch.isfinite(scores).all():

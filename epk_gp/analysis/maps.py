@@ -1,4 +1,4 @@
-"""Maps of uncertainty over a plane, and the numbers beside them (Figure 5, Bell et al. 2023)."""
+"""Maps of predictive uncertainty over a plane, with summary numbers (Figure 5, Bell et al. 2023)."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.kernels.blocks import diagonal_matrices
+from epk_gp.kernels.blocks import diagonal_blocks
 from epk_gp.kernels.tagging import test_copy
 
 
 @dataclass(frozen=True, eq=False)
 class UncertaintyMap:
-    """What a GP on logits says over a plane; row i lies at y[i], column j at x[j].
+    """Predictions of a GP on logits over a plane. Row i of a map lies at y[i], column j at x[j].
 
     Attributes:
         x: Coordinates of the columns.
@@ -25,16 +25,17 @@ class UncertaintyMap:
         training: Projections of all training inputs, (M, 2).
         kernel: k(x, x), averaged over classes; 1 on average over the training copies.
         network_class: Class that the network predicts.
-        fine_class: The same on five times as many nodes per side over the same square, for drawing boundaries.
-        probability: Expected softmax probability of that class.
-        std: Standard deviation of that probability.
-        entropy: Of the expected softmax, in nats.
-        mutual_information: The part of it that comes from the latent function, in nats.
+        boundary_classes: Class that the network predicts on five times as many nodes per side of the same square, for
+            drawing decision boundaries.
+        probability: Expected softmax probability of the predicted class.
+        std: Standard deviation of this probability.
+        entropy: Entropy of the expected softmax, in nats.
+        mutual_information: The part of the entropy that the uncertainty of the latent function causes, in nats.
         standard_error: Largest Monte Carlo standard error of `probability`.
         distance_correlation: Spearman's rank correlation, over the grid, of `std` with the distance in the plane to the
-            nearest training point; None where `std` is the same everywhere.
-        falling_directions: Share of 72 rays from the data's mean along which `std` is smaller at 3 radii of the data
-            than at 1.
+            nearest training point; None if `std` is constant.
+        share_std_decreasing: Share of 72 rays from the mean of the data along which `std` is smaller at 3 times the
+            radius of the data than at the radius itself.
     """
 
     x: Float[Tensor, " nx"]
@@ -66,15 +67,16 @@ def uncertainty_on_plane(
 
     Args:
         gp: The GP.
-        plane: Where to look.
+        plane: The plane that the grid lies in.
         size: Nodes per side.
-        margin: Room around the training points, in units of their extent.
+        margin: Width of the border around the training points, in units of their extent.
         num_samples: Monte Carlo draws.
-        generator: Their source.
+        generator: Source of the draws.
         progress: Show a progress bar.
 
     Raises:
-        ValueError: A grid of fewer than 2 nodes per side, a network of one output, or what the GP refuses.
+        ValueError: The grid has fewer than 2 nodes per side, or the network has one output only, or the GP cannot
+            predict at these points.
     """
     trajectory = gp.kernel.trajectory
     if trajectory.num_outputs < 2:
@@ -88,8 +90,8 @@ def uncertainty_on_plane(
     u = softmax_uncertainty(posterior, num_samples, generator)
     chosen = network_outputs(trajectory, X).argmax(1)
     probability, std, error = (v.gather(1, chosen[:, None])[:, 0] for v in (u.mean, u.std, u.standard_error))
-    own = diagonal_matrices(gp.kernel.source, test_copy(X[: len(nodes)]))
-    kernel = own.diagonal(dim1=-2, dim2=-1).mean(1) / gp.kernel.scale
+    blocks = diagonal_blocks(gp.kernel.config, test_copy(X[: len(nodes)]))
+    kernel = blocks.diagonal(dim1=-2, dim2=-1).mean(1) / gp.kernel.scale
     std_nodes, std_near, std_far = std.split([len(nodes), len(near), len(far)])
 
     def shaped(values: Tensor) -> Tensor:
@@ -101,7 +103,7 @@ def uncertainty_on_plane(
         training=training,
         kernel=shaped(kernel),
         network_class=shaped(chosen),
-        boundary_classes=_decisions(trajectory, plane, x, y, 5 * size),
+        boundary_classes=_predicted_classes(trajectory, plane, x, y, 5 * size),
         probability=shaped(probability),
         std=shaped(std),
         entropy=shaped(u.entropy),
@@ -112,8 +114,9 @@ def uncertainty_on_plane(
     )
 
 
-def _decisions(trajectory: Trajectory, plane: Plane, x: Tensor, y: Tensor, size: int) -> Tensor:
+def _predicted_classes(trajectory: Trajectory, plane: Plane, x: Tensor, y: Tensor, size: int) -> Tensor:
+    """Evaluate the network's classes on size x size nodes over the square that x and y span."""
     columns, rows = (torch.linspace(float(axis[0]), float(axis[-1]), size, dtype=axis.dtype) for axis in (x, y))
     nodes = grid_coordinates(columns, rows)
-    found = [network_outputs(trajectory, lift(plane, part)).argmax(1) for part in nodes.split(4096)]
-    return torch.cat(found).reshape(size, size)
+    classes = [network_outputs(trajectory, lift(plane, part)).argmax(1) for part in nodes.split(4096)]
+    return torch.cat(classes).reshape(size, size)

@@ -1,4 +1,4 @@
-"""The shape of a run in weight space: the straight line w_0 → w_S and the real path (Figure 8, Bell et al. 2023)."""
+"""The geometry of a run in weight space: the line w_0 → w_S and the recorded path (Figure 8, Bell et al. 2023)."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ class LineProfile:
     """A classifier on the line w_0 + t (w_S − w_0).
 
     Attributes:
-        t: T places.
-        accuracy: Share of points classified rightly.
+        t: T values of t in [0, 1].
+        accuracy: Share of points that are classified correctly.
         loss: Mean loss.
         norm: L2 norm of the weights.
         slope: Derivative of the mean loss along the unit vector from w_0 to w_S.
@@ -35,20 +35,20 @@ class LineProfile:
 
 @dataclass(frozen=True, eq=False)
 class PathProfile:
-    """The real path through its S + 1 weight states.
+    """The recorded path through its S + 1 weight states.
 
     Attributes:
         norm: |w_s|, (S + 1,).
-        turned: Angle between w_s and w_0 in degrees, (S + 1,).
+        angle_to_initial: Angle between w_s and w_0 in degrees, (S + 1,).
         distance: |w_s − w_0|, (S + 1,).
-        to_chord: Angle between each step and the chord w_S − w_0 in degrees, (S,).
+        angle_to_chord: Angle between each step and the chord w_S − w_0 in degrees, (S,).
         straightness: Length of the chord over the length of the path, in (0, 1].
     """
 
     norm: Float[Tensor, " states"]
-    transpose_block: Float[Tensor, " states"]
+    angle_to_initial: Float[Tensor, " states"]
     distance: Float[Tensor, " states"]
-    to_chord: Float[Tensor, " S"]
+    angle_to_chord: Float[Tensor, " S"]
     straightness: float
 
     @property
@@ -65,56 +65,58 @@ def line_profile(
     Args:
         trajectory: A run with cross entropy.
         X: n points.
-        labels: Their classes.
-        size: Places on the line, at least 2.
+        labels: Classes of the points.
+        size: Number of values of t, at least 2.
 
     Raises:
-        TypeError, ValueError: Points that the network cannot take, another loss, or fewer than 2 places.
+        TypeError: The points are of a kind that the network cannot take.
+        ValueError: The points have another shape than the training inputs, or the loss is not cross entropy, or `size`
+            is below 2.
     """
     validate_inputs(trajectory, X)
     if not isinstance(trajectory.loss, CrossEntropy):
         raise ValueError(f"a line profile needs a run with cross entropy: got {trajectory.loss}.")
     if size < 2:
-        raise ValueError(f"a line needs at least 2 places: got {size}.")
+        raise ValueError(f"size must be at least 2, for both ends of the line: got {size}.")
     model = trajectory.model_for(X)
     w, end = (flat_weights(trajectory, s, X) for s in (0, trajectory.num_steps))
     length = float((end - w).norm())
     mean = CrossEntropy()
     rows = []
     for t in torch.linspace(0, 1, size, dtype=w.dtype, device=w.device):
-        here = w + t * (end - w)
+        point = w + t * (end - w)
         with torch.no_grad():
-            z = torch.cat([model(model.unflatten(here), part) for part in X.split(1024)])
+            z = torch.cat([model(model.unflatten(point), part) for part in X.split(1024)])
         accuracy = (z.argmax(1) == labels).to(w).mean()
-        slope = batch_gradient(model, here, X, labels, mean, sample_weights(mean, labels)) @ (end - w) / length
-        rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), here.norm(), slope]))
-    places, accuracy, loss, norm, slopes = torch.stack(rows, dim=1)
-    return LineProfile(places, accuracy, loss, norm, slopes, length)
+        slope = batch_gradient(model, point, X, labels, mean, sample_weights(mean, labels)) @ (end - w) / length
+        rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), point.norm(), slope]))
+    times, accuracy, loss, norm, slopes = torch.stack(rows, dim=1)
+    return LineProfile(times, accuracy, loss, norm, slopes, length)
 
 
 def path_profile(trajectory: Trajectory) -> PathProfile:
     """Measure norms, angles and lengths along the recorded path.
 
     Raises:
-        ValueError: A run whose weights are zero at first, or that stands still.
+        ValueError: The initial weights are zero, or a step did not move the weights, so that an angle is not defined.
     """
     first, last = trajectory.states[0], trajectory.states[trajectory.num_steps]
     chord = last - first
-    norm, transpose_block, distance, to_chord, length = [], [], [], [], 0.0
+    norm, angle_to_initial, distance, angle_to_chord, length = [], [], [], [], 0.0
     before = first
     for s in range(trajectory.num_steps + 1):
         w = trajectory.states[s]
         norm.append(w.norm())
-        transpose_block.append(angle(w, first))
+        angle_to_initial.append(angle(w, first))
         distance.append((w - first).norm())
         if s:
-            to_chord.append(angle(w - before, chord))
+            angle_to_chord.append(angle(w - before, chord))
             length += float((w - before).norm())
         before = w
     return PathProfile(
         norm=torch.stack(norm),
-        transpose_block=torch.stack(transpose_block),
+        angle_to_initial=torch.stack(angle_to_initial),
         distance=torch.stack(distance),
-        to_chord=torch.stack(to_chord),
+        angle_to_chord=torch.stack(angle_to_chord),
         straightness=float(chord.norm()) / length,
     )

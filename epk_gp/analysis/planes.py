@@ -1,4 +1,4 @@
-"""Planes through the data: where a map over two coordinates lies among inputs of many."""
+"""Planes through the input space, on which two-dimensional maps are drawn."""
 
 from dataclasses import dataclass
 from math import pi
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """Inputs origin + u axes[0] + v axes[1].
+    """The inputs origin + u axes[0] + v axes[1], for all real u and v.
 
     Attributes:
         origin: A flattened input, (D,).
@@ -24,27 +24,28 @@ class Plane:
 
 
 def coordinate_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
-    """Span the first two input coordinates; all others are 0.
+    """Return the plane of the first two input coordinates, with all others 0.
 
     Raises:
-        TypeError, ValueError: Inputs without a plane; see `principal_plane`.
+        TypeError: The inputs are not floating-point numbers.
+        ValueError: An input has fewer than 2 entries.
     """
     rows = _rows(X)
     return Plane(torch.zeros_like(rows[0]), torch.eye(2, rows.shape[1], dtype=rows.dtype), tuple(X.shape[1:]))
 
 
 def principal_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
-    """Span the two principal directions of the points, through their mean.
+    """Return the plane through the mean of the points that their first two principal directions span.
 
     Args:
         X: n >= 3 inputs of at least 2 entries each.
 
     Returns:
-        The plane; each axis points to where its largest entry is positive.
+        The plane. Each axis has the sign that makes its largest entry positive.
 
     Raises:
-        TypeError: Inputs that are not floating-point numbers.
-        ValueError: Too few points or entries.
+        TypeError: The inputs are not floating-point numbers.
+        ValueError: There are fewer than 3 points, or an input has fewer than 2 entries.
     """
     rows = _rows(X)
     if len(rows) < 3:
@@ -56,30 +57,30 @@ def principal_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
 
 
 def project(plane: Plane, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n 2"]:
-    """Give the coordinates (u, v) of the points' projections."""
+    """Return the coordinates (u, v) of the projections of points onto the plane."""
     return (X.reshape(len(X), -1) - plane.origin.to(X)) @ plane.axes.T.to(X)
 
 
 def lift(plane: Plane, uv: Float[Tensor, "n 2"]) -> Float[Tensor, "n ..."]:
-    """Give the inputs at coordinates (u, v)."""
+    """Return the inputs at coordinates (u, v) of the plane."""
     return (plane.origin.to(uv) + uv @ plane.axes.to(uv)).reshape(len(uv), *plane.input_shape)
 
 
 def square_grid(
     uv: Float[Tensor, "n 2"], size: int, margin: float
 ) -> tuple[Float[Tensor, " size"], Float[Tensor, " size"]]:
-    """Lay an even grid over projected points.
+    """Return an evenly spaced square grid that covers projected points.
 
     Args:
         uv: Projected points.
         size: Nodes per side, at least 2.
-        margin: Room on every side, in units of the points' larger extent.
+        margin: Width of the border on every side, in units of the points' larger extent.
 
     Returns:
-        Coordinates of the columns and of the rows, both of the same length and spacing.
+        Coordinates of the columns and of the rows, with the same number and spacing.
 
     Raises:
-        ValueError: Fewer than 2 nodes per side, a negative margin, or points that all coincide.
+        ValueError: There are fewer than 2 nodes per side, or the margin is negative, or all points coincide.
     """
     if size < 2:
         raise ValueError(f"a grid must have at least 2 nodes per side: got {size}.")
@@ -95,21 +96,22 @@ def square_grid(
 
 
 def grid_coordinates(x: Float[Tensor, " nx"], y: Float[Tensor, " ny"]) -> Float[Tensor, "nodes 2"]:
-    """List the nodes (u, v) row by row: v is constant along a row."""
+    """Return the nodes (u, v) of a grid, row by row; v is constant along a row."""
     v, u = torch.meshgrid(y, x, indexing="ij")
     return torch.stack([u.reshape(-1), v.reshape(-1)], dim=1)
 
 
 def rays(uv: Float[Tensor, "n 2"], directions: int, far: float) -> tuple[Float[Tensor, "k 2"], Float[Tensor, "k 2"]]:
-    """Go from the mean of projected points in evenly spaced directions.
+    """Return two points on each of k rays from the mean of projected points, in evenly spaced directions.
 
     Args:
         uv: Projected points.
         directions: Number k of directions.
-        far: Where a ray ends, as a multiple of the largest distance of a point from the mean.
+        far: Distance of the second point, as a multiple of the radius of the data.
 
     Returns:
-        Where the rays leave the data, at that distance, and where they end.
+        The points at the radius of the data, which is the largest distance of a projected point from the mean, and
+        those at `far` times this radius.
     """
     mean = uv.mean(0)
     radius = (uv - mean).norm(dim=1).max()
@@ -119,7 +121,7 @@ def rays(uv: Float[Tensor, "n 2"], directions: int, far: float) -> tuple[Float[T
 
 
 def nearest_distances(a: Float[Tensor, "n D"], b: Float[Tensor, "m D"]) -> Float[Tensor, " n"]:
-    """Measure how far each point of a is from the nearest point of b."""
+    """Return the distance of each point of a from the nearest point of b."""
     return torch.cdist(a.double(), b.double()).amin(1)
 
 

@@ -1,4 +1,4 @@
-"""Rank correlation: whether one number grows with another, whatever the shape of the curve."""
+"""Spearman's rank correlation."""
 
 import numpy as np
 from jaxtyping import Float
@@ -14,10 +14,10 @@ def rank_correlation(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float | 
         b: n numbers.
 
     Returns:
-        A number in [-1, 1]; None where a or b is the same everywhere, and there are no ranks to compare.
+        A number in [-1, 1], or None if a or b is constant.
 
     Raises:
-        ValueError: Fewer than 2 numbers.
+        ValueError: There are fewer than 2 numbers.
     """
     if len(a) < 2:
         raise ValueError(f"a rank correlation needs at least 2 numbers: got {len(a)}.")

@@ -1,4 +1,4 @@
-"""The signal's dimension: how many directions of input space the training data speak in."""
+"""Dimension of the training signal: the principal directions of input space that move a prediction."""
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -27,23 +27,25 @@ def input_gradients(
 
         G[i] = d/dx_i sum_s <Phi_s(x), -eps_s c_{s,i} grad_w loss(w_s; x_i, y_i)>
 
-    The path itself is held as recorded. The rows' principal directions are those of input space along which the
-    training data move the prediction.
+    The path of the weights is held fixed as recorded. The principal directions of the rows of G are the directions of
+    input space in which a change of the training data moves the prediction.
 
     Args:
         trajectory: A run of plain gradient descent on M points of floating-point entries.
         x: One test point.
-        output: Which output.
+        output: Index of the output.
         head: "logits" or "log_softmax".
-        rule: A fixed rule.
+        rule: A fixed quadrature rule.
         progress: Show a progress bar.
 
     Returns:
-        (M, D), the inputs flattened.
+        (M, D), with flattened inputs.
 
     Raises:
-        TypeError, ValueError: A point that the network cannot take, an output that does not exist, inputs without
-            derivatives, or another update rule.
+        TypeError: The point is of a kind that the network cannot take, or the training inputs are not floating-point
+            numbers.
+        ValueError: The point has another shape than the training inputs, or the output does not exist, or the run is
+            not plain gradient descent.
     """
     validate_inputs(trajectory, x)
     validate_head(head, trajectory.num_outputs)
@@ -63,28 +65,28 @@ def input_gradients(
             direction += weight * output_gradients(model, w + t * (end - w), x, chosen, head)[0]
         X, y, c = batch_of(trajectory, step, w)
         rows = torch.arange(len(X)) if step.batch is None else step.batch
-        slopes = _slope_gradients(trajectory, model, w, direction, X, y)
-        weights = c.view(-1, *[1] * (slopes.ndim - 1))
-        total.index_add_(0, rows.to(x.device), weights * slopes, alpha=-vanilla_lr(trajectory, step))
+        gradients = _directional_loss_input_gradients(trajectory, model, w, direction, X, y)
+        weights = c.view(-1, *[1] * (gradients.ndim - 1))
+        total.index_add_(0, rows.to(x.device), weights * gradients, alpha=-vanilla_lr(trajectory, step))
     return total.flatten(1)
 
 
 def signal_energies(gradients: Float[Tensor, "M D"]) -> Float[Tensor, " k"]:
-    """Give the squared singular values of the rows, descending; count them with `spectrum.principal_directions`."""
+    """Return the squared singular values, largest first. `spectrum.principal_directions` counts the large ones."""
     energies: Tensor = torch.linalg.svdvals(gradients).square()
     return energies
 
 
-def _slope_gradients(
+def _directional_loss_input_gradients(
     trajectory: Trajectory, model: FunctionalModel, w: Tensor, v: Tensor, X: Tensor, y: Int64[Tensor, " B"] | Tensor
 ) -> Tensor:
-    """Differentiate <v, grad_w loss_i> with respect to x_i, for all points at once: no point feels another."""
+    """Differentiate <v, grad_w loss_i> with respect to x_i, for all points at once: loss_i depends on x_i only."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
         inputs = X.detach().requires_grad_()
         losses = per_sample_losses(trajectory.loss, model(leaves, inputs), y).sum()
         ordered = [leaves[name] for name in model.names]
-        found = torch.autograd.grad(losses, ordered, create_graph=True, allow_unused=True, materialize_grads=True)
-        slope = torch.cat([g.reshape(-1) for g in found]) @ v
-        (gradient,) = torch.autograd.grad(slope, inputs, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(losses, ordered, create_graph=True, allow_unused=True, materialize_grads=True)
+        directional = torch.cat([g.reshape(-1) for g in gradients]) @ v
+        (gradient,) = torch.autograd.grad(directional, inputs, allow_unused=True, materialize_grads=True)
     return gradient

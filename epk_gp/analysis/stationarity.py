@@ -1,4 +1,4 @@
-"""How far a kernel is from being a function of the displacement x − x′ alone."""
+"""Non-stationarity of a kernel: how far it is from a function of the displacement x − x′ alone."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -11,12 +11,13 @@ Kernel: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (n, D), (m, D) -> (n, 
 Diagonal: TypeAlias = Callable[[Tensor], Tensor]  # (n, D) -> (n,)
 
 
-def location_share(kernel: Kernel, X: Float[Tensor, "n D"], displacements: Float[Tensor, "k D"]) -> float:
-    """Measure the share of a kernel's variance that comes from where a pair lies, not from how it is displaced.
+def location_variance_share(kernel: Kernel, X: Float[Tensor, "n D"], displacements: Float[Tensor, "k D"]) -> float:
+    """Measure the share of a kernel's variance that the location of a pair explains, at fixed displacement.
 
         share = E_delta Var_x k(x, x + delta) / Var_{x, delta} k(x, x + delta)
 
-    It is 0 for a stationary kernel, and 1 for one whose mean over locations is the same for every displacement.
+    This non-stationarity index is 0 for a stationary kernel, and 1 for a kernel whose mean over locations is the same
+    for every displacement.
 
     Args:
         kernel: Maps (n, D) and (m, D) points to their (n, m) values.
@@ -24,7 +25,7 @@ def location_share(kernel: Kernel, X: Float[Tensor, "n D"], displacements: Float
         displacements: k >= 2 displacements.
 
     Raises:
-        ValueError: Too few locations or displacements, or a kernel that has one value everywhere.
+        ValueError: There are fewer than 2 locations or displacements, or the kernel has the same value everywhere.
     """
     n, k = len(X), len(displacements)
     if n < 2 or k < 2:
@@ -37,21 +38,21 @@ def location_share(kernel: Kernel, X: Float[Tensor, "n D"], displacements: Float
     return float(values.var(dim=1, correction=0).mean() / total)
 
 
-def ray_growth(
+def diagonal_growth_exponent(
     diagonal: Diagonal, centre: Float[Tensor, " D"], directions: Float[Tensor, "k D"], radii: Float[Tensor, " r"]
 ) -> Float[Tensor, " k"]:
-    """Fit the power p of k(x, x) ~ radius^p along each of k rays.
+    """Fit the exponent p of k(x, x) ~ radius^p along each of k rays.
 
-    Stationary kernels have p = 0, a linear kernel without bias 2.
+    A stationary kernel has p = 0, and a linear kernel without bias has p = 2.
 
     Args:
         diagonal: Maps (n, D) points to k(x, x), positive.
-        centre: Where the rays start.
-        directions: Of any positive length; radii are in units of it.
+        centre: Start of the rays.
+        directions: Directions of the rays, of any positive length; a radius is a multiple of this length.
         radii: r >= 2 increasing positive radii.
 
     Raises:
-        ValueError: Radii that do not increase from above 0, or a kernel that is not positive.
+        ValueError: The radii are not positive and increasing, or k(x, x) is not positive along the rays.
     """
     if len(radii) < 2 or not radii[0] > 0 or not (radii.diff() > 0).all():
         raise ValueError(f"radii must be positive and increase, at least 2 of them: got {radii.tolist()}.")

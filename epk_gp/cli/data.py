@@ -1,4 +1,4 @@
-"""Which data a run is trained on and explained at: named data sets, or files with `inputs` and `labels`."""
+"""The data of commands: named data sets or files to train on, and the points at which a run is explained."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from epk_gp.cli.networks import manifest_held_out
+from epk_gp.cli.manifest import held_out_checksum
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
 from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file
@@ -21,7 +21,7 @@ _HELD_OUT = "held_out.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Training data and held-out data; the latter may be empty."""
+    """Training data, and held-out data that may be empty."""
 
     train: Dataset
     held_out: Dataset
@@ -30,20 +30,21 @@ class Split:
 def load_split(
     name: str, data_dir: Path | None, *, num_train: int | None, num_test: int, seed: int, dtype: torch.dtype
 ) -> Split:
-    """Load data to train on, and others to explain.
+    """Load training data and held-out data.
 
     Args:
         name: "three-gaussians" (3 x 1000 points in 100-D), "digits", "mnist", or a .safetensors or .npz file.
         data_dir: Folder of MNIST-format files.
-        num_train: Training points; all by default.
-        num_test: Held-out points at most. Of a file, `test_inputs` and `test_labels`, or else what follows the first
-            `num_train` entries.
-        seed: Of the draw, or of the order of the named data sets. Files are kept in order.
-        dtype: Floating type of the inputs.
+        num_train: Number of training points; all by default.
+        num_test: Largest number of held-out points. A file's held-out points are its `test_inputs` and `test_labels`,
+            or else the entries after the first `num_train`.
+        seed: Seed of the draw, or of the order of the named data sets. The order of files is kept.
+        dtype: Floating-point type of the inputs.
 
     Raises:
-        ValueError: No such data, a damaged file, or more points than there are.
-        OSError, ImportError: A file or scikit-learn is missing.
+        ValueError: There is no data set of this name, or a file is damaged, or there are fewer points than requested.
+        OSError: A file is missing.
+        ImportError: scikit-learn is not installed.
     """
     if num_test < 1:
         raise ValueError(f"--num-test must be at least 1: got {num_test}.")
@@ -71,7 +72,7 @@ def load_split(
 
 
 def write_held_out(run: Path, data: Dataset) -> str | None:
-    """Keep the held-out points in a run's folder, if there are any, and give the file's checksum."""
+    """Write the held-out points, if there are any, into a run's folder, and return the checksum of the file."""
     if not len(data):
         return None
     content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()})
@@ -79,59 +80,75 @@ def write_held_out(run: Path, data: Dataset) -> str | None:
     return checksum(content)
 
 
-def read_points(
-    run: Path,
-    file: Path | None,
-    trajectory: Trajectory,
-    num_points: int | None,
-    dtype: torch.dtype | None,
-    seed: int | None = None,
-) -> Shaped[Tensor, "n ..."]:
-    """Read the points to explain: those of a file, or the run's held-out points, or else its training inputs.
+@dataclass(frozen=True)
+class PointSource:
+    """Where the points of a command come from.
+
+    Attributes:
+        run: Folder of the run, whose held-out points are taken by default.
+        file: File with `inputs`, or None.
+        dtype: Floating-point type of the points; the run's by default.
+        seed: Seed with which the points are drawn; the first ones are taken by default.
+    """
+
+    run: Path
+    file: Path | None = None
+    dtype: torch.dtype | None = None
+    seed: int | None = None
+
+
+def read_points(source: PointSource, trajectory: Trajectory, num_points: int | None) -> Shaped[Tensor, "n ..."]:
+    """Return the points of a file, or the run's held-out points, or its training inputs if it has none.
 
     Args:
-        run: Folder of the run.
-        file: File with `inputs`, or None.
+        source: The file or run.
         trajectory: The run.
-        num_points: Points at most; all by default.
-        dtype: Floating type of the points; the run's by default.
-        seed: Draw the points at random; by default the first ones are taken.
+        num_points: Largest number of points; all by default.
 
     Raises:
-        FileNotFoundError, ValueError: A file that is missing or damaged or has no `inputs`; no points.
+        FileNotFoundError: The file is missing.
+        ValueError: The file is damaged or has no `inputs`, or there are no points.
     """
     if num_points is not None and num_points < 1:
         raise ValueError(f"--num-points must be at least 1: got {num_points}.")
-    source = file if file is not None else run / _HELD_OUT
-    if file is None and source.is_file():
-        _check_held_out(source, manifest_held_out(run))
-    X = _array(read_arrays(source), "inputs", source) if file is not None or source.is_file() else trajectory.inputs
+    file = source.run / _HELD_OUT if source.file is None else source.file
+    has_file = source.file is not None or file.is_file()
+    if source.file is None and has_file:
+        _validate_held_out(file, held_out_checksum(source.run))
+    X = _array(read_arrays(file), "inputs", file) if has_file else trajectory.inputs
     if not len(X):
-        raise ValueError(f"{source} must hold at least one point: `inputs` is empty.")
-    X = X[draw_rows(len(X), num_points, seed)]
+        raise ValueError(f"{file} must hold at least one point: `inputs` is empty.")
+    X = X[draw_rows(len(X), num_points, source.seed)]
+    return cast_points(X, trajectory, source.dtype)
+
+
+def cast_points(
+    X: Shaped[Tensor, "n ..."], trajectory: Trajectory, dtype: torch.dtype | None
+) -> Shaped[Tensor, "n ..."]:
+    """Cast floating-point inputs to a type, or to the run's by default; integer inputs are left as they are."""
     if not trajectory.inputs.is_floating_point():
         return X
-    return X.to(dtype if dtype is not None else trajectory.dtype)
+    return X.to(trajectory.dtype if dtype is None else dtype)
 
 
-def _check_held_out(source: Path, noted: str | None) -> None:
-    if noted is not None and checksum_file(source, None, str(source)) != noted:
-        raise ValueError(f"{source} must have the checksum it was written with: it is damaged. Pass --points.")
+def _validate_held_out(file: Path, expected: str | None) -> None:
+    if expected is not None and checksum_file(file, None, str(file)) != expected:
+        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Pass --points.")
 
 
 def draw_rows(count: int, size: int | None, seed: int | None) -> Int64[Tensor, " n"]:
-    """Choose at most `size` of `count` rows: the first, or with a seed random ones, in their order."""
+    """Return the sorted indices of at most `size` of `count` rows: the first rows, or with a seed random ones."""
     if seed is None:
         return torch.arange(count)[:size]
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].sort().values
 
 
 def read_arrays(file: Path) -> dict[str, Tensor]:
-    """Read a .safetensors or .npz file; nothing in it is executed.
+    """Return the arrays of a .safetensors or .npz file; nothing in the file is executed.
 
     Raises:
-        FileNotFoundError: No such file.
-        ValueError: Another kind of file, or a damaged one.
+        FileNotFoundError: There is no such file.
+        ValueError: The file is of another kind, or is damaged.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} must be a .safetensors or .npz file: it does not exist.")
@@ -156,7 +173,7 @@ def _from_file(file: Path, num_train: int | None, dtype: torch.dtype) -> tuple[D
         test_inputs, test_labels = inputs[start:], labels[start:]
     for name, values in (("labels", labels), ("test_labels", test_labels)):
         if values.is_floating_point() or values.ndim != 1:
-            raise ValueError(f"`{name}` in {file} must be a list of class indices: got {_kind(values)}.")
+            raise ValueError(f"`{name}` in {file} must be a list of class indices: got {_describe(values)}.")
     classes = int(torch.cat([labels.long(), test_labels.long()]).max()) + 1 if len(labels) else 1
     if not len(labels):
         raise ValueError(f"{file} must hold at least one point: `labels` is empty.")
@@ -171,9 +188,9 @@ def _array(arrays: dict[str, Tensor], name: str, file: Path) -> Tensor:
     if name not in arrays:
         raise ValueError(f"{file} must hold `{name}`: it holds {sorted(arrays)}.")
     if arrays[name].ndim < 1:
-        raise ValueError(f"`{name}` in {file} must have one entry per point: got {_kind(arrays[name])}.")
+        raise ValueError(f"`{name}` in {file} must have one entry per point: got {_describe(arrays[name])}.")
     return arrays[name]
 
 
-def _kind(values: Tensor) -> str:
+def _describe(values: Tensor) -> str:
     return f"shape {tuple(values.shape)}, {values.dtype}"

@@ -1,4 +1,4 @@
-"""`epk-gp demo`: the paper's problem from training to pictures, with nothing to download."""
+"""`epk-gp demo`: the paper's three-Gaussian problem from training to figures, with nothing to download."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,13 +8,14 @@ import torch
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.breakdown import explain, step_ranges, summarise
+from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane
-from epk_gp.cli.app import Dtype, Out, Quiet, Seed, app, make_folder, torch_dtype
+from epk_gp.cli.app import app
+from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import NetworkSpec, build_network
-from epk_gp.cli.uncertainty import choose_points, describe_map, fitted_numbers, map_numbers
-from epk_gp.cli.verify import certificate
+from epk_gp.cli.options import Dtype, Out, Quiet, Seed, make_folder, torch_dtype
+from epk_gp.cli.summaries import certificate, describe_map, fitted_numbers, map_numbers
 from epk_gp.core.head import Head
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import Trajectory, network_outputs
@@ -31,7 +32,7 @@ from epk_gp.training.train import train
 
 @dataclass(frozen=True)
 class Size:
-    """How much the demo does: section 4.1 of Bell et al. (2023), and a smaller one for tests."""
+    """The sizes of the demo; the defaults are those of section 4.1 of Bell et al. (2023)."""
 
     num_per_class: int = 1000
     dim: int = 100
@@ -50,49 +51,50 @@ _SMOKE = Size(
 )
 
 
-@app.command(short_help="The paper's problem, from training to pictures.")
+@app.command(short_help="Run the paper's problem, from training to figures.")
 def demo(
     out: Out = Path("demo_output"),
     seed: Seed = 0,
     dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Everything in a tiny size, in a second or two.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, for a second or two.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute)."""
-    size, watch, folder = _SMOKE if smoke else Size(), Stopwatch(), make_folder(out)
+    size, timer, folder = _SMOKE if smoke else Size(), Stopwatch(), make_folder(out)
     held_out, trajectory = _record(size, seed, torch_dtype(dtype), quiet)
     X = held_out.inputs
     correct = (network_outputs(trajectory, X).argmax(1) == held_out.labels).double().mean()
     M, P, S = trajectory.num_points, trajectory.num_weights, trajectory.num_steps
     typer.echo(f"{M} points of three Gaussians in {size.dim} dimensions; {P} weights;")
     typer.echo(f"{S} steps of gradient descent; {100 * float(correct):.0f} % of {len(X)} held-out points right")
-    watch.lap("record")
+    timer.lap("record")
 
     typer.echo("\nIs the kernel machine the network? (held-out points, all classes)")
     table, machines = _reconstruct(trajectory, X, quiet)
-    watch.lap("reconstruct")
+    timer.lap("reconstruct")
     first, best = next(iter(machines.items())), list(machines.items())[-1]
     draw_reconstruction(folder / "reconstruction.png", [first, best])
     draw_errors(
         folder / "error_vs_evaluations.png", [(name, r.evaluations, r.max_error) for name, r in machines.items()]
     )
-    watch.lap("draw")
+    timer.lap("draw")
 
     typer.echo("\nWhich training points made the predictions?")
-    chosen = _telling_points(trajectory, held_out, size.num_explained)
-    splits = [[by_sample(trajectory)], [step_ranges(trajectory)]]
-    parts, curve = attribute_many(trajectory, X[chosen], splits, progress=not quiet)
-    explained = explain(parts, curve, parts.network.argmax(dim=1))
-    attributions = summarise(parts, explained, trajectory.targets, 5)
-    draw_attributions(folder / "attribution.png", explained, trajectory, X[chosen], range(len(chosen)), 5)
+    chosen = _points_by_confidence(trajectory, held_out, size.num_explained)
+    groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
+    parts, by_range = attribute_many(trajectory, X[chosen], groupings, progress=not quiet)
+    breakdown = prediction_breakdown(parts, by_range, parts.network.argmax(dim=1))
+    attributions = summarise(parts, breakdown, trajectory.targets, 5)
+    draw_attributions(folder / "attribution.png", breakdown, trajectory, X[chosen], range(len(chosen)), 5)
     typer.echo(f"the contributions of {M} training points to {len(chosen)} predictions sum to the network's outputs")
     typer.echo(f"to within {attributions['max_error']:.1e}")
-    watch.lap("attribute")
+    timer.lap("attribute")
 
     typer.echo("\nHow sure is it?")
-    # Two nodes are exact between kinks: the logits' gradients are linear in t there, and the kernel multiplies two.
-    chosen_points = choose_points(trajectory, size.num_condition, seed)
-    gp = LogitGP(trajectory, points=chosen_points, rule=gauss_legendre(2))
+    # Two nodes are exact between kinks: the gradients of the logits are linear in t there, and the kernel is a product
+    # of two of them.
+    conditioned = draw_rows(trajectory.num_points, size.num_condition, seed)
+    gp = LogitGP(trajectory, points=conditioned, rule=gauss_legendre(2))
     losses = gp.fit(progress=not quiet)
     generator = torch.Generator().manual_seed(seed)
     m = uncertainty_on_plane(
@@ -105,14 +107,14 @@ def demo(
     )
     draw_map(folder / "uncertainty.png", m, trajectory.targets)
     typer.echo(describe_map(m))
-    watch.lap("uncertainty")
+    timer.lap("uncertainty")
 
     results = {"held_out_accuracy": float(correct), "reconstruction": table, "held_out_points_explained": chosen}
     results |= {"attribution": attributions, "uncertainty": fitted_numbers(gp, losses) | map_numbers(m)}
     config = asdict(size) | {"seed": seed, "dtype": dtype.value, "smoke": smoke, "digest": trajectory.digest}
-    write_json(folder / "results.json", "demo", config, results, watch)
+    write_json(folder / "results.json", "demo", config, results, timer)
     typer.echo(f"\nwritten to {folder}: reconstruction.png, error_vs_evaluations.png, attribution.png,")
-    typer.echo(f"uncertainty.png, results.json ({watch.total:.0f} s)")
+    typer.echo(f"uncertainty.png, results.json ({timer.total:.0f} s)")
 
 
 def _record(size: Size, seed: int, dtype: torch.dtype, quiet: bool) -> tuple[Dataset, Trajectory]:
@@ -130,15 +132,15 @@ def _record(size: Size, seed: int, dtype: torch.dtype, quiet: bool) -> tuple[Dat
 def _reconstruct(
     trajectory: Trajectory, X: Tensor, quiet: bool
 ) -> tuple[list[dict[str, object]], dict[str, Reconstruction]]:
-    """Print the table row by row; give it, and the machines with the log-softmax head."""
+    """Print the table row by row. Return it, and the kernel machines with the log-softmax head."""
     table: list[dict[str, object]] = []
     machines = {}
     typer.echo(f"{'rule':<38}{'head':<14}{'evaluations':>12}{'largest error':>16}{'residual':>12}{'seconds':>10}")
     rules: list[tuple[Rule, Head]] = [(left_riemann(n), "log_softmax") for n in (1, 10, 100)]
     for rule, head in [*rules, (adaptive(), "logits"), (adaptive(), "log_softmax")]:
-        watch = Stopwatch()
+        timer = Stopwatch()
         r = reconstruct(trajectory, X, head=head, rule=rule, progress=not quiet)
-        seconds = watch.total
+        seconds = timer.total
         typer.echo(
             f"{rule.name:<38}{head:<14}{r.evaluations:>12.1f}{r.max_error:>16.1e}{r.max_residual:>12.1e}{seconds:>10.1f}"
         )
@@ -148,8 +150,8 @@ def _reconstruct(
     return table, machines
 
 
-def _telling_points(trajectory: Trajectory, held_out: Dataset, count: int) -> list[int]:
-    """Choose held-out points from sure to unsure: evenly spaced in the gap between the two largest outputs."""
+def _points_by_confidence(trajectory: Trajectory, held_out: Dataset, count: int) -> list[int]:
+    """Choose held-out points from the most to the least confident, by the gap between the two largest outputs."""
     largest = network_outputs(trajectory, held_out.inputs).topk(2, dim=1).values
     order = (largest[:, 0] - largest[:, 1]).argsort(descending=True)
     ranks = torch.linspace(0, len(order) - 1, count).round().long()

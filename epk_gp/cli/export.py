@@ -1,11 +1,12 @@
-"""`epk-gp export`: a run as one file."""
+"""`epk-gp export`: a run written to one file."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from epk_gp.cli.app import Quiet, RunFolder, app
+from epk_gp.cli.app import app
+from epk_gp.cli.options import Quiet, RunFolder
 from epk_gp.provenance import Stopwatch
 from epk_gp.storage.export import export_run
 
@@ -17,8 +18,8 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Write a recorded run, after checking its files, to one safetensors file for other tools."""
-    watch = Stopwatch()
+    timer = Stopwatch()
     if out.exists():
-        raise FileExistsError(f"--out must be a new file: {out} is there already. Choose another name.")
+        raise FileExistsError(f"--out must be a new file: {out} exists. Choose another name.")
     size = export_run(run, out, progress=not quiet)
-    typer.echo(f"exported to {out}: {size / 1e6:.2f} MB ({watch.total:.1f} s)")
+    typer.echo(f"exported to {out}: {size / 1e6:.2f} MB ({timer.total:.1f} s)")

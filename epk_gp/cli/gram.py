@@ -1,4 +1,4 @@
-"""`epk-gp gram`: a block of the exact path kernel."""
+"""`epk-gp gram`: a block of the exact path kernel between two sets of points."""
 
 import shutil
 from enum import StrEnum
@@ -8,7 +8,10 @@ from typing import Annotated
 import torch
 import typer
 
-from epk_gp.cli.app import (
+from epk_gp.cli.app import app
+from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
+from epk_gp.cli.manifest import open_run
+from epk_gp.cli.options import (
     PARTIAL,
     HeadName,
     HeadOption,
@@ -21,14 +24,11 @@ from epk_gp.cli.app import (
     RunDtype,
     RunFolder,
     SeedOfPoints,
-    app,
     make_folder,
     memory_bytes,
     parse_rule,
     torch_dtype,
 )
-from epk_gp.cli.data import draw_rows, read_points
-from epk_gp.cli.networks import open_run
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import gram_block
@@ -36,7 +36,7 @@ from epk_gp.provenance import Stopwatch, write_arrays, write_json
 
 
 class Side(StrEnum):
-    """Which points stand along a side of the block."""
+    """The points along one side of the block."""
 
     test = "test"
     train = "train"
@@ -49,9 +49,9 @@ def gram(
     rows: Annotated[
         Side, typer.Option(help="test: held-out points, as test copies; train: training copies.")
     ] = Side.test,
-    columns: Annotated[Side, typer.Option(help="The same, along the columns.")] = Side.train,
-    num_rows: Annotated[int | None, typer.Option(help="Points along the rows, at most.")] = None,
-    num_columns: Annotated[int | None, typer.Option(help="Points along the columns, at most.")] = None,
+    columns: Annotated[Side, typer.Option(help="The same for the columns.")] = Side.train,
+    num_rows: Annotated[int | None, typer.Option(help="Largest number of points along the rows.")] = None,
+    num_columns: Annotated[int | None, typer.Option(help="Largest number of points along the columns.")] = None,
     head: HeadOption = HeadName.log_softmax,
     rule: RuleOption = "gauss-legendre:4",
     memory: Memory = 1.0,
@@ -63,13 +63,15 @@ def gram(
 ) -> None:
     """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
 
-    A command that was killed goes on where it was when it is given again.
+    A command that was killed resumes from its partial sums when it is run again.
     """
-    watch, quadrature = Stopwatch(), parse_rule(rule)
+    timer, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
-    kind = None if dtype is None else torch_dtype(dtype)
-    a = _points(run, points, trajectory, rows, num_rows, kind, seed, "--num-rows")
-    b = _points(run, points, trajectory, columns, num_columns, kind, seed, "--num-columns")
+    for option, count in (("--num-rows", num_rows), ("--num-columns", num_columns)):
+        if count is not None and count < 1:
+            raise ValueError(f"{option} must be at least 1: got {count}.")
+    source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
+    a, b = (_points(source, trajectory, *side) for side in ((rows, num_rows), (columns, num_columns)))
     folder = make_folder(out)
     partial = folder / PARTIAL
     K = gram_block(
@@ -82,31 +84,20 @@ def gram(
         memory_budget=memory_bytes(memory),
         progress=not quiet,
     )
-    about = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
+    metadata = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X}
     arrays["row_is_train"], arrays["column_is_train"] = (torch.full((len(p),), bool(p.is_train)) for p in (a, b))
-    write_arrays(folder / "gram.safetensors", arrays, about)
+    write_arrays(folder / "gram.safetensors", arrays, metadata)
     shutil.rmtree(partial)
     results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(K.abs().max())}
     config = {"run": run, "rows": rows.value, "columns": columns.value, "head": head.value, "rule": rule}
-    write_json(folder / "gram.json", "gram", config | {"dtype": str(K.dtype), "seed": seed}, results, watch)
+    write_json(folder / "gram.json", "gram", config | {"dtype": str(K.dtype), "seed": seed}, results, timer)
     typer.echo(f"block of shape {tuple(K.shape)}, {K.dtype}, largest entry {results['largest']:.4g}")
-    typer.echo(f"written to {folder}: gram.safetensors, gram.json ({watch.total:.1f} s)")
+    typer.echo(f"written to {folder}: gram.safetensors, gram.json ({timer.total:.1f} s)")
 
 
-def _points(
-    run: Path,
-    file: Path | None,
-    trajectory: Trajectory,
-    side: Side,
-    count: int | None,
-    dtype: torch.dtype | None,
-    seed: int | None,
-    option: str,
-) -> Points:
-    if count is not None and count < 1:
-        raise ValueError(f"{option} must be at least 1: got {count}.")
+def _points(source: PointSource, trajectory: Trajectory, side: Side, count: int | None) -> Points:
     if side is Side.test:
-        return Points(read_points(run, file, trajectory, count, dtype, seed), is_train=False)
-    X = trajectory.inputs[draw_rows(trajectory.num_points, count, seed)]
-    return Points(X.to(trajectory.dtype if dtype is None else dtype) if X.is_floating_point() else X, is_train=True)
+        return Points(read_points(source, trajectory, count), is_train=False)
+    X = trajectory.inputs[draw_rows(trajectory.num_points, count, source.seed)]
+    return Points(cast_points(X, trajectory, source.dtype), is_train=True)

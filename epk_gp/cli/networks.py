@@ -1,40 +1,26 @@
-"""Which network a run has: the built-in ones, the user's own, and the note of it in the run's folder."""
+"""The networks of the command line: two built-in ones, and those of a user's factory."""
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.model import functionalize
-from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.atomic_files import (
-    MAX_JSON_BYTES,
-    atomic_write,
-    checksummed_json,
-    read_bytes,
-    read_checksummed_json,
-    regular_file_size,
-)
-from epk_gp.storage.run import load_trajectory
-from epk_gp.storage.schema import read_data, read_header
 
-_NOTE = "network.json"
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """How to make a network.
+    """How a network is made.
 
     Attributes:
         name: "mlp" (one hidden layer), "cnn" (two convolutions with pooling), or "package.module:factory".
-        input_shape: Shape of one input; built-in networks only, as all that follows.
-        num_outputs: C.
+        input_shape: Shape of one input. This and the following fields matter for built-in networks only.
+        num_outputs: Number of outputs C.
         width: Hidden units of "mlp".
         activation: "relu", "tanh" or "gelu".
     """
@@ -47,11 +33,12 @@ class NetworkSpec:
 
 
 def build_network(spec: NetworkSpec) -> nn.Module:
-    """Make a network with random weights.
+    """Return a network with random initial weights.
 
     Raises:
-        ValueError: No such built-in network, or inputs that it cannot take.
-        ImportError, TypeError: As `_from_factory`.
+        ValueError: There is no built-in network of this name, or it cannot take these inputs, or a factory fails.
+        ImportError: A factory cannot be imported.
+        TypeError: A factory is not a function, or does not return a network.
     """
     if ":" in spec.name:
         return _from_factory(spec.name)
@@ -81,17 +68,17 @@ def build_network(spec: NetworkSpec) -> nn.Module:
     raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {spec.name!r}.")
 
 
-def check_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) -> int:
-    """Try a network on two inputs before training, and count its outputs.
+def validate_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) -> int:
+    """Evaluate a network on two inputs before training, and return its number of outputs.
 
     Raises:
-        ValueError: It cannot take them, or has fewer outputs than there are classes.
+        ValueError: The network cannot take these inputs, or has fewer outputs than there are classes.
     """
     model = functionalize(net)
-    weights = {name: p.detach() for name, p in net.named_parameters() if name in model.names}
+    params = {name: p.detach() for name, p in net.named_parameters() if name in model.names}
     try:
         with torch.no_grad():
-            outputs = model(weights, X[:2])
+            outputs = model(params, X[:2])
     except RuntimeError as error:
         raise ValueError(f"the network must take inputs of shape {tuple(X.shape[1:])}: {error}") from error
     if outputs.shape[1] < num_classes:
@@ -101,91 +88,13 @@ def check_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) 
     return outputs.shape[1]
 
 
-def write_note(run: Path, spec: NetworkSpec, config: Mapping[str, object], held_out: str | None) -> None:
-    """Note in a run's folder how its network is made, how it was recorded, and the checksum of its held-out points."""
-    note = {"network": asdict(spec), "recorded_with": dict(config), "held_out_blake2b": held_out}
-    atomic_write(run / _NOTE, checksummed_json(note))
-
-
-def open_run(run: Path, network: str | None) -> Trajectory:
-    """Open a run with the network that is named, or else noted in its folder.
-
-    Raises:
-        FileNotFoundError: No run there.
-        ValueError: No network named or noted, a note that is damaged, or a network that is not the recorded one.
-        ImportError, TypeError: A factory that cannot be found, or is none.
-    """
-    header = read_header(run)
-    spec = read_note(run)
-    if network is not None and (spec is None or network != spec.name):
-        shape = tuple(read_data(run, header)["inputs"].shape[1:])
-        spec = NetworkSpec(network, shape, header["num_outputs"])
-    if spec is None:
-        raise ValueError(f"--network must say how the network is made: {run} has no {_NOTE}.")
-    if network is None and ":" in spec.name:
-        raise ValueError(
-            f"--network must name a factory that is to be run: {run} says that {spec.name} makes its network. If you "
-            f"trust it, pass --network {spec.name}."
-        )
-    try:
-        return load_trajectory(run, build_network(spec))
-    except RuntimeError as error:  # torch, on weights of the right names and inputs of another shape
-        raise ValueError(f"the network must be the recorded one: {error}") from error
-
-
-def read_note(run: Path) -> NetworkSpec | None:
-    """Read how a run's network is made; None if there is no note.
-
-    Raises:
-        ValueError: A damaged note.
-    """
-    note = _read_note(run)
-    if note is None:
-        return None
-    try:
-        fields = note["network"]
-        return NetworkSpec(
-            str(fields["name"]),
-            tuple(int(n) for n in fields["input_shape"]),
-            int(fields["num_outputs"]),
-            int(fields["width"]),
-            str(fields["activation"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{run / _NOTE} must say how the network is made: it does not ({error}). Pass --network."
-        ) from error
-
-
-def manifest_held_out(run: Path) -> str | None:
-    """Read the checksum of a run's held-out points; None if none is noted.
-
-    Raises:
-        ValueError: A damaged note.
-    """
-    note = _read_note(run)
-    found = None if note is None else note.get("held_out_blake2b")
-    return found if isinstance(found, str) else None
-
-
-def _read_note(run: Path) -> dict[str, Any] | None:
-    file = run / _NOTE
-    if regular_file_size(file, str(file)) is None:
-        return None
-    says = f"{file} must say how the network is made"
-    note = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), says)
-    if note is None:
-        raise ValueError(f"{says}: it is damaged, for its checksum is not that of its content. Pass --network.")
-    return note
-
-
 def _from_factory(name: str) -> nn.Module:
-    """Call the user's own factory.
+    """Return the network that a user's factory makes.
 
     Raises:
-        ImportError: No such module or function.
-        TypeError: It is not callable, or returns no module.
-        ValueError: It fails.
+        ImportError: The module cannot be imported, or has no function of this name.
+        TypeError: The factory is not callable, or does not return a torch.nn.Module.
+        ValueError: The name is not of the form module:function, or the module or the factory raises an error.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:

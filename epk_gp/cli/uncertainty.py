@@ -1,4 +1,4 @@
-"""`epk-gp uncertainty`: a Gaussian process on the logits, mapped over a plane through the data."""
+"""`epk-gp uncertainty`: a Gaussian process on the logits, evaluated at points and over a plane through the data."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +10,10 @@ from torch import Tensor
 
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import Plane, coordinate_plane, principal_plane
-from epk_gp.cli.app import (
+from epk_gp.cli.app import app
+from epk_gp.cli.data import PointSource, draw_rows, read_points
+from epk_gp.cli.manifest import open_run
+from epk_gp.cli.options import (
     Dtype,
     Network,
     Out,
@@ -18,13 +21,11 @@ from epk_gp.cli.app import (
     Quiet,
     RunFolder,
     Seed,
-    app,
     make_folder,
     parse_rule,
     torch_dtype,
 )
-from epk_gp.cli.data import read_points
-from epk_gp.cli.networks import open_run
+from epk_gp.cli.summaries import describe_map, fitted_numbers, map_numbers
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
@@ -34,7 +35,7 @@ from epk_gp.quadrature.rules import QuadratureRule
 
 
 class PlaneName(StrEnum):
-    """Planes that maps lie in."""
+    """Planes on which a map is drawn."""
 
     principal = "principal"
     coordinates = "coordinates"
@@ -47,14 +48,14 @@ _AXIS_NAMES = {
 
 
 class OutputsName(StrEnum):
-    """How the GP's outputs hang together."""
+    """How the GP's outputs are correlated."""
 
     full = "full"
     independent = "independent"
 
 
 class TargetsName(StrEnum):
-    """What the GP is conditioned on."""
+    """The targets that the GP is conditioned on."""
 
     network = "network"
     dirichlet = "dirichlet"
@@ -64,7 +65,9 @@ class TargetsName(StrEnum):
 def uncertainty(
     run: RunFolder,
     out: Out = Path("uncertainty"),
-    num_condition: Annotated[int, typer.Option(help="Training points that the GP is conditioned on, at most.")] = 300,
+    num_condition: Annotated[
+        int, typer.Option(help="Largest number of training points that the GP is conditioned on.")
+    ] = 300,
     outputs: Annotated[OutputsName, typer.Option(help="Coupled classes, or one GP per class.")] = OutputsName.full,
     targets: Annotated[
         TargetsName, typer.Option(help="The network's outputs, or Dirichlet-transformed labels.")
@@ -73,7 +76,7 @@ def uncertainty(
         PlaneName, typer.Option(help="The data's two principal directions, or the first two coordinates, others 0.")
     ] = PlaneName.principal,
     grid: Annotated[int, typer.Option(help="Nodes per side of the map.")] = 40,
-    margin: Annotated[float, typer.Option(help="Room around the training points, in units of their extent.")] = 0.4,
+    margin: Annotated[float, typer.Option(help="Border around the training points, in units of their extent.")] = 0.4,
     num_samples: Annotated[int, typer.Option(help="Monte Carlo draws through the softmax.")] = 1024,
     rule: Annotated[
         str, typer.Option(help="A fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
@@ -88,12 +91,14 @@ def uncertainty(
     quiet: Quiet = False,
 ) -> None:
     """Fit a GP with the exact path kernel, in float64; write its uncertainty at held-out points and over a plane."""
-    watch, quadrature = Stopwatch(), parse_rule(rule)
+    timer, quadrature = Stopwatch(), parse_rule(rule)
     if not isinstance(quadrature, QuadratureRule):
-        raise ValueError(f"--rule must be a fixed rule, the same for all points, or this is no kernel: got {rule}.")
+        raise ValueError(
+            f"--rule must be a fixed rule, the same for all points: an adaptive one does not give a kernel. Got {rule}."
+        )
     trajectory = open_run(run, network)
-    surface = choose_plane(trajectory, plane)
-    X = read_points(run, points, trajectory, None, torch.float64)
+    surface = _choose_plane(trajectory, plane)
+    X = read_points(PointSource(run, points, torch.float64), trajectory, None)
     folder = make_folder(out)
     chosen = choose_points(trajectory, num_condition, seed)
     gp = LogitGP(trajectory, outputs.value, targets=targets.value, points=chosen, rule=quadrature)
@@ -104,12 +109,12 @@ def uncertainty(
         gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
     )
     draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane.value])
-    about = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
-    arrays = map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}
-    write_arrays(folder / "map.safetensors", cast(arrays, torch_dtype(dtype)), about)
+    metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
+    arrays = _map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}
+    write_arrays(folder / "map.safetensors", _cast(arrays, torch_dtype(dtype)), metadata)
     at_points = {"inputs": X, "mean": u.mean, "std": u.std, "entropy": u.entropy, "standard_error": u.standard_error}
     at_points |= {"expected_entropy": u.expected_entropy, "mutual_information": u.mutual_information}
-    write_npz(folder / "points.npz", cast(at_points, torch_dtype(dtype)))
+    write_npz(folder / "points.npz", _cast(at_points, torch_dtype(dtype)))
     results = fitted_numbers(gp, losses) | map_numbers(m) | {"mean_std_at_points": float(u.std.mean())}
     config = {
         "run": run,
@@ -118,78 +123,37 @@ def uncertainty(
         "targets": targets.value,
         "seed": seed,
     }
-    config |= {
-        "plane": plane.value,
-        "grid": grid,
-        "margin": margin,
-        "num_samples": num_samples,
-        "fit_steps": fit_steps,
-        "rule": rule,
-        "dtype": dtype.value,
-    }
-    write_json(folder / "uncertainty.json", "uncertainty", config, results, watch)
+    config |= {"plane": plane.value, "grid": grid, "margin": margin, "num_samples": num_samples}
+    config |= {"fit_steps": fit_steps, "rule": rule, "dtype": dtype.value}
+    write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
     typer.echo(f"GP on {len(chosen)} training points: outputscale {results['outputscale']}, noise {results['noise']}")
     typer.echo(describe_map(m))
     typer.echo(
-        f"written to {folder}: uncertainty.png, uncertainty.json, map.safetensors, points.npz ({watch.total:.1f} s)"
+        f"written to {folder}: uncertainty.png, uncertainty.json, map.safetensors, points.npz ({timer.total:.1f} s)"
     )
 
 
-def choose_plane(trajectory: Trajectory, name: PlaneName) -> Plane:
-    """Span the plane of that name."""
+def _choose_plane(trajectory: Trajectory, name: PlaneName) -> Plane:
     return (principal_plane if name is PlaneName.principal else coordinate_plane)(trajectory.inputs)
 
 
 def choose_points(trajectory: Trajectory, count: int, seed: int) -> list[int]:
-    """Draw training points to condition on.
+    """Draw the indices of the training points that the GP is conditioned on.
 
     Raises:
-        ValueError: Fewer than one.
+        ValueError: `count` is below 1.
     """
     if count < 1:
         raise ValueError(f"--num-condition must be at least 1: got {count}.")
-    order = torch.randperm(trajectory.num_points, generator=torch.Generator().manual_seed(seed))
-    chosen: list[int] = order[:count].sort().values.tolist()
+    chosen: list[int] = draw_rows(trajectory.num_points, count, seed).tolist()
     return chosen
 
 
-def fitted_numbers(gp: LogitGP, losses: list[float]) -> dict[str, object]:
-    """List what the fit found."""
-    noise: Tensor = gp.likelihood.noise
-    return {
-        "kernel_scale": gp.kernel.scale,
-        "outputscale": gp.covar_module.outputscale.detach().reshape(-1).tolist(),
-        "noise": noise.detach().reshape(-1)[: gp.kernel.source.num_matrices].tolist(),
-        "negative_log_likelihood": [losses[0], losses[-1]],
-    }
-
-
-def map_numbers(m: UncertaintyMap) -> dict[str, object]:
-    """List the numbers beside a map."""
-    return {
-        "largest_std": float(m.std.max()),
-        "largest_standard_error": m.standard_error,
-        "rank_correlation_of_std_with_distance": m.distance_correlation,
-        "share_of_directions_in_which_std_falls": m.share_std_decreasing,
-    }
-
-
-def map_arrays(m: UncertaintyMap) -> dict[str, Tensor]:
-    """Name a map's arrays."""
+def _map_arrays(m: UncertaintyMap) -> dict[str, Tensor]:
     names = ("x", "y", "training", "kernel", "network_class", "probability", "std", "entropy", "mutual_information")
     return {name: getattr(m, name) for name in names}
 
 
-def cast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Bring floating arrays to another type."""
+def _cast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the arrays with floating-point ones cast to a type."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in arrays.items()}
-
-
-def describe_map(m: UncertaintyMap) -> str:
-    """Say a map's numbers in words."""
-    correlation = "none" if m.distance_correlation is None else f"{m.distance_correlation:+.2f}"
-    return (
-        f"standard deviation of the class probability over the map: at most {float(m.std.max()):.3f}\n"
-        f"its rank correlation with the distance to the training data: {correlation}\n"
-        f"share of directions in which it falls outwards: {100 * m.share_std_decreasing:.0f} %"
-    )

@@ -1,4 +1,4 @@
-"""`epk-gp verify`: is the kernel machine the network, and are the files whole?"""
+"""`epk-gp verify`: whether the kernel machine equals the network, and whether the files are undamaged."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -7,7 +7,10 @@ from typing import Annotated
 import torch
 import typer
 
-from epk_gp.cli.app import (
+from epk_gp.cli.app import app
+from epk_gp.cli.data import PointSource, read_points
+from epk_gp.cli.manifest import open_run
+from epk_gp.cli.options import (
     Network,
     PointsFile,
     Quiet,
@@ -15,13 +18,11 @@ from epk_gp.cli.app import (
     RunDtype,
     RunFolder,
     SeedOfPoints,
-    app,
     make_folder,
     parse_rule,
     torch_dtype,
 )
-from epk_gp.cli.data import read_points
-from epk_gp.cli.networks import open_run
+from epk_gp.cli.summaries import certificate
 from epk_gp.core.head import Head
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
@@ -36,23 +37,23 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 class Heads(StrEnum):
-    """Which outputs are verified."""
+    """The heads whose outputs are verified."""
 
     both = "both"
     logits = "logits"
     log_softmax = "log_softmax"
 
 
-@app.command(short_help="Is the kernel machine the network?")
+@app.command(short_help="Check that the kernel machine equals the network.")
 def verify(
     run: RunFolder,
     checksums: Annotated[bool, typer.Option("--checksums", help="Check the files only.")] = False,
-    head: Annotated[Heads, typer.Option(help="Which outputs.")] = Heads.both,
+    head: Annotated[Heads, typer.Option(help="Outputs that are verified.")] = Heads.both,
     rule: RuleOption = "adaptive",
     tol: Annotated[
-        float | None, typer.Option(help="Largest error allowed; default 1e-9, or 1e-3 where float32 is at work.")
+        float | None, typer.Option(help="Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.")
     ] = None,
-    num_points: Annotated[int | None, typer.Option(help="Points at most; all by default.")] = None,
+    num_points: Annotated[int | None, typer.Option(help="Largest number of points; all by default.")] = None,
     points: PointsFile = None,
     network: Network = None,
     dtype: RunDtype = None,
@@ -64,11 +65,12 @@ def verify(
     if checksums:
         _check_files(run, quiet)
         return
-    watch, quadrature = Stopwatch(), parse_rule(rule)
+    timer, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
-    X = read_points(run, points, trajectory, num_points, None if dtype is None else torch_dtype(dtype), seed)
-    coarse = torch.float32 if torch.float32 in (X.dtype, trajectory.dtype) else torch.float64
-    allowed = _TOLERANCE[coarse] if tol is None else tol
+    source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
+    X = read_points(source, trajectory, num_points)
+    coarsest = torch.float32 if torch.float32 in (X.dtype, trajectory.dtype) else torch.float64
+    allowed = _TOLERANCE[coarsest] if tol is None else tol
     if not allowed >= 0:
         raise ValueError(f"--tol must not be negative: got {allowed}.")
     heads = _HEADS[head.value]
@@ -78,27 +80,15 @@ def verify(
     results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
-    error = float(
-        torch.tensor([result.max_error for result in results.values()], dtype=torch.float64).max()
-    )  # NaN stays
+    errors = torch.tensor([result.max_error for result in results.values()], dtype=torch.float64)
+    error = float(errors.max())  # a NaN stays NaN, as it would not in Python's max
     if folder is not None:
         config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
         numbers = {name: certificate(result) for name, result in results.items()}
-        write_json(folder / "verify.json", "verify", config, numbers | {"passed": error <= allowed}, watch)
+        write_json(folder / "verify.json", "verify", config, numbers | {"passed": error <= allowed}, timer)
     if not error <= allowed:
         raise ValueError(f"the kernel machine must equal the network to within {allowed:g}: it differs by {error:.3g}.")
-    typer.echo(f"verified: the largest error is {error:.2g}, at most {allowed:g} ({watch.total:.1f} s)")
-
-
-def certificate(result: Reconstruction) -> dict[str, float]:
-    """List the numbers that a reconstruction answers for."""
-    return {
-        "max_error": result.max_error,
-        "max_residual": result.max_residual,
-        "total_residual": result.total_residual,
-        "evaluations": result.evaluations,
-        "max_step_mismatch": result.max_step_mismatch,
-    }
+    typer.echo(f"verified: the largest error is {error:.2g}, at most {allowed:g} ({timer.total:.1f} s)")
 
 
 def _table(results: dict[Head, Reconstruction]) -> str:
@@ -112,6 +102,8 @@ def _table(results: dict[Head, Reconstruction]) -> str:
 
 
 def _check_files(run: Path, quiet: bool) -> None:
-    found = check_run(run, progress=not quiet)
-    ended = "finished" if found.finished else "not finished: record --resume goes on with it"
-    typer.echo(f"all {found.files} files have the checksums they were committed with: {found.num_steps} steps, {ended}")
+    summary = check_run(run, progress=not quiet)
+    state = "finished" if summary.finished else "not finished: record --resume resumes it"
+    typer.echo(
+        f"all {summary.files} files have the checksums they were committed with: {summary.num_steps} steps, {state}"
+    )

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.losses import Loss, per_sample_losses
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
@@ -29,7 +30,8 @@ def replayed_updates(
     for step in trajectory.steps:
         w = flat_weights(trajectory, step.index, reference)
         X, y, c = batch_of(trajectory, step, w)
-        g = batch_gradient(model, w, X, y, trajectory.loss, c)
+        with disable_fused_attention():
+            g = batch_gradient(model, w, X, y, trajectory.loss, c)
         d, momentum = predict_step(trajectory.updates[step.index], model.sizes, w, g, momentum)
         yield step, w, d
 

@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core import losses
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head, apply_head, validate_head
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
@@ -215,7 +216,7 @@ def network_outputs(
     validate_count(block_size, "block_size")
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
-    with torch.no_grad():
+    with torch.no_grad(), disable_fused_attention():
         return torch.cat([apply_head(model(params, block), head) for block in X.split(block_size)])
 
 

@@ -13,7 +13,7 @@ _HUGE_PAGE = 2 << 20
 _LARGE = 32 << 20  # glibc keeps smaller blocks for the next use
 
 
-def empty(shape: Sequence[int], like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def empty_huge_pages(shape: Sequence[int], like: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Make a tensor that holds anything, with the dtype and device of `like`.
 
     Large ones on a CPU lie in huge pages where the system (Linux) has them. A page is made when it is first written,

@@ -98,7 +98,7 @@ def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:
     }
     for axis in axes:
         if not isinstance(axis, Axis):
-            raise TypeError(f"by must hold axes (epk_gp.by_step(trajectory), ...): got {axis!r}.")
+            raise TypeError(f"by must hold axes such as epk_gp.kernel_machine.axes.by_step(trajectory): got {axis!r}.")
         if axis.kind not in sizes:
             raise ValueError(f"an axis must be of kind {sorted(sizes)}: got {axis.kind!r}.")
         if axis.group.shape != (sizes[axis.kind],):

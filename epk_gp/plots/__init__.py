@@ -1,4 +1,4 @@
-"""Pictures of numbers that were computed elsewhere: each function draws into an Axes and returns it."""
+"""Drawing functions: each takes computed numbers and an Axes, draws into it and returns it."""
 
 from epk_gp.plots.attributions import attribution_bars, contribution_curve, training_image
 from epk_gp.plots.common import COLORMAP, PALETTE

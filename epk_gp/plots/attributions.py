@@ -1,4 +1,4 @@
-"""Contributions of training points."""
+"""Drawings of the contributions of training points and of training steps."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from epk_gp.plots.common import GREY, LOWERED, PALETTE, RAISED, REST, Numbers, as_numpy, require_shape, short
 
-_CUT = 2.5  # a bar this many times longer than every other one is cut
+_CUT = 2.5  # a bar is cut where it is longer than this many times the longest bar of a single point
 
 
 def attribution_bars(
@@ -24,22 +24,22 @@ def attribution_bars(
 ) -> Axes:
     """Draw the training points that raised an output most and those that lowered it most.
 
-    Every bar bears its number, and the points that are not shown share one bar, so that the bars sum to the total.
-    Where that bar is far longer than the others it is cut, and says so.
+    Every bar is labelled with its value. The points that are not shown share one bar, so that the bars sum to the
+    total. If that bar is far longer than the others, it is drawn cut and labelled as cut.
 
     Args:
-        ax: Where to draw.
+        ax: Axes to draw into.
         contributions: Signed contribution of each of M training points to one output of one prediction.
         labels: Class of each training point, which gives the bar's colour.
-        names: Names of the classes, in order; None stands for "class 0", "class 1", …
-        top: Most points drawn of either sign.
+        names: Names of the classes, in order; None means "class 0", "class 1", …
+        top: Largest number of points drawn of either sign.
         title: Title.
 
     Returns:
         The Axes.
 
     Raises:
-        ValueError: If there is not one label per contribution, a contribution is not finite, a name is missing or
+        ValueError: There is not one label per contribution, or a contribution is not finite, or a name is missing, or
             top < 1.
     """
     values, classes = as_numpy("contributions", contributions), as_numpy("labels", labels)
@@ -88,24 +88,26 @@ def attribution_bars(
     return ax
 
 
-def contribution_curve(ax: Axes, ends: Sequence[int], initial: float, contributions: Float[Numbers, " r"]) -> Axes:
-    """Draw how an output came about over training: the initial output and the contributions up to each step.
+def contribution_curve(
+    ax: Axes, range_ends: Sequence[int], initial: float, contributions: Float[Numbers, " r"]
+) -> Axes:
+    """Draw an output over training: its initial value plus the contributions of all steps so far.
 
     Args:
-        ax: Where to draw.
-        ends: The step after which each of R ranges of steps ends, ascending.
+        ax: Axes to draw into.
+        range_ends: The step after which each of R ranges of steps ends, ascending.
         initial: The output at the initial weights.
-        contributions: What each range added.
+        contributions: Contribution of each range.
 
     Returns:
         The Axes.
 
     Raises:
-        ValueError: If there is not one contribution per range.
+        ValueError: There is not one contribution per range.
     """
     values = as_numpy("contributions", contributions)
-    require_shape("contributions", values, (len(ends),))
-    ax.plot([0, *ends], initial + np.concatenate([[0.0], values.cumsum()]), color=PALETTE[0], linewidth=1.6)
+    require_shape("contributions", values, (len(range_ends),))
+    ax.plot([0, *range_ends], initial + np.concatenate([[0.0], values.cumsum()]), color=PALETTE[0], linewidth=1.6)
     ax.axhline(initial, color=GREY, linewidth=0.8, linestyle="--")
     ax.set(xlabel="step", ylabel="output so far")
     ax.grid(visible=True, color="#dddddd", linewidth=0.7)
@@ -114,13 +116,13 @@ def contribution_curve(ax: Axes, ends: Sequence[int], initial: float, contributi
 
 
 def training_image(ax: Axes, image: Float[Numbers, "H W *rgb"], caption: str, contribution: float = 0.0) -> Axes:
-    """Draw an image, framed in the colour of its contribution's sign.
+    """Draw an image with a frame whose colour is the sign of its contribution.
 
     Args:
-        ax: Where to draw.
+        ax: Axes to draw into.
         image: Grey (H, W) or colour (H, W, 3) image.
-        caption: Words above it.
-        contribution: Its sign chooses the frame; 0 leaves it grey.
+        caption: Text above the image.
+        contribution: Contribution of the image; the frame is green if it is positive, red if negative, grey if 0.
 
     Returns:
         The Axes.

@@ -1,4 +1,4 @@
-"""Kernel machine against network, and error against cost."""
+"""Drawings of the error of a kernel machine: against the network, and against the cost of its quadrature rule."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ def reconstruction_scatter(
 ) -> Axes:
     """Draw the kernel machine's outputs against the network's, with the largest error in the legend.
 
-    Figure 4 of Bell et al. (2023). Call it once per rule to compare rules in one picture.
+    This is Figure 4 of Bell et al. (2023). Call it once per rule to compare rules in one figure.
 
     Args:
-        ax: Where to draw.
+        ax: Axes to draw into.
         network: Outputs of the trained network, of any shape.
         machine: Outputs of the kernel machine, in the same order.
-        label: What `machine` is, such as the name of the quadrature rule.
+        label: Label of `machine` in the legend, such as the name of the quadrature rule.
 
     Returns:
         The Axes.
 
     Raises:
-        ValueError: If the two shapes differ, or there is no number or one that is not finite.
+        ValueError: The two shapes differ, or there is no output, or an output is not finite.
     """
     x, y = as_numpy("network", network), as_numpy("machine", machine)
     if x.shape != y.shape:
@@ -70,13 +70,14 @@ def error_against_evaluations(
     evaluations: Sequence[int | float] | Float[Numbers, " r"],
     errors: Sequence[int | float] | Float[Numbers, " r"],
 ) -> Axes:
-    """Draw what each quadrature rule costs and what it leaves, on logarithmic axes with the rules' names.
+    """Draw the error of each quadrature rule against its cost, on logarithmic axes, with the names of the rules.
 
-    An error of exactly 0 has no place on a logarithmic axis: it is drawn as an open triangle at half the smallest other
-    error, and its name says so.
+    An error of exactly 0 cannot be drawn on a logarithmic axis. It is drawn as an open triangle at half the smallest
+    other error, and its label contains "error 0".
 
     Args:
-        ax: Where to draw; its figure should have its final size, for the names keep clear of each other.
+        ax: Axes to draw into. Its figure must have its final size, because the names are placed so that they do not
+            overlap.
         rules: Name of each rule.
         evaluations: Evaluations of the gradient per point and step, positive.
         errors: Largest |kernel machine − network|.
@@ -85,7 +86,7 @@ def error_against_evaluations(
         The Axes.
 
     Raises:
-        ValueError: If the lengths differ, or a number is negative or not finite, or an evaluation count is 0.
+        ValueError: The lengths differ, or a number is negative or not finite, or an evaluation count is 0.
     """
     x, y = as_numpy("evaluations", evaluations), as_numpy("errors", errors)
     require_shape("evaluations", x, (len(rules),))
@@ -115,7 +116,7 @@ def error_against_evaluations(
 
 
 def _place_names(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray) -> None:
-    """Write a name beside each point, at the first place around it that is clear of names, points and the frame."""
+    """Write a name beside each point, at the first position that overlaps no name, no point and not the frame."""
     figure = ax.get_figure(root=True)
     if figure is None:
         raise ValueError("ax must belong to a figure: got one that was removed. Make it with plt.subplots().")
@@ -138,7 +139,7 @@ def _place_names(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray) -
             )
             box = text.get_window_extent()
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
+            if inside and not any(box.overlaps(neighbour) for neighbour in taken):
                 best = text
                 break
             text.remove()

@@ -1,4 +1,4 @@
-"""The pictures that commands write."""
+"""The figures that commands write."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +23,12 @@ from epk_gp.plots import (
 )
 
 _DPI = 100
-_IMAGES = 6  # training images of either sign
-_MOST_POINTS = 600  # training points drawn on a map
+_MAX_IMAGES = 6  # training images drawn of either sign
+_MAX_POINTS = 600  # training points drawn on a map
 
 
 def draw_reconstruction(path: Path, machines: Sequence[tuple[str, Reconstruction]]) -> None:
-    """Draw every machine's outputs, and their errors, against the network's."""
+    """Draw the outputs of kernel machines and their errors against the network's outputs."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, machine in machines:
@@ -55,28 +55,28 @@ def draw_reconstruction(path: Path, machines: Sequence[tuple[str, Reconstruction
 
 
 def draw_errors(path: Path, rules: Sequence[tuple[str, float, float]]) -> None:
-    """Draw name, evaluations and largest error of each rule."""
+    """Draw the largest error of quadrature rules, given as (name, evaluations, error), against their evaluations."""
     figure = Figure(figsize=(6.5, 4.5), layout="constrained")
     names, evaluations, errors = zip(*rules, strict=True)
     ax = figure.subplots()
     error_against_evaluations(ax, names, evaluations, errors)
-    ax.set_title("what each quadrature rule costs, and what it leaves")
+    ax.set_title("error of each quadrature rule against its cost")
     figure.savefig(path, dpi=_DPI, bbox_inches="tight")
 
 
 def draw_map(
     path: Path, m: UncertaintyMap, labels: Shaped[Tensor, "M ..."], axis_names: tuple[str, str] = ("$x_1$", "$x_2$")
 ) -> None:
-    """Draw the kernel, the doubt about the network's class, its standard deviation and the entropy over a plane."""
+    """Draw the kernel, the misclassification probability, its standard deviation and the entropy over a plane."""
     figure = Figure(figsize=(10.5, 9.5), layout="constrained")
-    stride = -(-len(m.training) // _MOST_POINTS)
+    stride = -(-len(m.training) // _MAX_POINTS)
     panels = (
         (m.kernel, "kernel value k(x, x)", "relative to the training points' mean"),
-        (1 - m.probability, "doubt: 1 − expected probability of the network's class", "probability"),
+        (1 - m.probability, "misclassification probability, 1 − E[p(network's class)]", "probability"),
         (m.std, "standard deviation of that probability", "standard deviation"),
         (m.entropy, "entropy of the expected probabilities", "nats"),
     )
-    classes = _classes(labels)
+    classes = _class_labels(labels)
     for number, (ax, (values, title, unit)) in enumerate(zip(figure.subplots(2, 2).flat, panels, strict=True)):
         uncertainty_map(
             ax,
@@ -99,48 +99,43 @@ def draw_map(
 
 def draw_attributions(
     path: Path,
-    explained: PredictionBreakdown,
+    breakdown: PredictionBreakdown,
     trajectory: Trajectory,
     X: Tensor,
     chosen: Sequence[int],
     top: int,
 ) -> None:
-    """Draw what made the predicted output of each chosen point: its training points, and its way over the steps.
+    """Draw the contributions of training points and of ranges of steps to the predicted output of chosen points.
 
     Args:
-        path: Where to write.
-        explained: The contributions.
+        path: File that is written.
+        breakdown: Contributions to the predicted outputs of n points.
         trajectory: The run.
-        X: The points.
-        chosen: Which of them, one row each.
-        top: Training points of either sign.
+        X: The n points.
+        chosen: Indices of the points that are drawn, one row each.
+        top: Number of training points drawn of either sign.
     """
     images = _as_images(trajectory.inputs)
-    shown = min(top, _IMAGES) if images is not None else top
+    shown = min(top, _MAX_IMAGES) if images is not None else top
     height = 1.9 if images is not None else 1.6 + 0.34 * top
     figure = Figure(figsize=(13.5, height * len(chosen)), layout="constrained")
     rows = figure.subfigures(len(chosen), 1, squeeze=False)[:, 0]
     points = _as_images(X)
     for row, n in zip(rows, chosen, strict=True):
         left, right = row.subfigures(1, 2, width_ratios=(3.2, 1))
-        start, end = (f"{float(v[n]):.3g}".replace("-", "−") for v in (explained.initial, explained.network))
+        start, end = (f"{float(v[n]):.3g}".replace("-", "−") for v in (breakdown.initial, breakdown.network))
         if images is None or points is None:
-            _draw_bars(left.subplots(), explained.samples[n], trajectory.targets, top)
+            _draw_bars(left.subplots(), breakdown.samples[n], trajectory.targets, top)
         else:
-            _draw_images(left, explained, n, (points[n], images), trajectory.targets, shown)
+            _draw_images(left, breakdown, n, (points[n], images), trajectory.targets, shown)
         ax = right.subplots()
-        contribution_curve(
-            ax,
-            explained.ends,
-            float(explained.initial[n]),
-            explained.steps[n],
-        )
-        ax.set_title(f"point {n}, output {int(explained.output[n])}: {start} → {end}", fontsize="medium")
+        contribution_curve(ax, breakdown.range_ends, float(breakdown.initial[n]), breakdown.steps[n])
+        ax.set_title(f"point {n}, output {int(breakdown.output[n])}: {start} → {end}", fontsize="medium")
     figure.savefig(path, dpi=_DPI, bbox_inches="tight")
 
 
 def _draw_bars(ax: Axes, contributions: Tensor, labels: Tensor, top: int) -> None:
-    known = _classes(labels)
+    known = _class_labels(labels)
     classes = torch.zeros(len(labels), dtype=torch.int64) if known is None else known
     attribution_bars(ax, contributions, classes, top=top, title="")
     legend = ax.get_legend()
@@ -150,24 +145,24 @@ def _draw_bars(ax: Axes, contributions: Tensor, labels: Tensor, top: int) -> Non
 
 def _draw_images(
     figure: FigureBase,
-    explained: PredictionBreakdown,
+    breakdown: PredictionBreakdown,
     n: int,
     images: tuple[Tensor, Tensor],
     labels: Tensor,
     shown: int,
 ) -> None:
-    """Draw the point, then the training images that raised its output most, then those that lowered it most."""
+    """Draw the point, the training images that raised its output most, and those that lowered it most."""
     point, training = images
-    values, order = explained.samples[n].sort(descending=True)
+    values, order = breakdown.samples[n].sort(descending=True)
     axes = figure.subplots(1, 2 * shown + 1, squeeze=False)[0]
     training_image(axes[0], point, "explained")
     raised = [(int(i), float(v)) for i, v in zip(order[:shown], values[:shown], strict=True) if v > 0]
     lowered = [(int(i), float(v)) for i, v in zip(order.flip(0)[:shown], values.flip(0)[:shown], strict=True) if v < 0]
-    known = _classes(labels)
+    classes = _class_labels(labels)
     for ax, (index, value) in zip(axes[1 : shown + 1], raised, strict=False):
-        training_image(ax, training[index], _caption(index, value, known), value)
+        training_image(ax, training[index], _caption(index, value, classes), value)
     for ax, (index, value) in zip(axes[shown + 1 :], lowered, strict=False):
-        training_image(ax, training[index], _caption(index, value, known), value)
+        training_image(ax, training[index], _caption(index, value, classes), value)
     for ax in axes:
         ax.set_axis_on() if ax.images else ax.set_axis_off()
 
@@ -178,11 +173,12 @@ def _caption(index: int, value: float, labels: Tensor | None) -> str:
 
 
 def _as_images(X: Tensor) -> Tensor | None:
-    """Give grey (n, H, W) or colour (n, H, W, 3) images if that is what the points are."""
+    """Return the points as grey (n, H, W) or colour (n, H, W, 3) images, or None if they are not images."""
     if X.ndim != 4 or X.shape[1] not in (1, 3) or min(X.shape[2:]) < 4:
         return None
     return X[:, 0] if X.shape[1] == 1 else X.permute(0, 2, 3, 1)
 
 
-def _classes(labels: Tensor) -> Tensor | None:
+def _class_labels(labels: Tensor) -> Tensor | None:
+    """Return the targets if they are class labels, or None."""
     return labels if labels.ndim == 1 and labels.dtype == torch.int64 else None

@@ -1,4 +1,4 @@
-"""Maps over a plane."""
+"""Drawings of maps over a plane."""
 
 import matplotlib.patheffects as effects
 import numpy as np
@@ -22,25 +22,26 @@ def uncertainty_map(
     boundary: Int[Numbers, "fine_y fine_x"] | None = None,
     colorbar_label: str = "standard deviation",
 ) -> Axes:
-    """Draw a scalar over a plane: dark where it is large, with training points and decision boundary on top.
+    """Draw a scalar over a plane, dark where it is large, with training points and the decision boundary.
 
     Args:
-        ax: Where to draw; its figure gets a colour bar.
+        ax: Axes to draw into; a colour bar is added to its figure.
         grid_x: Evenly spaced, increasing coordinates of the columns.
-        grid_y: The same for the rows.
+        grid_y: Evenly spaced, increasing coordinates of the rows.
         values: The scalar, one row per entry of grid_y.
         title: Title.
-        points: Training points in the plane; those outside the grid are not seen.
+        points: Training points in the plane; those outside the grid are not visible.
         labels: Class of each point, which gives its colour.
-        boundary: Class that the network predicts at each node of the grid, or of a finer one over the same extent;
+        boundary: Class that the network predicts at each node of the grid, or of a finer grid over the same extent;
             lines are drawn where it changes.
-        colorbar_label: What `values` is, with its unit.
+        colorbar_label: Name and unit of `values`.
 
     Returns:
         The Axes.
 
     Raises:
-        ValueError: If the shapes do not fit, the grid is not even, a value is not finite or labels come without points.
+        ValueError: The shapes do not match, or the grid is not evenly spaced, or a value is not finite, or labels are
+            given without points.
     """
     x, y, z = as_numpy("grid_x", grid_x), as_numpy("grid_y", grid_y), as_numpy("values", values)
     step_x, step_y = _spacing("grid_x", x), _spacing("grid_y", y)
@@ -79,7 +80,7 @@ def _draw_boundary(ax: Axes, x: np.ndarray, y: np.ndarray, classes: np.ndarray) 
         raise ValueError(f"boundary must have shape {(len(y), len(x))}, or be finer: got {classes.shape}.")
     y, x = (np.linspace(axis[0], axis[-1], size) for axis, size in zip((y, x), classes.shape, strict=True))
     present = np.unique(classes)
-    # The last class has no border that the others do not have.
+    # Every border of the last class is a border of another class too.
     for c in present[:-1]:
         lines = ax.contour(x, y, (classes == c).astype(float), levels=[0.5], colors="black", linewidths=1.1, zorder=3)
         lines.set_path_effects([effects.withStroke(linewidth=2.6, foreground="white")])
@@ -99,7 +100,7 @@ def _draw_points(ax: Axes, points: np.ndarray, labels: np.ndarray | None) -> Non
     colours = [PALETTE[c % len(PALETTE)] for c in labels]
     ax.scatter(points[:, 0], points[:, 1], s=9, c=colours, edgecolors="white", linewidths=0.3, zorder=4)
     if handles:
-        # Below the map, where it covers neither points nor boundaries.
+        # Below the map, where the legend covers neither points nor boundaries.
         ax.legend(
             handles=handles,
             loc="upper center",

@@ -15,10 +15,10 @@ from epk_gp.analysis.calibration import calibration
 from epk_gp.analysis.detection import ood_metrics
 from epk_gp.analysis.path_geometry import line_profile, path_profile
 from epk_gp.analysis.ranks import rank_correlation
-from epk_gp.analysis.retraining import decision_values, fit_sigmoid, probabilities, retrain
+from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, probabilities, retrain
 from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
-from epk_gp.analysis.stationarity import location_share, ray_growth
+from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
 from epk_gp.core.trajectory import flat_weights, network_outputs
 from epk_gp.datasets import three_gaussians
 from epk_gp.gram.path_kernel import gram_block_per_class
@@ -81,34 +81,36 @@ def test_small_angles_are_not_lost():
 def test_at_the_start_of_a_step_the_discrete_kernel_is_exact_and_later_it_is_not():
     case = make_case("tanh")
     found = gradient_alignment(
-        case.trajectory, case.test, torch.zeros(5, dtype=torch.int64), steps=[0, 3], places=[0.0, 0.5, 1.0]
+        case.trajectory, case.test, torch.zeros(5, dtype=torch.int64), steps=[0, 3], times=[0.0, 0.5, 1.0]
     )
-    assert found.place.tolist() == [0, 0.5, 1, 3, 3.5, 4]
-    assert float(found.discrete_apart[:, [0, 3]].max()) < 1e-12  # degrees; rows of a product may round by themselves
-    assert float(found.discrete_error[:, [0, 3]].abs().max()) < 1e-12
-    assert float(found.discrete_apart[:, [2, 5]].min()) > 0.1
-    assert float(found.tangent_apart[:, 5].max()) < 1e-12  # the trained network's gradient, at the run's end
-    assert float(found.tangent_apart[:, 0].min()) > 1
+    assert found.time.tolist() == [0, 0.5, 1, 3, 3.5, 4]
+    assert (
+        float(found.angle_dpk_to_exact[:, [0, 3]].max()) < 1e-12
+    )  # degrees; rows of a product may round by themselves
+    assert float(found.dpk_error[:, [0, 3]].abs().max()) < 1e-12
+    assert float(found.angle_dpk_to_exact[:, [2, 5]].min()) > 0.1
+    assert float(found.angle_ntk_to_exact[:, 5].max()) < 1e-12  # the trained network's gradient, at the run's end
+    assert float(found.angle_ntk_to_exact[:, 0].min()) > 1
 
 
 def test_all_kernels_point_the_same_way_for_a_linear_network():
     """The control: its logits' gradient does not depend on the weights."""
     case = make_case("linear")
-    found = gradient_alignment(case.trajectory, case.test, torch.arange(5) % 3, steps=[1], places=[0.7], head="logits")
-    assert max(float(found.discrete_apart.max()), float(found.tangent_apart.max())) < 1e-12
+    found = gradient_alignment(case.trajectory, case.test, torch.arange(5) % 3, steps=[1], times=[0.7], head="logits")
+    assert max(float(found.angle_dpk_to_exact.max()), float(found.angle_ntk_to_exact.max())) < 1e-12
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"steps": [4]}, "steps must lie in 0..3"),
-        ({"places": [1.5]}, "places must lie in"),
+        ({"times": [1.5]}, "times must lie in"),
         ({"outputs": torch.full((5,), 3)}, "outputs must lie in 0..2"),
     ],
 )
 def test_alignment_refuses_what_does_not_exist(change, message):
     case = make_case("tanh")
-    arguments = {"outputs": torch.zeros(5, dtype=torch.int64), "steps": [0], "places": [0.5]} | change
+    arguments = {"outputs": torch.zeros(5, dtype=torch.int64), "steps": [0], "times": [0.5]} | change
     with pytest.raises(ValueError, match=message):
         gradient_alignment(case.trajectory, case.test, **arguments)
 
@@ -125,8 +127,8 @@ def test_a_retrained_machine_classifies_as_the_network_does(toy):
     decisions = decision_values(machine, cross)
     agree = (decisions.argmax(1) == network_outputs(trajectory, test.inputs).argmax(1)).double().mean()
     assert agree >= 0.9
-    assert (machine.support < 90).all()
-    curve = fit_sigmoid(decisions, test.labels)
+    assert (machine.num_support_vectors < 90).all()
+    curve = fit_platt_scaling(decisions, test.labels)
     p = probabilities(curve, decisions)
     assert ((p > 0) & (p < 1)).all()
     assert p.gather(1, test.labels[:, None]).mean() > 0.7
@@ -158,19 +160,19 @@ def test_retraining_refuses_missing_classes():
     with pytest.raises(ValueError, match="penalty"):
         retrain(torch.eye(3).expand(2, -1, -1), torch.tensor([0, 1, 1]), penalty=0.0)
     with pytest.raises(ValueError, match="of others"):
-        fit_sigmoid(torch.randn(3, 2), torch.zeros(3, dtype=torch.int64))
+        fit_platt_scaling(torch.randn(3, 2), torch.zeros(3, dtype=torch.int64))
 
 
 # Stationarity
 
 
-def test_the_location_share_of_an_rbf_is_zero_and_that_of_a_linear_kernel_is_not():
+def test_the_location_variance_share_of_an_rbf_is_zero_and_that_of_a_linear_kernel_is_not():
     X, delta = torch.randn(40, 3, dtype=torch.float64), torch.randn(15, 3, dtype=torch.float64)
-    assert location_share(rbf, X, delta) < 1e-20
-    assert location_share(lambda a, b: a @ b.T, X, delta) > 0.5
+    assert location_variance_share(rbf, X, delta) < 1e-20
+    assert location_variance_share(lambda a, b: a @ b.T, X, delta) > 0.5
 
 
-def test_the_location_share_of_a_path_kernel_is_far_from_zero(toy):
+def test_the_location_variance_share_of_a_path_kernel_is_far_from_zero(toy):
     trajectory, test = toy
     kernel = epk.EPKKernel(trajectory, outputs="trace")
 
@@ -178,33 +180,33 @@ def test_the_location_share_of_a_path_kernel_is_far_from_zero(toy):
         return kernel(epk.test_copy(a), epk.test_copy(b)).to_dense()
 
     delta = torch.randn(6, 4, dtype=torch.float64)
-    assert location_share(values, test.inputs[:10], delta) > 0.3
+    assert location_variance_share(values, test.inputs[:10], delta) > 0.3
 
 
 def test_growth_along_rays_is_the_power_of_the_radius():
     centre, directions = torch.zeros(3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     radii = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
     for power in (0, 2, 3):
-        found = ray_growth(lambda X, p=power: X.norm(dim=1) ** p, centre, directions, radii)
+        found = diagonal_growth_exponent(lambda X, p=power: X.norm(dim=1) ** p, centre, directions, radii)
         assert_close(1 + found, torch.full((5,), 1.0 + power, dtype=torch.float64))
 
 
 def test_stationarity_refuses_what_has_no_variance():
     X = torch.randn(4, 2)
     with pytest.raises(ValueError, match="varies"):
-        location_share(lambda a, b: torch.ones(len(a), len(b)), X, X)
+        location_variance_share(lambda a, b: torch.ones(len(a), len(b)), X, X)
     with pytest.raises(ValueError, match="at least 2 locations"):
-        location_share(rbf, X[:1], X)
+        location_variance_share(rbf, X[:1], X)
     with pytest.raises(ValueError, match="increase"):
-        ray_growth(lambda X: X[:, 0], X[0], X, torch.tensor([2.0, 1.0]))
+        diagonal_growth_exponent(lambda X: X[:, 0], X[0], X, torch.tensor([2.0, 1.0]))
     with pytest.raises(ValueError, match="positive along"):
-        ray_growth(lambda X: -X.norm(dim=1), X[0], X, torch.tensor([1.0, 2.0]))
+        diagonal_growth_exponent(lambda X: -X.norm(dim=1), X[0], X, torch.tensor([1.0, 2.0]))
 
 
 # Boundary
 
 
-def test_equal_weights_are_not_over_weighted_and_planted_ones_are():
+def test_equal_weights_have_ratio_one_and_planted_ones_do_not():
     labels = torch.arange(100) % 2
     margin = torch.linspace(0.1, 3, 100)
     equal = boundary_weight_ratio(torch.ones(100), margin, labels)
@@ -220,7 +222,7 @@ def test_a_margin_is_the_lead_of_the_own_class():
     assert margins(outputs, torch.tensor([1, 0])).tolist() == [1, -5]
 
 
-def test_over_weight_refuses_an_empty_side():
+def test_boundary_weight_ratio_refuses_an_empty_side():
     with pytest.raises(ValueError, match="class 0 must have points near"):
         boundary_weight_ratio(torch.ones(4), torch.ones(4), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="share"):
@@ -234,15 +236,15 @@ def test_the_rank_of_a_projection_is_counted_in_all_three_ways():
     Q = torch.linalg.qr(torch.randn(20, 6, dtype=torch.float64)).Q
     found = gram_spectrum(Q @ Q.T)
     assert found.effective_rank == pytest.approx(6)
-    assert found.participation == pytest.approx(6)
-    assert found.principal == 6
+    assert found.participation_ratio == pytest.approx(6)
+    assert found.num_principal == 6
 
 
 def test_one_strong_direction_hides_the_others():
     """The control: the matrix has full rank."""
     found = gram_spectrum(torch.diag(torch.tensor([1000.0, 1, 1, 1], dtype=torch.float64)))
-    assert found.principal == 1
-    assert 1 < found.participation < found.effective_rank < 1.1
+    assert found.num_principal == 1
+    assert 1 < found.participation_ratio < found.effective_rank < 1.1
 
 
 def test_a_spectrum_is_refused_for_what_is_no_gram_matrix():
@@ -338,12 +340,12 @@ def test_the_slope_along_the_line_integrates_to_the_loss(toy):
 def test_a_single_step_is_straight_and_a_run_is_not(toy):
     one = path_profile(make_case("tanh", steps=1).trajectory)
     assert one.straightness == pytest.approx(1)
-    assert float(one.to_chord.max()) < 1e-5
+    assert float(one.angle_to_chord.max()) < 1e-5
     many = path_profile(toy[0])
     assert many.straightness < 0.99
     assert many.norm.shape == (41,)
     assert many.norm_change == pytest.approx(float(many.norm[40] / many.norm[0] - 1))
-    assert float(many.transpose_block[0]) == 0 < float(many.transpose_block[-1])
+    assert float(many.angle_to_initial[0]) == 0 < float(many.angle_to_initial[-1])
 
 
 def test_a_line_profile_needs_cross_entropy():
@@ -376,9 +378,9 @@ def test_detection_is_scikit_learn_s():
 def test_calibration_error_is_the_gap_between_confidence_and_accuracy():
     labels = torch.tensor([0, 0, 0, 1] * 25)
     p = torch.tensor([[0.75, 0.25]], dtype=torch.float64).expand(100, -1)
-    assert calibration(p, labels).error == pytest.approx(0)
+    assert calibration(p, labels).ece == pytest.approx(0)
     sure = calibration(torch.tensor([[0.95, 0.05]], dtype=torch.float64).expand(100, -1), labels)
-    assert sure.error == pytest.approx(0.2)
+    assert sure.ece == pytest.approx(0.2)
     assert sure.accuracy == 0.75
     assert sure.nll == pytest.approx(-(0.75 * math.log(0.95) + 0.25 * math.log(0.05)))
     with pytest.raises(ValueError, match="softmax"):

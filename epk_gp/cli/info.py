@@ -1,0 +1,58 @@
+"""`epk-gp info`: the contents of a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epk_gp.cli.app import app
+from epk_gp.cli.manifest import read_network_spec
+from epk_gp.cli.options import Quiet, RunFolder, make_folder
+from epk_gp.provenance import Stopwatch, write_json
+from epk_gp.storage.check import check_run
+from epk_gp.storage.schema import chunk_schema
+
+
+@app.command(short_help="Show the contents of a run.")
+def info(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option(help="Folder for info.json; none is written by default.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Show the contents of a recorded run, after checking its files; no network is built."""
+    timer = Stopwatch()
+    summary, spec = check_run(run, progress=not quiet), read_network_spec(run)
+    header = summary.header
+    size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
+    lines: dict[str, object] = {
+        "network": "not in the manifest (pass --network to the other commands)" if spec is None else spec.name,
+        "steps": summary.num_steps,
+        "step sizes": _range(sorted(set(summary.learning_rates))),
+        "points per step": _range(sorted(set(summary.batch_sizes))),
+        "weights": f"{sum(chunk_schema(header).sizes)} in {len(header['names'])} tensors",
+        "dtype": header["dtype"].removeprefix("torch."),
+        "outputs": header["num_outputs"],
+        "training points": f"{summary.data_shapes['inputs'][0]} of shape {summary.data_shapes['inputs'][1:]}",
+        "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
+        "update rule": header["law"]["name"],
+        "gradients": "every step's recomputed while recording"
+        if header.get("check_every") == 1
+        else f"one in {header.get('check_every')} recomputed while recording",
+        "digest": summary.chunks[-1].digest,
+        "data digest": header["data_digest"],
+        "chunks": len(summary.chunks),
+        "compression": header["compression"],
+        "size on disk": f"{size / 1e6:.2f} MB",
+        "recording": "finished" if summary.finished else "not finished: record --resume resumes it",
+        "files": f"all {summary.files} verified against their checksums",
+    }
+    if out is not None:
+        write_json(make_folder(out) / "info.json", "info", {"run": run}, lines, timer)
+    for name, value in lines.items():
+        typer.echo(f"{name + ':':17}{value}")
+
+
+def _range(values: list[float] | list[int]) -> str:
+    if not values:
+        return "none"
+    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"

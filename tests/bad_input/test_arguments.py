@@ -1,0 +1,132 @@
+"""Arguments of a wrong type or value in the rest of the public functions: one clear error each."""
+
+import numpy as np
+import pytest
+import torch
+
+import epk_gp as epk
+from epk_gp.core.model import zero_final_layer
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_step
+from loops import data, mlp, sgd
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # the library's own checks, not those of the test run
+NAN, INF = float("nan"), float("inf")
+X, Y = data()
+POSTERIOR = LogitPosterior(torch.zeros(2, 3, dtype=torch.float64), torch.eye(3, dtype=torch.float64).expand(2, 3, 3))
+
+
+T = epk.test_copy(X)
+
+
+WRONG_TYPES = {
+    "order_a_fraction": (lambda t: epk.adaptive(order=2.5), "order must be a whole number, at least 1: got 2.5"),
+    "tol_a_text": (lambda t: epk.adaptive("x"), "tol must be a positive number: got 'x'"),
+    "nodes_true": (lambda t: epk.gauss_legendre(True), "the number of nodes must be a whole number.*got True"),
+    "nodes_a_fraction": (lambda t: epk.gauss_legendre(2.5), "the number of nodes must be a whole number.*got 2.5"),
+    "nodes_a_text": (lambda t: epk.gauss_legendre("4"), "the number of nodes must be a whole number.*got '4'"),
+    "riemann_a_fraction": (lambda t: epk.left_riemann(2.5), "the number of nodes must be a whole number.*got 2.5"),
+    "midpoint_a_fraction": (lambda t: epk.midpoint(2.5), "the number of nodes must be a whole number.*got 2.5"),
+    "loss_nothing": (lambda t: epk.PerSampleLoss(None), "the loss must be a function of outputs and targets: got None"),
+    "block_without_copies": (
+        lambda t: epk.gram_block(t, X, X),
+        r"a must be epk_gp.Points\(X, is_train=...\).*got Tensor",
+    ),
+    "weights_a_list": (
+        lambda t: epk.gram_block(t, epk.Points(X, True), epk.Points(X, True), step_weights=[1.0] * 7),
+        r"step_weights must be a torch.Tensor, \(7,\): got list. Convert it",
+    ),
+    "no_run": (lambda t: epk.reconstruct(None, X), "trajectory must be an epk_gp.Trajectory: got NoneType. Record one"),
+    "no_run_to_attribute": (lambda t: epk.attribute(None, X), "trajectory must be an epk_gp.Trajectory: got NoneType"),
+    "gp_of_no_run": (lambda t: epk.LogitGP(None), "trajectory must be an epk_gp.Trajectory: got NoneType"),
+    "kernel_of_no_run": (lambda t: epk.EPKKernel(None), "trajectory must be an epk_gp.Trajectory: got NoneType"),
+    "points_a_number": (lambda t: epk.LogitGP(t, points=5), "points must be a list or tensor of indices .*: got 5"),
+    "points_a_text": (
+        lambda t: epk.LogitGP(t, points="abc"),
+        "points must be a list or tensor of indices .*: got 'abc'",
+    ),
+    "points_a_slice": (lambda t: epk.LogitGP(t, points=slice(3)), "points must be a list or tensor .*: got slice"),
+    "fit_a_fraction": (lambda t: epk.LogitGP(t, points=[0, 1]).fit(steps=2.5), "steps must be a whole number.*got 2.5"),
+    "samples_a_fraction": (
+        lambda t: epk.softmax_uncertainty(POSTERIOR, num_samples=2.5),
+        "num_samples, for a standard deviation, must be a whole number, at least 2: got 2.5",
+    ),
+    "samples_generator": (
+        lambda t: epk.softmax_uncertainty(POSTERIOR, generator=3),
+        "generator must be a torch.Generator: got 3",
+    ),
+    "no_posterior": (
+        lambda t: epk.softmax_uncertainty(None),
+        "posterior must be a LogitPosterior: got NoneType",
+    ),
+    "kernel_of_a_list": (lambda t: epk.EPKKernel(t)([[1.0] * 5]), "points must be a torch.Tensor: got list. Make them"),
+    "kernel_with_a_list": (lambda t: epk.EPKKernel(t)(T, [[1.0] * 5]), "points must be a torch.Tensor: got list"),
+    "train_copy_of_a_list": (lambda t: epk.train_copy([[1.0]]), "inputs must be a torch.Tensor: got list. Convert it"),
+    "split_copy_of_a_list": (lambda t: epk.split_copy([[1.0]]), "inputs must be a torch.Tensor: got list"),
+    "state_a_text": (lambda t: t.weights("a"), "state must be a whole number: got 'a'"),
+    "zeroing_nothing": (lambda t: zero_final_layer(None), "net must be a torch.nn.Module: got NoneType"),
+    "budget_a_fraction": (
+        lambda t: epk.reconstruct(t, X, memory_budget=2.5e9),
+        "memory_budget must be a whole number of bytes: got 2500000000.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ask", "message"), WRONG_TYPES.values(), ids=WRONG_TYPES.keys())
+def test_an_argument_of_another_kind_is_refused(trajectory, ask, message):
+    with pytest.raises(TypeError, match=message):
+        ask(trajectory)
+
+
+WRONG_VALUES = {
+    "no_points": (
+        lambda t: epk.EPKKernel(t)(T[:0]).to_dense(),
+        r"there must be at least one point: got shape \(0, 5\)",
+    ),
+    "one_point": (lambda t: epk.train_copy(X[0]), r"one row per point: got shape \(4,\). A single point is X\[None\]"),
+    "empty_blocks": (lambda t: epk.network_outputs(t, X, block_size=0), "block_size must be at least 1: got 0"),
+    "order_zero": (lambda t: epk.adaptive(order=0), "order must be at least 1: got 0"),
+    "fit_backwards": (
+        lambda t: epk.LogitGP(t, points=[0, 1]).fit(steps=1, lr=-1.0),
+        "lr must be positive and finite: got -1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ask", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES.keys())
+def test_a_value_that_means_nothing_is_refused(trajectory, ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(trajectory)
+
+
+@pytest.mark.parametrize("budget", [0, -1, (1 << 20) - 1])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda t, b: epk.reconstruct(t, X, memory_budget=b),
+        lambda t, b: epk.attribute(t, X, memory_budget=b),
+        lambda t, b: attribute_by(t, X, [by_step(t)], memory_budget=b),
+        lambda t, b: epk.EPKKernel(t, memory_budget=b),
+        lambda t, b: epk.LogitGP(t, memory_budget=b),
+    ],
+    ids=["reconstruct", "attribute", "attribute_by", "kernel", "gp"],
+)
+def test_every_long_call_refuses_a_budget_that_is_too_small(trajectory, ask, budget):
+    with pytest.raises(ValueError, match=f"memory_budget must be at least 1 MiB .1048576 bytes.: got {budget}"):
+        ask(trajectory, budget)
+
+
+def test_integers_of_numpy_count():
+    assert epk.gauss_legendre(np.int64(3)) == epk.gauss_legendre(3)
+
+
+def test_a_chunk_that_is_removed_while_the_run_is_used_is_named(tmp_path):
+    net = mlp()
+    trajectory = epk.train(net, X, Y, optimizer=sgd(net), steps=2, path=tmp_path / "run")
+    (tmp_path / "run" / "chunk-000001.safetensors").unlink(missing_ok=True)
+    (tmp_path / "run" / "chunk-000000.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"chunk-00000\d.safetensors \(states \d..\d\) was removed or renamed. Restore"
+    ):
+        epk.reconstruct(trajectory, X)

@@ -1,0 +1,138 @@
+"""The application: its commands, their shared options, and how errors end it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import epk_gp as epk
+from commands import refused, run
+from epk_gp.cli.options import parse_rule
+
+COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty")
+
+
+# they compute nothing and draw nothing
+NOT_MEANT = {(command, option) for command in ("info", "export") for option in ("--seed", "--dtype")}
+
+
+@pytest.mark.parametrize("command", ["", "demo", "record", "info", "verify", "attribute", "gram", "uncertainty"])
+def test_every_command_explains_itself(capsys, command):
+    assert run(*command.split(), "--help") == 0
+    assert "Usage: epk-gp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--help", "--out", "--seed", "--dtype", "--quiet"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_options_they_share(capsys, monkeypatch, command, option):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(command, "--help") == 0
+    assert (f" {option}" in capsys.readouterr().out) == ((command, option) not in NOT_MEANT)
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+def test_progress_bars_go_to_stderr(recorded, capsys):
+    assert run("verify", recorded, "--num-points", 2) == 0
+    captured = capsys.readouterr()
+    assert "steps: 100%" in captured.err
+    assert "100%" not in captured.out
+    assert run("verify", recorded, "--num-points", 2, "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["verify", "attribute", "gram"])
+def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, command):
+    inputs = {}
+    for seed in (None, 1, 2, 1):
+        out = tmp_path / f"{seed}{len(inputs)}"
+        number = ("--num-rows", 3, "--num-columns", 2) if command == "gram" else ("--num-points", 3)
+        seeded = () if seed is None else ("--seed", seed)
+        assert run(command, recorded, "--out", out, *number, *seeded, "--quiet") == 0
+        assert json.loads(next(out.glob("*.json")).read_text())["config"]["seed"] == seed
+        if command != "verify":
+            file, name = {"gram": ("gram", "row_inputs"), "attribute": ("attribution", "inputs")}[command]
+            inputs[out] = load_file(out / f"{file}.safetensors")[name]
+    if command != "verify":
+        first, one, two, again = inputs.values()
+        assert torch.equal(first, load_file(recorded / "held_out.safetensors")["inputs"][:3])
+        assert torch.equal(one, again)
+        assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("teach",), "No such command 'teach'"),
+        (("--fast",), "No such option: --fast"),
+        (("verify",), "Missing argument 'RUN'"),
+        (("verify", "run", "--fast"), "No such option: --fast"),
+        (("verify", "run", "more"), "unexpected extra argument"),
+        (("verify", "run", "--head", "foo"), "'foo' is not one of 'both', 'logits', 'log_softmax'"),
+        (("verify", "run", "--rule"), "'--rule' requires an argument"),
+        (("gram", "run", "--head", "foo"), "'foo' is not one of 'logits', 'log_softmax'"),
+        (("uncertainty", "run", "--outputs", "foo"), "'foo' is not one of 'full', 'independent'"),
+        (("record", "--dtype", "float16"), "'float16' is not one of 'float32', 'float64'"),
+        (("record", "--steps", "abc"), "Invalid value for '--steps': "),
+        (("record", "--lr", "fast"), "Invalid value for '--lr': "),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
+)
+def test_words_that_mean_nothing_are_refused_in_one_line(capsys, words, message):
+    line = refused(capsys, *words)
+    assert message in line
+    assert line.endswith(" --help.")
+
+
+def test_an_interrupted_command_says_so(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("epk_gp.cli.verify.parse_rule", interrupt)
+    assert run("verify", "nowhere") == 130
+    assert capsys.readouterr().err.strip() == "error: interrupted."
+
+
+def test_rules_are_read_as_they_are_written():
+    assert parse_rule("adaptive:1e-6") == epk.adaptive(1e-6)
+    assert parse_rule("left-riemann:7") == epk.left_riemann(7)
+    assert parse_rule("midpoint:2") == epk.midpoint(2)
+    assert parse_rule("left-endpoint") == epk.left_endpoint()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("verify", ("--rule", "simpson"), "--rule must be adaptive"),
+        ("verify", ("--rule", "gauss-legendre:0"), "the number of nodes must be at least 1: got 0"),
+        ("verify", ("--rule", "gauss-legendre:2.5"), "N must be a whole number of nodes, as in gauss-legendre:4"),
+        (
+            "verify",
+            ("--rule", "adaptive:abc"),
+            "--rule adaptive:TOL needs a positive number as its tolerance: got 'abc'",
+        ),
+        ("verify", ("--rule", "adaptive:-1"), "needs a positive number as its tolerance: got '-1'"),
+        ("verify", ("--tol", -1), "--tol must not be negative"),
+        ("verify", ("--num-points", 0), "--num-points must be at least 1"),
+        ("verify", ("--points", "nowhere.npz"), "it does not exist"),
+        ("verify", ("--network", "cnn"), "the cnn needs images"),
+        ("attribute", ("--top", 0), "--top must be at least 1"),
+        ("gram", ("--num-rows", 0), "--num-rows must be at least 1"),
+        ("uncertainty", ("--num-condition", 0), "--num-condition must be at least 1"),
+        ("uncertainty", ("--rule", "adaptive"), "--rule must be a fixed rule"),
+    ],
+    ids=str,
+)
+def test_commands_refuse_what_they_cannot_use(recorded, tmp_path, monkeypatch, capsys, command, options, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, command, recorded, "--quiet", *options)
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "attribute", "gram", "uncertainty"])
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys, command):
+    assert "must hold a recorded run" in refused(capsys, command, tmp_path)

@@ -1,0 +1,143 @@
+"""`epk-gp record`, `info` and `export`: runs are written, resumed, described and exported."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import epk_gp as epk
+from commands import SMALL, refused, run
+from epk_gp.cli.manifest import open_run
+from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.storage.index import read_journal
+
+
+def test_a_recorded_run_is_the_library_s(recorded):
+    spec = json.loads((recorded / "network.json").read_text())["network"]
+    net = build_network(NetworkSpec(spec["name"], tuple(spec["input_shape"]), spec["num_outputs"], spec["width"]))
+    trajectory = epk.load_trajectory(recorded, net.double())
+    assert (trajectory.num_steps, trajectory.num_points, trajectory.num_outputs) == (4, 24, 3)
+    assert load_file(recorded / "held_out.safetensors")["inputs"].shape == (6, 100)
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(tmp_path):
+    seeds = {"a": 1, "b": 1, "c": 2}
+    for name, seed in seeds.items():
+        assert run("record", "--out", tmp_path / name, "--seed", seed, "--batch-size", 7, *SMALL) == 0
+    digests = {name: read_journal(tmp_path / name).chunks[-1].digest for name in seeds}
+    assert digests["a"] == digests["b"] != digests["c"]
+
+
+@pytest.mark.parametrize("options", [("--loss", "mse"), ("--dtype", "float32"), ("--zero-final-layer",)], ids=str)
+def test_variants_record_and_verify(tmp_path, options):
+    assert run("record", "--out", tmp_path / "run", *options, *SMALL) == 0
+    assert run("verify", tmp_path / "run", "--quiet") == 0
+
+
+def test_a_cnn_learns_digits(tmp_path):
+    arguments = ("--data", "digits", "--network", "cnn", "--num-train", 8, "--num-test", 2, "--steps", 2, "--quiet")
+    assert run("record", "--out", tmp_path / "run", *arguments) == 0
+    assert run("verify", tmp_path / "run", "--quiet") == 0
+
+
+def test_record_goes_on_after_an_interrupt_as_if_it_had_not_been(tmp_path, monkeypatch, capsys):
+    arguments = ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.01, *SMALL)
+    assert run("record", "--out", tmp_path / "whole", *arguments) == 0
+    left, real = [2], epk.Recorder._before_step
+
+    def interrupted(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(epk.Recorder, "_before_step", interrupted)
+        assert run("record", "--out", tmp_path / "run", *arguments) == 130
+    capsys.readouterr()
+    assert run("info", tmp_path / "run", "--quiet") == 0
+    assert "not finished: record --resume resumes it" in capsys.readouterr().out
+    assert "already holds something" in refused(capsys, "record", "--out", tmp_path / "run", *arguments)
+    assert run("record", "--out", tmp_path / "run", "--resume", *arguments) == 0
+    digests = [read_journal(tmp_path / name).chunks[-1].digest for name in ("whole", "run")]
+    assert digests[0] == digests[1]
+    other = ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.02, *SMALL)
+    assert "must have the recorded options" in refused(capsys, "record", "--out", tmp_path / "run", "--resume", *other)
+
+
+def test_a_run_is_never_overwritten(recorded, capsys):
+    assert "already holds something" in refused(capsys, "record", "--out", recorded, *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--data", "cifar"), "--data must be three-gaussians, digits, mnist"),
+        (("--data", "missing.npz"), "missing.npz must be a .safetensors or .npz file: it does not exist"),
+        (("--data", "mnist", "--data-dir", "nowhere"), "the data folder must exist: got nowhere"),
+        (("--num-train", 0), "--num-train must lie in 1..3000"),
+        (("--num-test", 0), "--num-test must be at least 1"),
+        (("--network", "transformer"), "--network must be mlp, cnn or package.module:factory"),
+        (("--network", "cnn"), "the cnn needs images"),
+        (("--network", "no.such.module:net"), "module 'no.such.module' cannot be imported"),
+        (("--activation", "sine"), "--activation must be one of"),
+        (("--width", 0), "--width must be at least 1"),
+        (("--steps", 0), "steps must be at least 1"),
+        (("--lr", -1), "--lr must be positive and finite"),
+        (("--lr", 1e300), "training diverged"),
+        (("--batch-size", 0), "batch_size must be at least 1"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_record_refuses_what_it_cannot_use(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, "record", *SMALL, *options)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("missing", "has no 'missing'"),
+        ("broken", "the factory raised KeyError"),
+        ("no_module", "must return a torch.nn.Module: got int"),
+        ("number", "must be a function: got int"),
+        ("tanh_net", "must take inputs of shape (100,)"),
+    ],
+)
+def test_record_refuses_factories_that_make_no_network(user_module, capsys, function, message):
+    assert message in refused(capsys, "record", "--network", f"{user_module}:{function}", "--quiet")
+
+
+def test_info_names_what_a_run_holds(recorded, capsys):
+    assert run("info", recorded) == 0
+    out = re.sub(" +", " ", capsys.readouterr().out)
+    for line in ("network: mlp", "steps: 4", "step sizes: 0.1", "weights: 523", "training points: 24", "CrossEntropy"):
+        assert line in out
+    assert re.search(r"digest: [0-9a-f]{32}", out)
+    assert re.search(r"size on disk: 0\.\d+ MB", out)
+
+
+def test_info_writes_what_it_says(recorded, tmp_path, capsys):
+    assert run("info", recorded, "--out", tmp_path, "--quiet") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    results = json.loads((tmp_path / "info.json").read_text())["results"]
+    for name, value in results.items():
+        assert re.search(rf"^{re.escape(name)}: +{re.escape(str(value))}$", captured.out, re.MULTILINE)
+
+
+def test_export_writes_the_run_to_one_file(recorded, tmp_path, capsys):
+    assert run("export", recorded, "--out", tmp_path / "run.safetensors", "--quiet") == 0
+    found = load_file(tmp_path / "run.safetensors")
+    trajectory = open_run(recorded, None)
+    assert torch.equal(found["states"], torch.stack(list(trajectory.states)))
+    assert torch.equal(found["inputs"], trajectory.inputs)
+    assert torch.equal(found["sizes"], trajectory.step_sizes)
+    assert (found["update.direct"] == 0.1).all()
+    with safe_open(tmp_path / "run.safetensors", framework="pt") as file:
+        assert file.metadata()["digest"] == trajectory.digest
+        assert json.loads(file.metadata()["header"])["num_points"] == 24
+    assert "must be a new file" in refused(capsys, "export", recorded, "--out", tmp_path / "run.safetensors")

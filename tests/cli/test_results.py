@@ -1,0 +1,130 @@
+"""`epk-gp verify`, `attribute`, `gram`, `uncertainty` and `demo`: their results are the library's."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import epk_gp as epk
+from commands import refused, run
+from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.kernel_machine.attribute import attribute_many
+
+
+def test_verify_passes_on_a_whole_run(recorded, tmp_path, capsys):
+    assert run("verify", recorded, "--out", tmp_path, "--quiet") == 0
+    assert "verified" in capsys.readouterr().out
+    results = json.loads((tmp_path / "verify.json").read_text())
+    assert results["results"]["passed"]
+    for head in ("logits", "log_softmax"):
+        assert results["results"][head]["max_error"] < 1e-12
+    assert {"epk_gp", "torch", "python"} <= results["versions"].keys()
+    assert results["seconds"]["total"] > 0
+
+
+def test_verify_fails_where_the_rule_is_not_good_enough(recorded, capsys):
+    """The control: one left node is not the integral."""
+    line = refused(capsys, "verify", recorded, "--rule", "left-endpoint", "--quiet")
+    assert "must equal the network to within 1e-09: it differs by" in line
+    assert run("verify", recorded, "--rule", "left-endpoint", "--tol", 10, "--quiet") == 0
+
+
+def test_attribute_writes_terms_that_sum_to_the_network(recorded, tmp_path):
+    assert run("attribute", recorded, "--out", tmp_path, "--num-points", 4, "--top", 3, "--quiet") == 0
+    arrays = load_file(tmp_path / "attribution.safetensors")
+    assert arrays["samples"].shape == (4, 3, 24)
+    total = arrays["initial"] + arrays["samples"].sum(2) + arrays["decay"]
+    assert (total - arrays["network"]).abs().max() < 1e-12
+    assert (arrays["initial"] - arrays["network"]).abs().max() > 1e-2  # the control: the samples say something
+    summary = json.loads((tmp_path / "attribution.json").read_text())["results"]
+    assert len(summary["points"]) == 4
+    strongest = summary["points"][0]["most_raising"][0]
+    c = summary["points"][0]["output"]
+    assert strongest["contribution"] == arrays["samples"][0, c].max().item()
+    assert (tmp_path / "attribution.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, monkeypatch):
+    def wrong(*args, **kwargs):
+        return tuple(replace(parts, values=1.001 * parts.values) for parts in attribute_many(*args, **kwargs))
+
+    monkeypatch.setattr("epk_gp.cli.attribute.attribute_many", wrong)
+    asked = ("attribute", recorded, "--out", tmp_path, "--num-points", 2, "--quiet")
+    assert "must sum to the network's outputs" in refused(capsys, *asked)
+    assert run(*asked, "--rule", "gauss-legendre:2") == 0  # it promises nothing
+
+
+def test_a_predicted_output_is_explained_alone(recorded, tmp_path):
+    asked = ("--num-points", 4, "--head", "logits", "--outputs", "predicted", "--quiet")
+    assert run("attribute", recorded, "--out", tmp_path, *asked) == 0
+    arrays = load_file(tmp_path / "attribution.safetensors")
+    assert arrays["samples"].shape == (4, 1, 24)
+    assert not (tmp_path / "partial").exists()
+    assert (arrays["total"] - arrays["network"]).abs().max() < 1e-12
+
+
+def test_gram_writes_the_library_s_block(recorded, tmp_path):
+    arguments = ("--head", "logits", "--rule", "gauss-legendre:2", "--num-rows", 3, "--num-columns", 5, "--quiet")
+    assert run("gram", recorded, "--out", tmp_path, *arguments) == 0
+    arrays = load_file(tmp_path / "gram.safetensors")
+    trajectory = epk.load_trajectory(recorded, build_network(NetworkSpec("mlp", (100,), 3, 5)).double())
+    a = epk.Points(arrays["row_inputs"], is_train=False)
+    b = epk.Points(trajectory.inputs[:5], is_train=True)
+    expected = epk.gram_block(trajectory, a, b, head="logits", rule=epk.gauss_legendre(2))
+    torch.testing.assert_close(arrays["gram"], expected, rtol=0, atol=0)
+    assert not arrays["row_is_train"].any()
+    assert arrays["column_is_train"].all()
+
+
+@pytest.mark.parametrize("plane", ["principal", "coordinates"])
+def test_uncertainty_writes_numbers_and_a_map(recorded, tmp_path, plane):
+    arguments = ("--num-condition", 8, "--grid", 5, "--num-samples", 32, "--fit-steps", 3, "--plane", plane, "--quiet")
+    assert run("uncertainty", recorded, "--out", tmp_path, *arguments) == 0
+    arrays = load_file(tmp_path / "map.safetensors")
+    assert arrays["std"].shape == arrays["kernel"].shape == arrays["entropy"].shape == (5, 5)
+    assert (arrays["std"] > 0).all()
+    assert torch.allclose(arrays["axes"] @ arrays["axes"].T, torch.eye(2, dtype=torch.float64))
+    with np.load(tmp_path / "points.npz") as points:
+        assert points["mean"].shape == points["std"].shape == (6, 3)
+        np.testing.assert_allclose(points["mean"].sum(1), 1)
+    results = json.loads((tmp_path / "uncertainty.json").read_text())
+    assert -1 <= results["results"]["rank_correlation_of_std_with_distance"] <= 1
+    assert results["config"]["num_condition"] == 8
+    assert (tmp_path / "uncertainty.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_uncertainty_writes_arrays_in_the_type_asked_for(recorded, tmp_path):
+    arguments = (
+        "--num-condition",
+        8,
+        "--grid",
+        3,
+        "--num-samples",
+        8,
+        "--fit-steps",
+        1,
+        "--dtype",
+        "float32",
+        "--quiet",
+    )
+    assert run("uncertainty", recorded, "--out", tmp_path, *arguments) == 0
+    assert load_file(tmp_path / "map.safetensors")["std"].dtype == torch.float32
+    with np.load(tmp_path / "points.npz") as points:
+        assert points["mean"].dtype == np.float32
+
+
+@pytest.mark.slow
+def test_the_demo_shows_a_network_that_is_its_kernel_machine(tmp_path, capsys):
+    assert run("demo", "--smoke", "--out", tmp_path, "--quiet") == 0
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    errors = {row["rule"]: row["max_error"] for row in results["reconstruction"]}
+    assert errors["adaptive Gauss-Legendre 4, tol 1e-12"] < 1e-12
+    assert errors["left Riemann 1"] > 1e-3  # the control
+    assert results["attribution"]["max_error"] < 1e-12
+    out = capsys.readouterr().out
+    for picture in ("reconstruction", "error_vs_evaluations", "attribution", "uncertainty"):
+        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+        assert picture in out
