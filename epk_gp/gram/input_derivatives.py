@@ -14,8 +14,9 @@ from torch import Tensor
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, summed_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.layer_jacobian import DenseJacobian, LayerJacobian, OuterProductJacobian
+from epk_gp.autodiff.layer_jacobian import LayerJacobian
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.accumulation import CopyBatch
