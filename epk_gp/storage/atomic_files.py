@@ -23,6 +23,7 @@ _RESTORE = "The file is damaged; restore it from a copy."
 # `open_descriptor` tests for symbolic links itself there.
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _SAFE_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_CAN_SYNC_FOLDERS = os.name != "nt"
 
 
 def checksum(content: bytes, *suffixes: str) -> str:
@@ -241,7 +242,7 @@ def sync_folder(folder: Path) -> None:
     Windows cannot open a folder, so there this does nothing: NTFS keeps a journal of names itself, and after a power
     failure the last names may be missing, as after a crash just before the commit.
     """
-    if os.name == "nt":
+    if not _CAN_SYNC_FOLDERS:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:

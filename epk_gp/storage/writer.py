@@ -28,7 +28,7 @@ from epk_gp.storage.index import (
     resume_name,
     to_json_line,
 )
-from epk_gp.storage.locking import LOCK, lock_writer
+from epk_gp.storage.locking import LOCK, MARKER, lock_writer
 from epk_gp.storage.schema import COMPRESSIONS, DATA, FORMAT, FORMAT_VERSION, HEADER, ChunkSchema, chunk_schema
 
 MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
@@ -278,7 +278,7 @@ def require_empty_dir(folder: Path) -> None:
 
 def _precedes_header(file: Path) -> bool:
     """Return whether a crash before the header was written can have left this file."""
-    names = {JOURNAL, LOCK, DATA, chunk_name(0), resume_name(0)}
+    names = {JOURNAL, LOCK, MARKER, DATA, chunk_name(0), resume_name(0)}
     return file.name in MANIFEST_FILES or (
         file.name.removesuffix(".part") in names | {HEADER} and not file.is_symlink()
     )
