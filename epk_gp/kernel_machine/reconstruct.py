@@ -25,8 +25,8 @@ class Reconstruction:
     """A kernel machine's outputs beside the network's, with the certificate.
 
     Attributes:
-        outputs: What the kernel machine says, (n, C).
-        network: What the trained network says, (n, C).
+        outputs: Outputs of the kernel machine, (n, C).
+        network: Outputs of the trained network, (n, C).
         initial: f at the initial weights, the machine's b(x), (n, C).
         max_error: Largest |outputs - network|.
         max_residual: Largest |f(w_{s+1}) - f(w_s) - integral| of a (point, step): the quadrature's error, known
@@ -76,7 +76,7 @@ def reconstruct(
         Outputs and certificate, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule.
+        TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
     """
     parsed = parse_options("reconstruct", ("checkpoint", "accumulate"), **options)
     validate_inputs(trajectory, X)
