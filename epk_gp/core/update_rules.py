@@ -167,7 +167,7 @@ def rule_for(optimizer: Optimizer) -> UpdateRule:
         known = ", ".join(sorted(kind.__name__ for kind in _RULES))
         raise ValueError(
             f"the optimizer's update rule must be known: that of {type(optimizer).__name__} is not. "
-            f"Use one of {known}, or pass the rule as update_rule=epk_gp.UpdateRule(...)."
+            f"Use one of {known}, or pass the rule as update_rule=epk_gp.core.update_rules.UpdateRule(...)."
         )
     return _RULES[type(optimizer)]
 
