@@ -72,7 +72,7 @@ class Trajectory:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
-        state = dict(self.__dict__)
+        state = {name: value for name, value in self.__dict__.items() if name != "is_vanilla_gd"}  # found out again
         if isinstance(self.states, tuple):
             state["states"] = tuple(w.clone() for w in self.states)
         if isinstance(self.updates, tuple):
