@@ -20,7 +20,7 @@ from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.accumulation import CopyBatch
-from epk_gp.gram.context import ExecutionContext, num_contractions
+from epk_gp.gram.context import ExecutionContext
 from epk_gp.quadrature.rules import QuadratureRule
 
 
@@ -107,7 +107,7 @@ def diagonal_input_gradient(
 
 
 def _prepare(context: ExecutionContext, num_output_pairs: int, cotangents: Cotangents) -> _Derivative:
-    cost = ContractionCost(num_output_pairs, num_contractions(context.rule), cotangents.are_constant)
+    cost = ContractionCost(num_output_pairs, context.rule.num_contractions, cotangents.are_constant)
     # every layer in the representation that it has on the other side of a product, the last one too
     derivative = _Derivative(context, context.net, replace(cotangents, head=None), cost)
     plan = context.net.plan

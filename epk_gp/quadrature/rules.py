@@ -7,6 +7,8 @@ import numpy as np
 
 from epk_gp.core.validation import validate_count, validate_positive
 
+_TYPICAL_INTERVALS = 16
+
 
 @dataclass(frozen=True)
 class QuadratureRule:
@@ -48,6 +50,21 @@ class QuadratureRule:
         """Count the nodes, Q."""
         return len(self.nodes)
 
+    @property
+    def interval_rule(self) -> "QuadratureRule":
+        """The rule on one interval of a step: this rule, as the step is one interval."""
+        return self
+
+    @property
+    def num_contractions(self) -> int:
+        """Inner products that a step costs where nothing can be averaged over its nodes."""
+        return len(self)
+
+    @property
+    def typical_nodes(self) -> int:
+        """Nodes of a step that block sizes allow for."""
+        return len(self)
+
 
 @dataclass(frozen=True)
 class AdaptiveRule:
@@ -73,6 +90,21 @@ class AdaptiveRule:
         """
         validate_positive(self.tol, "tol")
         validate_count(self.order, "order")
+
+    @property
+    def interval_rule(self) -> QuadratureRule:
+        """The rule on one interval of a step."""
+        return gauss_legendre(self.order)
+
+    @property
+    def num_contractions(self) -> int:
+        """Inner products that a step is taken to cost where nothing can be averaged: most steps have one interval."""
+        return self.order
+
+    @property
+    def typical_nodes(self) -> int:
+        """Nodes of a step that block sizes allow for: most points stay below 16 intervals."""
+        return _TYPICAL_INTERVALS * self.order
 
     @property
     def name(self) -> str:
