@@ -10,7 +10,9 @@ from torch import Tensor
 
 from epk_gp.core.fingerprint import tensor_bytes
 
-_LEVEL = 1  # zlib's fastest; higher levels made the runs of docs/format.md 2 % smaller at several times the time
+# zlib's fastest level. Measured on 200 states of a CNN of 9098 weights (SGD, batches of 64): level 6 makes them 2 to 3 %
+# smaller in 1.5 to 2 times the time, level 9 makes them 3 to 4 % smaller in 11 to 14 times the time.
+_LEVEL = 1
 
 
 def pack_rows(rows: Float[Tensor, "k P"]) -> tuple[UInt8[Tensor, " n"], Int64[Tensor, " k"]]:

@@ -21,7 +21,7 @@ from epk_gp.storage.atomic_files import (
 
 JOURNAL, FINISHED = "journal.jsonl", "finished.json"
 MAX_CHUNKS = 100_000  # a journal of at most 51 MB, which can be read at once
-MAX_LINE_BYTES = 512  # the longest line, of 19-digit numbers, has 420 bytes
+MAX_LINE_BYTES = 512  # a line with 19-digit numbers has 356 bytes
 _FINISHED_BYTES = 1024  # the closing record has some 150 bytes
 
 
