@@ -1,7 +1,8 @@
-# `make demo` and `make test` each work from a fresh clone that has only python3 (3.11 or newer).
+# `make demo` and `make test` each work from a fresh clone that has only python3 (3.11 or newer);
+# `make test PYTHON=python3.12` takes another one.
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 OUT ?= demo_output
 # Two workers; `make test PYTEST_ARGS="-x tests/test_gram.py"` runs something else.
@@ -13,12 +14,29 @@ FRAME := pyproject.toml constraints.txt
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
 
-# Two processes share the cores, so each gets one thread.
-test lint: export OMP_NUM_THREADS := 1
-test lint: export MKL_NUM_THREADS := 1
-test: export MPLBACKEND := Agg
+# An environment belongs to the Python that made it. Where PYTHON is given and is another one, nothing is mixed.
+version = $(shell "$(1)" -c "import sys; print('.'.join(map(str, sys.version_info[:2])))" 2>/dev/null)
+ifneq ($(origin PYTHON),file)
+  GIVEN := $(call version,$(PYTHON))
+  ifeq ($(GIVEN),)
+    $(error PYTHON=$(PYTHON) must be an interpreter: it cannot be started)
+  endif
+  ifneq ($(wildcard $(BIN)/python),)
+    ifneq ($(call version,$(BIN)/python),$(GIVEN))
+      ifneq ($(MAKECMDGOALS),clean)
+        $(error $(VENV) must be made by Python $(GIVEN): it was made by Python $(call version,$(BIN)/python). \
+          Run "make clean" first, or keep both: make $(MAKECMDGOALS) PYTHON=$(PYTHON) VENV=.venv-$(GIVEN))
+      endif
+    endif
+  endif
+endif
 
-.PHONY: demo test lint format docs bench clean
+# Two processes share the cores, so each gets one thread.
+test test-fast lint: export OMP_NUM_THREADS := 1
+test test-fast lint: export MKL_NUM_THREADS := 1
+test test-fast: export MPLBACKEND := Agg
+
+.PHONY: demo test test-fast lint format docs bench clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -26,6 +44,10 @@ demo: $(CORE)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Under two minutes on two cores: without the tests that are marked as slow.
+test-fast: $(DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
 lint: $(DEV)
 	$(BIN)/ruff check

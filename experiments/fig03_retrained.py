@@ -46,7 +46,7 @@ class Result:
         agreement: Share of held-out points at which retrained machine and network agree.
         support: Support vectors per class, of the path kernel's machine.
         num_train: M.
-        confidence: Mean largest probability over directions, per machine, at each of `RADII` in units of the data's radius.
+        confidence: Mean largest probability over directions, per machine, at each of `RADII` (in units of the data's).
     """
 
     x: list[float]

@@ -8,8 +8,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from epk_gp.autodiff.layer_jacobian import DenseJacobian
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.core.attention import disable_fused_attention
 
 

@@ -26,14 +26,9 @@ from epk_gp.autodiff.interception import (
     StackedWeights,
     UnsupportedParameterUseError,
 )
+from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
-from epk_gp.autodiff.layer_jacobian import (
-    LayerJacobian,
-    LogitsLastLayer,
-    SoftmaxLastLayer,
-    append_bias_column,
-    concat_rows,
-)
+from epk_gp.autodiff.layer_jacobian import LayerJacobian, append_bias_column, concat_rows
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head

@@ -6,8 +6,8 @@ representation can be multiplied with another of its kind, averaged over nodes, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, final, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -35,11 +35,13 @@ class ProductSum(Protocol):
     def add_same_class(self, products: Tensor) -> None:
         """Add products[n, m] to every pair of equal outputs."""
 
-    def add_positionwise(self, a: "OuterProductJacobian", b: "OuterProductJacobian", weight: float) -> None:
-        """Add the inner products of layers with several positions."""
+    def add_positionwise(
+        self, inputs: tuple[Tensor, Tensor], output_grads: tuple[Tensor, Tensor], weight: float
+    ) -> None:
+        """Add the inner products of layers with several positions, from (N, L, n_in), (M, R, n_in) and their grads."""
 
-    def add_softmax_last_layer(self, averages: Tensor, b: "SoftmaxLastLayer", weight: float) -> None:
-        """Add the inner products of a last layer under the softmax from its averages, (1 + C, N, n)."""
+    def add_softmax_last_layer(self, averages: Tensor, inputs: Tensor, probabilities: Tensor, weight: float) -> None:
+        """Add the inner products of a last layer under the softmax: its averages, (1 + C, N, n), with a and p."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,328 +152,6 @@ class LayerJacobian(LeftFactor):
         """Return the Jacobian without its graph."""
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class DenseJacobian(LayerJacobian):
-    """A layer's gradients, or those of several parameters, written out: (K, E, P_layer)."""
-
-    values: Float[Tensor, "K E P_layer"]
-
-    commutes_with_average = True
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the representation takes."""
-        return self.values.nbytes
-
-    @property
-    def fits_concatenation(self) -> bool:
-        """Whether the inner dimension is short."""
-        return self.values.shape[2] < LONG_INNER_DIM
-
-    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
-        """Return the values."""
-        return self.values
-
-    def rows(self, rows: slice) -> "DenseJacobian":
-        """Return some of the points."""
-        return replace(self, values=self.values[:, rows])
-
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> "DenseJacobian":
-        """Append other points."""
-        return replace(self, values=torch.cat([self.values, *(_as(self, other).values for other in others)], dim=1))
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "DenseJacobian":
-        """Concatenate steps along the parameters."""
-        return DenseJacobian(_concat_scaled([_as(self, step).values for step in (self, *others)], weights, 2))
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "DenseJacobian":
-        """Average the values."""
-        return DenseJacobian(nodes.add(None if before is None else _as(self, before).values, self.values, 1))
-
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
-        """Add one matrix product."""
-        total.add_products(self.values, _as(self, other).values, weight)
-
-    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
-        """Multiply row by row."""
-        return self.values.transpose(0, 1) @ other.to_dense().transpose(0, 1).mT
-
-    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
-        """Multiply all pairs."""
-        return torch.einsum(_products_of(per_class), self.values, other.to_dense())
-
-    def detach(self) -> "DenseJacobian":
-        """Return the values without their graph."""
-        return replace(self, values=self.values.detach())
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class OuterProductJacobian(LayerJacobian):
-    """A layer's gradients as sums of outer products over positions: output_grads[k, e, l] (x) inputs[e, l].
-
-    Attributes:
-        inputs: Layer inputs, (E, L, n_in).
-        output_grads: Gradients with respect to the layer's outputs, (K, E, L, n_out).
-        has_bias: A trained bias belongs to the layer: the inputs have one more entry, 1, which is not stored.
-        input_is_constant: The inputs depend neither on weights nor on the step.
-        cotangent_is_constant: The output gradients do not depend on the weights.
-    """
-
-    inputs: Float[Tensor, "E L n_in"]
-    output_grads: Float[Tensor, "K E L n_out"]
-    has_bias: bool
-    input_is_constant: bool
-    cotangent_is_constant: bool
-
-    @property
-    def commutes_with_average(self) -> bool:
-        """Whether one of the two factors does not depend on t."""
-        return self.input_is_constant or self.cotangent_is_constant
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both factors."""
-        return self.inputs.nbytes + self.output_grads.nbytes
-
-    @property
-    def fits_concatenation(self) -> bool:
-        """Whether the output gradients alone change from step to step, and are short."""
-        return self.inputs.shape[1] == 1 and self.input_is_constant and self.output_grads.shape[3] < LONG_INNER_DIM
-
-    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
-        """Sum the outer products over positions."""
-        a = append_bias_column(self.inputs) if self.has_bias else self.inputs
-        return sum_outer_products(a.unsqueeze(2), self.output_grads.unsqueeze(3))
-
-    def rows(self, rows: slice) -> "OuterProductJacobian":
-        """Return some of the points."""
-        return replace(self, inputs=self.inputs[rows], output_grads=self.output_grads[:, rows])
-
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> "OuterProductJacobian":
-        """Append other points."""
-        parts = [self, *(_as(self, other) for other in others)]
-        inputs = torch.cat([part.inputs for part in parts])
-        return replace(self, inputs=inputs, output_grads=torch.cat([part.output_grads for part in parts], dim=1))
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "OuterProductJacobian":
-        """Concatenate the output gradients; the inputs are the same at every step."""
-        steps = [_as(self, step).output_grads for step in (self, *others)]
-        return replace(self, output_grads=_concat_scaled(steps, weights, 3))
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "OuterProductJacobian":
-        """Average the factor that depends on t."""
-        last = None if before is None else _as(self, before)
-        inputs, output_grads = (None, None) if last is None else (last.inputs, last.output_grads)
-        if self.input_is_constant:
-            output_grads = nodes.add(output_grads, self.output_grads, 1)
-            return replace(self, inputs=nodes.place(inputs, self.inputs, 0), output_grads=output_grads)
-        # constant along the step, but each point has its own where each is asked about another output
-        output_grads = nodes.place(output_grads, self.output_grads, 1)
-        return replace(self, inputs=nodes.add(inputs, self.inputs, 0), output_grads=output_grads)
-
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
-        """Multiply the products of both factors: at the end of the run where the inputs are constant."""
-        b = _as(self, other)
-        if self.inputs.shape[1] > 1:
-            total.add_positionwise(self, b, weight)
-            return
-        x, y = self.output_grads[:, :, 0], b.output_grads[:, :, 0]
-        if self.input_is_constant and same_points:
-            total.add_deferred_products(layer, x, y, weight, lambda: self.input_products(b))
-        else:
-            total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
-
-    def input_products(self, other: "OuterProductJacobian") -> Float[Tensor, "N M"]:
-        """Compute the inner products of the inputs of layers with one position, the bias's 1 included."""
-        products = self.inputs[:, 0] @ other.inputs[:, 0].T
-        return products.add_(1) if self.has_bias else products
-
-    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
-        """Multiply row by row, summed over pairs of positions."""
-        b = _as(self, other)
-        inputs = self.inputs @ b.inputs.mT + float(self.has_bias)  # E L L
-        x, y = self.output_grads.transpose(0, 1), b.output_grads.transpose(0, 1)  # E K L n_out
-        weighted = torch.einsum("elr,ekro->eklo", inputs, y)
-        return x.flatten(2) @ weighted.flatten(2).mT
-
-    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
-        """Multiply all pairs of points with one position."""
-        b = _as(self, other)
-        inputs = self.inputs[:, 0] @ b.inputs[:, 0].T + float(self.has_bias)
-        grads = torch.einsum(_products_of(per_class), self.output_grads[:, :, 0], b.output_grads[:, :, 0])
-        return grads * (inputs if per_class else inputs[:, None, :])
-
-    def detach(self) -> "OuterProductJacobian":
-        """Return both factors without their graph."""
-        return replace(self, inputs=self.inputs.detach(), output_grads=self.output_grads.detach())
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class LogitsLastLayer(LayerJacobian):
-    """The last, linear layer's gradients of all C logits: output_grads[k, e] is the unit vector e_k.
-
-    Inner products are zero for different outputs, and the same for all pairs of equal ones.
-
-    Attributes:
-        inputs: The layer's inputs, (E, n), with the 1 of a bias.
-        num_outputs: C.
-    """
-
-    inputs: Float[Tensor, "E n"]
-    num_outputs: int
-
-    commutes_with_average = True
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs."""
-        return self.inputs.nbytes
-
-    @property
-    def fits_concatenation(self) -> bool:
-        """Whether the inner dimension is short."""
-        return self.inputs.shape[1] < LONG_INNER_DIM
-
-    def to_dense(self) -> Float[Tensor, "C E P_layer"]:
-        """Put each output's inputs into the place of its row of the weight."""
-        eye = torch.eye(self.num_outputs, dtype=self.inputs.dtype, device=self.inputs.device)
-        return (eye[:, None, :, None] * self.inputs[None, :, None, :]).flatten(2)
-
-    def rows(self, rows: slice) -> "LogitsLastLayer":
-        """Return some of the points."""
-        return replace(self, inputs=self.inputs[rows])
-
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> "LogitsLastLayer":
-        """Append other points."""
-        return replace(self, inputs=torch.cat([self.inputs, *(_as(self, other).inputs for other in others)]))
-
-    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "LogitsLastLayer":
-        """Concatenate the inputs."""
-        return replace(self, inputs=_concat_scaled([_as(self, step).inputs for step in (self, *others)], weights, 1))
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "LogitsLastLayer":
-        """Average the inputs."""
-        return replace(self, inputs=nodes.add(None if before is None else _as(self, before).inputs, self.inputs, 0))
-
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
-        """Add one product of the inputs for all outputs."""
-        total.add_same_class((self.inputs @ _as(self, other).inputs.T).mul_(weight))
-
-    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E C C"]:
-        """Multiply row by row."""
-        products = (self.inputs * _as(self, other).inputs).sum(1)
-        return torch.diag_embed(products[:, None].expand(-1, self.num_outputs))
-
-    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
-        """Multiply all pairs."""
-        return DenseJacobian(self.to_dense()).products(other, per_class=per_class)
-
-    def detach(self) -> "LogitsLastLayer":
-        """Return the inputs without their graph."""
-        return replace(self, inputs=self.inputs.detach())
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class SoftmaxLastLayer(LayerJacobian):
-    """The last, linear layer's gradients of all C log-softmax outputs: output_grads[k, e] = e_k - p_e.
-
-    Attributes:
-        inputs: The layer's inputs, (E, n), with the 1 of a bias.
-        output_grads: (C, E, C).
-        probabilities: Softmax probabilities p, (E, C).
-        input_is_constant: The inputs depend neither on weights nor on the step.
-    """
-
-    inputs: Float[Tensor, "E n"]
-    output_grads: Float[Tensor, "C E C"]
-    probabilities: Float[Tensor, "E C"]
-    input_is_constant: bool
-
-    commutes_with_average = True
-    fits_concatenation = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of inputs and output gradients."""
-        return self.inputs.nbytes + self.output_grads.nbytes
-
-    def as_outer_product(self) -> OuterProductJacobian:
-        """Return the same gradients as any other layer's."""
-        grads = self.output_grads.unsqueeze(2)
-        return OuterProductJacobian(self.inputs[:, None], grads, False, self.input_is_constant, False)
-
-    def to_dense(self) -> Float[Tensor, "C E P_layer"]:
-        """Write the outer products out."""
-        return self.as_outer_product().to_dense()
-
-    def rows(self, rows: slice) -> "SoftmaxLastLayer":
-        """Return some of the points."""
-        grads, p = self.output_grads[:, rows], self.probabilities[rows]
-        return replace(self, inputs=self.inputs[rows], output_grads=grads, probabilities=p)
-
-    def concat_rows(self, others: Sequence[LayerJacobian]) -> "SoftmaxLastLayer":
-        """Append other points."""
-        parts = [self, *(_as(self, other) for other in others)]
-        return replace(
-            self,
-            inputs=torch.cat([part.inputs for part in parts]),
-            output_grads=torch.cat([part.output_grads for part in parts], dim=1),
-            probabilities=torch.cat([part.probabilities for part in parts]),
-        )
-
-    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "SoftmaxLastLayerAverage":
-        """Average the inputs, and their products with each probability."""
-        values = torch.cat([self.inputs[None], self.probabilities.T[:, :, None] * self.inputs])
-        last = None if before is None else _expect(SoftmaxLastLayerAverage, before).values
-        return SoftmaxLastLayerAverage(nodes.add(last, values, 1))
-
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
-        """Add the inner products of the outer products."""
-        b = _as(self, other).as_outer_product()
-        self.as_outer_product().add_inner(b, total, weight, layer=layer, same_points=same_points)
-
-    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E C C"]:
-        """Multiply row by row."""
-        return self.as_outer_product().pointwise_products(_as(self, other).as_outer_product())
-
-    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
-        """Multiply all pairs."""
-        return self.as_outer_product().products(_as(self, other).as_outer_product(), per_class=per_class)
-
-    def detach(self) -> "SoftmaxLastLayer":
-        """Return all factors without their graph."""
-        inputs, grads = self.inputs.detach(), self.output_grads.detach()
-        return replace(self, inputs=inputs, output_grads=grads, probabilities=self.probabilities.detach())
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class SoftmaxLastLayerAverage(LeftFactor):
-    """Averages over t of a `SoftmaxLastLayer`: of its inputs a, and of p_c a for every output c; (1 + C, N, n)."""
-
-    values: Float[Tensor, "rows N n"]
-
-    fits_concatenation = False
-
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
-        """Add the inner products with the other side's factors (docs/theory.md, section 5)."""
-        total.add_softmax_last_layer(self.values, _expect(SoftmaxLastLayer, other), weight)
-
-
 def append_bias_column(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n_and_1"]:
     """Append the 1 that a bias is multiplied by."""
     return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
@@ -511,7 +191,12 @@ def to_flat_order(jacobians: Sequence[LayerJacobian], columns: Int64[Tensor, " P
     return out
 
 
-def _concat_scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) -> Tensor:
+def is_short(inner_dim: int) -> bool:
+    """Return whether a product with this inner dimension gains by a longer one."""
+    return inner_dim < LONG_INNER_DIM
+
+
+def concat_scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) -> Tensor:
     """Concatenate parts of one shape, each times its weight."""
     if all(weight == 1 for weight in weights):
         return torch.cat(list(parts), dim=dim)
@@ -522,15 +207,17 @@ def _concat_scaled(parts: Sequence[Tensor], weights: Sequence[float], dim: int) 
     return out
 
 
-def _products_of(per_class: bool) -> str:
-    return "knp,kmp->knm" if per_class else "knp,lmp->knlm"
+def same_representation(own: J, other: LeftFactor) -> J:
+    """Return the other factor, which must have the representation of this one."""
+    return expect_representation(type(own), other)
 
 
-def _as(own: J, other: LeftFactor) -> J:
-    return _expect(type(own), other)
+def expect_representation(kind: type[J], other: LeftFactor) -> J:
+    """Return a factor that must have the given representation.
 
-
-def _expect(kind: type[J], other: LeftFactor) -> J:
+    Raises:
+        TypeError: It has another one.
+    """
     if not isinstance(other, kind):
         raise TypeError(
             f"a layer must keep its representation on both sides and from node to node: {kind.__name__} met "

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.losses import Loss, per_sample_losses
+from epk_gp.core.memory_plan import batch_gradient_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights
@@ -43,8 +44,6 @@ def batch_gradient(
     y: Shaped[Tensor, "B ..."],
     loss: Loss,
     c: Float[Tensor, " B"],
-    *,
-    block_elements: int = 1 << 22,
 ) -> Float[Tensor, " P"]:
     """Return the gradient of a batch's loss, sum_i c_i grad loss_i, at the weights w.
 
@@ -55,12 +54,10 @@ def batch_gradient(
         y: Their targets.
         loss: The loss of a sample.
         c: Weight of each sample in the batch's loss.
-        block_elements: Numbers in the inputs of one forward pass, so that memory stays bounded whatever the batch:
-            4 Mi numbers, 32 MiB of float64 inputs.
     """
     weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
     leaves = [weights[name] for name in model.names]
-    rows = max(1, block_elements // max(1, X[0].numel()))
+    rows = batch_gradient_rows(X[0].numel())
     total = torch.zeros_like(w)
     with torch.enable_grad():
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(w).split(rows), strict=True):

@@ -24,9 +24,6 @@ MAX_STEP_BATCH = 16
 # Fewer and more weight states evaluated together than that gain nothing.
 MIN_STACKED, MAX_STACKED = 8, 256
 
-# Segments of a (point, step) that are integrated at a time under the adaptive rule: most points stay below.
-SEGMENTS_PER_STEP = 16
-
 # Tensors of the size of a forward pass that a directional derivative holds at once: values, tangents, and both along
 # the direction, for an operation's input and its result.
 PASSES_PER_DIRECTIONAL_DERIVATIVE = 8
@@ -37,7 +34,8 @@ PAIR_ELEMENTS = 1 << 22
 # Numbers of a `vmap` call over samples: parameters and activations of every sample in it.
 VMAP_ELEMENTS = 1 << 24
 
-# Numbers of inputs that one backward pass of a batch gradient takes.
+# Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
+# 32 MiB of float64 inputs.
 BATCH_GRADIENT_ELEMENTS = 1 << 22
 
 

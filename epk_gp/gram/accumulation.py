@@ -12,7 +12,7 @@ from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.nodes import feature_bytes, jacobians_at_nodes, nodes_of_points, shared_nodes
 from epk_gp.gram.step_average import StepAverage
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
+from epk_gp.quadrature.rules import AdaptiveRule
 
 T = TypeVar("T")
 Steps = list[tuple[int, float]]
@@ -50,8 +50,7 @@ def add_steps(context: ExecutionContext, steps: Steps, tile: GramAccumulator, x:
 
 def step_batches(context: ExecutionContext, steps: Steps, num_points: int) -> Iterator[Steps]:
     """Split steps into batches whose layer Jacobians fit into the budget together."""
-    num_nodes = len(context.rule) if isinstance(context.rule, QuadratureRule) else 1
-    return _batches(steps, _batch_size(context, num_points * (num_nodes + 2)))
+    return _batches(steps, _batch_size(context, num_points * (context.rule.num_contractions + 2)))
 
 
 def _add_train_train(context: ExecutionContext, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:

@@ -2,19 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import final
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.layer_jacobian import (
-    InputProducts,
-    LayerJacobian,
-    LeftFactor,
-    OuterProductJacobian,
-    SoftmaxLastLayer,
-)
+from epk_gp.autodiff.layer_jacobian import InputProducts, LayerJacobian, LeftFactor
 from epk_gp.core.memory_plan import positions_per_block
 from epk_gp.gram.huge_pages import empty_huge_pages
 
@@ -118,13 +113,19 @@ class GramAccumulator:
         """Add products[n, m] to every pair of equal classes, at the end. The tensor belongs to the sum from now on."""
         self._same_class_sum = products if self._same_class_sum is None else self._same_class_sum.add_(products)
 
-    def add_softmax_last_layer(self, averages: Float[Tensor, "rows N n"], b: SoftmaxLastLayer, weight: float) -> None:
+    def add_softmax_last_layer(
+        self,
+        averages: Float[Tensor, "rows N n"],
+        inputs: Float[Tensor, "M n"],
+        probabilities: Float[Tensor, "M C"],
+        weight: float,
+    ) -> None:
         """Add the last layer under a softmax from its averages of a and of p_c a (docs/theory.md, section 5).
 
         (e_k (x) a - p (x) a) . (e_l (x) a' - p' (x) a') = ([k = l] - p'_k) a.a' - p_l a.a' + sum_c p'_c p_c a.a'
         """
-        p = b.probabilities
-        products = (averages.flatten(0, 1) @ b.inputs.T).view(-1, averages.shape[1], len(p)).mul_(weight)
+        p = probabilities
+        products = (averages.flatten(0, 1) @ inputs.T).view(-1, averages.shape[1], len(p)).mul_(weight)
         plain, mixed = products[0], products[1:]
         both = mixed[0] * p[:, 0]
         for k in range(1, len(mixed)):
@@ -139,23 +140,29 @@ class GramAccumulator:
                 out[k].sub_((plain * p[:, k])[:, None])
         self._same_class(out).add_(plain[..., None])
 
-    def add_positionwise(self, a: OuterProductJacobian, b: OuterProductJacobian, weight: float) -> None:
-        """Add a layer with several positions: products of inputs and of output gradients, pair of positions by pair."""
-        (N, L, _), (M, R, _) = a.inputs.shape, b.inputs.shape
+    def add_positionwise(
+        self, inputs: tuple[Tensor, Tensor], output_grads: tuple[Tensor, Tensor], weight: float
+    ) -> None:
+        """Add a layer with several positions: products of inputs and of output gradients, pair of positions by pair.
+
+        Args:
+            inputs: Of both sides, (N, L, n_in) and (M, R, n_in), with the 1 of a bias.
+            output_grads: Of both sides, (K, N, L, n_out) and (K', M, R, n_out).
+            weight: Factor eta_s omega_q.
+        """
+        (a, b), (x, y) = inputs, output_grads
+        (N, L, _), (M, R, _) = a.shape, b.shape
         out = self._started_main()
-        count, other = len(a.output_grads), len(b.output_grads)
         pairs = (
-            [(k, k) for k in range(count)]
+            list(zip(range(len(x)), range(len(y)), strict=False))
             if self.is_per_class
-            else [(k, j) for k in range(count) for j in range(other)]
+            else list(product(range(len(x)), range(len(y))))
         )
-        right = b.inputs.flatten(0, 1)
+        right = b.flatten(0, 1)
         for rows in _slices(N, positions_per_block(L, M, R)):
-            inputs = a.inputs[rows].flatten(0, 1) @ right.T
-            if a.has_bias:
-                inputs += 1
+            input_products = a[rows].flatten(0, 1) @ right.T
             for k, j in pairs:
-                products = (a.output_grads[k, rows].flatten(0, 1) @ b.output_grads[j].flatten(0, 1).T).mul_(inputs)
+                products = (x[k, rows].flatten(0, 1) @ y[j].flatten(0, 1).T).mul_(input_products)
                 target = out[k, rows] if self.is_per_class else out[k, rows, j]
                 target.add_(products.view(-1, L, M, R).sum(dim=(1, 3)), alpha=weight)
 

@@ -15,10 +15,6 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.prefetch import WeightPrefetcher
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 
-# Inner products that a step is taken to cost under the adaptive rule, for the choice of representations: the order of
-# its intervals by default, and most steps have one.
-_ADAPTIVE_CONTRACTIONS = 4
-
 
 @dataclass(frozen=True, eq=False)
 class ExecutionContext:
@@ -74,7 +70,7 @@ class ExecutionContext:
         is_adaptive = isinstance(self.rule, AdaptiveRule)
         return ContractionCost(
             num_output_pairs=self.num_output_pairs,
-            num_contractions=num_contractions(self.rule),
+            num_contractions=self.rule.num_contractions,
             cotangents_are_constant=self.head == "logits",
             all_dense=is_adaptive and not self.net.plan.supports_interpolation,
         )
@@ -88,8 +84,3 @@ class ExecutionContext:
 def memory_plan(net: PlannedModel, budget: int) -> MemoryPlan:
     """Return the memory plan of a network."""
     return MemoryPlan(budget, net.itemsize, net.plan, net.model.num_weights)
-
-
-def num_contractions(rule: Rule) -> int:
-    """Return how many inner products a step costs where nothing can be averaged."""
-    return _ADAPTIVE_CONTRACTIONS if isinstance(rule, AdaptiveRule) else len(rule)

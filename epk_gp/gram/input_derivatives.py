@@ -14,12 +14,13 @@ from torch import Tensor
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, summed_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.layer_jacobian import DenseJacobian, LayerJacobian, OuterProductJacobian
+from epk_gp.autodiff.layer_jacobian import LayerJacobian
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.accumulation import CopyBatch
-from epk_gp.gram.context import ExecutionContext, num_contractions
+from epk_gp.gram.context import ExecutionContext
 from epk_gp.quadrature.rules import QuadratureRule
 
 
@@ -106,7 +107,7 @@ def diagonal_input_gradient(
 
 
 def _prepare(context: ExecutionContext, num_output_pairs: int, cotangents: Cotangents) -> _Derivative:
-    cost = ContractionCost(num_output_pairs, num_contractions(context.rule), cotangents.are_constant)
+    cost = ContractionCost(num_output_pairs, context.rule.num_contractions, cotangents.are_constant)
     # every layer in the representation that it has on the other side of a product, the last one too
     derivative = _Derivative(context, context.net, replace(cotangents, head=None), cost)
     plan = context.net.plan

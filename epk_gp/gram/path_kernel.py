@@ -179,8 +179,8 @@ def gram_block(
         (C, N, C, M): `reshape` flattens it, `view` may not.
 
     Raises:
-        TypeError, ValueError: Points that the network cannot take, points of different dtypes, an unknown head, bad
-            step weights, a checkpoint of another computation.
+        TypeError, ValueError: The network cannot take the points, the points have different dtypes, the head is
+            unknown, a step weight is negative, or the checkpoint belongs to another computation.
     """
     return PathKernel(trajectory, head, rule, step_weights).block(a, b, parse_options("gram_block", **options))
 

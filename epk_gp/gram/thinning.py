@@ -1,4 +1,4 @@
-"""Path thinning: every k-th step stands for its neighbours. An approximation, and it says how good it is."""
+"""Path thinning: every k-th step stands for its neighbours. An approximation, whose error is measured."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -68,7 +68,7 @@ def thin_path(
         options: `memory_budget` and `progress` of the computation of the error; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: A k that is no whole number in 1 .. S; points that the network cannot take.
+        TypeError, ValueError: k is not a whole number in 1 .. S, or the network cannot take the points.
     """
     parsed = parse_options("thin_path", ("checkpoint", "accumulate"), **options)
     validate_inputs(trajectory, X)

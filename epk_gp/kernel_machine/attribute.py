@@ -31,7 +31,7 @@ class Attribution:
         initial: f at the initial weights, (n, C).
         samples: Contribution of each training point, (n, C, M).
         decay: Contribution of weight decay, coupled or decoupled, (n, C).
-        network: What the trained network says, (n, C).
+        network: Outputs of the trained network, (n, C).
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
     """
@@ -62,7 +62,7 @@ class GroupedAttribution:
         initial: f at the initial weights, (n, C).
         values: Contributions of the training data, (n, C, G_1, G_2, ...) over the axes' groups, in their order.
         decay: Contribution of weight decay, split likewise; axes of training samples have length 1.
-        network: What the trained network says, (n, C).
+        network: Outputs of the trained network, (n, C).
         axes: The axes.
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
@@ -101,9 +101,9 @@ def attribute(
 
         samples[n, :, i] = -sum_r c_{r,i} <Psi_r(x_n), grad_w loss_i(w_r)>,   Psi_r = sum_{s >= r} A_{s,r}^T Phi_s
 
-    Theorem 3.6 of Bell et al. (2023) for gradient descent; theory, section 4, for momentum and recorded diagonal
-    preconditioners, whose own dependence on the data is held as recorded and not attributed. One loss gradient per
-    training point and step is needed, not C output gradients. Contributions sum to the prediction; they are not the
+    Theorem 3.6 of Bell et al. (2023) for gradient descent; docs/theory.md, section 4, for momentum and recorded
+    diagonal preconditioners, whose own dependence on the data is held as recorded and not attributed. One loss gradient
+    per training point and step is needed, not C output gradients. Contributions sum to the prediction; they are not the
     effects of leaving points out.
 
     Args:
@@ -118,7 +118,8 @@ def attribute(
         All terms, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule; classes out of range.
+        TypeError, ValueError: The network cannot take the inputs, the head or the rule is unknown, or a class is out
+            of range.
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
     validate_problem(trajectory, X, head, rule, classes)
@@ -159,7 +160,7 @@ def attribute_by(
         options: As `attribute`.
 
     Raises:
-        TypeError, ValueError: As `attribute`; also axes that are not of this run.
+        TypeError, ValueError: As `attribute`; an axis does not belong to this run.
     """
     (parts,) = attribute_many(
         trajectory,

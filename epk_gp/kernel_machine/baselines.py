@@ -33,7 +33,7 @@ class Baseline:
         coefficients: a, by which it is multiplied and summed over i and d; one per training point and output, or one
             per entry of the block where they depend on the test point.
         outputs: f_{w_0} + sum, (n, C).
-        network: What the trained network says, (n, C).
+        network: Outputs of the trained network, (n, C).
         max_error: Largest |outputs - network|.
     """
 
@@ -157,7 +157,7 @@ def domingos_machine(
 def _path_blocks(
     trajectory: Trajectory, X: Tensor, head: Head, rule: QuadratureRule, options: ComputeOptions
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Give, for every node, the batch's points, eps omega c <grad, grad> with both sides there, and dL / df."""
+    """Yield, for every node, the batch's points, eps omega c <grad, grad> with both sides there, and dL / df."""
     validate_inputs(trajectory, X)
     validate_head(head, trajectory.num_outputs)
     validate_vanilla_gd(trajectory, "this kernel machine's run")

@@ -17,7 +17,7 @@ from epk_gp.core.head import Head, validate_head
 from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
-from epk_gp.gram.context import memory_plan, num_contractions
+from epk_gp.gram.context import memory_plan
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.rules import Rule, validate_rule
@@ -99,7 +99,7 @@ def make_problem(
     """Prepare an attribution; the arguments were validated by `validate_problem`."""
     cost = ContractionCost(
         num_output_pairs=trajectory.num_outputs if classes is None else 1,
-        num_contractions=num_contractions(rule),
+        num_contractions=rule.num_contractions,
         cotangents_are_constant=head == "logits",
         all_dense=not net.plan.supports_interpolation,
     )

@@ -14,10 +14,10 @@ from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.gradients import replayed_updates
 from epk_gp.core.head import Head, validate_head
-from epk_gp.core.memory_plan import SEGMENTS_PER_STEP, integration_points
+from epk_gp.core.memory_plan import integration_points
 from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, validate_inputs
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
+from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +25,8 @@ class Reconstruction:
     """A kernel machine's outputs beside the network's, with the certificate.
 
     Attributes:
-        outputs: What the kernel machine says, (n, C).
-        network: What the trained network says, (n, C).
+        outputs: Outputs of the kernel machine, (n, C).
+        network: Outputs of the trained network, (n, C).
         initial: f at the initial weights, the machine's b(x), (n, C).
         max_error: Largest |outputs - network|.
         max_residual: Largest |f(w_{s+1}) - f(w_s) - integral| of a (point, step): the quadrature's error, known
@@ -76,7 +76,7 @@ def reconstruct(
         Outputs and certificate, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule.
+        TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
     """
     parsed = parse_options("reconstruct", ("checkpoint", "accumulate"), **options)
     validate_inputs(trajectory, X)
@@ -98,8 +98,7 @@ def _reconstruct(
     residuals = torch.zeros_like(total[:, 0])
     max_residual, mismatch = total.new_zeros(()), total.new_zeros(())  # tensors: Python's max() would drop a NaN
     evaluations = 0.0
-    nodes = SEGMENTS_PER_STEP * rule.order if isinstance(rule, AdaptiveRule) else len(rule)
-    size = integration_points(options.memory_budget, nodes, X[0].nbytes, initial[0].nbytes)
+    size = integration_points(options.memory_budget, rule.typical_nodes, X[0].nbytes, initial[0].nbytes)
     panels = torch.arange(len(X), device=X.device).split(size)
     updates = replayed_updates(trajectory, net.model, X)
     for step, w, d in tqdm(updates, desc="steps", total=trajectory.num_steps, disable=not options.progress):

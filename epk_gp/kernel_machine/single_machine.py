@@ -22,8 +22,8 @@ class SingleMachine:
     """f(x) = b(x) + sum_i K(x, x_i) a_i with one kernel for the whole run.
 
     Attributes:
-        outputs: What the machine says, (n, C).
-        network: What the trained network says, (n, C).
+        outputs: Outputs of the kernel machine, (n, C).
+        network: Outputs of the trained network, (n, C).
         initial: b(x), (n, C).
         coefficients: a_i, (M, C).
         max_error: Largest |outputs - network|.

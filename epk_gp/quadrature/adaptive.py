@@ -120,7 +120,7 @@ def integrate(
     validate_finite(end, "the network's outputs at the end of a step")
     total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
     every = torch.arange(n, device=X.device)
-    high = gauss_legendre(rule.order) if isinstance(rule, AdaptiveRule) else rule
+    high = rule.interval_rule
     low = gauss_legendre(min(_LOW_ORDER, len(high)))
     accepted: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     open_intervals = Intervals(every, zeros, ones, start, end, zeros, torch.ones_like(every, dtype=torch.bool))
@@ -152,7 +152,7 @@ def union_mesh(
     segment: WeightSegment, X: Shaped[Tensor, "n ..."], rule: AdaptiveRule, num_steps: int
 ) -> list[tuple[float, float]]:
     """Choose one composite rule that is fine enough for all n points: the union of every point's breakpoints."""
-    base, breakpoints = gauss_legendre(rule.order), integrate(segment, X, rule, num_steps).breakpoints
+    base, breakpoints = rule.interval_rule, integrate(segment, X, rule, num_steps).breakpoints
     edges = torch.cat([breakpoints, breakpoints.new_tensor([0.0, 1.0])]).unique().tolist()
     merged = [edges[0]]
     for edge in edges[1:]:

@@ -46,6 +46,7 @@ def test_progress_bars_go_to_stderr(recorded, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["verify", "attribute", "gram"])
 def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, command):
     inputs = {}

@@ -16,7 +16,7 @@ from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import all_outputs
 from epk_gp.autodiff.interception import StackedWeights, UnsupportedParameterUseError
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, layer_jacobians_blocked
-from epk_gp.autodiff.layer_jacobian import LogitsLastLayer, SoftmaxLastLayer
+from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.planning import plan_for
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram import huge_pages
