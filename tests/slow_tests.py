@@ -3,7 +3,7 @@
 # Measured with `pytest -n 2 -m "not slow" --durations=0` on two cores that others used too: all cases of one of these
 # tests took 6 to 140 seconds together, and no test that is missing here took more than 26.
 SLOW_TOGETHER = {
-    "test_a_second_plan_does_not_go_on_from_the_firsts_sums",
+    "test_a_second_plan_does_not_resume_from_the_firsts_sums",
     "test_a_symmetric_tile_is_computed_in_halves",
     "test_contributions_equal_the_definition",
     "test_every_combination_of_axes_is_a_sum_of_the_finest",
