@@ -156,7 +156,8 @@ class Recorder:
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
         ]
-        self._phase = Phase.RECORDING
+        if self._phase is Phase.READY:  # a closed recorder stays closed: its folder is released
+            self._phase = Phase.RECORDING
         return self
 
     def __exit__(
