@@ -1,4 +1,4 @@
-"""Two things that MkDocs does not do: formulas as MathML, without a script, and tables from the saved results."""
+"""Three things that MkDocs does not do: formulas as MathML, tables from saved results, and a package's modules."""
 
 import html
 import json
@@ -11,20 +11,37 @@ from latex2mathml.converter import convert
 GALLERY = Path(__file__).parent / "gallery"
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _TABLE = re.compile(r"^\{\{ (\w+) (\w+) \}\}$", re.MULTILINE)
+_MODULES = re.compile(r"^\{\{ modules ([\w.]+) \}\}$", re.MULTILINE)
 
 
 def on_page_content(content: str, **_: object) -> str:
     """Turn formulas into MathML, which browsers draw themselves."""
 
-    def formula(found: re.Match[str]) -> str:
-        return convert(html.unescape(found[2]).strip(), display="block" if found[1] == "div" else "inline")
+    def formula(match: re.Match[str]) -> str:
+        return convert(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
 
     return _FORMULA.sub(formula, content)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Replace {{ experiment table }} by a table of the experiment's saved numbers."""
-    return _TABLE.sub(lambda found: TABLES[found[2]](_saved(found[1])), markdown)
+    """Replace {{ experiment table }} by saved numbers, and {{ modules epk_gp.x }} by the reference of a package."""
+    markdown = _TABLE.sub(lambda match: TABLES[match[2]](_saved(match[1])), markdown)
+    return _MODULES.sub(lambda match: _reference(match[1]), markdown)
+
+
+def modules_of(package: str) -> list[str]:
+    """List the public modules of a package of epk_gp, without importing it."""
+    folder = Path(__file__).parents[1].joinpath(*package.split("."))
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{package} must be a package: there is no folder {folder}.")
+    return [f"{package}.{file.stem}" for file in sorted(folder.glob("[!_]*.py"))]
+
+
+def _reference(package: str) -> str:
+    entries = (
+        f"## `{name}`\n\n::: {name}\n    options: {{ show_root_heading: false }}" for name in modules_of(package)
+    )
+    return "\n\n".join(entries)
 
 
 def _saved(name: str) -> dict:

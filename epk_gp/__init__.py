@@ -15,7 +15,7 @@ from epk_gp.kernel_machine.reconstruct import reconstruct
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
 from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
-from epk_gp.storage.loading import load_trajectory
+from epk_gp.storage.run import load_trajectory
 from epk_gp.storage.writer import Storage
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.recorder import Recorder

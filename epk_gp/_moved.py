@@ -45,7 +45,7 @@ MOVED = {
     "gram_diagonal_blocks": "epk_gp.gram.path_kernel.gram_diagonal_blocks",
     "k_prime_block": "epk_gp.kernel_machine.baselines.k_prime_block",
     "leave_one_out": "epk_gp.gp.leave_one_out.leave_one_out",
-    "sample_functions": "epk_gp.gp.sample_functions.sample_functions",
+    "sample_functions": "epk_gp.gp.sampling.sample_functions",
     "single_machine": "epk_gp.kernel_machine.single_machine.single_machine",
     "tangent_trajectory": "epk_gp.gram.ntk.tangent_trajectory",
     "thin_path": "epk_gp.gram.thinning.thin_path",

@@ -1,4 +1,4 @@
-"""A scikit-learn classifier: a network trained by gradient descent, its record, and its doubt. Needs scikit-learn."""
+"""A scikit-learn classifier: a recorded network, and the uncertainty of its predictions. Needs scikit-learn."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.sampling import Method, MonteCarlo
+from epk_gp.gp.sampling import MonteCarlo, SamplingMethod
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
 from epk_gp.training.train import train
 
@@ -31,15 +31,15 @@ def one_hidden_layer(num_features: int, num_classes: int, width: int = 32) -> nn
 
 @final
 class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn ships no types
-    """Train and record a network; predict with it; say how sure it is with the GP of its exact path kernel.
+    """Train and record a network, predict with it, and estimate its uncertainty by the GP of its exact path kernel.
 
-    Inputs are rows of features, not scaled: put a `StandardScaler` in front.
+    Inputs are rows of features and are not scaled: put a `StandardScaler` in front.
 
     Args:
         network: A torch module, which is copied and not changed, or a function of the numbers of features and classes
             that returns one. It maps (n, features) to (n, classes).
         steps: Training steps.
-        lr: Their size, for plain gradient descent.
+        lr: Learning rate of plain gradient descent.
         batch_size: Points per step; all by default.
         optimizer: Maps parameters to a `torch.optim.Optimizer`, in place of SGD with `lr`.
         outputs: "full" or "independent", as in `LogitGP`.
@@ -84,7 +84,8 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             y: n labels of any kind.
 
         Raises:
-            ValueError: Fewer than two classes, or data, network or optimizer that cannot be recorded.
+            TypeError: `network` is neither a module nor a function that returns one.
+            ValueError: There are fewer than two classes, or data, network or optimizer cannot be recorded.
         """
         features, labels = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(labels)
@@ -121,17 +122,17 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         return torch.softmax(self._logits(X), dim=1).numpy()
 
     def predict(self, X: ArrayLike) -> Shaped[np.ndarray, " n"]:
-        """Name the likeliest class of each point."""
+        """Return the most likely class of each point."""
         z = self._logits(X)
-        found: np.ndarray = self.classes_[z.argmax(dim=1).numpy()]
-        return found
+        labels: np.ndarray = self.classes_[z.argmax(dim=1).numpy()]
+        return labels
 
     def predict_uncertainty(
         self,
         X: ArrayLike,
         num_samples: int = 1024,
         *,
-        method: Method = MonteCarlo(),
+        method: SamplingMethod = MonteCarlo(),
     ) -> SoftmaxUncertainty:
         """Evaluate the softmax's distribution under the GP with the exact path kernel.
 
@@ -139,15 +140,15 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
 
         Args:
             X: (n, features).
-            num_samples: Draws per point, the same at every call.
-            method: How to draw.
+            num_samples: Samples per point, the same at every call.
+            method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
         """
         points = self._points(X)
         generator = torch.Generator().manual_seed(0)
         return softmax_uncertainty(self.gp().logit_posterior(points), num_samples, generator, method=method)
 
     def gp(self) -> LogitGP:
-        """Give the fitted GP, made once."""
+        """Return the fitted GP; it is built and fitted at the first call."""
         check_is_fitted(self)
         if self._gp is None:
             trajectory: Trajectory = self.trajectory_

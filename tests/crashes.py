@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.storage import schema as store
+from epk_gp.storage.check import check_run
 
 STEPS, POINTS = 8, 12
 
@@ -84,7 +84,7 @@ def reference(folder: Path) -> dict[int, str]:
     _, status = os.waitpid(pid, 0)
     digest = os.read(pipe, 100).decode()
     os.close(pipe)
-    chunks = store.check_run(folder / "reference").chunks
+    chunks = check_run(folder / "reference").chunks
     assert status == 0, "the uninterrupted recording failed"
     assert chunks[-1].digest == digest
     return {chunk.last: chunk.digest for chunk in chunks}
@@ -98,7 +98,7 @@ def check(path: Path, reported: int, digests: dict[int, str], problems: list[str
         return 0
     try:
         loaded = epk.load_trajectory(path, make_net())
-        summary = store.check_run(path)
+        summary = check_run(path)
     except (OSError, ValueError) as error:
         problems.append(f"{type(error).__name__}: {error}")
         return 0
@@ -113,7 +113,7 @@ def finish(path: Path, digests: dict[int, str], problems: list[str]) -> None:
     """Go on to the end without being killed."""
     pid, pipe = fork(lambda pipe: record(path, reporter(pipe)) and None)
     _, status = os.waitpid(pid, 0)
-    if status or check(path, last_report(pipe), digests, problems) != STEPS or not store.check_run(path).finished:
+    if status or check(path, last_report(pipe), digests, problems) != STEPS or not check_run(path).finished:
         problems.append(f"a resumed run did not come to its end (status {status})")
     left = [file.name for file in path.iterdir() if file.name.endswith(".part") or file.name.startswith("resume-")]
     if len(left) != 1:

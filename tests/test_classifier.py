@@ -1,5 +1,6 @@
 """The scikit-learn face: its own checks, the recorded network behind it, and precomputed kernels."""
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,8 @@ from epk_gp.kernels.precomputed import epk_gram
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # scikit-learn's checks provoke warnings on purpose
 @parametrize_with_checks([EPKClassifier(steps=60)])
-def test_scikit_learns_own_checks_pass(estimator, check, unchecked):
+def test_scikit_learns_own_checks_pass(estimator, check, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users' calls, with wrong types on purpose
     check(estimator)
 
 
@@ -45,7 +47,7 @@ def test_predictions_are_the_recorded_networks(data, fitted):
     assert set(fitted.predict(X[45:])) <= {"ant", "bee", "cat"}
     assert fitted.score(X[45:], y[45:]) > 0.8
     untrained = epk.network_outputs(fitted.trajectory_, torch.as_tensor(X[45:]), state=0)
-    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(X[45:], y[45:])  # the control
+    assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(X[45:], y[45:])  # negative control
 
 
 def test_the_record_serves_the_rest_of_the_package(data, fitted):
@@ -65,9 +67,9 @@ def test_the_uncertainty_is_that_of_the_logit_gp(data, fitted):
     torch.testing.assert_close(u.mean, expected.mean)
     torch.testing.assert_close(u.std, expected.std)
     assert torch.equal(fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4)).mean, u.mean)
-    some = clone(fitted).set_params(num_condition=10).fit(data[0][:45], data[1][:45])
-    assert len(some.gp().points) == 10
-    assert (some.predict_uncertainty(X).std > u.std).float().mean() > 0.6
+    few = clone(fitted).set_params(num_condition=10).fit(data[0][:45], data[1][:45])
+    assert len(few.gp().points) == 10
+    assert (few.predict_uncertainty(X).std > u.std).float().mean() > 0.6
 
 
 def test_a_given_network_is_copied_and_not_changed(data):
@@ -79,8 +81,8 @@ def test_a_given_network_is_copied_and_not_changed(data):
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
     start = classifier.trajectory_.weights(0)["0.weight"]
     torch.testing.assert_close(start, before[0].double())
-    other = EPKClassifier(lambda d, c: one_hidden_layer(d, c, width=5), steps=3, random_state=1).fit(X, y)
-    assert other.trajectory_.weights(0)["0.weight"].shape == (5, 4)
+    built = EPKClassifier(lambda d, c: one_hidden_layer(d, c, width=5), steps=3, random_state=1).fit(X, y)
+    assert built.trajectory_.weights(0)["0.weight"].shape == (5, 4)
 
 
 def test_one_seed_gives_one_run(data):
@@ -107,18 +109,20 @@ def test_a_support_vector_machine_takes_the_matrix(data, fitted):
     block = epk.gram_block(fitted.trajectory_, test, train).numpy()
     np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train), np.einsum("ncmc->nm", block), rtol=1e-10)
     np.testing.assert_allclose(epk_gram(fitted.trajectory_, test, train, outputs=1), block[:, 1, :, 1], rtol=1e-10)
-    some = torch.arange(45) % 2 == 0
-    mixed = epk_gram(fitted.trajectory_, epk.Points(X[:45], some))
-    copies = gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], some)] * 2).sum(0)
+    is_train = torch.arange(45) % 2 == 0
+    mixed = epk_gram(fitted.trajectory_, epk.Points(X[:45], is_train))
+    copies = gram_block_per_class(fitted.trajectory_, *[epk.Points(X[:45], is_train)] * 2).sum(0)
     np.testing.assert_allclose(mixed, copies.numpy(), rtol=1e-10)
 
 
-def test_what_means_nothing_is_refused(data, fitted, unchecked):
+def test_arguments_without_a_meaning_are_refused(data, fitted, unchecked):
     X, y = data
     with pytest.raises(ValueError, match="one number per pair: got 'full'"):
         epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), outputs="full")
     with pytest.raises(ValueError, match=r"b\.X must have shape \(n, 4\)"):
         epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), epk.Points(torch.zeros(2, 3).double(), True))
+    with pytest.raises(TypeError, match=r"epk_gram\(\) got an unexpected keyword argument 'progress'"):
+        epk_gram(fitted.trajectory_, epk.Points(torch.as_tensor(X), True), progress=True)
     with pytest.raises(TypeError, match="network must be a torch.nn.Module or a function that returns one: got 3"):
         EPKClassifier(lambda d, c: 3).fit(X, y)
     with pytest.raises(ValueError, match="at least 2 classes: got 1 class"):

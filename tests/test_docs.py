@@ -1,7 +1,10 @@
-"""The pages of docs/: their code runs, their links and pictures exist, and the site has a place for each."""
+"""The pages of docs/: their code runs, what they and the code refer to exists, and the site has a place for each."""
 
+import importlib
 import importlib.util
 import re
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,18 @@ import epk_gp as epk
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+SOURCES = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "epk_gp").rglob("*.py"))
 TUTORIALS = "tutorials/"  # test_tutorials.py runs them
 WITH_CODE = [page for page in PAGES if "```python" in (DOCS / page).read_text() and not page.startswith(TUTORIALS)]
+NO_REFERENCE = "epk_gp.cli"  # commands, not functions: capabilities/command-line.md
+
+DOCS_REFERENCE = re.compile(
+    r"docs/(?P<page>[\w./-]+\.md)(?:#(?P<anchor>[\w-]+))?(?:,? sections? (?P<numbers>[\d, and]+))?"
+)
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!https?:)(?P<page>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+SECTION = re.compile(r"[Ss]ections? (?P<numbers>\d+(?:(?:, | and | to )\d+)*)(?!\d|\.\d| of the paper)")
+NAME = re.compile(r"\bepk_gp(?:\.\w+)+")
+FILE = re.compile(r"`((?:epk_gp/)?(?:\w+/)+\w+\.py)`")
 
 
 @pytest.mark.slow
@@ -31,18 +44,173 @@ def test_links_and_pictures_lead_somewhere(page):
         assert ((DOCS / page).parent / target).is_file(), f"{page}: {target}"
 
 
+def headings(page: Path) -> list[str]:
+    """The headings of a page, without the marks of code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [heading.replace("`", "") for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
+
+
+def section_numbers(page: Path) -> set[int]:
+    """The numbers of a page's headings, as in "## 4 Cost" or "## 4. Cost"."""
+    return {int(match[1]) for heading in headings(page) if (match := re.match(r"(\d+)\.? ", heading))}
+
+
+def anchors(page: Path) -> set[str]:
+    """The addresses of a page's headings, made as MkDocs makes them."""
+    plain = [unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings(page)]
+    words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in plain]
+    return {re.sub(r"[-\s]+", "-", heading) for heading in words}
+
+
+def broken(where: str, page: Path, anchor: str | None, numbers: str | None) -> Iterator[str]:
+    """What of one reference does not exist: the page, its anchor, its numbered sections."""
+    if not page.is_file():
+        yield f"{where}: there is no such file"
+        return
+    if anchor is not None and anchor not in anchors(page):
+        yield f"{where}: {page.name} has no heading #{anchor}"
+    for number in re.findall(r"\d+", numbers or ""):
+        if int(number) not in section_numbers(page):
+            yield f"{where}: {page.name} has no section {number}"
+
+
+def broken_in_source(source: str) -> list[str]:
+    """References of a Python file, in its docstrings, comments or messages, that do not resolve."""
+    text = re.sub(r"\s*\n\s*(?:# ?)?", " ", source)
+    errors = [
+        error
+        for match in DOCS_REFERENCE.finditer(text)
+        for error in broken(match[0], DOCS / match["page"], match["anchor"], match["numbers"])
+    ]
+    rest = DOCS_REFERENCE.sub("", text)
+    pages = re.findall(r"(?<![\w/.-])[\w-]+\.md\b", rest)
+    errors += [f"{page}: cite it with docs/ in front" for page in pages if not (ROOT / page).is_file()]
+    errors += [f"{match}: cite it as docs/theory.md" for match in re.findall(r"theory, sections? \d+", rest)]
+    for match in re.finditer(r"[Ss]ections? \d+", rest):  # of a publication, or else of nothing that a reader has
+        nearby = rest[max(0, match.start() - 60) : match.end() + 60]
+        errors += [] if re.search(r"et al\.|\(\d{4}\)", nearby) else [f"{match[0]}: of which page or publication?"]
+    return errors
+
+
+def broken_on_page(text: str, page: Path) -> list[str]:
+    """References of a page, by link or in words, that do not resolve."""
+    text = re.sub(r"\s+", " ", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    errors = []
+    for match in LINK.finditer(text):
+        target = page.parent / match["page"] if match["page"] else page
+        cited = SECTION.search(match["text"]) if target.suffix == ".md" else None
+        errors += broken(match[0], target, match["anchor"], cited and cited["numbers"])
+    text = LINK.sub("", text)
+    for match in DOCS_REFERENCE.finditer(text):
+        errors += broken(match[0], DOCS / match["page"], match["anchor"], match["numbers"])
+    for match in SECTION.finditer(DOCS_REFERENCE.sub("", text)):
+        errors += broken(match[0], page, None, match["numbers"])
+    return errors
+
+
+@pytest.mark.parametrize("file", SOURCES)
+def test_references_of_the_code_resolve(file):
+    assert not broken_in_source((ROOT / file).read_text())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_references_of_the_pages_resolve(page):
+    assert not broken_on_page((DOCS / page).read_text(), DOCS / page)
+
+
+def test_references_that_do_not_resolve_are_found():
+    """The negative control, beside the same references as they should be."""
+    sound = '"""Sums (docs/theory.md, section 4; docs/engine.md, sections 6 and 7; section 4.2, Bell et al. 2023)."""'
+    assert not broken_in_source(sound)
+    assert not broken_in_source("# the cost of docs/engine.md,\n# section 4")
+    for text in (
+        "see docs/no_such_page.md",
+        "see docs/theory.md, section 99",
+        "see docs/theory.md,\n    section 99",
+        "see docs/engine.md, sections 6 and 99",
+        "see docs/theory.md#no-such-heading",
+        "fitted costs of engine.md",
+        "the adjoint (theory, section 4)",
+        "Theorem 3.6 of Bell et al. (2023); theory, section 4",
+        "as section 3 says",
+    ):
+        assert broken_in_source(text), text
+
+    page = DOCS / "design.md"
+    assert not broken_on_page("[theory, section 3](theory.md#3-quadrature), section 4.1 of the paper", page)
+    for text in (
+        "[theory](theory.md#no-such-heading)",
+        "[theory, section 99](theory.md)",
+        "[here](#no-such-heading)",
+        "docs/theory.md, section 99",
+        "as in section 99",
+    ):
+        assert broken_on_page(text, page), text
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module of the package, or something in one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.util.find_spec(".".join(parts[:end])) is not None
+        except ModuleNotFoundError:
+            found = False
+        if found:
+            value = importlib.import_module(".".join(parts[:end])) if parts[end:] else None
+            for attribute in parts[end:]:
+                if not hasattr(value, attribute):
+                    return False
+                value = getattr(value, attribute)
+            return True
+    return False
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_names_and_files_that_a_page_gives_exist(page):
+    text = (DOCS / page).read_text()
+    missing = [name for name in sorted(set(NAME.findall(text))) if not resolves(name)]
+    missing += [
+        file for file in FILE.findall(text) if not ((ROOT / file).is_file() or (ROOT / "epk_gp" / file).is_file())
+    ]
+    assert not missing
+
+
+def test_names_that_do_not_exist_are_found():
+    """The negative control."""
+    assert resolves("epk_gp.core.losses.sample_weights")
+    assert not resolves("epk_gp.core.losses.no_such_name")
+    assert not resolves("epk_gp.no_such_package.losses")
+    assert FILE.findall("`quadrature/kinks.py` and `epk_gp/core/model.py`") == [
+        "quadrature/kinks.py",
+        "epk_gp/core/model.py",
+    ]
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     assert sorted(re.findall(r": (\S+\.md)$", navigation, flags=re.MULTILINE)) == PAGES
 
 
+def modules(package: str) -> set[str]:
+    """The public modules of a package, as docs/hooks.py lists them."""
+    return {f"{package}.{file.stem}" for file in ROOT.joinpath(*package.split(".")).glob("[!_]*.py")}
+
+
 def test_every_module_has_its_reference():
-    named = set(re.findall(r"^::: (\S+)$", "\n".join((DOCS / page).read_text() for page in PAGES), flags=re.MULTILINE))
-    for name in named:
-        assert importlib.util.find_spec(name) is not None, name
-    analysis = {f"epk_gp.analysis.{file.stem}" for file in (ROOT / "epk_gp" / "analysis").glob("[!_]*.py")}
-    public = {getattr(epk, name).__module__ for name in epk.__all__}
-    assert analysis | public <= named
+    text = "\n".join((DOCS / page).read_text() for page in PAGES)
+    named = set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
+    for package in re.findall(r"^\{\{ modules (\S+) \}\}$", text, flags=re.MULTILINE):
+        assert modules(package), package
+        named |= modules(package)
+    every = {file.removesuffix(".py").replace("/", ".") for file in SOURCES}
+    public = {name for name in every if not name.startswith(NO_REFERENCE) and "._" not in name}
+    assert named == public
+
+
+def test_the_page_on_the_top_level_lists_what_it_exports():
+    table = (DOCS / "reference" / "top-level.md").read_text().partition("|---|---|\n")[2]
+    assert set(re.findall(r"`(\w+)`", table)) == set(epk.__all__)
 
 
 def test_every_figure_of_the_gallery_has_its_command():
@@ -52,8 +220,8 @@ def test_every_figure_of_the_gallery_has_its_command():
         assert f"python experiments/{picture.stem}.py" in gallery
 
 
-def test_a_table_that_does_not_exist_is_an_error():
-    """The control: pages take their numbers from saved results, and a wrong name must not pass unseen."""
+def test_a_table_or_package_that_does_not_exist_is_an_error():
+    """The negative control: pages take their numbers from saved results, and a wrong name must not pass unseen."""
     pytest.importorskip("latex2mathml")
     spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
     hooks = importlib.util.module_from_spec(spec)
@@ -63,6 +231,11 @@ def test_a_table_that_does_not_exist_is_an_error():
         hooks.on_page_markdown("{{ fig99 rules }}")
     with pytest.raises(KeyError):
         hooks.on_page_markdown("{{ fig04_machine no_such_table }}")
+    assert set(
+        re.findall(r"^::: (\S+)$", hooks.on_page_markdown("{{ modules epk_gp.gram }}"), flags=re.MULTILINE)
+    ) == modules("epk_gp.gram")
+    with pytest.raises(FileNotFoundError):
+        hooks.on_page_markdown("{{ modules epk_gp.no_such_package }}")
     page = hooks.on_page_content(r'<p><span class="arithmatex">\(a &lt; b_1\)</span></p>')
     assert "<math" in page
     assert "arithmatex" not in page

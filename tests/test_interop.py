@@ -13,7 +13,7 @@ from botorch.sampling import SobolQMCNormalSampler
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 
 import epk_gp as epk
-from epk_gp.kernels import blocks
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
 
@@ -100,17 +100,17 @@ def exact_gp(case, outputs, kernel):
 def test_an_exact_gp_of_the_users_own_fits_and_predicts(case, outputs, monkeypatch):
     kernel = kernel_of(case, outputs)
     calls = []
-    for name in ("gram_block", "gram_block_per_class"):
-        original = getattr(blocks, name)
-        monkeypatch.setattr(blocks, name, lambda *a, f=original, **k: (calls.append(1), f(*a, **k))[1])
+    for name in ("block", "block_per_class"):
+        original = getattr(PathKernel, name)
+        monkeypatch.setattr(PathKernel, name, lambda *a, f=original, **k: (calls.append(1), f(*a, **k))[1])
     scaled = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
     gp = exact_gp(case, outputs, scaled)
-    evidence = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp.train())
+    marginal_likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp.train())
     optimizer = torch.optim.Adam(gp.parameters(), lr=0.1)
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
-        loss = -evidence(gp(*gp.train_inputs), gp.train_targets).sum()
+        loss = -marginal_likelihood(gp(*gp.train_inputs), gp.train_targets).sum()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -221,12 +221,13 @@ def test_an_inducing_point_kernel_approximates_and_learns(case):
         K, Z = base(x).to_dense(), x[:3]
         nystrom = base(x, Z).to_dense() @ torch.linalg.solve(base(Z).to_dense(), base(Z, x).to_dense())
         with gpytorch.settings.sgpr_diagonal_correction(False):
-            found = kernel.eval()(x).to_dense()
+            approximation = kernel.eval()(x).to_dense()
         kernel.train()
-    torch.testing.assert_close(found, nystrom, rtol=0, atol=1e-3)  # GPyTorch adds jitter to the inducing points' matrix
-    assert (found - K).abs().max() > 1e-2
-    evidence = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
-    losses = learn(gp, lambda: -evidence(gp(x), y), 5)
+    # GPyTorch adds jitter to the inducing points' matrix
+    torch.testing.assert_close(approximation, nystrom, rtol=0, atol=1e-3)
+    assert (approximation - K).abs().max() > 1e-2
+    marginal_likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    losses = learn(gp, lambda: -marginal_likelihood(gp(x), y), 5)
     assert losses[-1] < losses[0]
     assert (kernel.inducing_points[:, -1] == 1).all()  # a training copy stays one
     assert (kernel.inducing_points - x[:3]).abs().max() > 1e-3

@@ -1,4 +1,4 @@
-"""Every tutorial's code runs as it stands, and what its text says of the numbers is so."""
+"""Every tutorial's code runs as it stands, and its text states the numbers that come out."""
 
 import re
 from pathlib import Path
@@ -19,10 +19,10 @@ def run(name):
 
 
 def test_every_tutorial_is_tested():
-    here = Path(__file__).read_text()
+    tests = Path(__file__).read_text()
     names = {file.stem for file in TUTORIALS.glob("*.md")}
     assert names >= {"active_learning", "composing", "out_of_distribution", "own_model"}
-    assert all(f'run("{name}")' in here for name in names)
+    assert all(f'run("{name}")' in tests for name in names)
 
 
 @pytest.mark.slow
@@ -53,8 +53,8 @@ def test_out_of_distribution():
 @pytest.mark.slow
 def test_own_model():
     names = run("own_model")
-    (inside, among), (doubtful, sure) = names["places"], names["deviations"]
-    assert abs(inside) < 0.15
-    assert 1 < among < 2.1
-    assert doubtful > 0.15 > 0.08 > sure
+    (in_gap, among_points), (std_in_gap, std_among_points) = names["locations"], names["deviations"]
+    assert abs(in_gap) < 0.15
+    assert 1 < among_points < 2.1
+    assert std_in_gap > 0.15 > 0.08 > std_among_points
     assert (epk.network_outputs(names["run"], names["X"]) - names["y"]).abs().max() < 0.6  # training converged

@@ -11,7 +11,7 @@ from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.kernels.blocks import diagonal_matrices
+from epk_gp.kernels.blocks import diagonal_blocks
 from epk_gp.kernels.tagging import test_copy
 
 
@@ -90,7 +90,7 @@ def uncertainty_on_plane(
     u = softmax_uncertainty(posterior, num_samples, generator)
     chosen = network_outputs(trajectory, X).argmax(1)
     probability, std, error = (v.gather(1, chosen[:, None])[:, 0] for v in (u.mean, u.std, u.standard_error))
-    blocks = diagonal_matrices(gp.kernel.source, test_copy(X[: len(nodes)]))
+    blocks = diagonal_blocks(gp.kernel.config, test_copy(X[: len(nodes)]))
     kernel = blocks.diagonal(dim1=-2, dim2=-1).mean(1) / gp.kernel.scale
     std_nodes, std_near, std_far = std.split([len(nodes), len(near), len(far)])
 

@@ -1,6 +1,8 @@
-"""The network's outputs along a straight training step, each row at its own place on the line."""
+"""Values and directional derivatives along a straight training step, each row at its own point of the segment."""
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,128 +11,154 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.func import jacrev, jvp, vmap
 
-from epk_gp.autodiff.interception import InterpolatedWeights, disable_fused_attention
-from epk_gp.autodiff.plan import rows_at_a_time
-from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.autodiff.interception import InterpolatedWeights
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head, apply_head
+from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.model import FunctionalModel
 
-_FEW_PLACES = 8
-_COPIES = 8  # of a forward pass: values, tangents, and both along the direction
+_FEW_POINTS = 8  # of a segment: up to so many, rows are grouped by their point instead of mapped over
+
+# torch has one level of forward-mode derivatives in a process: a second thread would fail, or end the first one's.
+_FORWARD_MODE = threading.RLock()
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Enter torch's level of forward-mode derivatives, one thread at a time."""
+    with _FORWARD_MODE, fwAD.dual_level():
+        yield
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class WeightSegment:
     """f along w + t d, t in [0, 1].
 
     Attributes:
-        model: The network, in the computation's dtype.
-        plan: How to differentiate it.
+        net: The network.
         w: Flat weights at t = 0, (P,).
         d: Flat direction, (P,).
         head: "logits" or "log_softmax".
-        memory_budget: Bytes that an evaluation may use; blocks of rows follow from it.
+        memory_budget: Bytes that an evaluation may use.
     """
 
-    model: FunctionalModel
-    plan: DifferentiationPlan
+    net: PlannedModel
     w: Float[Tensor, " P"]
     d: Float[Tensor, " P"]
     head: Head
     memory_budget: int
 
+    @property
+    def rows_per_block(self) -> int:
+        """Number of rows that are evaluated at a time."""
+        memory = MemoryPlan(self.memory_budget, self.net.itemsize, self.net.plan, self.net.model.num_weights)
+        return memory.directional_rows()
 
-def values(line: Line, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]) -> Float[Tensor, "E C"]:
+    def interpolated(
+        self, t: Float[Tensor, " E"], params: dict[str, Tensor] | None = None
+    ) -> tuple[dict[str, Tensor], InterpolatedWeights]:
+        """Return the parameters to call the network with, and the mode that moves row e to t_e.
+
+        Args:
+            t: (E,) positions on the segment.
+            params: The parameters at w, if they are there already.
+        """
+        params = self.net.model.unflatten(self.w) if params is None else params
+        return params, InterpolatedWeights(params, self.net.model.unflatten(self.d), t)
+
+
+def values(segment: WeightSegment, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]) -> Float[Tensor, "E C"]:
     """Evaluate f for row e at w + t_e d."""
-    return _in_blocks(line, X, t, slopes_too=False)[0]
+    return _in_blocks(segment, X, t, differentiate=False)[0]
 
 
 def directional_derivatives(
-    line: Line, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]
+    segment: WeightSegment, X: Shaped[Tensor, "E ..."], t: Float[Tensor, " E"]
 ) -> tuple[Float[Tensor, "E C"], Float[Tensor, "E C"]]:
     """Evaluate f and df/dt = J d, the gradient's inner product with the step, for row e at w + t_e d."""
-    return _in_blocks(line, X, t, slopes_too=True)
+    return _in_blocks(segment, X, t, differentiate=True)
 
 
-def block_rows(line: Line) -> int:
-    """Count the rows that are evaluated at a time."""
-    elements = line.memory_budget // (_COPIES * line.w.element_size())
-    return max(1, min(elements // line.plan.activations_per_sample, rows_at_a_time(line.plan)))
-
-
-def _in_blocks(line: Line, X: Tensor, t: Tensor, *, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    rows = block_rows(line)
+def _in_blocks(segment: WeightSegment, X: Tensor, t: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor]:
+    rows = segment.rows_per_block
     with torch.no_grad(), disable_fused_attention():
-        blocks = [_block(line, x, u, slopes_too) for x, u in zip(X.split(rows), t.split(rows), strict=True)]
+        blocks = [_block(segment, x, u, differentiate) for x, u in zip(X.split(rows), t.split(rows), strict=True)]
     return torch.cat([f for f, _ in blocks]), torch.cat([slope for _, slope in blocks])
 
 
-def _block(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    if line.plan.supports_interpolation and (line.plan.supports_jvp or not slopes_too):
-        return _shared_products(line, X, t, slopes_too)
-    places, where = t.unique(return_inverse=True)
-    if line.plan.supports_vmap and len(places) > _FEW_PLACES:
-        return _mapped(line, X, t, slopes_too)
-    f = [t.new_zeros(0)] * len(places)
-    slope = list(f)
-    order = [(where == k).nonzero().squeeze(1) for k in range(len(places))]
-    for k, rows in enumerate(order):
-        f[k], slope[k] = _at_one_place(line, X[rows], places[k], slopes_too)
-    back = torch.cat(order).argsort()
-    return torch.cat(f)[back], torch.cat(slope)[back]
+def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    plan = segment.net.plan
+    if plan.supports_interpolation and (plan.supports_jvp or not differentiate):
+        return _interpolated(segment, X, t, differentiate)
+    points, index = t.unique(return_inverse=True)
+    if plan.supports_vmap and len(points) > _FEW_POINTS:
+        return _mapped(segment, X, t, differentiate)
+    groups = [(index == k).nonzero().squeeze(1) for k in range(len(points))]
+    results = [_at_one_point(segment, X[rows], points[k], differentiate) for k, rows in enumerate(groups)]
+    order = torch.cat(groups).argsort()
+    return torch.cat([f for f, _ in results])[order], torch.cat([slope for _, slope in results])[order]
 
 
-def _shared_products(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    weights, direction = line.model.unflatten(line.w), line.model.unflatten(line.d)
-    if not slopes_too:
-        with InterpolatedWeights(weights, direction, t):
-            f = apply_head(line.model(weights, X), line.head)
+def _interpolated(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """Evaluate all rows in one forward pass: each layer is called with w and with d."""
+    model = segment.net.model
+    if not differentiate:
+        params, moved = segment.interpolated(t)
+        with moved:
+            f = apply_head(model(params, X), segment.head)
         return f, f
-    with fwAD.dual_level():
-        with InterpolatedWeights(weights, direction, fwAD.make_dual(t, torch.ones_like(t))):
-            z = line.model(weights, X)
-        f, slope = fwAD.unpack_dual(apply_head(z, line.head))
+    with forward_mode():
+        params, moved = segment.interpolated(fwAD.make_dual(t, torch.ones_like(t)))
+        with moved:
+            z = model(params, X)
+        f, slope = fwAD.unpack_dual(apply_head(z, segment.head))
     return f, torch.zeros_like(f) if slope is None else slope
 
 
-def _mapped(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    w, d = line.model.unflatten(line.w), line.model.unflatten(line.d)
+def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """Evaluate row by row under `vmap`."""
+    model, plan = segment.net.model, segment.net.plan
+    w, d = model.unflatten(segment.w), model.unflatten(segment.d)
 
     def outputs(u: Tensor, x: Tensor) -> Tensor:
         here = {name: w[name] + u * d[name] for name in w}
-        z: Tensor = line.model.evaluate(here, x.unsqueeze(0)).squeeze(0)
-        return apply_head(z, line.head)
+        z: Tensor = model.evaluate(here, x.unsqueeze(0)).squeeze(0)
+        return apply_head(z, segment.head)
 
-    def both(x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        if not slopes_too:
+    def value_and_slope(x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        if not differentiate:
             f = outputs(u, x)
             return f, f
-        if line.plan.supports_jvp:
+        if plan.supports_jvp:
             pair = jvp(lambda v: outputs(v, x), (u,), (torch.ones_like(u),))
             return pair[0], pair[1]
         return outputs(u, x), jacrev(outputs)(u, x)
 
-    f, slope = vmap(both, chunk_size=line.plan.vmap_chunk_size)(X, t)
+    with _FORWARD_MODE:
+        f, slope = vmap(value_and_slope, chunk_size=plan.vmap_chunk_size)(X, t)
     return f, slope
 
 
-def _at_one_place(line: Line, X: Tensor, t: Tensor, slopes_too: bool) -> tuple[Tensor, Tensor]:
-    here = line.model.unflatten(line.w + t * line.d)
-    if not slopes_too:
-        f = apply_head(line.model(here, X), line.head)
+def _at_one_point(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
+    """Evaluate rows that share their point of the segment."""
+    model, plan = segment.net.model, segment.net.plan
+    here = model.unflatten(segment.w + t * segment.d)
+    if not differentiate:
+        f = apply_head(model(here, X), segment.head)
         return f, f
-    direction = line.model.unflatten(line.d)
-    if line.plan.supports_jvp:
-        with fwAD.dual_level():
+    direction = model.unflatten(segment.d)
+    if plan.supports_jvp:
+        with forward_mode():
             duals = {name: fwAD.make_dual(value, direction[name]) for name, value in here.items()}
-            f, slope = fwAD.unpack_dual(apply_head(line.model(duals, X), line.head))
+            f, slope = fwAD.unpack_dual(apply_head(model(duals, X), segment.head))
         return f, torch.zeros_like(f) if slope is None else slope
-    if not line.plan.supports_double_backward:
-        rows = [jvp_per_sample(line.model, here, direction, x, line.head) for x in X.split(1)]
+    if not plan.supports_double_backward:
+        rows = [jvp_per_sample(model, here, direction, x, segment.head) for x in X.split(1)]
         return torch.cat([f for f, _ in rows]), torch.cat([slope for _, slope in rows])
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in here.items()}
-        f = apply_head(line.model(leaves, X), line.head)
+        f = apply_head(model(leaves, X), segment.head)
         return f.detach(), jvp_via_double_vjp(f, leaves, direction)
 
 
@@ -149,20 +177,20 @@ def jvp_via_double_vjp(
 
 def jvp_per_sample(
     model: FunctionalModel,
-    weights: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
     direction: Mapping[str, Tensor],
     x: Shaped[Tensor, "1 ..."],
     head: Head,
 ) -> tuple[Float[Tensor, "1 C"], Float[Tensor, "1 C"]]:
     """Compute f and J d at one input by one backward pass per output: works wherever training does."""
     with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
         f = apply_head(model(leaves, x), head)
-        directional_derivatives = []
+        slopes = []
         for value in f[0]:
             pulled = torch.autograd.grad(
                 value, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True
             )
             parts = [(g * direction[name]).sum() for g, name in zip(pulled, leaves, strict=True)]
-            directional_derivatives.append(torch.stack(parts).sum())
-    return f.detach(), torch.stack(directional_derivatives)[None]
+            slopes.append(torch.stack(parts).sum())
+    return f.detach(), torch.stack(slopes)[None]

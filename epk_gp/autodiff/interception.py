@@ -1,20 +1,19 @@
-"""Watch and redirect a network's use of its weights, whatever modules it is written with.
+"""Observe and redirect a network's use of its parameters, whatever modules it is written with.
 
-A forward pass under one of these modes calls the same functions as ever; the modes see every call that takes a weight
-(through `torch.overrides.TorchFunctionMode`), so that a weight used twice, outside its module or inside a function is
-never missed.
+A forward pass under one of these modes calls the same functions as ever. A mode sees every call that takes a parameter
+(through `torch.overrides.TorchFunctionMode`), so a parameter that is used twice, outside its module or inside a
+function is never missed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 # Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
@@ -42,12 +41,12 @@ CHANNELS_LAST = (LINEAR, F.layer_norm, F.rms_norm)
 
 
 class UnsupportedParameterUseError(ValueError):
-    """The network uses its weights otherwise than on the rows on which its plan was made (`probe.once_more`)."""
+    """The network uses its parameters otherwise than on the rows on which its plan was made."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerIO:
-    """One call of a layer's function with a trained weight.
+    """Input and output of one call of a layer's function with a trained weight.
 
     Attributes:
         function: One of `LAYERS`.
@@ -55,11 +54,11 @@ class LayerIO:
         bias: Name of its bias, None without a trained one.
         source: What the layer saw, (E, ...).
         input: The same, detached unless a graph is kept.
-        fixed_input: The input does not depend on the weights.
+        input_is_constant: The input does not depend on the weights.
         options: stride, padding, dilation, groups, by name.
         shape: Shape of its output, (E, ...).
-        edge: Where the gradient with respect to the call's output is to be had.
-        normalise: What is scaled and shifted, from the input; None but for normalisations.
+        edge: Where the gradient with respect to the call's output can be taken.
+        normalise: What is scaled and shifted, as a function of the input; None except for normalisations.
     """
 
     function: Callable[..., Any]
@@ -67,7 +66,7 @@ class LayerIO:
     bias: str | None
     source: Tensor
     input: Tensor
-    fixed_input: bool
+    input_is_constant: bool
     options: dict[str, Any]
     shape: torch.Size
     edge: GradientEdge
@@ -76,11 +75,11 @@ class LayerIO:
 
 @dataclass(frozen=True)
 class ParameterUsage:
-    """One call of a function that takes weights.
+    """One call of a function that takes parameters.
 
     Attributes:
         function: What was called.
-        names: All weights among its arguments.
+        names: All parameters among its arguments.
         weight: The one in the place of a jointly linear function's weight, if any.
         bias: The one in the place of its bias, if any.
     """
@@ -91,257 +90,303 @@ class ParameterUsage:
     bias: str | None
 
     @property
-    def proper(self) -> bool:
-        """The function is linear in all the weights that it takes."""
+    def is_jointly_linear(self) -> bool:
+        """Whether the function is linear in all the parameters that it takes."""
         return len(self.names) == (self.weight is not None) + (self.bias is not None)
 
 
-class ParameterUsageRecorder(TorchFunctionMode):
-    """List which function takes which weights, and count the numbers that are made."""
+@dataclass(eq=False, slots=True)
+class FunctionCall:
+    """A call that takes observed parameters.
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        """Watch the given tensors."""
+    Attributes:
+        function: What is called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        params: Names of the observed parameters among them, each as often as it occurs.
+        slots: Places of weight and bias if the function is jointly linear in them, else empty.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    params: tuple[str, ...]
+    slots: Mapping[int | str, str]
+
+    def run(self) -> Any:
+        """Make the call."""
+        return self.function(*self.args, **self.kwargs)
+
+    def argument(self, slot: int | str, name: str) -> Any:
+        """Return an argument, given by position or by name."""
+        if isinstance(slot, int) and slot < len(self.args):
+            return self.args[slot]
+        return self.kwargs.get(name)
+
+    @property
+    def input(self) -> Any:
+        """The first argument."""
+        return self.argument(0, "input")
+
+    def in_slots(self) -> dict[str, Any]:
+        """Return the arguments in the places of weight and bias, by these names; None where there is none."""
+        return {name: self.argument(slot, name) for slot, name in self.slots.items()}
+
+    def with_slots(self, values: Mapping[str, Any], x: Any = None) -> Any:
+        """Make the call with other weights and biases, and with another input if one is given."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        if x is not None and args:
+            args[0] = x
+        elif x is not None:
+            kwargs["input"] = x
+        for slot, name in self.slots.items():
+            if name not in values:
+                continue
+            if isinstance(slot, int) and slot < len(args):
+                args[slot] = values[name]
+            else:
+                kwargs[name] = values[name]
+        return self.function(*args, **kwargs)
+
+    def require_all_in_slots(self, count: int) -> None:
+        """Raise if a parameter is used outside the places of weight and bias.
+
+        Args:
+            count: Number of observed parameters in these places.
+
+        Raises:
+            UnsupportedParameterUseError: The function takes more of them.
+        """
+        if count != len(self.params):
+            raise UnsupportedParameterUseError(
+                f"the weights {sorted(self.params)} must be used by functions that are linear in them."
+            )
+
+
+class ParameterInterception(TorchFunctionMode):
+    """Intercept the calls that take given parameters; recognised by identity.
+
+    Args:
+        params: The parameters by name, the very tensors that the network will be called with.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.names = {id(value): name for name, value in weights.items()}
-        self.calls: list[ParameterUsage] = []
-        self.elements = 0
+        self.name_of = {id(value): name for name, value in params.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Note the call, then make it."""
+        """Make the call, through `intercept` if it takes a parameter."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        tensors = [value for value in _flat((result,)) if isinstance(value, Tensor)]
-        if not tensors:  # a shape, a dtype: nothing that depends on a weight's value
-            return result
-        self.elements += sum(tensor.numel() for tensor in tensors)
-        found = tuple(self.names[id(value)] for value in _flat((args, kwargs)) if id(value) in self.names)
-        if found:
-            by_slot = _names_in(JOINTLY_LINEAR.get(func, {}), self.names, args, kwargs)
-            self.calls.append(ParameterUsage(func, found, by_slot.get("weight"), by_slot.get("bias")))
+        params: list[str] = []
+        _find(self.name_of, args, params)
+        _find(self.name_of, kwargs.values(), params)
+        if not params:
+            return self.pass_through(func(*args, **kwargs))
+        return self.intercept(FunctionCall(func, args, kwargs, tuple(params), JOINTLY_LINEAR.get(func, {})))
+
+    def pass_through(self, result: Any) -> Any:
+        """Observe the result of a call without parameters."""
+        return result
+
+    @abstractmethod
+    def intercept(self, call: FunctionCall) -> Any:
+        """Make a call that takes parameters."""
+
+
+@final
+class ParameterUsageRecorder(ParameterInterception):
+    """List which function takes which parameters, and count the numbers that a forward pass computes."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        """Observe the given parameters."""
+        super().__init__(params)
+        self.usages: list[ParameterUsage] = []
+        self.num_activations = 0
+
+    def pass_through(self, result: Any) -> Any:
+        """Count the numbers of a result."""
+        self.num_activations += sum(value.numel() for value in _leaves((result,)) if isinstance(value, Tensor))
+        return result
+
+    def intercept(self, call: FunctionCall) -> Any:
+        """Record the call; not that of a shape or a dtype, which does not depend on a parameter's value."""
+        result = self.pass_through(call.run())
+        if _has_tensors(result):
+            names = {name: self.name_of.get(id(value)) for name, value in call.in_slots().items()}
+            self.usages.append(ParameterUsage(call.function, call.params, names.get("weight"), names.get("bias")))
         return result
 
 
-class LayerIORecorder(TorchFunctionMode):
-    """Keep inputs and gradient edges of the layers' calls with the given weights."""
+@final
+class LayerIORecorder(ParameterInterception):
+    """Record inputs and gradient edges of the layers' calls with the given parameters.
+
+    Args:
+        params: All parameters by name.
+        bias_of: The layers' weights, each with the bias that goes with it.
+        num_rows: E, rows that every call must see.
+        keep_graph: Keep the layers' inputs attached to the graph.
+    """
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
-        biases: Mapping[str, str | None],
+        params: Mapping[str, Tensor],
+        bias_of: Mapping[str, str | None],
         num_rows: int,
         *,
         keep_graph: bool = False,
     ) -> None:
-        """Watch some weights.
-
-        Args:
-            weights: All weights by name.
-            biases: The layers' weights, each with the bias that goes with it.
-            num_rows: E, rows that every call must see.
-            keep_graph: Keep the layers' inputs attached.
-        """
-        super().__init__()
-        watched = {*biases, *(bias for bias in biases.values() if bias is not None)}
-        self.names = {id(value): name for name, value in weights.items() if name in watched}
-        self.biases = biases
-        self.num_rows = num_rows
-        self.keep_graph = keep_graph
+        observed = {*bias_of, *(bias for bias in bias_of.values() if bias is not None)}
+        super().__init__({name: value for name, value in params.items() if name in observed})
+        self.bias_of, self.num_rows, self.keep_graph = bias_of, num_rows, keep_graph
         self.calls: list[LayerIO] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Make the call; tape it if it is a layer's."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        found = {self.names[id(value)] for value in _flat((args, kwargs)) if id(value) in self.names}
-        if not found or not _has_tensors(result):
+    def intercept(self, call: FunctionCall) -> Any:
+        """Make the call and record it if it is a layer's."""
+        result = call.run()
+        if not _has_tensors(result):
             return result
-        slots = JOINTLY_LINEAR.get(func, {}) if func in LAYERS else {}
-        by_slot = _names_in(slots, self.names, args, kwargs)
-        weight, bias = by_slot.get("weight"), by_slot.get("bias")
-        if weight is None or self.biases.get(weight, weight) != bias or found - {weight, bias}:
-            raise UnsupportedParameterUseError(f"the weights {sorted(found)} must be used by their layers only.")
-        x = _argument(0, "input", args, kwargs)
-        _check_rows(x, result, self.num_rows, weight)
-        names = ("stride", "padding", "dilation", "groups") if func in CONVOLUTIONS else ()
-        options = {**dict(zip(names, args[3:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+        slots = call.in_slots() if call.function in LAYERS else {}
+        names = {name: self.name_of.get(id(value)) for name, value in slots.items()}
+        weight, bias = names.get("weight"), names.get("bias")
+        if weight is None or self.bias_of.get(weight, weight) != bias or {*call.params} - {weight, bias}:
+            raise UnsupportedParameterUseError(
+                f"the weights {sorted({*call.params})} must be used by their layers only."
+            )
+        x = call.input
+        _require_rows(x, result, self.num_rows, weight)
+        keys = ("stride", "padding", "dilation", "groups") if call.function in CONVOLUTIONS else ()
+        named = {name: value for name, value in call.kwargs.items() if name in keys}
         self.calls.append(
             LayerIO(
-                function=func,
+                function=call.function,
                 weight=weight,
                 bias=bias,
                 source=x,
                 input=x if self.keep_graph else x.detach(),
-                fixed_input=not self.keep_graph and not x.requires_grad,
-                options=options,
+                input_is_constant=not self.keep_graph and not x.requires_grad,
+                options={**dict(zip(keys, call.args[3:], strict=False)), **named},
                 shape=result.shape,
                 edge=get_gradient_edge(result),
-                normalise=_without(func, slots, args, kwargs) if func in NORMALISATIONS else None,
+                normalise=_without_scale_and_shift(call) if call.function in NORMALISATIONS else None,
             )
         )
         return result
 
 
-class InterpolatedWeights(TorchFunctionMode):
-    """Evaluate row e at weights w + t_e d: each jointly linear function is called once with w and once with d."""
+@final
+class InterpolatedWeights(ParameterInterception):
+    """Evaluate row e at weights w + t_e d: each jointly linear function is called once with w and once with d.
 
-    def __init__(self, weights: Mapping[str, Tensor], direction: Mapping[str, Tensor], t: Tensor) -> None:
-        """Set the line.
+    Args:
+        params: w by name.
+        direction: d by name.
+        t: (E,) positions on the segment, one per row; may carry a tangent or require a gradient.
+    """
 
-        Args:
-            weights: w by name, the very tensors that the network will be called with.
-            direction: d by name.
-            t: (E,) places on the line, one per row; may carry a tangent or require a gradient.
-        """
-        super().__init__()
-        self.direction = {id(weights[name]): value for name, value in direction.items()}
-        self.names = {id(weights[name]): name for name in direction}
+    def __init__(self, params: Mapping[str, Tensor], direction: Mapping[str, Tensor], t: Tensor) -> None:
+        super().__init__({name: params[name] for name in direction})
+        self.direction = {id(params[name]): value for name, value in direction.items()}
         self.t = t
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+    def intercept(self, call: FunctionCall) -> Any:
         """Make the call, and add t times the call along the direction."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        found = [id(value) for value in _flat((args, kwargs)) if id(value) in self.direction]
-        if not found or not _has_tensors(result):
+        result = call.run()
+        if not _has_tensors(result):
             return result
-        slots = JOINTLY_LINEAR.get(func, {})
-        along, moved, trained = list(args), dict(kwargs), 0
-        for slot, name in slots.items():
-            value = _argument(slot, name, args, kwargs)
+        along, moved = {}, 0
+        for name, value in call.in_slots().items():
             if value is None:
                 continue
-            trained += id(value) in self.direction
-            transpose_block = self.direction.get(id(value))
-            transpose_block = torch.zeros_like(value) if transpose_block is None else transpose_block
-            if isinstance(slot, int) and slot < len(args):
-                along[slot] = transpose_block
-            else:
-                moved[name] = transpose_block
-        if trained != len(found):
-            names = sorted(self.names[key] for key in found)
-            raise UnsupportedParameterUseError(
-                f"the weights {names} must be used by functions that are linear in them."
-            )
-        _check_rows(_argument(0, "input", args, kwargs), result, len(self.t), self.names[found[0]])
-        return result + self.t.view(-1, *[1] * (result.ndim - 1)) * func(*along, **moved)
+            step = self.direction.get(id(value))
+            moved += step is not None
+            along[name] = torch.zeros_like(value) if step is None else step
+        call.require_all_in_slots(moved)
+        _require_rows(call.input, result, len(self.t), call.params[0])
+        return result + self.t.view(-1, *[1] * (result.ndim - 1)) * call.with_slots(along)
 
 
-class StackedWeights(TorchFunctionMode):
-    """Evaluate each of G equal parts of the rows at weights of its own."""
+@final
+class StackedWeights(ParameterInterception):
+    """Evaluate each of G equal parts of the rows at weights of its own.
 
-    def __init__(self, weights: Mapping[str, Tensor], each: Mapping[str, Tensor]) -> None:
-        """Set the weights.
+    Args:
+        params: Parameters by name; their values are not used.
+        stacked: By name, with a first dimension of G.
+    """
 
-        Args:
-            weights: By name, the very tensors that the network will be called with; their values are not used.
-            each: By name, with a first dimension of G.
-        """
-        super().__init__()
-        self.each = {id(weights[name]): value for name, value in each.items()}
-        self.names = {id(weights[name]): name for name in each}
-        self.parts = len(next(iter(each.values())))
+    def __init__(self, params: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> None:
+        super().__init__({name: params[name] for name in stacked})
+        self.stacked = {id(params[name]): value for name, value in stacked.items()}
+        self.num_parts = len(next(iter(stacked.values())))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+    def intercept(self, call: FunctionCall) -> Any:
         """Make the call part by part; linear layers in one product."""
-        kwargs = kwargs or {}
-        found = [id(value) for value in _flat((args, kwargs)) if id(value) in self.each]
-        if not found:
-            return func(*args, **kwargs)
-        slots = JOINTLY_LINEAR.get(func, {})
-        values = {name: _argument(slot, name, args, kwargs) for slot, name in slots.items()}
-        own = {name: self.each[id(value)] for name, value in values.items() if id(value) in self.each}
-        if not slots:
-            result = func(*args, **kwargs)  # a shape, a dtype: or a use that cannot be had
+        if not call.slots:
+            result = call.run()  # a shape or a dtype; everything else is not supported
             if not _has_tensors(result):
                 return result
-        if len(own) != len(found):
-            names = sorted(self.names[key] for key in found)
-            raise UnsupportedParameterUseError(
-                f"the weights {names} must be used by functions that are linear in them."
-            )
-        x = _argument(0, "input", args, kwargs)
+        held = call.in_slots()
+        own = {name: self.stacked[id(value)] for name, value in held.items() if id(value) in self.stacked}
+        call.require_all_in_slots(len(own))
+        x = call.input
         rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
-        if not rows or rows % self.parts:  # whether they are all of the rows, the tape knows
-            raise UnsupportedParameterUseError(f"the layer of {self.names[found[0]]} must see all rows: it saw {rows}.")
-        parts = x.unflatten(0, (self.parts, -1))
-        if func is LINEAR and (values["bias"] is None or "bias" in own) and "weight" in own:
-            return _linear_each(parts, own["weight"], own.get("bias")).flatten(0, 1)
-        results = []
-        for g, part in enumerate(parts):
-            here, named = [part, *args[1:]] if args else [], {**kwargs, **({} if args else {"input": part})}
-            for slot, name in slots.items():
-                if name not in own:
-                    continue
-                if isinstance(slot, int) and slot < len(here):
-                    here[slot] = own[name][g]
-                else:
-                    named[name] = own[name][g]
-            results.append(func(*here, **named))
-        return torch.cat(results)
+        if not rows or rows % self.num_parts:  # whether these are all of the rows is known to the layer recorder
+            raise UnsupportedParameterUseError(f"the layer of {call.params[0]} must see all rows: it saw {rows}.")
+        parts = x.unflatten(0, (self.num_parts, -1))
+        if call.function is LINEAR and (held["bias"] is None or "bias" in own) and "weight" in own:
+            return _batched_linear(parts, own["weight"], own.get("bias")).flatten(0, 1)
+        return torch.cat(
+            [call.with_slots({name: value[g] for name, value in own.items()}, part) for g, part in enumerate(parts)]
+        )
 
 
-def _linear_each(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply G linear layers, (G, n_out, n_in), to (G, n, ..., n_in)."""
     rows = x.flatten(1, -2)
     result = rows @ weight.mT if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
     return result.view(*x.shape[:-1], -1)
 
 
-@contextmanager
-def disable_fused_attention() -> Iterator[None]:
-    """Keep torch to kernels that can be differentiated in every way: no fused attention."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+def _without_scale_and_shift(call: FunctionCall) -> Callable[[Tensor], Tensor]:
+    """Return a normalisation as a function of its input alone, without weight and bias."""
+    rest = [None if number in call.slots else value for number, value in enumerate(call.args)][1:]
+    named = {name: value for name, value in call.kwargs.items() if name not in {"input", *call.slots.values()}}
 
+    def normalise(x: Tensor) -> Tensor:
+        result: Tensor = call.function(x, *rest, **named)
+        return result
 
-def _argument(slot: int | str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if isinstance(slot, int) and slot < len(args):
-        return args[slot]
-    return kwargs.get(name)
-
-
-def _names_in(
-    slots: Mapping[int | str, str], names: Mapping[int, str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, str | None]:
-    """Find which weights lie in the places of a function's weight and bias."""
-    return {name: names.get(id(_argument(slot, name, args, kwargs))) for slot, name in slots.items()}
-
-
-def _without(
-    func: Callable[..., Any], slots: Mapping[int | str, str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Callable[[Tensor], Tensor]:
-    """Make a function of a call's input alone, without the arguments in the given places."""
-    rest = [None if number in slots else value for number, value in enumerate(args)][1:]
-    named = {name: value for name, value in kwargs.items() if name not in {"input", *slots.values()}}
-
-    def plain(x: Tensor) -> Tensor:
-        found: Tensor = func(x, *rest, **named)
-        return found
-
-    return plain
+    return normalise
 
 
 def _has_tensors(result: Any) -> bool:
-    """Whether a call made something that can depend on a weight's value: not a shape, not a dtype."""
-    return any(isinstance(value, Tensor) for value in _flat((result,)))
+    """Whether a call computed something that can depend on a parameter's value: not a shape, not a dtype."""
+    return isinstance(result, Tensor) or any(isinstance(value, Tensor) for value in _leaves((result,)))
 
 
-def _check_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
-    seen = len(x) if isinstance(x, Tensor) and x.ndim else 0
-    if seen != num_rows or len(result) != num_rows:
-        raise UnsupportedParameterUseError(f"the layer of {name} must see all {num_rows} rows: it saw {seen}.")
+def _require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
+    rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
+    if rows != num_rows or len(result) != num_rows:
+        raise UnsupportedParameterUseError(f"the layer of {name} must see all {num_rows} rows: it saw {rows}.")
 
 
-def _flat(values: Any) -> Iterable[Any]:
+def _find(name_of: Mapping[int, str], values: Iterable[Any], names: list[str]) -> None:
+    """Append the names of the parameters among values, lists and dictionaries of values included."""
+    for value in values:
+        if id(value) in name_of:
+            names.append(name_of[id(value)])
+        elif isinstance(value, list | tuple):
+            _find(name_of, value, names)
+        elif isinstance(value, dict):
+            _find(name_of, value.values(), names)
+
+
+def _leaves(values: Any) -> Iterable[Any]:
     for value in values:
         if isinstance(value, list | tuple):
-            yield from _flat(value)
+            yield from _leaves(value)
         elif isinstance(value, dict):
-            yield from _flat(value.values())
+            yield from _leaves(value.values())
         else:
             yield value

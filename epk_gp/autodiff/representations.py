@@ -1,144 +1,196 @@
-"""The forms that a layer's gradients take: factored (a x delta), written out, or averaged; and what each costs."""
+"""The representations that any layer's Jacobian can take: dense, or sums of outer products."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.autodiff.layer_jacobian import (
+    LayerJacobian,
+    LeftFactor,
+    NodeWeights,
+    ProductSum,
+    append_bias_column,
+    concat_scaled,
+    is_short,
+    same_representation,
+    sum_outer_products,
+)
 
+
+@final
 @dataclass(frozen=True, eq=False)
-class OuterProductJacobian:
-    """A layer's gradients as sums of outer products: delta[k, e, l] (x) (a[e, l], 1 if bias).
-
-    Attributes:
-        a: Layer inputs, (E, L, n_in).
-        delta: Gradients with respect to the layer's outputs, (K, E, L, n_out).
-        bias: A trained bias rides along: the inputs have one more entry, 1.
-        fixed_input: `a` depends on neither weights nor step.
-        fixed_delta: `delta` does not depend on the weights.
-    """
-
-    a: Float[Tensor, "E L n_in"]
-    delta: Float[Tensor, "K E L n_out"]
-    bias: bool
-    fixed_input: bool
-    fixed_delta: bool
-
-
-@dataclass(frozen=True, eq=False)
-class DenseJacobian:
-    """A layer's gradients, or those of several weights, written out: (K, E, P_layer)."""
+class DenseJacobian(LayerJacobian):
+    """A layer's gradients, or those of several parameters, written out: (K, E, P_layer)."""
 
     values: Float[Tensor, "K E P_layer"]
 
-
-@dataclass(frozen=True, eq=False)
-class LastLayerFactors(OuterProductJacobian):
-    """The last layer's gradients of all outputs: delta[k, e] = e_k - p_e.
-
-    Attributes:
-        p: Softmax probabilities, (E, C); None, for zero, under the logits head.
-    """
-
-    p: Float[Tensor, "E C"] | None
+    commutes_with_average = True
 
     @property
-    def inputs(self) -> Float[Tensor, "E n"]:
-        """The layer's inputs, with the 1 of a bias."""
-        a = self.a[:, 0]
-        return append_bias_column(a) if self.bias else a
+    def nbytes(self) -> int:
+        """Bytes that the representation takes."""
+        return self.values.nbytes
+
+    @property
+    def fits_concatenation(self) -> bool:
+        """Whether the inner dimension is short."""
+        return is_short(self.values.shape[2])
+
+    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
+        """Return the values."""
+        return self.values
+
+    def rows(self, rows: slice) -> "DenseJacobian":
+        """Return some of the points."""
+        return replace(self, values=self.values[:, rows])
+
+    def concat_rows(self, others: Sequence[LayerJacobian]) -> "DenseJacobian":
+        """Append other points."""
+        return replace(
+            self, values=torch.cat([self.values, *(same_representation(self, other).values for other in others)], dim=1)
+        )
+
+    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "DenseJacobian":
+        """Concatenate steps along the parameters."""
+        return DenseJacobian(
+            concat_scaled([same_representation(self, step).values for step in (self, *others)], weights, 2)
+        )
+
+    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "DenseJacobian":
+        """Average the values."""
+        return DenseJacobian(
+            nodes.add(None if before is None else same_representation(self, before).values, self.values, 1)
+        )
+
+    def add_inner(
+        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
+    ) -> None:
+        """Add one matrix product."""
+        total.add_products(self.values, same_representation(self, other).values, weight)
+
+    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
+        """Multiply row by row."""
+        return self.values.transpose(0, 1) @ other.to_dense().transpose(0, 1).mT
+
+    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
+        """Multiply all pairs."""
+        return torch.einsum(_products_of(per_class), self.values, other.to_dense())
+
+    def detach(self) -> "DenseJacobian":
+        """Return the values without their graph."""
+        return replace(self, values=self.values.detach())
 
 
+@final
 @dataclass(frozen=True, eq=False)
-class SoftmaxLastLayerAverage:
-    """Averages over t of `LastLayerFactors`: of a, and of p_c (x) a for every output c; (1 + C, N, n)."""
-
-    values: Float[Tensor, "rows N n"]
-
-
-Feature = OuterProductJacobian | DenseJacobian
-Average = Feature | SoftmaxLastLayerAverage
-
-
-@dataclass(frozen=True)
-class ContractionCost:
-    """What the cost of a layer's form depends on, beside its shape.
+class OuterProductJacobian(LayerJacobian):
+    """A layer's gradients as sums of outer products over positions: output_grads[k, e, l] (x) inputs[e, l].
 
     Attributes:
-        pairs: K K', pairs of outputs in the block.
-        products: Inner products a step costs if the layer is factored and cannot be averaged over t: Q or 1.
-        fixed_head: The test side's cotangents do not depend on the weights (the logits head).
-        dense: Write everything out (for networks that cannot be evaluated on a line).
+        inputs: Layer inputs, (E, L, n_in).
+        output_grads: Gradients with respect to the layer's outputs, (K, E, L, n_out).
+        has_bias: A trained bias belongs to the layer: the inputs have one more entry, 1, which is not stored.
+        input_is_constant: The inputs depend neither on weights nor on the step.
+        cotangent_is_constant: The output gradients do not depend on the weights.
     """
 
-    pairs: int
-    products: int
-    fixed_head: bool = False
-    dense: bool = False
+    inputs: Float[Tensor, "E L n_in"]
+    output_grads: Float[Tensor, "K E L n_out"]
+    has_bias: bool
+    input_is_constant: bool
+    cotangent_is_constant: bool
+
+    @property
+    def commutes_with_average(self) -> bool:
+        """Whether one of the two factors does not depend on t."""
+        return self.input_is_constant or self.cotangent_is_constant
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors."""
+        return self.inputs.nbytes + self.output_grads.nbytes
+
+    @property
+    def fits_concatenation(self) -> bool:
+        """Whether the output gradients alone change from step to step, and are short."""
+        return self.inputs.shape[1] == 1 and self.input_is_constant and is_short(self.output_grads.shape[3])
+
+    def to_dense(self) -> Float[Tensor, "K E P_layer"]:
+        """Sum the outer products over positions."""
+        return sum_outer_products(self._biased().unsqueeze(2), self.output_grads.unsqueeze(3))
+
+    def _biased(self) -> Tensor:
+        """Return the inputs with the 1 of a bias."""
+        return append_bias_column(self.inputs) if self.has_bias else self.inputs
+
+    def rows(self, rows: slice) -> "OuterProductJacobian":
+        """Return some of the points."""
+        return replace(self, inputs=self.inputs[rows], output_grads=self.output_grads[:, rows])
+
+    def concat_rows(self, others: Sequence[LayerJacobian]) -> "OuterProductJacobian":
+        """Append other points."""
+        parts = [self, *(same_representation(self, other) for other in others)]
+        inputs = torch.cat([part.inputs for part in parts])
+        return replace(self, inputs=inputs, output_grads=torch.cat([part.output_grads for part in parts], dim=1))
+
+    def concat_steps(self, others: Sequence[LeftFactor], weights: Sequence[float]) -> "OuterProductJacobian":
+        """Concatenate the output gradients; the inputs are the same at every step."""
+        steps = [same_representation(self, step).output_grads for step in (self, *others)]
+        return replace(self, output_grads=concat_scaled(steps, weights, 3))
+
+    def average(self, before: LeftFactor | None, nodes: NodeWeights) -> "OuterProductJacobian":
+        """Average the factor that depends on t."""
+        last = None if before is None else same_representation(self, before)
+        inputs, output_grads = (None, None) if last is None else (last.inputs, last.output_grads)
+        if self.input_is_constant:
+            output_grads = nodes.add(output_grads, self.output_grads, 1)
+            return replace(self, inputs=nodes.place(inputs, self.inputs, 0), output_grads=output_grads)
+        # constant along the step, but each point has its own where each is asked about another output
+        output_grads = nodes.place(output_grads, self.output_grads, 1)
+        return replace(self, inputs=nodes.add(inputs, self.inputs, 0), output_grads=output_grads)
+
+    def add_inner(
+        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
+    ) -> None:
+        """Multiply the products of both factors: at the end of the run where the inputs are constant."""
+        b = same_representation(self, other)
+        if self.inputs.shape[1] > 1:
+            total.add_positionwise((self._biased(), b._biased()), (self.output_grads, b.output_grads), weight)
+            return
+        x, y = self.output_grads[:, :, 0], b.output_grads[:, :, 0]
+        if self.input_is_constant and same_points:
+            total.add_deferred_products(layer, x, y, weight, lambda: self.input_products(b))
+        else:
+            total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
+
+    def input_products(self, other: "OuterProductJacobian") -> Float[Tensor, "N M"]:
+        """Compute the inner products of the inputs of layers with one position, the bias's 1 included."""
+        products = self.inputs[:, 0] @ other.inputs[:, 0].T
+        return products.add_(1) if self.has_bias else products
+
+    def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E K K"]:
+        """Multiply row by row, summed over pairs of positions."""
+        b = same_representation(self, other)
+        inputs = self.inputs @ b.inputs.mT + float(self.has_bias)  # E L L
+        x, y = self.output_grads.transpose(0, 1), b.output_grads.transpose(0, 1)  # E K L n_out
+        weighted = torch.einsum("elr,ekro->eklo", inputs, y)
+        return x.flatten(2) @ weighted.flatten(2).mT
+
+    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
+        """Multiply all pairs of points with one position."""
+        b = same_representation(self, other)
+        inputs = self.inputs[:, 0] @ b.inputs[:, 0].T + float(self.has_bias)
+        grads = torch.einsum(_products_of(per_class), self.output_grads[:, :, 0], b.output_grads[:, :, 0])
+        return grads * (inputs if per_class else inputs[:, None, :])
+
+    def detach(self) -> "OuterProductJacobian":
+        """Return both factors without their graph."""
+        return replace(self, inputs=self.inputs.detach(), output_grads=self.output_grads.detach())
 
 
-def factored_is_cheaper(form: ContractionCost, length: int, n_in: int, n_out: int, averaged: bool) -> bool:
-    """Compare factored with written-out inner products, per pair of points and outputs (fitted costs of engine.md)."""
-    products = 1 if averaged else form.products
-    return products * length**2 * (n_in / form.pairs + n_out + 64) < n_in * n_out + 32
-
-
-def factored_last_layer_is_cheaper(form: ContractionCost, shape: torch.Size, head: str) -> bool:
-    """Compare the last layer as `LastLayerFactors` with its gradients written out, as `factored_is_cheaper` does."""
-    n_out, n_in = shape[0], shape[1:].numel()
-    if head == "logits":
-        return n_in / form.pairs < n_in * n_out + 32
-    return (n_out + 1) * n_in / form.pairs + 128 < n_in * n_out + 32
-
-
-def to_dense(feature: Feature) -> Float[Tensor, "K E P_layer"]:
-    """Write a layer's gradients out: weight row by row, each followed by its bias if it has one."""
-    if isinstance(feature, DenseJacobian):
-        return feature.values
-    a = append_bias_column(feature.a) if feature.bias else feature.a
-    return sum_outer_products(a.unsqueeze(2), feature.delta.unsqueeze(3))
-
-
-def joined(parts: Sequence[Feature]) -> Feature:
-    """Join one layer's features of several blocks of rows."""
-    factors = [part for part in parts if isinstance(part, OuterProductJacobian)]
-    if not factors:
-        return DenseJacobian(torch.cat([part.values for part in parts if isinstance(part, DenseJacobian)], dim=1))
-    a, delta = torch.cat([part.a for part in factors]), torch.cat([part.delta for part in factors], dim=1)
-    first, heads = factors[0], [part.p for part in factors if isinstance(part, LastLayerFactors) and part.p is not None]
-    if isinstance(first, LastLayerFactors):
-        return replace(first, a=a, delta=delta, p=torch.cat(heads) if heads else None)
-    return replace(first, a=a, delta=delta)
-
-
-def rows_of(feature: Feature, rows: slice) -> Feature:
-    """Take some rows of one layer's features."""
-    if isinstance(feature, DenseJacobian):
-        return DenseJacobian(feature.values[:, rows])
-    a, delta = feature.a[rows], feature.delta[:, rows]
-    if isinstance(feature, LastLayerFactors):
-        return replace(feature, a=a, delta=delta, p=None if feature.p is None else feature.p[rows])
-    return replace(feature, a=a, delta=delta)
-
-
-def feature_bytes(features: list[Feature]) -> int:
-    """Count the bytes that features take."""
-    return sum(f.values.nbytes if isinstance(f, DenseJacobian) else f.a.nbytes + f.delta.nbytes for f in features)
-
-
-def append_bias_column(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n_and_1"]:
-    """Add the 1 that a bias is multiplied by."""
-    return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], dim=-1)
-
-
-def sum_outer_products(a: Float[Tensor, "E L G n_in"], delta: Float[Tensor, "K E L G n_out"]) -> Float[Tensor, "K E P"]:
-    """Write a call's gradients out, summed over its L positions; G groups."""
-    if a.shape[1] == 1:
-        return (delta[:, :, 0, :, :, None] * a[:, 0, :, None]).flatten(2)
-    # one batched product per point and group: (K n_out, L) x (L, n_in)
-    left = delta.permute(1, 3, 0, 4, 2).flatten(2, 3)  # E G (K n_out) L
-    product = left @ a.transpose(1, 2)  # E G (K n_out) n_in
-    rows: Tensor = product.unflatten(2, (len(delta), -1)).permute(2, 0, 1, 3, 4)  # K E G n_out n_in
-    return rows.flatten(2)
+def _products_of(per_class: bool) -> str:
+    return "knp,kmp->knm" if per_class else "knp,lmp->knlm"

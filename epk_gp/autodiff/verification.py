@@ -1,21 +1,23 @@
-"""Find out how a network uses its weights, by watching one forward pass, and verify it against plain autograd.
+"""Find out how a network uses its parameters, and verify each way of differentiating it against plain autograd.
 
-Nothing is believed of a module because of its name. A weight is treated as a layer's only if every use of it is a
-linear, convolution or normalisation call, and only if the gradients so obtained equal autograd's on a few inputs;
-everything else is differentiated densely.
+Nothing is believed of a module because of its name. A parameter is treated as a layer's only if every use of it is a
+linear, convolution or normalisation call, and only if the Jacobian so obtained equals autograd's on a few inputs;
+everything else is differentiated densely. Every other capability (`DifferentiationPlan`) is tried in the same way.
 """
 
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.directional import jvp_per_sample, jvp_via_double_vjp
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.cotangents import Cotangents
+from epk_gp.autodiff.dense import dense_jacobian
+from epk_gp.autodiff.directional import forward_mode, jvp_per_sample, jvp_via_double_vjp
 from epk_gp.autodiff.interception import (
     CONVOLUTIONS,
     LAYERS,
@@ -23,247 +25,235 @@ from epk_gp.autodiff.interception import (
     ParameterUsage,
     ParameterUsageRecorder,
     StackedWeights,
-    UnsupportedParameterUseError,
-    disable_fused_attention,
 )
-from epk_gp.autodiff.jacobians import WeightLocation, dense_jacobian, gradients
-from epk_gp.autodiff.representations import ContractionCost, to_dense
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.memory_plan import vmap_chunk_size
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, flat_weights
 
-T = TypeVar("T")
-
-_MAP_ELEMENTS = 1 << 24
-_PROBE_ROWS = 6
-
-
-def plan_for(trajectory: Trajectory, model: FunctionalModel) -> DifferentiationPlan:
-    """Return the plan of a run's network, made once for each dtype and device.
-
-    Args:
-        trajectory: The run. Its training inputs and trained weights are what the plan is tried on.
-        model: The network in the computation's dtype and on its device.
-    """
-    cache = model.cache
-    with cache.lock:
-        key = (model.spec, cache.needs_dense_plan)
-        if key not in cache.plans:
-            X = probe_rows(trajectory.inputs).to(model.spec.device)
-            X = X.to(model.spec.dtype) if X.is_floating_point() else X
-            w = flat_weights(trajectory, trajectory.num_steps, X)
-            cache.plans[key] = build_plan(model, w, X, dense=cache.needs_dense_plan)
-        return cache.plans[key]
-
-
-def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[[DifferentiationPlan], T]) -> T:
-    """Compute with the network's plan; with the dense one if the inputs use a parameter in a way that was not foreseen.
-
-    A network may send each row to another expert: a layer then sees some of the rows, which the rows that the plan was
-    made on need not show. The model's cache keeps that finding for every later computation.
-
-    Args:
-        trajectory: The run.
-        model: The network in the computation's dtype and on its device.
-        compute: What to compute. It must leave nothing behind when it raises.
-    """
-    plan = plan_for(trajectory, model)
-    try:
-        return compute(plan)
-    except UnsupportedParameterUseError:
-        if model.cache.plans.get((model.spec, True)) is plan:
-            raise
-        model.cache.needs_dense_plan = True
-    return compute(plan_for(trajectory, model))
+_NUM_PROBE_ROWS = 6
+Pair = tuple[Tensor, Tensor]
 
 
 def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
-    """Take a few rows, spread over all, forth and back: no order that a network could sort them into is theirs."""
-    forth = torch.linspace(0, len(X) - 1, _PROBE_ROWS, device=X.device).long()
-    return X[torch.cat([forth, forth[:-1].flip(0)])]
+    """Take a few rows, spread over all, forwards then backwards.
+
+    The order is its own mirror image, so that a network that sorts its batch cannot go unnoticed.
+    """
+    forwards = torch.linspace(0, len(X) - 1, _NUM_PROBE_ROWS, device=X.device).long()
+    return X[torch.cat([forwards, forwards[:-1].flip(0)])]
 
 
 def build_plan(
-    model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "E ..."], *, dense: bool = False
+    model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "E ..."], *, all_dense: bool = False
 ) -> DifferentiationPlan:
-    """Watch the network at weights w and choose how to differentiate it.
+    """Observe the network at weights w and choose how to differentiate it.
 
     Args:
         model: The network, in the computation's dtype.
         w: Flat weights of some state.
         X: A few inputs.
-        dense: Believe in no layer, and in no line.
+        all_dense: Treat no parameter as a layer's, and do not interpolate weights.
 
     Raises:
         ValueError: A sample's output depends on the other samples of the batch.
     """
-    weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
-    with ParameterUsageRecorder(weights) as uses, disable_fused_attention():
-        z = model(weights, X).detach()
+    params = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
+    with ParameterUsageRecorder(params) as recorder, disable_fused_attention():
+        z = model(params, X).detach()
     with torch.no_grad(), disable_fused_attention():
-        single = torch.cat([model(weights, row) for row in X.split(1)])
-    if not _alike(z, single):
+        single = torch.cat([model(params, row) for row in X.split(1)])
+    if not allclose(z, single):
         raise ValueError(
             "an output must depend on its own input alone: the network gives other outputs for a batch than for its "
             "rows one by one (statistics of the batch?)."
         )
+    activations = max(1, recorder.num_activations // len(X))
     plan = DifferentiationPlan(
-        bias_of={} if dense else _layers(uses.calls),
+        bias_of={} if all_dense else _layers(recorder.usages),
         dense_params=(),
-        supports_interpolation=not dense and all(use.proper for use in uses.calls),
+        supports_interpolation=not all_dense and all(usage.is_jointly_linear for usage in recorder.usages),
         supports_stacking=True,
         supports_jvp=True,
         supports_double_backward=True,
         supports_batched_vjp=True,
-        backward_per_output=any(use.function in CONVOLUTIONS for use in uses.calls),
+        backward_per_output=any(usage.function in CONVOLUTIONS for usage in recorder.usages),
         supports_vmap=True,
-        vmap_chunk_size=64,
-        activations_per_sample=max(1, uses.elements // len(X)),
+        vmap_chunk_size=vmap_chunk_size(model.num_weights, activations),
+        activations_per_sample=activations,
         num_outputs=z.shape[1],
     )
     return validate_plan(model, w, X, plan)
 
 
-def _layers(uses: list[ParameterUsage]) -> dict[str, str | None]:
+def _layers(usages: Sequence[ParameterUsage]) -> dict[str, str | None]:
     """Map the weights that only layers' calls use to the bias that always goes with each."""
-    seen: dict[str, list[ParameterUsage]] = {}
-    for use in uses:
-        for name in use.names:
-            seen.setdefault(name, []).append(use)
-    biases: dict[str, str | None] = {}
-    for name, own in seen.items():
-        layers = all(use.proper and use.weight == name for use in own)
-        functions = {use.function for use in own}
-        if layers and len(functions) == 1 and functions <= {*LAYERS}:
+    by_name: dict[str, list[ParameterUsage]] = {}
+    for usage in usages:
+        for name in usage.names:
+            by_name.setdefault(name, []).append(usage)
+    bias_of: dict[str, str | None] = {}
+    for name, own in by_name.items():
+        as_weight = all(usage.is_jointly_linear and usage.weight == name for usage in own)
+        functions = {usage.function for usage in own}
+        if as_weight and len(functions) == 1 and functions <= {*LAYERS}:
             bias = own[0].bias
-            together = all(use.bias == bias for use in own)
-            biases[name] = bias if bias is not None and together and len(seen[bias]) == len(own) else None
-    return biases
+            together = all(usage.bias == bias for usage in own)
+            bias_of[name] = bias if bias is not None and together and len(by_name[bias]) == len(own) else None
+    return bias_of
 
 
-def validate_plan(model: FunctionalModel, w: Tensor, X: Tensor, plan: DifferentiationPlan) -> DifferentiationPlan:
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """Inputs and weights on which ways of differentiating a network are compared with plain autograd.
+
+    Attributes:
+        model: The network.
+        w: Flat weights off the trained ones, where a zero could hide a mistake.
+        X: Inputs.
+        seeds: Two random cotangents of each sample's logits.
+        expected: The Jacobian of every parameter, by backward passes sample by sample.
+    """
+
+    model: FunctionalModel
+    w: Tensor
+    X: Tensor
+    seeds: Tensor
+    expected: dict[str, Tensor]
+
+    @property
+    def direction(self) -> Tensor:
+        """A direction to move in."""
+        return 0.1 * self.w.flip(0)
+
+
+def validate_plan(
+    model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "E ..."], plan: DifferentiationPlan
+) -> DifferentiationPlan:
     """Keep in the plan only what reproduces plain autograd on the rows of X."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.arange(w.numel(), device=w.device, dtype=torch.float64).sin().to(w.dtype)
-    here = WeightLocation(w + 0.02 * rows)  # off the trained weights, where a zero could hide a mistake
-    with torch.no_grad():
-        z = model(model.unflatten(here.w), X)
-    seeds = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64).to(z)
-    loop = replace(plan, supports_vmap=False)
-    truth = dense_jacobian(model, loop, model.names, here, X, seeds).values
-    pieces = dict(zip(model.names, truth.split([shape.numel() for shape in model.shapes], dim=2), strict=True))
-    kept = {}
+    trial = _make_trial(model, w, X, plan)
+    bias_of = {}
     for name, bias in plan.bias_of.items():
         alone = replace(plan, bias_of={name: bias}, supports_batched_vjp=False)
-        if passes_check(lambda alone=alone: _layer_error(model, alone, here, X, seeds, pieces)):  # type: ignore[misc]
-            kept[name] = bias
-    covered = {*kept, *(bias for bias in kept.values() if bias is not None)}
-    plan = replace(plan, bias_of=kept, dense_params=tuple(name for name in model.names if name not in covered))
-    plan = replace(plan, supports_batched_vjp=passes_check(lambda: _layer_error(model, plan, here, X, seeds, pieces)))
-    plan = replace(plan, vmap_chunk_size=max(1, _MAP_ELEMENTS // (model.num_weights + plan.activations_per_sample)))
+        if passes_check(lambda alone=alone: _layer_jacobians(trial, alone)):  # type: ignore[misc]
+            bias_of[name] = bias
+    covered = {*bias_of, *(bias for bias in bias_of.values() if bias is not None)}
+    plan = replace(plan, bias_of=bias_of, dense_params=tuple(name for name in model.names if name not in covered))
+    plan = replace(plan, supports_batched_vjp=passes_check(lambda: _layer_jacobians(trial, plan)))
     if plan.supports_interpolation:
-        plan = replace(plan, supports_interpolation=passes_check(lambda: _line_error(model, plan, here, X)))
-    stacked = (
-        plan.supports_interpolation and not plan.dense_params and passes_check(lambda: _stack_error(model, here, X))
-    )
-    plan = replace(plan, supports_stacking=stacked)
-    _load_forward_mode()
-    plan = replace(plan, supports_jvp=passes_check(lambda: _forward_error(model, here, X)))
-    plan = replace(plan, supports_double_backward=passes_check(lambda: _twice_error(model, here, X)))
+        plan = replace(plan, supports_interpolation=passes_check(lambda: _interpolated_outputs(trial)))
+    stacks = plan.supports_interpolation and not plan.dense_params and passes_check(lambda: _stacked_outputs(trial))
+    plan = replace(plan, supports_stacking=stacks)
+    _load_forward_mode_rules()
+    plan = replace(plan, supports_jvp=passes_check(lambda: _jvp(trial)))
+    plan = replace(plan, supports_double_backward=passes_check(lambda: _double_vjp(trial)))
     names = plan.dense_params if plan.supports_interpolation else model.names
-    if names:
-        wanted = torch.cat([pieces[name] for name in names], dim=2)
-        mapped = passes_check(lambda: (dense_jacobian(model, plan, names, here, X, seeds).values, wanted))
-        plan = replace(plan, supports_vmap=mapped)
-    return plan
+    return replace(plan, supports_vmap=passes_check(lambda: _mapped_jacobian(trial, plan, names))) if names else plan
 
 
-Pair = tuple[Tensor, Tensor]
+def _make_trial(model: FunctionalModel, w: Tensor, X: Tensor, plan: DifferentiationPlan) -> _Trial:
+    wave = torch.arange(w.numel(), device=w.device, dtype=torch.float64).sin().to(w.dtype)
+    here = w + 0.02 * wave
+    with torch.no_grad():
+        z = model(model.unflatten(here), X)
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64).to(z)
+    loop = PlannedModel(model, replace(plan, supports_vmap=False))
+    truth = dense_jacobian(loop, model.names, here, X, seeds).values
+    pieces = truth.split([shape.numel() for shape in model.shapes], dim=2)
+    return _Trial(model, here, X, seeds, dict(zip(model.names, pieces, strict=True)))
 
 
-def _layer_error(
-    model: FunctionalModel,
-    plan: DifferentiationPlan,
-    here: WeightLocation,
-    X: Tensor,
-    seeds: Tensor,
-    pieces: dict[str, Tensor],
-) -> Pair:
-    found = gradients(
-        model, replace(plan, dense_params=()), here, X, lambda _: seeds, ContractionCost(1, 1), fixed_seed=False
-    )
-    wanted = []
+def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan) -> Pair:
+    net = PlannedModel(trial.model, replace(plan, dense_params=()))
+    fixed = Cotangents(lambda _: trial.seeds)
+    jacobians = layer_jacobians(net, WeightLocation(trial.w), trial.X, fixed, ContractionCost(1, 1))
+    expected = []
     for name, bias in plan.bias_of.items():
-        rows = pieces[name]
+        rows = trial.expected[name]
         if bias is not None:
-            rows = torch.cat([rows.unflatten(2, (pieces[bias].shape[2], -1)), pieces[bias].unsqueeze(3)], dim=3)
-        wanted.append(rows.flatten(2))
-    empty = seeds.new_zeros(*seeds.shape[:2], 0)
-    return torch.cat([empty, *map(to_dense, found)], dim=2), torch.cat([empty, *wanted], dim=2)
+            bias_rows = trial.expected[bias]
+            rows = torch.cat([rows.unflatten(2, (bias_rows.shape[2], -1)), bias_rows.unsqueeze(3)], dim=3)
+        expected.append(rows.flatten(2))
+    empty = trial.seeds.new_zeros(*trial.seeds.shape[:2], 0)
+    computed = [jacobian.to_dense() for jacobian in jacobians]
+    return torch.cat([empty, *computed], dim=2), torch.cat([empty, *expected], dim=2)
 
 
-def _line_error(model: FunctionalModel, plan: DifferentiationPlan, here: WeightLocation, X: Tensor) -> Pair:
-    d = 0.1 * here.w.flip(0)
-    t = (0.9 + 0.31 * torch.arange(len(X), dtype=here.w.dtype, device=X.device)) % 1
-    weights = model.unflatten(here.w)
+def _interpolated_outputs(trial: _Trial) -> Pair:
+    model, X, d = trial.model, trial.X, trial.direction
+    t = (0.9 + 0.31 * torch.arange(len(X), dtype=trial.w.dtype, device=X.device)) % 1
+    params = model.unflatten(trial.w)
     with torch.no_grad(), disable_fused_attention():
-        with InterpolatedWeights(weights, model.unflatten(d), t):
-            found = model(weights, X)
-        rows = [model(model.unflatten(here.w + t[e] * d), X[e : e + 1]) for e in range(len(X))]
-    return found, torch.cat(rows)
+        with InterpolatedWeights(params, model.unflatten(d), t):
+            together = model(params, X)
+        rows = [model(model.unflatten(trial.w + t[e] * d), X[e : e + 1]) for e in range(len(X))]
+    return together, torch.cat(rows)
 
 
-def _stack_error(model: FunctionalModel, here: WeightLocation, X: Tensor) -> Pair:
-    each = torch.stack([here.w, 1.1 * here.w, 0.9 * here.w + 0.1 * here.w.flip(0)])
-    weights = model.unflatten(here.w)
+def _stacked_outputs(trial: _Trial) -> Pair:
+    model, X, w = trial.model, trial.X, trial.w
+    stacked = torch.stack([w, 1.1 * w, 0.9 * w + 0.1 * w.flip(0)])
+    params = model.unflatten(w)
     with torch.no_grad(), disable_fused_attention():
-        with StackedWeights(weights, model.unflatten_rows(each)):
-            found = model(weights, torch.cat([X] * len(each)))
-        return found, torch.cat([model(model.unflatten(w), X) for w in each])
+        with StackedWeights(params, model.unflatten_rows(stacked)):
+            together = model(params, X.repeat(len(stacked), *[1] * (X.ndim - 1)))
+        parts = [model(model.unflatten(row), X) for row in stacked]
+    return together, torch.cat(parts)
 
 
-def _forward_error(model: FunctionalModel, here: WeightLocation, X: Tensor) -> Pair:
-    d = 0.1 * here.w.flip(0)
-    weights, direction = model.unflatten(here.w), model.unflatten(d)
-    with torch.no_grad(), disable_fused_attention(), fwAD.dual_level():
-        duals = {name: fwAD.make_dual(value, direction[name]) for name, value in weights.items()}
-        tangent = fwAD.unpack_dual(model(duals, X)).tangent
-    return tangent, _slope(model, weights, direction, X)
+def _jvp(trial: _Trial) -> Pair:
+    model = trial.model
+    params, direction = model.unflatten(trial.w), model.unflatten(trial.direction)
+    with torch.no_grad(), disable_fused_attention(), forward_mode():
+        duals = {name: fwAD.make_dual(value, direction[name]) for name, value in params.items()}
+        tangent = fwAD.unpack_dual(model(duals, trial.X)).tangent
+    return tangent, _expected_jvp(trial)
 
 
-def _twice_error(model: FunctionalModel, here: WeightLocation, X: Tensor) -> Pair:
-    weights, direction = model.unflatten(here.w), model.unflatten(0.1 * here.w.flip(0))
-    leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+def _double_vjp(trial: _Trial) -> Pair:
+    model = trial.model
+    leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(trial.w).items()}
     with torch.enable_grad(), disable_fused_attention():
-        slope = jvp_via_double_vjp(model(leaves, X), leaves, direction)
-    return slope, _slope(model, weights, direction, X)
+        slope = jvp_via_double_vjp(model(leaves, trial.X), leaves, model.unflatten(trial.direction))
+    return slope, _expected_jvp(trial)
 
 
-def _slope(model: FunctionalModel, weights: dict[str, Tensor], direction: dict[str, Tensor], X: Tensor) -> Tensor:
+def _expected_jvp(trial: _Trial) -> Tensor:
+    model = trial.model
+    params, direction = model.unflatten(trial.w), model.unflatten(trial.direction)
     with disable_fused_attention():
-        return torch.cat([jvp_per_sample(model, weights, direction, x, "logits")[1] for x in X.split(1)])
+        return torch.cat([jvp_per_sample(model, params, direction, x, "logits")[1] for x in trial.X.split(1)])
 
 
-def _load_forward_mode() -> None:
+def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str, ...]) -> Pair:
+    mapped = dense_jacobian(PlannedModel(trial.model, plan), names, trial.w, trial.X, trial.seeds)
+    return mapped.values, torch.cat([trial.expected[name] for name in names], dim=2)
+
+
+def _load_forward_mode_rules() -> None:
     """Let torch load its forward-mode rules; it calls a deprecated function of its own on the way (torch 2.13)."""
-    with warnings.catch_warnings(), fwAD.dual_level():
+    with warnings.catch_warnings(), forward_mode():
         warnings.simplefilter("ignore", DeprecationWarning)
         fwAD.make_dual(torch.zeros(1), torch.zeros(1))
 
 
 def passes_check(attempt: Callable[[], Pair]) -> bool:
-    """Whether a way of computing runs without complaint and gives what it should."""
+    """Return whether a way of computing runs without a warning and reproduces what is expected."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # torch warns where it falls back to a slow loop
-            found, wanted = attempt()
+            computed, expected = attempt()
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, UserWarning, AttributeError):
         return False
-    return found.shape == wanted.shape and _alike(found, wanted)
+    return computed.shape == expected.shape and allclose(computed, expected)
 
 
-def _alike(found: Tensor, wanted: Tensor) -> bool:
-    if not wanted.numel():
+def allclose(computed: Tensor, expected: Tensor) -> bool:
+    """Return whether two results are equal up to rounding: eps^0.65 of the largest expected entry."""
+    if not expected.numel():
         return True
-    eps = torch.finfo(wanted.dtype).eps
-    return bool((found - wanted).abs().max() <= eps**0.65 * (wanted.abs().max() + eps))
+    eps = torch.finfo(expected.dtype).eps
+    return bool((computed - expected).abs().max() <= eps**0.65 * (expected.abs().max() + eps))

@@ -9,8 +9,8 @@ from epk_gp.cli.app import app
 from epk_gp.cli.manifest import read_network_spec
 from epk_gp.cli.options import Quiet, RunFolder, make_folder
 from epk_gp.provenance import Stopwatch, write_json
-from epk_gp.storage import schema
 from epk_gp.storage.check import check_run
+from epk_gp.storage.schema import chunk_schema
 
 
 @app.command(short_help="Show the contents of a run.")
@@ -27,9 +27,9 @@ def info(
     lines: dict[str, object] = {
         "network": "not in the manifest (pass --network to the other commands)" if spec is None else spec.name,
         "steps": summary.num_steps,
-        "step sizes": _range(sorted(set(summary.sizes))),
+        "step sizes": _range(sorted(set(summary.learning_rates))),
         "points per step": _range(sorted(set(summary.batch_sizes))),
-        "weights": f"{sum(schema.schema_of(header).sizes)} in {len(header['names'])} tensors",
+        "weights": f"{sum(chunk_schema(header).sizes)} in {len(header['names'])} tensors",
         "dtype": header["dtype"].removeprefix("torch."),
         "outputs": header["num_outputs"],
         "training points": f"{summary.data_shapes['inputs'][0]} of shape {summary.data_shapes['inputs'][1:]}",

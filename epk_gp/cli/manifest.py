@@ -7,7 +7,6 @@ from typing import Any
 
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage import schema
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
     atomic_write,
@@ -16,7 +15,8 @@ from epk_gp.storage.atomic_files import (
     read_checksummed_json,
     regular_file_size,
 )
-from epk_gp.storage.loading import load_trajectory
+from epk_gp.storage.run import load_trajectory
+from epk_gp.storage.schema import read_data, read_header
 
 _FILE = "network.json"
 
@@ -74,10 +74,10 @@ def open_run(run: Path, network: str | None) -> Trajectory:
         ImportError: The factory cannot be imported.
         TypeError: The factory is not a function that returns a network.
     """
-    header = schema.read_header(run)
+    header = read_header(run)
     spec = read_network_spec(run)
     if network is not None and (spec is None or network != spec.name):
-        shape = tuple(schema.read_data(run, header)["inputs"].shape[1:])
+        shape = tuple(read_data(run, header)["inputs"].shape[1:])
         spec = NetworkSpec(network, shape, header["num_outputs"])
     if spec is None:
         raise ValueError(f"--network must name the network: {run} has no {_FILE} that does.")

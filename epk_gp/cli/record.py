@@ -20,7 +20,8 @@ from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.provenance import Stopwatch
-from epk_gp.storage.writer import Storage, is_run
+from epk_gp.storage.run import is_run
+from epk_gp.storage.writer import Storage
 from epk_gp.training.clipping import ClipNorm
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.train import train

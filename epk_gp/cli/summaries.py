@@ -24,7 +24,7 @@ def fitted_numbers(gp: LogitGP, losses: list[float]) -> dict[str, object]:
     return {
         "kernel_scale": gp.kernel.scale,
         "outputscale": gp.covar_module.outputscale.detach().reshape(-1).tolist(),
-        "noise": noise.detach().reshape(-1)[: gp.kernel.source.num_matrices].tolist(),
+        "noise": noise.detach().reshape(-1)[: gp.kernel.config.structure.num_matrices].tolist(),
         "negative_log_likelihood": [losses[0], losses[-1]],
     }
 

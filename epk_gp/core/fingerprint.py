@@ -1,4 +1,9 @@
-"""The digest of a run: one chain of checksums over data, layout, initial weights and every step."""
+"""Fingerprints: checksums of tensors, data and runs, by which equal ones are recognised.
+
+The digest of a run is a chain of such checksums: the first covers the run's header, the frozen state of the network,
+its outputs at the initial weights and those weights; each further one covers the digest before it and one step. Equal
+runs have equal digests, in memory or on disk, resumed or not.
+"""
 
 import hashlib
 from typing import Any
@@ -11,70 +16,80 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import UpdateCoefficients
 
-
-def fingerprint_start(
-    header: dict[str, Any], model: FunctionalModel, probe: Float[Tensor, "n C"], start: Float[Tensor, " P"]
-) -> str:
-    """Hash what a run starts from; the probe stands for the forward function."""
-    hasher = hashlib.blake2b(repr(header).encode(), digest_size=16)
-    for value in (*model.frozen_state().values(), probe, start):
-        hasher.update(_bytes(value))
-    return hasher.hexdigest()
+_DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 
 
-def fingerprint_step(before: str, step: Step, update: UpdateCoefficients, end: Float[Tensor, " P"]) -> str:
-    """Hash a step onto the digest of the run before it."""
-    hasher = hashlib.blake2b(before.encode(), digest_size=16)
-    hasher.update(repr(step.lr).encode())
-    hasher.update(b"all" if step.batch is None else _bytes(step.batch))
-    if step.sample_weights is not None:
-        hasher.update(_bytes(step.sample_weights))
-    for value in update:
-        hasher.update(_bytes(value))
-    hasher.update(_bytes(end))
-    return hasher.hexdigest()
-
-
-def _bytes(value: Tensor) -> memoryview:
+def tensor_bytes(value: Shaped[Tensor, "..."]) -> memoryview:
+    """Return the bytes of a tensor's entries in row-major order; no copy is made of a contiguous tensor on the CPU."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def fingerprint_data(inputs: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."]) -> str:
-    """Hash the training data: values, shapes and dtypes."""
-    hasher = hashlib.blake2b(digest_size=16)
-    for tensor in (inputs, targets):
-        hasher.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
-        hasher.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
-
-
 def fingerprint(*parts: object) -> str:
-    """Hash what a result depends on: tensors by their content, all else by what it says of itself.
+    """Hash everything that a result depends on: a tensor by shape, dtype and entries, any other object by its `repr`.
 
-    The number of threads belongs to it: sums are split by it.
+    The number of threads is hashed too, because torch splits sums by it: results of another number of threads agree up
+    to rounding only.
     """
-    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=16)
+    hasher = hashlib.blake2b(repr(torch.get_num_threads()).encode(), digest_size=_DIGEST_BYTES)
     for part in parts:
         if isinstance(part, Tensor):
             hasher.update(repr((tuple(part.shape), part.dtype)).encode())
-            hasher.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            hasher.update(tensor_bytes(part))
         else:
             hasher.update(repr(part).encode())
     return hasher.hexdigest()
 
 
 def content_key(*tensors: Shaped[Tensor, "..."]) -> str:
-    """Hash values, shapes, dtypes and devices: GPyTorch hands over slices of fresh copies, so identity says nothing.
+    """Return the fingerprint of tensors and of the devices they are on, as the key of a cache.
+
+    GPyTorch passes slices of fresh copies, so that object identity cannot serve as a key. An edit in place changes the
+    key, a clone does not, and the order of the tensors counts.
+    """
+    return fingerprint(*(part for x in tensors for part in (x, x.device)))
+
+
+def fingerprint_data(inputs: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."]) -> str:
+    """Hash the shapes, dtypes and entries of the training data."""
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for tensor in (inputs, targets):
+        hasher.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
+        hasher.update(tensor_bytes(tensor))
+    return hasher.hexdigest()
+
+
+def fingerprint_start(
+    header: dict[str, Any], model: FunctionalModel, outputs: Float[Tensor, "n C"], start: Float[Tensor, " P"]
+) -> str:
+    """Return the digest of a run of no steps.
 
     Args:
-        tensors: Any number of tensors; their order counts.
-
-    Returns:
-        A blake2b digest. An edit in place changes it, a clone does not.
+        header: Description of the run, without what concerns its storage alone.
+        model: The network; its frozen state is hashed.
+        outputs: Its outputs near the initial weights (`fingerprint_outputs`); they stand for the forward function.
+        start: The initial weights.
     """
-    digest = hashlib.blake2b(digest_size=32)
-    for x in tensors:
-        digest.update(f"{tuple(x.shape)} {x.dtype} {x.device};".encode())
-        flat = x.detach().to("cpu").contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    hasher = hashlib.blake2b(repr(header).encode(), digest_size=_DIGEST_BYTES)
+    for value in (*model.frozen_state().values(), outputs, start):
+        hasher.update(tensor_bytes(value))
+    return hasher.hexdigest()
+
+
+def fingerprint_step(before: str, step: Step, update: UpdateCoefficients, end: Float[Tensor, " P"]) -> str:
+    """Return the digest of a run that is one step longer than the run with digest `before`.
+
+    Args:
+        before: Digest of the run up to this step.
+        step: Learning rate and batch of the step.
+        update: Its coefficients.
+        end: The weights after the step.
+    """
+    hasher = hashlib.blake2b(before.encode(), digest_size=_DIGEST_BYTES)
+    hasher.update(repr(step.lr).encode())
+    hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
+    if step.sample_weights is not None:
+        hasher.update(tensor_bytes(step.sample_weights))
+    for value in update:
+        hasher.update(tensor_bytes(value))
+    hasher.update(tensor_bytes(end))
+    return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""Losses: value per sample, derivative with respect to the outputs, and the weight of a sample in its batch."""
+"""Losses: the value of each sample, its derivative in the outputs, and the weight of a sample in its batch."""
 
 import math
 from collections.abc import Callable
@@ -20,11 +20,11 @@ class CrossEntropy:
     Targets are class indices (M,) int64, or probabilities (M, C) that sum to one.
 
     Attributes:
-        reduction: How a batch's losses are joined: "mean" (with class weights and class indices: the weighted mean) or
-            "sum".
+        reduction: How the losses of a batch are reduced: "mean" (with class weights and class indices: the weighted
+            mean) or "sum".
         class_weights: One weight >= 0 per class.
         label_smoothing: Share of the target that is spread evenly over the classes.
-        ignore_index: Class index of samples that do not count.
+        ignore_index: Class index of the samples that are left out of the loss.
     """
 
     reduction: Reduction = "mean"
@@ -33,8 +33,8 @@ class CrossEntropy:
     ignore_index: int | None = None
 
     def __str__(self) -> str:
-        """Name the options that are set."""
-        return _said(self)
+        """Return the name of the loss with the options that differ from their defaults."""
+        return _describe(self)
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class NegativeLogLikelihood:
     Targets are class indices (M,) int64.
 
     Attributes:
-        reduction: How a batch's losses are joined: "mean" (with class weights: the weighted mean) or "sum".
+        reduction: How the losses of a batch are reduced: "mean" (with class weights: the weighted mean) or "sum".
         class_weights: One weight >= 0 per class.
-        ignore_index: Class index of samples that do not count.
+        ignore_index: Class index of the samples that are left out of the loss.
     """
 
     reduction: Reduction = "mean"
@@ -54,8 +54,8 @@ class NegativeLogLikelihood:
     ignore_index: int | None = None
 
     def __str__(self) -> str:
-        """Name the options that are set."""
-        return _said(self)
+        """Return the name of the loss with the options that differ from their defaults."""
+        return _describe(self)
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class MeanSquaredError:
 
 @dataclass(frozen=True)
 class PerSampleLoss:
-    """A loss of the user's own.
+    """A loss given by a function.
 
     Attributes:
-        function: Maps outputs (n, C) and targets (n, ...) to n losses, sample i's depending on row i alone; or to the
-            batch's joined loss, a scalar, which is then called row by row.
-        reduction: How a batch's losses are joined.
-        name: What the run's header calls it. A stored run with such a loss is loaded with `loss=` given again.
+        function: Maps outputs (n, C) and targets (n, ...) to n losses, where the loss of sample i depends on row i
+            alone; or to the reduced loss of the batch, a scalar, and is then called row by row.
+        reduction: How the losses of a batch are reduced: "mean" or "sum".
+        name: Name of the loss in the run's header. To load a stored run with such a loss, pass it again as `loss=`.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
@@ -84,10 +84,10 @@ class PerSampleLoss:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be called.
+        """Raise if `function` is not callable.
 
         Raises:
-            TypeError: `function` is no function.
+            TypeError: `function` cannot be called.
         """
         if not callable(self.function):
             raise TypeError(f"the loss must be a function of outputs and targets: got {self.function!r}.")
@@ -95,15 +95,15 @@ class PerSampleLoss:
 
 Loss = CrossEntropy | NegativeLogLikelihood | MeanSquaredError | PerSampleLoss
 _Classes = CrossEntropy | NegativeLogLikelihood
-_TORCH_IGNORES = -100
+_TORCH_IGNORES = -100  # the default of torch's `ignore_index`: no class has this number
 
 
 def as_loss(loss: object) -> Loss:
-    """Accept this package's losses and torch's loss modules.
+    """Return a loss of this package, converted from torch's loss module if one is given.
 
     Raises:
-        TypeError: Anything else.
-        ValueError: An unknown reduction, or options out of their range.
+        TypeError: The object is neither a loss of this package nor a loss module of torch.
+        ValueError: The reduction is unknown, or an option is out of its range.
     """
     if isinstance(loss, nn.CrossEntropyLoss):
         weights, ignored = _options_of(loss)
@@ -134,14 +134,14 @@ def as_loss(loss: object) -> Loss:
 def per_sample_losses(
     loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]
 ) -> Float[Tensor, " n"]:
-    """Evaluate the losses of n samples, not yet joined.
+    """Return the losses of n samples, not reduced.
 
     Raises:
-        ValueError: A user's loss returns neither one value per sample nor one in all.
+        ValueError: A `PerSampleLoss` returns neither one value per sample nor a scalar.
     """
-    y = _matched(targets, outputs)
+    y = _cast_targets(targets, outputs)
     if isinstance(loss, _Classes):
-        options: dict[str, Any] = {"weight": _class_weights(loss, outputs), "ignore_index": _ignored(loss)}
+        options: dict[str, Any] = {"weight": _class_weights(loss, outputs), "ignore_index": _ignore_index(loss)}
         if isinstance(loss, NegativeLogLikelihood):
             return F.nll_loss(outputs, y, reduction="none", **options)
         return F.cross_entropy(outputs, y, reduction="none", label_smoothing=loss.label_smoothing, **options)
@@ -154,33 +154,33 @@ def per_sample_losses(
     if not isinstance(values, Tensor) or values.shape != outputs.shape[:1]:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
-            f"the loss function must return one value per sample, shape ({outputs.shape[0]},), or the batch's joined "
+            f"the loss function must return one value per sample, shape ({outputs.shape[0]},), or the batch's reduced "
             f"loss, a scalar: got {got}."
         )
     return values
 
 
 def validate_loss_row_independence(loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]) -> None:
-    """Refuse a user's loss that mixes the rows of a batch, or that joins them otherwise than stated.
+    """Raise if a `PerSampleLoss` mixes the rows of a batch, or reduces them by another reduction than it states.
 
     Raises:
-        ValueError: Losses of n samples together differ from those of each alone.
+        ValueError: The losses of n samples evaluated together differ from those of each sample evaluated alone.
     """
     if not isinstance(loss, PerSampleLoss):
         return
-    together = loss.function(outputs, _matched(targets, outputs))
-    joined = isinstance(together, Tensor) and together.ndim == 0
-    found = together if joined else per_sample_losses(loss, outputs, targets)
+    together = loss.function(outputs, _cast_targets(targets, outputs))
+    is_reduced = isinstance(together, Tensor) and together.ndim == 0
+    batched = together if is_reduced else per_sample_losses(loss, outputs, targets)
     rows = zip(outputs.split(1), targets.split(1), strict=True)
     alone = torch.cat([per_sample_losses(loss, z, target) for z, target in rows])
-    wanted = (alone.mean() if loss.reduction == "mean" else alone.sum()) if joined else alone
-    if (found - wanted).abs().max() <= torch.finfo(outputs.dtype).eps ** 0.5 * alone.abs().max():
+    expected = (alone.mean() if loss.reduction == "mean" else alone.sum()) if is_reduced else alone
+    if (batched - expected).abs().max() <= torch.finfo(outputs.dtype).eps ** 0.5 * alone.abs().max():
         return
-    if joined:
+    if is_reduced:
         raise ValueError(
             f"the loss function must be the {loss.reduction} of the samples' losses, as reduction={loss.reduction!r} "
-            f"states: it gives {float(found):.6g} for {len(outputs)} samples, their {loss.reduction} is "
-            f"{float(wanted):.6g}."
+            f"states: it gives {float(batched):.6g} for {len(outputs)} samples, their {loss.reduction} is "
+            f"{float(expected):.6g}."
         )
     raise ValueError(
         "a sample's loss must depend on its own row alone: the loss function gives other values for several "
@@ -189,10 +189,10 @@ def validate_loss_row_independence(loss: Loss, outputs: Float[Tensor, "n C"], ta
 
 
 def sample_weights(loss: Loss, targets: Shaped[Tensor, "n ..."]) -> Float64[Tensor, " n"]:
-    """Give the weights c of the samples in the loss of their batch (theory, section 1).
+    """Return the weights c of the samples in the loss of their batch (docs/theory.md, section 1).
 
     Raises:
-        ValueError: No sample of the batch counts.
+        ValueError: All samples of the batch are ignored or have a class weight of 0.
     """
     n = len(targets)
     c = torch.ones(n, dtype=torch.float64, device=targets.device)
@@ -206,7 +206,8 @@ def sample_weights(loss: Loss, targets: Shaped[Tensor, "n ..."]) -> Float64[Tens
     total = float(counted.sum())
     if total == 0:
         raise ValueError(
-            f"a batch must hold a sample that counts: all {n} are ignored or of a class with weight 0. Leave it out."
+            f"a batch must hold a sample that counts: all {n} are ignored or of a class with weight 0. Leave the batch "
+            "out."
         )
     return c / total
 
@@ -214,7 +215,7 @@ def sample_weights(loss: Loss, targets: Shaped[Tensor, "n ..."]) -> Float64[Tens
 def loss_derivatives(
     loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]
 ) -> Float[Tensor, "n C"]:
-    """Differentiate each sample's loss with respect to its own outputs."""
+    """Return the derivative of each sample's loss in its own outputs."""
     with torch.enable_grad():
         z = outputs.detach().requires_grad_()
         (derivative,) = torch.autograd.grad(per_sample_losses(loss, z, targets).sum(), z)
@@ -222,29 +223,38 @@ def loss_derivatives(
 
 
 def soft_targets(
-    loss: CrossEntropy | NegativeLogLikelihood, targets: Shaped[Tensor, "n ..."], like: Float[Tensor, "_ C"]
+    loss: CrossEntropy | NegativeLogLikelihood, targets: Shaped[Tensor, "n ..."], reference: Float[Tensor, "_ C"]
 ) -> Float[Tensor, "n C"]:
-    """Write class targets as the q of theory, section 2: a sample's loss is -<q, log softmax>, whatever the options."""
-    C = like.shape[1]
+    """Return class targets as vectors q such that the loss of a sample is -<q, log softmax(outputs)>.
+
+    Class weights, label smoothing and ignored samples are contained in q (docs/theory.md, section 5).
+
+    Args:
+        loss: The loss.
+        targets: Class indices, or probabilities.
+        reference: Tensor with C columns, whose dtype and device the result has.
+    """
+    C = reference.shape[1]
     ignored = torch.zeros(len(targets), dtype=torch.bool, device=targets.device)
     if targets.is_floating_point():
-        q = targets.to(like.dtype)
+        q = targets.to(reference.dtype)
     else:
-        ignored = targets == _ignored(loss)
-        q = F.one_hot(targets.masked_fill(ignored, 0), C).to(like.dtype)
+        ignored = targets == _ignore_index(loss)
+        q = F.one_hot(targets.masked_fill(ignored, 0), C).to(reference.dtype)
     if isinstance(loss, CrossEntropy):
         q = (1 - loss.label_smoothing) * q + loss.label_smoothing / C
-    weights = _class_weights(loss, like)
+    weights = _class_weights(loss, reference)
     q = q if weights is None else q * weights
     return q.masked_fill(ignored[:, None], 0)
 
 
 def validate_targets(loss: Loss, targets: Shaped[Tensor, "..."], num_points: int, num_outputs: int) -> None:
-    """Refuse targets that do not fit the data, the network or the loss.
+    """Raise if targets do not fit the data, the network or the loss.
 
     Raises:
-        TypeError: Wrong dtype.
-        ValueError: Wrong shape, labels out of range, non-finite values, or rows that are no distributions.
+        TypeError: The targets have a dtype that the loss cannot take.
+        ValueError: The targets have another shape, labels out of range, entries that are not finite, or rows that are
+            not probability distributions.
     """
     if targets.ndim == 0 or targets.shape[0] != num_points:
         got = targets.shape[0] if targets.ndim else "a scalar"
@@ -280,7 +290,7 @@ def validate_targets(loss: Loss, targets: Shaped[Tensor, "..."], num_points: int
         raise ValueError(f"class labels must have shape ({num_points},): got {tuple(targets.shape)}.")
     counted = targets if loss.ignore_index is None else targets[targets != loss.ignore_index]
     if not len(counted):
-        raise ValueError("some sample must count: all class labels are the ignored one.")
+        raise ValueError("at least one sample must not be ignored: all class labels are ignore_index.")
     low, high = int(counted.min()), int(counted.max())
     if low < 0 or high >= num_outputs:
         raise ValueError(
@@ -289,10 +299,10 @@ def validate_targets(loss: Loss, targets: Shaped[Tensor, "..."], num_points: int
 
 
 def validate_output_scale(loss: Loss, outputs: Float[Tensor, "n C"]) -> None:
-    """Refuse a loss of log-probabilities on outputs that are none.
+    """Raise if the loss takes log-probabilities and the outputs are not log-probabilities.
 
     Raises:
-        ValueError: Exponentials of a row of outputs do not sum to 1.
+        ValueError: The exponentials of a row of outputs do not sum to 1.
     """
     if not isinstance(loss, NegativeLogLikelihood):
         return
@@ -305,7 +315,7 @@ def validate_output_scale(loss: Loss, outputs: Float[Tensor, "n C"]) -> None:
         )
 
 
-def _said(loss: CrossEntropy | NegativeLogLikelihood) -> str:
+def _describe(loss: CrossEntropy | NegativeLogLikelihood) -> str:
     options = {f.name: getattr(loss, f.name) for f in fields(loss) if getattr(loss, f.name) != f.default}
     options = {"reduction": loss.reduction, **options}
     return f"{type(loss).__name__}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
@@ -320,7 +330,7 @@ def _class_weights(loss: CrossEntropy | NegativeLogLikelihood, outputs: Tensor) 
     return None if loss.class_weights is None else outputs.new_tensor(loss.class_weights)
 
 
-def _ignored(loss: CrossEntropy | NegativeLogLikelihood) -> int:
+def _ignore_index(loss: CrossEntropy | NegativeLogLikelihood) -> int:
     return _TORCH_IGNORES if loss.ignore_index is None else loss.ignore_index
 
 
@@ -329,5 +339,5 @@ def _row_by_row(loss: PerSampleLoss, outputs: Tensor, y: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _matched(targets: Tensor, outputs: Tensor) -> Tensor:
+def _cast_targets(targets: Tensor, outputs: Tensor) -> Tensor:
     return targets.to(outputs.dtype) if targets.is_floating_point() else targets

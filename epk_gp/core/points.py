@@ -1,4 +1,4 @@
-"""Points of H x {0, 1}: inputs that know whether they are training or test copies."""
+"""Points of H x {0, 1}: inputs with the information whether they are training or test copies."""
 
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ class Points:
     is_train: bool | Bool[Tensor, " n"]
 
     def __post_init__(self) -> None:
-        """Refuse a copy mask that does not fit.
+        """Raise if the copy mask does not fit.
 
         Raises:
-            TypeError: `X` is no tensor, or `is_train` neither a bool nor a bool tensor.
-            ValueError: Another length than X.
+            TypeError: `X` is not a tensor, or `is_train` is neither a bool nor a bool tensor.
+            ValueError: `is_train` has another length than X.
         """
         if not isinstance(self.X, Tensor):
             raise TypeError(f"X must be a torch.Tensor: got {type(self.X).__name__}.")
@@ -52,10 +52,10 @@ class Points:
 
 
 def validate_points(points: object, name: str) -> None:
-    """Refuse what does not say which copies it holds.
+    """Raise if an object does not tell which copies it holds.
 
     Raises:
-        TypeError: No `Points`.
+        TypeError: The object is not `Points`.
     """
     if not isinstance(points, Points):
         raise TypeError(

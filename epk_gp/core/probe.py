@@ -1,4 +1,4 @@
-"""Evaluate a network near its initial weights: a fingerprint of its forward function."""
+"""A fingerprint of a network's forward function: its outputs at a few inputs, near its initial weights."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -6,11 +6,14 @@ from torch import Tensor
 
 from epk_gp.core.model import FunctionalModel
 
-NUM_FINGERPRINT_POINTS = 4
+NUM_FINGERPRINT_POINTS = 4  # inputs whose outputs are stored with a run (part of format version 2)
 
 
 def perturbed_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-    """Move the initial weights by a fixed wave, so that a zero last layer hides nothing."""
+    """Return the initial weights moved by 0.1 sin(i), i the index of the weight.
+
+    At the initial weights themselves a last layer of zeros would make the outputs of all networks equal.
+    """
     wave = torch.arange(initial.numel(), device=initial.device, dtype=torch.float64).sin().to(initial.dtype)
     return initial + 0.1 * wave
 
@@ -18,6 +21,6 @@ def perturbed_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
 def fingerprint_outputs(
     model: FunctionalModel, initial: Float[Tensor, " P"], inputs: Shaped[Tensor, "M ..."]
 ) -> Float[Tensor, "n C"]:
-    """Evaluate the first inputs near the initial weights: a fingerprint of the forward function."""
+    """Return the network's outputs at the first n = min(4, M) inputs, with the initial weights perturbed."""
     with torch.no_grad():
         return model(model.unflatten(perturbed_initial(initial)), inputs[:NUM_FINGERPRINT_POINTS])

@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core import losses
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head, apply_head, validate_head
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
@@ -30,13 +31,13 @@ class States(Protocol):
 
 @runtime_checkable
 class Updates(Protocol):
-    """The numbers of each step, by its index."""
+    """The update rule's coefficients of each step."""
 
     def __len__(self) -> int:
         """Count the steps, S."""
 
     def __getitem__(self, step: int, /) -> UpdateCoefficients:
-        """Read one step's."""
+        """Read one step's coefficients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +49,10 @@ class Trajectory:
         inputs: Training inputs, (M, *input_shape).
         targets: Training targets.
         loss: The loss whose gradients made the steps.
-        update_rule: Name of the law by which a step follows from the batch gradients.
+        update_rule: Name of the rule by which a step follows from the batch gradients.
         states: Flat weights of all S + 1 states.
-        updates: The law's numbers of each of the S steps.
-        steps: Size and batch of each of the S steps.
+        updates: The rule's coefficients of each of the S steps.
+        steps: Learning rate and batch of each of the S steps.
         num_outputs: C.
         digest: blake2b over data, layout, weights and steps: equal for equal runs, in memory or on disk.
         data_digest: blake2b over inputs and targets.
@@ -70,14 +71,16 @@ class Trajectory:
     data_digest: str
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give what a pickle holds: copies of tensors that lie in a recorder's blocks, each of which is large."""
-        own = dict(self.__dict__)
+        """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
+        state = {name: value for name, value in self.__dict__.items() if name != "is_vanilla_gd"}  # found out again
         if isinstance(self.states, tuple):
-            own["states"] = tuple(w.clone() for w in self.states)
+            state["states"] = tuple(w.clone() for w in self.states)
         if isinstance(self.updates, tuple):
-            own["updates"] = tuple(UpdateCoefficients(*(value.clone() for value in update)) for update in self.updates)
-        own["steps"] = tuple(s if s.batch is None else replace(s, batch=s.batch.clone()) for s in self.steps)
-        return own
+            state["updates"] = tuple(
+                UpdateCoefficients(*(value.clone() for value in update)) for update in self.updates
+            )
+        state["steps"] = tuple(s if s.batch is None else replace(s, batch=s.batch.clone()) for s in self.steps)
+        return state
 
     @property
     def num_steps(self) -> int:
@@ -106,7 +109,7 @@ class Trajectory:
 
     @property
     def device(self) -> torch.device:
-        """Where the training inputs are."""
+        """Device of the training inputs."""
         return self.inputs.device
 
     @cached_property
@@ -130,7 +133,11 @@ class Trajectory:
         return torch.tensor([step.lr for step in self.steps], dtype=torch.float64)
 
     def weights(self, s: int) -> dict[str, Tensor]:
-        """Name the weights of state s (0 .. S; negative counts from the end)."""
+        """Return the weights of state s by name (0 .. S; negative counts from the end).
+
+        Raises:
+            IndexError: There is no such state.
+        """
         validate_integer(s, "state")
         count = self.num_steps + 1
         if not -count <= s < count:
@@ -138,7 +145,7 @@ class Trajectory:
         return self.model.unflatten(self.states[s % count].to(self.device, copy=True))
 
     def __repr__(self) -> str:
-        """Say what the run is, in one line."""
+        """Describe the run in one line."""
         return (
             f"Trajectory({self.num_steps} steps, {self.num_weights} weights, {self.num_points} training points of "
             f"shape {self.input_shape}, {self.num_outputs} outputs, {self.dtype}, {self.loss}, "
@@ -147,10 +154,10 @@ class Trajectory:
 
 
 def validate_trajectory(trajectory: object) -> None:
-    """Refuse what is no recorded run.
+    """Raise if an object is not a recorded run.
 
     Raises:
-        TypeError: Anything but a `Trajectory`.
+        TypeError: The object is not a `Trajectory`.
     """
     if not isinstance(trajectory, Trajectory):
         raise TypeError(
@@ -160,11 +167,11 @@ def validate_trajectory(trajectory: object) -> None:
 
 
 def validate_inputs(trajectory: Trajectory, X: Shaped[Tensor, "..."], name: str = "X") -> None:
-    """Refuse points that the network cannot take.
+    """Raise if the network cannot take the points.
 
     Raises:
-        TypeError: Not a tensor, or integers for a network of floats (or the reverse).
-        ValueError: Wrong shape, no points, NaN or infinity.
+        TypeError: X is not a tensor, or it holds integers for a network of floats (or the reverse).
+        ValueError: X has the wrong shape, holds no points, or holds NaN or infinity.
     """
     validate_trajectory(trajectory)
     if not isinstance(X, Tensor):
@@ -207,26 +214,26 @@ def network_outputs(
         block_size: Inputs evaluated at a time.
 
     Raises:
-        TypeError, ValueError: Inputs that the network cannot take; an unknown head.
-        IndexError: No such state.
+        TypeError, ValueError: The network cannot take the inputs, or the head is unknown.
+        IndexError: There is no such state.
     """
     validate_inputs(trajectory, X)
     validate_head(head, trajectory.num_outputs)
     validate_count(block_size, "block_size")
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
-    with torch.no_grad():
+    with torch.no_grad(), disable_fused_attention():
         return torch.cat([apply_head(model(params, block), head) for block in X.split(block_size)])
 
 
 def batch_of(
-    trajectory: Trajectory, step: Step, like: Tensor
+    trajectory: Trajectory, step: Step, reference: Tensor
 ) -> tuple[Shaped[Tensor, "B ..."], Shaped[Tensor, "B ..."], Float[Tensor, " B"]]:
-    """Give a step's inputs, targets and sample weights c in the dtype and on the device of `like`."""
+    """Return a step's inputs, targets and sample weights c in the dtype and on the device of `reference`."""
     X, y, loss = trajectory.inputs, trajectory.targets, trajectory.loss
     if step.batch is not None:
         rows = step.batch.to(X.device)
         X, y = X[rows], y[rows]
     c = losses.sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
-    X = X.to(device=like.device, dtype=like.dtype) if X.is_floating_point() else X.to(like.device)
-    return X, y.to(like.device), c.to(like)
+    X = X.to(device=reference.device, dtype=reference.dtype) if X.is_floating_point() else X.to(reference.device)
+    return X, y.to(reference.device), c.to(reference)

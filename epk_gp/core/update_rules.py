@@ -1,13 +1,14 @@
-"""Step laws: how an optimizer's step follows from the batch gradient, as recorded numbers.
+"""Update rules: the coefficients by which an optimizer's step follows from the batch gradient.
 
-A law is covered exactly if its step is linear in the gradients seen so far, the numbers in front of them being held as
-recorded (theory, section 4). With g the batch gradient, w the weights and m a momentum buffer, every such step is
+An update rule is covered exactly if its step is linear in all gradients so far, with coefficients that are held as
+recorded (docs/theory.md, section 4). With g the batch gradient, w the weights and m a momentum buffer, every such step
+is
 
     h    = grad_scale * g + weight_decay * w
     m'   = beta * m + one_minus_dampening * h
     step = -(momentum_lr * m' + lr * h) - decoupled_decay * w
 
-with one number per parameter, or one per weight (a diagonal preconditioner).
+with one coefficient per parameter tensor, or one per weight (a diagonal preconditioner).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LinearStep:
-    """The numbers of one step of one parameter; each a float, or a tensor of the parameter's shape.
+    """The coefficients of one step of one parameter; each is a float, or a tensor of the parameter's shape.
 
     Attributes:
         lr: Factor of h in the step (the learning rate of plain gradient descent).
@@ -46,7 +47,9 @@ class LinearStep:
     decoupled_decay: Number = 0.0
 
 
-NO_UPDATE = LinearStep(beta=1.0, grad_scale=0.0)  # what torch does with a parameter that has no gradient: nothing
+NO_UPDATE = LinearStep(
+    beta=1.0, grad_scale=0.0
+)  # a parameter without a gradient: torch moves neither it nor its buffer
 FIELDS = tuple(field.name for field in fields(LinearStep))
 
 Coefficients = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any], bool], LinearStep]
@@ -54,13 +57,13 @@ Coefficients = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any], boo
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How an optimizer's steps are read.
+    """The rule by which an optimizer's step follows from the gradient, read from the optimizer after each step.
 
     Attributes:
-        name: What the run's header calls it.
-        coefficients: Called after each step for each parameter that has a gradient, as f(p, group, state, first): the
-            parameter, its group's options, the optimizer's state of it after the step, and whether that state was
-            empty before. Returns the step's numbers.
+        name: Name of the rule in the run's header.
+        coefficients: Function that is called after each step for each parameter that has a gradient, as
+            f(p, group, state, first): the parameter, the options of its group, the optimizer's state of it after the
+            step, and whether that state was empty before the step. Returns the coefficients of the step.
     """
 
     name: str
@@ -69,7 +72,11 @@ class UpdateRule:
 
 @dataclass(frozen=True, eq=False)
 class UpdateCoefficients:
-    """The numbers of one step of all parameters: one number per parameter, (L,) float64, or one per weight, (P,)."""
+    """The coefficients of one step of all L parameters.
+
+    Each attribute holds one number per parameter, (L,) float64, or one per weight, (P,). `LinearStep` says what each
+    stands for.
+    """
 
     lr: Tensor
     momentum_lr: Tensor
@@ -80,12 +87,12 @@ class UpdateCoefficients:
     decoupled_decay: Tensor
 
     def __iter__(self) -> Any:
-        """Go through the fields in the order of `FIELDS`."""
+        """Iterate over the coefficients in the order of `FIELDS`."""
         return iter(getattr(self, name) for name in FIELDS)
 
 
 def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
-    """Join the parameters' numbers; a field that any of them has per weight becomes one number per weight."""
+    """Join the coefficients of all parameters; one that any parameter has per weight becomes one number per weight."""
     joined = {}
     for name in FIELDS:
         values = [getattr(step, name) for step in steps]
@@ -103,12 +110,12 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
     return UpdateCoefficients(**joined)
 
 
-def broadcast_to_params(value: Tensor, sizes: Sequence[int], like: Tensor) -> Float[Tensor, " P"]:
-    """Write one number per weight, in the dtype and on the device of `like`."""
+def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:
+    """Return a coefficient as one number per weight, in the dtype and on the device of `reference`."""
     if len(value) != len(sizes):
-        return value.to(like)
-    repeats = torch.tensor(list(sizes), device=like.device)
-    return value.to(like).repeat_interleave(repeats)
+        return value.to(reference)
+    repeats = torch.tensor(list(sizes), device=reference.device)
+    return value.to(reference).repeat_interleave(repeats)
 
 
 def predict_step(
@@ -118,58 +125,60 @@ def predict_step(
     g: Float[Tensor, " P"],
     m: Float[Tensor, " P"],
 ) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
-    """Predict a step and the momentum buffer after it.
+    """Return the step that an update rule predicts, and the momentum buffer after it.
 
     Args:
-        update: The step's numbers.
-        sizes: Weights of each of the L parameters.
+        update: The coefficients of the step.
+        sizes: Number of weights of each of the L parameters.
         w: The weights before the step.
         g: The gradient of the batch's loss at w.
-        m: The momentum buffer before the step; zero before the first.
+        m: The momentum buffer before the step; zero before the first step.
     """
-    u = UpdateCoefficients(*(_one_number(value, sizes, w) for value in update))
+    u = UpdateCoefficients(*(_scalar_or_per_weight(value, sizes, w) for value in update))
     h = u.grad_scale * g + u.weight_decay * w
     after = u.beta * m + u.one_minus_dampening * h
     return -(u.momentum_lr * after + u.lr * h) - u.decoupled_decay * w, after
 
 
-def _one_number(value: Tensor, sizes: Sequence[int], like: Tensor) -> Tensor:
-    """Write one number for all weights where they share it, or one per weight."""
+def _scalar_or_per_weight(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Tensor:
+    """Return a coefficient as a scalar where all parameters share it, else as one number per weight."""
     if len(value) == len(sizes) and len(set(value.tolist())) == 1:
-        return value[0].to(like)
-    return broadcast_to_params(value, sizes, like)
+        return value[0].to(reference)
+    return broadcast_to_params(value, sizes, reference)
 
 
 def scale_gradient(update: UpdateCoefficients, factor: float | Tensor, sizes: Sequence[int]) -> UpdateCoefficients:
-    """Put the factor of gradient clipping in front of the gradient."""
+    """Multiply the gradient's coefficient by a factor, that of gradient clipping."""
     if isinstance(factor, Tensor):
         return replace(update, grad_scale=broadcast_to_params(update.grad_scale, sizes, factor) * factor)
     return replace(update, grad_scale=update.grad_scale * factor)
 
 
 def rule_for(optimizer: Optimizer) -> UpdateRule:
-    """Find the update rule of an optimizer.
+    """Return the update rule of one of torch's optimizers.
 
     Raises:
-        TypeError: Not an optimizer.
-        ValueError: An optimizer whose law is not known, or one that holds momentum of steps that nobody recorded.
+        TypeError: The object is not an optimizer.
+        ValueError: The update rule of the optimizer is not known.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
     if type(optimizer) not in _RULES:
         known = ", ".join(sorted(kind.__name__ for kind in _RULES))
         raise ValueError(
-            f"the optimizer's update rule must be known: {type(optimizer).__name__} has none here. "
-            f"Use one of {known}, or pass update_rule=epk_gp.UpdateRule(...) with its own."
+            f"the optimizer's update rule must be known: that of {type(optimizer).__name__} is not. "
+            f"Use one of {known}, or pass the rule as update_rule=epk_gp.core.update_rules.UpdateRule(...)."
         )
     return _RULES[type(optimizer)]
 
 
 def validate_fresh_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that is already moving.
+    """Raise if an optimizer holds momentum of gradients from before the recording.
+
+    No sample of the recorded run could account for that momentum.
 
     Raises:
-        ValueError: It holds momentum of earlier gradients, which no sample of this run could account for.
+        ValueError: A momentum buffer of the optimizer is not zero.
     """
     for state in optimizer.state.values():
         for name in ("momentum_buffer", "exp_avg"):
@@ -182,16 +191,16 @@ def validate_fresh_optimizer(optimizer: Optimizer) -> None:
 
 
 def learning_rate(optimizer: Optimizer) -> float:
-    """Read the first parameter group's learning rate: the kernel's weight eps_s of the step.
+    """Return the learning rate of the first parameter group, the kernel's weight eps_s of the step.
 
     Raises:
-        ValueError: Some group's is not finite or negative.
+        ValueError: The learning rate of a group is negative or not finite.
     """
-    sizes = [float(group["lr"]) for group in optimizer.param_groups]
-    for size in sizes:
-        if not 0 <= size < float("inf"):
-            raise ValueError(f"the learning rate must be finite and not negative: got {size}.")
-    return sizes[0]
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    for rate in rates:
+        if not 0 <= rate < float("inf"):
+            raise ValueError(f"the learning rate must be finite and not negative: got {rate}.")
+    return rates[0]
 
 
 def _sgd(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
@@ -203,9 +212,8 @@ def _sgd(p: nn.Parameter, group: Options, state: Options, first: bool) -> Linear
         lr=lr if group["nesterov"] else 0.0,
         momentum_lr=lr * mu if group["nesterov"] else lr,
         beta=0.0 if first else mu,
-        one_minus_dampening=1.0
-        if first
-        else 1.0 - float(group["dampening"]),  # torch starts the buffer with the gradient itself
+        # torch starts the buffer with the gradient itself, not dampened
+        one_minus_dampening=1.0 if first else 1.0 - float(group["dampening"]),
         grad_scale=sign,
         weight_decay=decay,
     )

@@ -1,4 +1,4 @@
-"""Checks at the door that many functions share."""
+"""Input validation that many functions share: each function raises if its value is not what its name says."""
 
 from numbers import Integral, Real
 
@@ -6,25 +6,25 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-MIN_MEMORY_BUDGET = 1 << 20
+MIN_MEMORY_BUDGET = 1 << 20  # bytes; the smallest budget that the tests of the memory plan cover
 
 
 def validate_integer(value: object, name: str) -> None:
-    """Refuse what is no integer; NumPy's are, True is not.
+    """Raise if a value is not an integer. NumPy's integers are integers, booleans are not.
 
     Raises:
-        TypeError: No whole number.
+        TypeError: The value is not an integer.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number: got {value!r}.")
 
 
 def validate_positive(value: object, name: str) -> None:
-    """Refuse what is no positive, finite number.
+    """Raise if a value is not a positive, finite number.
 
     Raises:
-        TypeError: No number.
-        ValueError: Zero, negative, infinite or NaN.
+        TypeError: The value is not a real number.
+        ValueError: The value is zero, negative, infinite or NaN.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a positive number: got {value!r}.")
@@ -33,16 +33,16 @@ def validate_positive(value: object, name: str) -> None:
 
 
 def validate_count(value: object, name: str, *, minimum: int = 1) -> None:
-    """Refuse what does not count anything.
+    """Raise if a value is not an integer of at least `minimum`. NumPy's integers are integers, booleans are not.
 
     Args:
-        value: What was given; NumPy's integers are integers, True is none.
-        name: What to call it.
-        minimum: Smallest count allowed.
+        value: The value.
+        name: Name of the value in the error message.
+        minimum: The smallest value that is accepted.
 
     Raises:
-        TypeError: No whole number.
-        ValueError: Below the minimum.
+        TypeError: The value is not an integer.
+        ValueError: The value is below the minimum.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, at least {minimum}: got {value!r}.")
@@ -51,11 +51,11 @@ def validate_count(value: object, name: str, *, minimum: int = 1) -> None:
 
 
 def validate_memory_budget(value: object) -> None:
-    """Refuse a memory budget that no work fits into.
+    """Raise if a value is not a memory budget of at least 1 MiB.
 
     Raises:
-        TypeError: No whole number of bytes.
-        ValueError: Less than 1 MiB.
+        TypeError: The value is not an integer.
+        ValueError: The value is below 1 MiB.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"memory_budget must be a whole number of bytes: got {value!r}.")
@@ -64,10 +64,10 @@ def validate_memory_budget(value: object) -> None:
 
 
 def validate_generator(value: object) -> None:
-    """Refuse what draws no random numbers.
+    """Raise if a value is neither a `torch.Generator` nor None.
 
     Raises:
-        TypeError: Neither a `torch.Generator` nor None.
+        TypeError: The value is another kind of object.
     """
     if value is not None and not isinstance(value, torch.Generator):
         raise TypeError(
@@ -76,12 +76,12 @@ def validate_generator(value: object) -> None:
 
 
 def validate_finite(X: Shaped[Tensor, "n ..."], name: str, advice: str = "Remove or repair that point.") -> None:
-    """Refuse NaN and infinity, naming the first row that holds one.
+    """Raise if a tensor holds NaN or infinity, and name the first row that does. Integers are always finite.
 
     Args:
-        X: Rows of numbers; those of integers are finite.
-        name: What to call them.
-        advice: What to do.
+        X: Rows of numbers.
+        name: Name of the tensor in the error message.
+        advice: Last sentence of the error message.
 
     Raises:
         ValueError: A row holds NaN or infinity.

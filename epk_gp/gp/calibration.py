@@ -1,4 +1,4 @@
-"""One number that makes predicted class probabilities as sure as they should be: Guo et al. (2017)."""
+"""Calibration of predicted class probabilities by one temperature: Guo et al. (2017)."""
 
 from dataclasses import dataclass
 from math import exp, log
@@ -9,19 +9,21 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.sampling import Method, MonteCarlo, standard_normals
+from epk_gp.gp.sampling import MonteCarlo, SamplingMethod, validate_method
 from epk_gp.gp.softmax import symmetric_root
 
-_LOG_RANGE = 10.0  # temperatures from exp(-10) to exp(10)
+_LOG_RANGE = 10.0  # temperatures from exp(-10) = 4.5e-5 to exp(10) = 2.2e4
+_LOG_TOLERANCE = 1e-6  # of the logarithm of the temperature: a relative error of 1e-6
+_FLAT = 1e-9  # nats per point by which the best temperature must beat those at the ends of the range
 
 
 @dataclass(frozen=True)
 class Temperature:
-    """The temperature at which held-out labels are likeliest.
+    """The temperature at which held-out labels are most likely.
 
     Attributes:
         value: T: logits are divided by it.
-        before: Mean negative log probability of the labels at T = 1.
+        before: Mean negative log probability of the labels at T = 1, in nats.
         after: The same at T.
     """
 
@@ -36,51 +38,54 @@ def calibrated_temperature(
     num_samples: int = 1024,
     generator: torch.Generator | None = None,
     *,
-    method: Method = MonteCarlo(),
+    method: SamplingMethod = MonteCarlo(),
 ) -> Temperature:
-    """Choose the temperature by the labels of points that the GP has not seen.
+    """Choose the temperature by the labels of points that the GP is not conditioned on.
 
         T = argmin  -mean_i log E[softmax((mean_i + covariance_i^(1/2) eps) / T)]_{label_i}
 
-    Take held-out points, or `leave_one_out(gp).posterior` with the labels of the conditioning points. The same draws
-    serve all temperatures.
+    Take held-out points, or `leave_one_out(gp).posterior` with the labels of the conditioning points. All temperatures
+    use the same samples.
 
     Args:
         posterior: At n points.
         labels: Their classes.
-        num_samples: Draws per point.
-        generator: Source of the draws.
-        method: How to draw.
+        num_samples: Samples per point.
+        generator: Source of the samples.
+        method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
 
     Raises:
-        ValueError: Another number of labels than points, labels out of range, or a best temperature that runs off to
-            the end of the range (every label is the likeliest class, or no better than chance).
+        TypeError: `method` is neither of the two.
+        ValueError: There are more or fewer labels than points, labels are out of range, or the likelihood is largest at
+            an end of the range of temperatures (every label is the most likely class, or no better than chance).
     """
     n, C = posterior.mean.shape
     if labels.shape != (n,):
         raise ValueError(f"labels must have one entry per point: got shape {tuple(labels.shape)} for {n} points.")
     if n and not 0 <= int(labels.min()) <= int(labels.max()) < C:
         raise ValueError(f"labels must lie in 0..{C - 1}: got {int(labels.min())}..{int(labels.max())}.")
+    validate_method(method)
     root, _ = symmetric_root(posterior)
-    eps = standard_normals(method, num_samples, C, generator, posterior.mean)
+    eps = method.standard_normals(num_samples, C, generator, posterior.mean)
     logits = posterior.mean[:, None] + eps @ root  # (n, S, C)
 
     def loss(log_temperature: float) -> float:
         return _negative_log_probability(logits / exp(log_temperature), labels)
 
-    found = minimize_scalar(loss, bounds=(-_LOG_RANGE, _LOG_RANGE), method="bounded", options={"xatol": 1e-6})
-    ends = {end: loss(end) for end in (-_LOG_RANGE, _LOG_RANGE)}
-    best_end = min(ends, key=ends.__getitem__)
-    if ends[best_end] <= found.fun + 1e-9:
+    bounds = (-_LOG_RANGE, _LOG_RANGE)
+    minimum = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _LOG_TOLERANCE})
+    losses_at_ends = {end: loss(end) for end in bounds}
+    best_end = min(losses_at_ends, key=losses_at_ends.__getitem__)
+    if losses_at_ends[best_end] <= minimum.fun + _FLAT:
         raise ValueError(
-            "a temperature must exist at which the labels are likeliest: the likelihood grows to the end of the range, "
-            f"T = {exp(best_end):.3g}. Use more points, some of which are misclassified."
+            "a temperature must exist at which the labels are most likely: the likelihood grows to the end of the "
+            f"range, T = {exp(best_end):.3g}. Use more points, some of which are misclassified."
         )
-    return Temperature(exp(found.x), loss(0.0), float(found.fun))
+    return Temperature(exp(minimum.x), loss(0.0), float(minimum.fun))
 
 
 def _negative_log_probability(logits: Float[Tensor, "n samples C"], labels: Tensor) -> float:
     log_p = torch.log_softmax(logits, dim=-1)
     index = labels.to(logits.device)[:, None, None].expand(-1, logits.shape[1], 1)
-    own = log_p.gather(-1, index)[..., 0]
-    return log(logits.shape[1]) - float(torch.logsumexp(own, dim=1).mean())
+    log_p_label = log_p.gather(-1, index)[..., 0]
+    return log(logits.shape[1]) - float(torch.logsumexp(log_p_label, dim=1).mean())

@@ -1,4 +1,4 @@
-"""What a GP says of each of its own points without that point: exact, from one factorisation."""
+"""Leave-one-out predictions: exact, for all points from one factorisation."""
 
 from dataclasses import dataclass
 from math import log, pi
@@ -13,7 +13,7 @@ from epk_gp.gp.posterior import LogitPosterior
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOut:
-    """Predictions of each of N conditioning points from the other N - 1, hyperparameters as they are.
+    """Predictions of each of N conditioning points from the other N - 1, with the hyperparameters as they are.
 
     Attributes:
         posterior: Of the latent outputs, without noise.
@@ -32,7 +32,7 @@ class LeaveOneOut:
 def leave_one_out(gp: LogitGP) -> LeaveOneOut:
     """Predict each conditioning point from the others.
 
-    Equations (5.10) to (5.12) of Rasmussen & Williams (2006), in blocks: a point takes all its C outputs along.
+    Equations (5.10) to (5.12) of Rasmussen & Williams (2006), in blocks: all C outputs of a point are left out.
 
         A = (scale K + noise)^-1,   cov_i = (A_ii)^-1,   y_i - mean_i = cov_i (A (y - m))_i
 
@@ -40,8 +40,8 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
         gp: A process over N points.
 
     Returns:
-        Predictions and scores, float64. `log_density` averaged is a score of hyperparameters; the posterior goes into
-        `softmax_uncertainty` and `calibrated_temperature`.
+        Predictions and scores, float64. The mean of `log_density` is a score of hyperparameters; the posterior is what
+        `softmax_uncertainty` and `calibrated_temperature` take.
 
     Raises:
         ValueError: The observations' covariance is not positive definite, or the GP has fewer than 2 points.
@@ -50,23 +50,19 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
     if N < 2:
         raise ValueError(f"leaving one point out needs at least 2: the GP is conditioned on {N}.")
     with torch.no_grad():
-        factorization = gp.factorization()
-        A = torch.cholesky_inverse(factorization.factor)  # (K, rows, rows)
-        if gp.kernel.source.reduction == "full":
-            own = A.reshape(N, C, N, C).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (N, C, C)
-            projected = factorization.weights.reshape(N, C)
-            targets, noise = gp.train_targets, gp.likelihood.noise.expand(N, C)
-        else:
-            own = torch.diag_embed(A.diagonal(dim1=-2, dim2=-1).mT)
-            projected = factorization.weights.mT
-            targets, noise = gp.train_targets.mT, gp.likelihood.noise.expand(C, N).mT
-        noisy = torch.linalg.inv(own)
-        noisy = (noisy + noisy.mT) / 2  # the inverse of a symmetric matrix, of which rounding leaves two halves
+        coupling, factorization = gp.coupling, gp.factorization()
+        inverse = torch.cholesky_inverse(factorization.factor)  # A, (K, rows, rows)
+        A = coupling.point_blocks(inverse)  # A_ii, (N, C, C)
+        projected = coupling.from_rows(factorization.weights)  # A (y - m), (N, C)
+        targets, noise = coupling.from_rows(gp.target_rows()), coupling.from_rows(gp.noise_rows())
+        noisy = torch.linalg.inv(A)
+        noisy = (noisy + noisy.mT) / 2  # rounding makes the inverse of a symmetric matrix slightly unsymmetric
         residual = (noisy @ projected[..., None])[..., 0]
-        log_density = -0.5 * ((residual * projected).sum(-1) - torch.linalg.slogdet(own).logabsdet + C * log(2 * pi))
-        rounding = A.shape[-1] * torch.finfo(A.dtype).eps * float(noisy.diagonal(dim1=-2, dim2=-1).max())
+        log_density = -0.5 * ((residual * projected).sum(-1) - torch.linalg.slogdet(A).logabsdet + C * log(2 * pi))
+        largest_variance = float(noisy.diagonal(dim1=-2, dim2=-1).max())
+        tolerance = inverse.shape[-1] * torch.finfo(A.dtype).eps * largest_variance
         return LeaveOneOut(
-            posterior=LogitPosterior(targets - residual, noisy - torch.diag_embed(noise), rounding),
+            posterior=LogitPosterior(targets - residual, noisy - torch.diag_embed(noise), tolerance),
             residual=residual,
             log_density=log_density,
             standardized=residual / noisy.diagonal(dim1=-2, dim2=-1).sqrt(),

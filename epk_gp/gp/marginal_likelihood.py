@@ -1,7 +1,7 @@
 """The exact marginal likelihood as a function of scale and noise, from one eigendecomposition of the Gram matrix.
 
-One Cholesky factorisation with its gradient takes seconds at 3000 rows, at every step. Here a step costs one product of
-the eigenvectors with the residual.
+A Cholesky factorisation with its gradient takes seconds at 3000 rows, in every step of an optimizer. Here a step costs
+one product of the eigenvectors with the residual.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class GramSpectrum:
-    """W K W = Q diag(values) Q^T for K Gram matrices, with W = D^(-1/2) for known noise D, else the identity.
+    """W G W = Q diag(values) Q^T for K Gram matrices G, with W = D^(-1/2) for known noise D, else the identity.
 
     Attributes:
-        values: Eigenvalues, ascending; negative ones by rounding only.
+        values: Eigenvalues in ascending order; negative ones come from rounding only.
         vectors: Q.
         whitening: Diagonal of W.
     """
@@ -28,11 +28,11 @@ class GramSpectrum:
 
 
 def spectrum_of(gram: Float[Tensor, "K rows rows"], known_noise: Float[Tensor, "K rows"] | None) -> GramSpectrum:
-    """Decompose Gram matrices.
+    """Decompose Gram matrices into eigenvalues and eigenvectors.
 
     Args:
         gram: K kernel matrices over the observations, without scale and noise.
-        known_noise: Variances that are not learned; None if one variance per matrix is.
+        known_noise: Variances that are not learned; None if one variance per matrix is learned.
     """
     if known_noise is None:
         whitening = gram.new_ones(gram.shape[:-1])
@@ -60,7 +60,8 @@ def negative_log_marginal_likelihood(
         residual: Observations minus prior mean.
 
     Raises:
-        ValueError: The covariance is not positive definite: the noise does not cover the rounding of the Gram matrix.
+        ValueError: The covariance is not positive definite, because the noise does not exceed the rounding of the Gram
+            matrix.
     """
     variances = outputscale[:, None] * spectrum.values + noise[:, None]
     lowest = variances.detach().min()

@@ -1,34 +1,37 @@
-"""Prior means: the network at one state of its run, or a constant per class."""
+"""Prior means: the network at one state of its run, or a constant per output."""
 
 from typing import Literal, final
 
-import gpytorch
-import torch
+from gpytorch.means import ConstantMean, Mean, ZeroMean
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.fingerprint import content_key
 from epk_gp.core.head import apply_head
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.kernels.config import KernelConfig, as_points, needs_graph, validate_points
+from epk_gp.gp.output_coupling import OutputCoupling
+from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.tagged_points import as_points, requires_graph, validate_tagged_points
 
 PriorMean = Literal["initial", "constant", "zero", "network"]
 
 
 @final
-class NetworkMean(gpytorch.means.Mean):  # type: ignore[misc]  # gpytorch ships no types
+class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
     """The recorded network f_{w_s} as a prior mean; both copies of an input have the same mean.
 
-    The network's weights are no parameters of it.
+    The network's weights are not parameters of it.
 
     Args:
-        source: The kernel's source: the run, the head, and the cache for outputs at points seen before.
-        state: s: 0 is f_{w_0}, the b of the kernel machine (Theorem 3.6, Bell et al. 2023); -1 the trained network.
+        config: The kernel's: the run, the head, and the cache, which also holds outputs.
+        coupling: How the process over C outputs is put together.
+        state: s: 0 is f_{w_0}, the b of the kernel machine (Theorem 3.6, Bell et al. 2023); -1 is the trained network.
     """
 
-    def __init__(self, source: KernelConfig, state: int) -> None:
+    def __init__(self, config: KernelConfig, coupling: OutputCoupling, state: int) -> None:
         super().__init__()
-        self.source = source
+        self.config = config
+        self.coupling = coupling
         self.state = state
 
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> Float[Tensor, "*d n C"] | Float[Tensor, "*d n"]:
@@ -38,57 +41,50 @@ class NetworkMean(gpytorch.means.Mean):  # type: ignore[misc]  # gpytorch ships 
             x: (*b, n, D + 1).
 
         Returns:
-            (*b, n, C), or for one GP per class (*d, n) with d = broadcast(b, [C]).
+            (*b, n, C), or for one process per output (*d, n) with d = broadcast(b, [C]).
         """
-        outputs = self._outputs(x)
-        if self.source.reduction == "full":
-            return outputs
-        batch, C = x.shape[:-2], outputs.shape[-1]
-        position = torch.arange(batch.numel(), device=x.device).view(batch)
-        per_class = outputs.mT.reshape(-1, C, x.shape[-2])
-        return per_class[position, torch.arange(C, device=x.device)]
+        return self.coupling.to_gpytorch(self._outputs(x))
 
     def _outputs(self, x: Tensor) -> Tensor:
-        source = self.source
-        validate_points(source.trajectory, x)
-        if needs_graph(x):
-            return self._with_graph(x)
-        key = ("mean", source.trajectory.digest, source.head, self.state, content_key(x))
-        found = source.cache.get(key)
-        if found is None:
-            points = as_points(source.trajectory, x.reshape(-1, x.shape[-1]))
-            f = network_outputs(source.trajectory, points.X, state=self.state, head=source.head)
-            found = f.to(x.dtype).reshape(*x.shape[:-1], -1)
-            source.cache.put(key, found)
-        return found
+        config, head = self.config, self.config.path_kernel.head
+        validate_tagged_points(config.trajectory, x)
+        if requires_graph(x):
+            return self._outputs_with_graph(x)
+        key = ("mean", config.trajectory.digest, head, self.state, content_key(x))
+        cached = config.cache.get(key)
+        if cached is not None:
+            return cached
+        points = as_points(config.trajectory, x.reshape(-1, x.shape[-1]))
+        f = network_outputs(config.trajectory, points.X, state=self.state, head=head)
+        outputs = f.to(x.dtype).reshape(*x.shape[:-1], -1)
+        config.cache.put(key, outputs)
+        return outputs
 
-    def _with_graph(self, x: Tensor) -> Tensor:
-        trajectory = self.source.trajectory
+    def _outputs_with_graph(self, x: Tensor) -> Tensor:
+        trajectory = self.config.trajectory
         X = x[..., :-1].reshape(-1, *trajectory.input_shape)
         weights = {name: value.to(X) for name, value in trajectory.weights(self.state).items()}
         z = trajectory.model_for(X)(weights, X)
-        return apply_head(z, self.source.head).reshape(*x.shape[:-1], -1)
+        return apply_head(z, self.config.path_kernel.head).reshape(*x.shape[:-1], -1)
 
 
-def make_mean(mean: PriorMean, source: KernelConfig) -> gpytorch.means.Mean:
-    """Build a prior mean with one value per point and class.
+def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling) -> Mean:
+    """Build a prior mean with one value per point and output.
 
     Args:
-        mean: "initial" (f_{w_0}), "constant" (learned, one per class), "zero", or "network" (the trained network).
-        source: The kernel's source; reduction "full" for one multi-output GP, "per_class" for one GP per class.
+        mean: "initial" (f_{w_0}), "constant" (learned, one per output), "zero", or "network" (the trained network).
+        config: The kernel's.
+        coupling: How the process over C outputs is put together.
 
     Raises:
-        ValueError: No such mean.
+        ValueError: `mean` is none of these.
     """
-    C = source.trajectory.num_outputs
-    full = source.reduction == "full"
-    batch = torch.Size([]) if full else torch.Size([C])
-    if mean in ("initial", "network"):
-        return NetworkMean(source, state=0 if mean == "initial" else -1)
+    if mean == "initial":
+        return NetworkMean(config, coupling, state=0)
+    if mean == "network":
+        return NetworkMean(config, coupling, state=-1)
     if mean == "constant":
-        module = gpytorch.means.ConstantMean(batch_shape=batch)
-    elif mean == "zero":
-        module = gpytorch.means.ZeroMean(batch_shape=batch)
-    else:
-        raise ValueError(f"mean must be one of ['initial', 'constant', 'zero', 'network']: got {mean!r}.")
-    return gpytorch.means.MultitaskMean([module], num_tasks=C) if full else module
+        return coupling.mean_module(ConstantMean(batch_shape=coupling.batch_shape))
+    if mean == "zero":
+        return coupling.mean_module(ZeroMean(batch_shape=coupling.batch_shape))
+    raise ValueError(f"mean must be one of ['initial', 'constant', 'zero', 'network']: got {mean!r}.")

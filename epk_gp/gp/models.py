@@ -1,26 +1,27 @@
 """GP regression on logits with the exact path kernel as prior covariance: section 4.2, Bell et al. (2023)."""
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import Unpack, final
 
 import gpytorch
-import numpy as np
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_positive
-from epk_gp.gp.likelihoods import NOISE_FLOOR, make_likelihood
+from epk_gp.gp.likelihoods import NOISE_FLOOR
 from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_likelihood, spectrum_of
 from epk_gp.gp.means import PriorMean, make_mean
+from epk_gp.gp.output_coupling import CoupledOrIndependent, parse_coupling
 from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
 from epk_gp.gp.targets import TargetKind, make_targets
-from epk_gp.kernels.epk import CACHE_BYTES, EPKKernel
+from epk_gp.gp.train_indices import parse_train_indices
+from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
@@ -45,33 +46,35 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     Args:
         trajectory: Training run with C outputs.
-        outputs: "full" - one GP with C x C coupling; "independent" - one GP per class, each with its own outputscale
-            and noise.
-        mean: "initial" (f_{w_0}, the b of the kernel machine), "constant" (learned, one per class), "zero", "network".
+        outputs: "full" - one process whose C outputs covary; "independent" - one process per output, each with an
+            outputscale and noise of its own.
+        mean: "initial" (f_{w_0}, the b of the kernel machine), "constant" (learned, one per output), "zero", "network".
         targets: "network" - the trained network's outputs at the points (the paper); "dirichlet" - transformed labels
             with known noise (Milios et al. 2018).
         points: Indices of the training points to condition on; all by default.
         head: "logits" or "log_softmax".
         rule: Quadrature rule.
         noise: A number - initial noise variance, relative to the kernel's mean diagonal, to be learned; or (N, C) known
-            variances of the conditioning points' targets, which stay. Not used with targets="dirichlet", whose
-            variances are known.
-        memory_budget: Bytes that kernel blocks and posteriors may use beside the factorisation.
+            variances of the conditioning points' targets, which are not learned. Not used with targets="dirichlet",
+            whose variances are known.
+        options: `memory_budget`, for kernel blocks and posteriors beside the factorisation; see `ComputeOptions`.
 
     Attributes:
+        coupling: How the process over C outputs is put together.
         train_inputs: One tensor of N training copies, (N, D + 1).
         train_targets: (N, C) for "full", (C, N) for "independent".
         points: The N indices.
 
     Raises:
-        TypeError: Points that are not indices.
-        ValueError: An unknown option, points out of range or repeated, or targets="dirichlet" without class labels.
+        TypeError: `points` are not indices, or an option is not known.
+        ValueError: An argument has an unknown value, `points` are out of range or repeated, or targets="dirichlet" is
+            asked for without class labels.
     """
 
     def __init__(
         self,
         trajectory: Trajectory,
-        outputs: Literal["full", "independent"] = "full",
+        outputs: CoupledOrIndependent = "full",
         mean: PriorMean = "initial",
         targets: TargetKind = "network",
         points: Int[Tensor, " N"] | Sequence[int] | None = None,
@@ -79,32 +82,37 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         head: Head = "logits",
         rule: QuadratureRule = gauss_legendre(4),
         noise: float | Float[Tensor, "N C"] = 1e-2,
-        memory_budget: int = MEMORY_BUDGET,
+        **options: Unpack[ComputeSettings],
     ) -> None:
-        if outputs not in ("full", "independent"):
-            raise ValueError(f"outputs must be 'full' or 'independent': got {outputs!r}.")
         validate_trajectory(trajectory)
-        chosen = _read_points(points, trajectory)
-        C, N = trajectory.num_outputs, len(chosen)
-        _check_noise(noise, (N, C), targets)
-        gram_bytes = 8 * N**2 * (C**2 if outputs == "full" else C)
+        C = trajectory.num_outputs
+        coupling = parse_coupling(outputs, C)
+        train_indices = parse_train_indices(points, trajectory)
+        N = len(train_indices)
+        _validate_noise(noise, (N, C), targets)
+        parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
+        structure = coupling.structure
+        gram_bytes = 8 * structure.num_matrices * (structure.rows_per_point * N) ** 2
         kernel = EPKKernel(
             trajectory,
             outputs,
             head,
             rule,
             "mean_diagonal",
-            cache_bytes=gram_bytes + CACHE_BYTES,  # fit() must find the Gram matrix again
-            memory_budget=memory_budget,
+            cache_bytes=gram_bytes + CACHE_BYTES,  # the Gram matrix stays for `fit` and every factorisation
+            **options,
         )
-        y, variances = make_targets(trajectory, chosen, targets, head)
+        y, variances = make_targets(trajectory, train_indices, targets, head)
         if isinstance(noise, Tensor):
             variances = noise.detach().to(y)
-        x = train_copy(trajectory.inputs[chosen].to(torch.float64))
-        likelihood = make_likelihood(kernel.batch_shape, C, variances)
-        super().__init__(x, y if outputs == "full" else y.mT.contiguous(), likelihood)
-        self.points = chosen
-        self.mean_module = make_mean(mean, kernel.source)
+        x = train_copy(trajectory.inputs[train_indices].to(torch.float64))
+        likelihood = (
+            coupling.learned_noise_likelihood() if variances is None else coupling.known_noise_likelihood(variances)
+        )
+        super().__init__(x, coupling.to_gpytorch(y), likelihood)
+        self.points = train_indices
+        self.coupling = coupling
+        self.mean_module = make_mean(mean, kernel.config, coupling)
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
         self._noise_is_known = variances is not None
         self._residual_is_zero = mean == "network" and targets == "network"
@@ -121,7 +129,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return kernel
 
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
-        """Give the prior at tagged points.
+        """Return the prior at tagged points.
 
         Args:
             x: (*b, n, D + 1).
@@ -129,27 +137,27 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         Returns:
             Over (n, C) for "full"; over n with batch shape [C] for "independent".
         """
-        mean, covariance = self.mean_module(x), self.covar_module(x)
-        full = self.kernel.source.reduction == "full"
-        return MultitaskMultivariateNormal(mean, covariance) if full else MultivariateNormal(mean, covariance)
+        return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
     def fit(self, steps: int = 50, lr: float = 0.1, progress: bool = False) -> list[float]:
         """Maximise the exact marginal likelihood over outputscale, noise and constant, with Adam.
 
-        The value is that of GPyTorch's `ExactMarginalLogLikelihood` by Cholesky. The Gram matrix depends on nothing
-        that is learned: it is computed and decomposed once, and a step costs next to nothing.
+        The value is that of GPyTorch's `ExactMarginalLogLikelihood` by Cholesky. The Gram matrix does not depend on
+        what is learned: it is computed and decomposed once, and a step costs little.
 
         Args:
             steps: Number of Adam steps.
-            lr: Their size.
+            lr: Learning rate of Adam.
             progress: Show a progress bar.
 
         Returns:
             The negative log marginal likelihood per observation before every step (a sum over classes if independent).
 
         Raises:
-            ValueError: The residual is zero by construction, so the likelihood grows without bound as the scale
-                shrinks; or the covariance is not positive definite (no jitter is added).
+            TypeError: `steps` is not a whole number, or `lr` is not a number.
+            ValueError: `steps` or `lr` is not positive; the residual is zero by construction, so that the likelihood
+                grows without bound as the scale shrinks; or the covariance is not positive definite (no jitter is
+                added).
         """
         if self._residual_is_zero:
             raise ValueError(
@@ -186,7 +194,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             Mean (n, C) and covariance (n, C, C), diagonal for "independent", float64. No noise of observations in it.
 
         Raises:
-            TypeError, ValueError: Points that the network cannot take, or a covariance that is not positive definite.
+            TypeError: The points are of a kind that the network cannot take.
+            ValueError: The points have a shape or values that the network cannot take, `block_size` is below 1, or the
+                observations' covariance is not positive definite.
         """
         validate_inputs(self.kernel.trajectory, X_test, "X_test")
         x = test_copy(X_test.to(self.train_inputs[0]))
@@ -195,32 +205,40 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     def prior_mean(self, x: Shaped[Tensor, "n columns"]) -> Float[Tensor, "n C"]:
         """Evaluate the prior mean at tagged points."""
-        mean: Tensor = self.mean_module(x)
-        return mean if self.kernel.source.reduction == "full" else mean.mT
+        return self.coupling.from_rows(self._rows(self.mean_module(x)))
+
+    def target_rows(self) -> Float[Tensor, "K rows"]:
+        """Return the targets as rows of the kernel's matrices."""
+        return self._rows(self.train_targets)
+
+    def noise_rows(self) -> Float[Tensor, "K rows"]:
+        """Return the noise variance of every target, as rows of the kernel's matrices."""
+        return self._rows(self.likelihood.noise).expand(self.target_rows().shape)
 
     def factorization(self) -> Factorization:
         """Factorise the covariance of the observations, with the hyperparameters as they are."""
-        K = self.kernel.source.num_matrices
-        outputscale = self.covar_module.outputscale.reshape(K)
+        outputscale = self.covar_module.outputscale.reshape(-1)
         covariance = outputscale[:, None, None] * self._gram()
-        covariance.diagonal(dim1=-2, dim2=-1).add_(self.likelihood.noise.reshape(K, -1))
+        covariance.diagonal(dim1=-2, dim2=-1).add_(self.noise_rows())
         scale = outputscale / self.kernel.scale
-        return factorize(self.kernel.source, scale, self.train_inputs[0], covariance, self._residual())
+        return factorize(self.kernel.config, self.coupling, scale, self.train_inputs[0], covariance, self._residual())
+
+    def _rows(self, values: Tensor) -> Tensor:
+        """Arrange values in GPyTorch's layout as rows of the kernel's matrices, (K, rows)."""
+        return values.reshape(self.coupling.structure.num_matrices, -1)
 
     def _residual(self) -> Tensor:
-        """Observations minus prior mean, (K, rows)."""
-        residual: Tensor = self.train_targets - self.mean_module(self.train_inputs[0])
-        return residual.reshape(self.kernel.source.num_matrices, -1)
+        """Subtract the prior mean from the targets, (K, rows)."""
+        return self._rows(self.train_targets - self.mean_module(self.train_inputs[0]))
 
     def _gram(self) -> Tensor:
-        """Kernel matrix over the training copies, without outputscale: (K, rows, rows)."""
+        """Evaluate the kernel matrix over the training copies, without outputscale: (K, rows, rows)."""
         (x,) = self.train_inputs
         gram: Tensor = self.kernel.forward(x, x)
-        return gram.reshape(self.kernel.source.num_matrices, *gram.shape[-2:])
+        return gram.reshape(-1, *gram.shape[-2:])
 
     def _spectrum(self) -> GramSpectrum:
-        K = self.kernel.source.num_matrices
-        return spectrum_of(self._gram(), self.likelihood.noise.reshape(K, -1) if self._noise_is_known else None)
+        return spectrum_of(self._gram(), self._rows(self.likelihood.noise) if self._noise_is_known else None)
 
     def _loss(self, spectrum: GramSpectrum) -> Tensor:
         K, rows = spectrum.values.shape
@@ -232,7 +250,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return loss / rows
 
 
-def _check_noise(noise: float | Tensor, shape: tuple[int, int], targets: TargetKind) -> None:
+def _validate_noise(noise: float | Tensor, shape: tuple[int, int], targets: TargetKind) -> None:
     if not isinstance(noise, Tensor):
         if not NOISE_FLOOR < noise < float("inf"):
             raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
@@ -240,26 +258,3 @@ def _check_noise(noise: float | Tensor, shape: tuple[int, int], targets: TargetK
         raise ValueError("noise must not be given with targets='dirichlet': the transformed labels bring their own.")
     elif noise.shape != shape:
         raise ValueError(f"noise must be one variance per point and output {shape}: got shape {tuple(noise.shape)}.")
-
-
-def _read_points(points: Tensor | Sequence[int] | None, trajectory: Trajectory) -> Int[Tensor, " N"]:
-    M = trajectory.inputs.shape[0]
-    if points is None:
-        return torch.arange(M, device=trajectory.device)
-    try:
-        if not isinstance(points, Tensor | Sequence | range | np.ndarray):
-            raise TypeError("one index, or none")
-        chosen = torch.as_tensor(points, device=trajectory.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"points must be a list or tensor of indices of training points: got {points!r}.") from error
-    if len(chosen) and (chosen.is_floating_point() or chosen.dtype == torch.bool):
-        raise TypeError(f"points must be indices: got {chosen.dtype}. Turn a mask into mask.nonzero()[:, 0].")
-    if chosen.ndim != 1 or not len(chosen):
-        raise ValueError(f"points must be a list of at least one index: got shape {tuple(chosen.shape)}.")
-    low, high = int(chosen.min()), int(chosen.max())
-    if low < 0 or high >= M:
-        raise ValueError(f"points must lie in 0..{M - 1} (the training points): got {low}..{high}.")
-    if len(chosen.unique()) < len(chosen):
-        repeated = len(chosen) - len(chosen.unique())
-        raise ValueError(f"points must not repeat: got {repeated} repeated indices. Use points.unique().")
-    return chosen.long()

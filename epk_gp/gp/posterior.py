@@ -8,7 +8,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.kernels.blocks import block, diagonal_matrices
+from epk_gp.core.memory_plan import posterior_points
+from epk_gp.gp.output_coupling import OutputCoupling
+from epk_gp.kernels.blocks import block, diagonal_blocks
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
 
@@ -20,13 +22,14 @@ class LogitPosterior:
     Attributes:
         mean: (n, C).
         covariance: Of the C outputs at one point, (n, C, C). Nothing is kept between points.
-        rounding: Size below which an eigenvalue of a covariance is rounding: the covariance is a difference of larger
-            numbers, so this is relative to the prior variance. 0 if unknown.
+        eigenvalue_tolerance: Eigenvalues of a covariance between minus this number and 0 are rounding errors of a
+            semi-definite matrix. The covariance is a difference of larger numbers, so the tolerance is relative to the
+            prior variance; 0 if it is not known.
     """
 
     mean: Float[Tensor, "n C"]
     covariance: Float[Tensor, "n C C"]
-    rounding: float = 0.0
+    eigenvalue_tolerance: float = 0.0
 
     def __len__(self) -> int:
         return self.mean.shape[0]
@@ -34,17 +37,22 @@ class LogitPosterior:
 
 @dataclass(frozen=True, eq=False)
 class Factorization:
-    """A prior and its observations, factorised. K matrices (1 coupled GP, or one per class) with R rows per point.
+    """The factorised covariance of the observations, and the weights that follow from it.
+
+    GPyTorch calls this a prediction strategy. There are K matrices, one for coupled outputs or one per output, with R
+    rows per point.
 
     Attributes:
-        source: Where kernel values come from.
+        config: The kernel, with a cache that keeps nothing: blocks with test points are not asked for again.
+        coupling: How the process over C outputs is put together.
         scale: What kernel values are multiplied by, one per matrix.
         points: The N training points.
         factor: Lower Cholesky factor of scale * K(points, points) + noise.
         weights: (scale * K(points, points) + noise)^-1 (targets - mean).
     """
 
-    source: KernelConfig
+    config: KernelConfig
+    coupling: OutputCoupling
     scale: Float[Tensor, " K"]
     points: Shaped[Tensor, "N columns"]
     factor: Float[Tensor, "K rows rows"]
@@ -52,7 +60,8 @@ class Factorization:
 
 
 def factorize(
-    source: KernelConfig,
+    config: KernelConfig,
+    coupling: OutputCoupling,
     scale: Float[Tensor, " K"],
     points: Shaped[Tensor, "N columns"],
     covariance: Float[Tensor, "K rows rows"],
@@ -61,14 +70,15 @@ def factorize(
     """Factorise the covariance of the observations.
 
     Args:
-        source: Where kernel values come from.
-        scale: What they are multiplied by, one per matrix.
+        config: The kernel.
+        coupling: How the process over C outputs is put together.
+        scale: What kernel values are multiplied by, one per matrix.
         points: The N training points.
         covariance: Of the observations, noise included.
         residual: Observations minus prior mean.
 
     Raises:
-        ValueError: The covariance is not positive definite. No jitter is added.
+        ValueError: The covariance is not positive definite; no jitter is added.
     """
     factor, info = torch.linalg.cholesky_ex(covariance)
     if info.any():
@@ -77,7 +87,7 @@ def factorize(
             f"{int(info.max())} of {covariance.shape[-1]}. Raise the noise, or condition on fewer points."
         )
     weights = torch.cholesky_solve(residual[..., None], factor)[..., 0]
-    return Factorization(replace(source, cache=BlockCache(0)), scale, points, factor, weights)
+    return Factorization(replace(config, cache=BlockCache(0)), coupling, scale, points, factor, weights)
 
 
 def posterior_at(
@@ -96,32 +106,33 @@ def posterior_at(
 
     Args:
         factorization: The factorised prior.
-        prior_mean: Gives (n, C) at n points.
+        prior_mean: Returns (n, C) at n points.
         x: Points, usually test copies.
-        block_size: Points at a time; from the source's memory budget by default.
+        block_size: Points at a time; from the kernel's memory budget by default.
         progress: Show a progress bar.
 
     Returns:
         Mean and C x C covariance per point.
 
     Raises:
-        ValueError: `block_size` is not positive.
+        ValueError: `block_size` is below 1.
     """
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size must be at least 1: got {block_size}.")
-    size = block_size or _block_size(factorization)
+    coupling, factor = factorization.coupling, factorization.factor
+    size = block_size or _default_block_size(factorization)
     means, covariances = [], []
-    largest = 0.0
+    largest_variance = 0.0
     with torch.no_grad(), tqdm(total=len(x), desc="posterior", unit="point", disable=not progress) as bar:
         for rows in x.split(size):
-            prior = _prior_covariance(factorization, rows)
-            largest = max(largest, float(prior.diagonal(dim1=-2, dim2=-1).max()))
-            shift, reduction = _update(factorization, rows)
-            means.append(prior_mean(rows) + shift)
-            covariances.append(prior - reduction)
+            prior = coupling.prior_covariances(diagonal_blocks(factorization.config, rows), factorization.scale)
+            largest_variance = max(largest_variance, float(prior.diagonal(dim1=-2, dim2=-1).max()))
+            mean_update, covariance_update = _updates(factorization, rows)
+            means.append(prior_mean(rows) + mean_update)
+            covariances.append(prior - covariance_update)
             bar.update(len(rows))
-    rounding = factorization.factor.shape[-1] * torch.finfo(factorization.factor.dtype).eps * largest
-    return LogitPosterior(torch.cat(means), torch.cat(covariances), rounding)
+    tolerance = factor.shape[-1] * torch.finfo(factor.dtype).eps * largest_variance
+    return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance)
 
 
 def joint_posterior_at(
@@ -131,42 +142,42 @@ def joint_posterior_at(
 
     Args:
         factorization: The factorised prior.
-        prior_mean: Gives (n, C) at n points.
+        prior_mean: Returns (n, C) at n points.
         x: Points, usually test copies.
 
     Returns:
         Mean and covariance, per matrix of the prior: one with n * C rows, or C with n rows.
     """
-    source, scale = factorization.source, factorization.scale[:, None, None]
     with torch.no_grad():
-        cross = scale * block(source, x, factorization.points)
+        cross = _cross_covariance(factorization, x)
         V = torch.linalg.solve_triangular(factorization.factor, cross.mT, upper=False)
-        prior = prior_mean(x)
-        prior = prior.reshape(1, -1) if source.reduction == "full" else prior.mT
-        mean = prior + (cross @ factorization.weights[..., None])[..., 0]
-        return mean, scale * block(source, x, x) - V.mT @ V
+        mean = factorization.coupling.to_rows(prior_mean(x)) + _times_weights(cross, factorization)
+        prior = factorization.scale[:, None, None] * block(factorization.config, x, x)
+        return mean, prior - V.mT @ V
 
 
-def _block_size(factorization: Factorization) -> int:
-    """Points for which the cross block, its solve and one copy of it fit into the budget."""
-    source, factor = factorization.source, factorization.factor
-    per_point = 3 * factor.element_size() * source.num_matrices * source.num_rows * factor.shape[-1]
-    return max(1, source.memory_budget // per_point)
+def _default_block_size(factorization: Factorization) -> int:
+    config, factor = factorization.config, factorization.factor
+    rows_per_point = config.structure.num_matrices * config.structure.rows_per_point
+    return posterior_points(config.options.memory_budget, factor.element_size(), rows_per_point, factor.shape[-1])
 
 
-def _prior_covariance(factorization: Factorization, x: Tensor) -> Tensor:
-    blocks = diagonal_matrices(factorization.source, x)
-    if factorization.source.reduction == "full":
-        return factorization.scale * blocks
-    return torch.diag_embed(factorization.scale * blocks.diagonal(dim1=-2, dim2=-1))
+def _updates(factorization: Factorization, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).
 
-
-def _update(factorization: Factorization, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the observations add to the mean, (n, C), and take from the covariance, (n, C, C)."""
-    cross = factorization.scale[:, None, None] * block(factorization.source, x, factorization.points)  # (K, n R, N R)
-    shift = (cross @ factorization.weights[..., None])[..., 0]
+    The large arrays live in this function only: those of one block of test points are freed before the next.
+    """
+    cross = _cross_covariance(factorization, x)
+    mean_update = factorization.coupling.from_rows(_times_weights(cross, factorization))
     V = torch.linalg.solve_triangular(factorization.factor, cross.mT, upper=False)  # (K, N R, n R)
-    if factorization.source.reduction == "full":
-        V = V.reshape(V.shape[1], len(x), -1).permute(1, 2, 0).contiguous()  # (n, C, N C)
-        return shift.reshape(len(x), -1), V @ V.mT
-    return shift.mT, torch.diag_embed(V.square().sum(1).mT)
+    return mean_update, factorization.coupling.point_blocks_of_gram(V, len(x))
+
+
+def _cross_covariance(factorization: Factorization, x: Tensor) -> Tensor:
+    """Evaluate the prior covariance between x and the training points, (K, n R, N R)."""
+    return factorization.scale[:, None, None] * block(factorization.config, x, factorization.points)
+
+
+def _times_weights(cross: Tensor, factorization: Factorization) -> Tensor:
+    """Multiply cross-covariances with the weights: what the observations add to the prior mean, (K, n R)."""
+    return (cross @ factorization.weights[..., None])[..., 0]

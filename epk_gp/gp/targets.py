@@ -13,13 +13,13 @@ TargetKind = Literal["network", "dirichlet"]
 
 
 def make_targets(
-    trajectory: Trajectory, chosen: Int[Tensor, " N"], targets: TargetKind, head: Head
+    trajectory: Trajectory, train_indices: Int[Tensor, " N"], targets: TargetKind, head: Head
 ) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"] | None]:
-    """Make what the GP regresses on.
+    """Return what the GP regresses on.
 
     Args:
         trajectory: The run.
-        chosen: Indices of N training points.
+        train_indices: Indices of N training points.
         targets: "network" - the trained network's outputs (section 4.2, Bell et al. 2023); "dirichlet" - transformed
             labels.
         head: The network's head.
@@ -28,10 +28,10 @@ def make_targets(
         Targets and, for "dirichlet", the variances of their noise; float64.
 
     Raises:
-        ValueError: No such targets, or targets="dirichlet" without class labels.
+        ValueError: `targets` is neither of the two, or "dirichlet" is asked for and the run has no class labels.
     """
     if targets == "network":
-        X = trajectory.inputs[chosen]
+        X = trajectory.inputs[train_indices]
         X = X.to(torch.float64) if X.is_floating_point() else X
         return network_outputs(trajectory, X, state=-1, head=head).to(torch.float64), None
     if targets != "dirichlet":
@@ -42,13 +42,13 @@ def make_targets(
             f"targets='dirichlet' needs class labels, one integer per point: the run has {labels.dtype} targets of "
             f"shape {tuple(labels.shape)}. Use targets='network'."
         )
-    return dirichlet_targets(labels[chosen], trajectory.num_outputs)
+    return dirichlet_targets(labels[train_indices], trajectory.num_outputs)
 
 
 def dirichlet_targets(
     labels: Int[Tensor, " n"], num_classes: int, *, alpha_epsilon: float = 0.01, dtype: torch.dtype = torch.float64
 ) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
-    """Turn class labels into regression targets with known noise.
+    """Transform class labels to regression targets with known noise.
 
     Milios et al. (2018), as in GPyTorch's `DirichletClassificationLikelihood`: the label's Dirichlet concentration
     alpha = alpha_epsilon + [class is the label] gives Gamma variables that log-normals match in mean and variance:
@@ -57,7 +57,7 @@ def dirichlet_targets(
 
     Args:
         labels: Class of each of n points.
-        num_classes: C. GPyTorch takes the largest label instead, and misses classes without a point.
+        num_classes: C. GPyTorch infers it from the largest label, and misses classes without a point.
         alpha_epsilon: Concentration of the classes that are not the label.
         dtype: Of the result.
 
@@ -65,7 +65,7 @@ def dirichlet_targets(
         Targets y and variances sigma^2.
 
     Raises:
-        ValueError: A label out of range, or a concentration that is not positive.
+        ValueError: A label is out of range, or the concentration is not positive.
     """
     if not alpha_epsilon > 0:
         raise ValueError(f"alpha_epsilon must be positive: got {alpha_epsilon}.")

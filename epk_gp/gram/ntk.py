@@ -1,4 +1,4 @@
-"""A run of one step of length zero: its path kernel is the neural tangent kernel at that state."""
+"""The neural tangent kernel (NTK) at one state of a run, as the path kernel of one step of length zero."""
 
 import hashlib
 from dataclasses import replace
@@ -11,16 +11,14 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
 
-_STATELESS = ("plan", "model")  # what is remembered of a network, not of its weights
-
 
 def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
-    """Stand still at one state of a run: the neural tangent kernel (Jacot et al. 2018) with an `EPKKernel`'s face.
+    """Return a run of one step of length zero, whose path kernel is the NTK (Jacot et al. 2018) at that state.
 
         K(x, x') = J_{w_s}(x) J_{w_s}(x')^T
 
-    Everything that takes a run takes this one: `gram_block`, `EPKKernel`, `LogitGP` (whose initial and trained network
-    are both f_{w_s}). Training and test copies have the same gradients.
+    Everything that takes a run takes this one as well: `gram_block`, `EPKKernel`, `LogitGP` (whose initial and trained
+    network are both f_{w_s}). Training and test copies have the same gradients.
 
     Args:
         trajectory: The run.
@@ -39,7 +37,7 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
 
 
 def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"]) -> Trajectory:
-    """Stand still at any weights.
+    """Return a run of one step of length zero at any weights.
 
     Args:
         trajectory: Gives network, data and loss.
@@ -53,6 +51,6 @@ def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"]) -> Trajectory:
         states=(w, w),
         updates=(stack_coefficients([LinearStep(lr=1.0)] * len(sizes), sizes),),
         steps=(Step(index=0, lr=1.0, batch=None),),
-        update_rule="standing still",
+        update_rule="none (NTK)",
         digest=hasher.hexdigest(),
     )

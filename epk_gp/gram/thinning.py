@@ -1,19 +1,20 @@
-"""Path thinning: every k-th step stands for its neighbours. An approximation, and it says how good it is."""
+"""Path thinning: every k-th step stands for its neighbours. An approximation, whose error is measured."""
 
 import hashlib
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, validate_inputs
 from epk_gp.core.validation import validate_count
-from epk_gp.gram.path_kernel import gram_block
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.quadrature.rules import Rule, gauss_legendre
 
 
@@ -48,8 +49,7 @@ def thin_path(
     head: Head = "log_softmax",
     rule: Rule = gauss_legendre(4),
     num_probe: int = 32,
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Thinning:
     """Leave steps out of the kernel's sum, and measure the error against the full sum.
 
@@ -65,12 +65,12 @@ def thin_path(
         head: Whether f is the logits or their log-softmax.
         rule: Quadrature rule.
         num_probe: Points of either kind, at most.
-        memory_budget: Bytes for the computation of the error.
-        progress: Show a progress bar.
+        options: `memory_budget` and `progress` of the computation of the error; see `ComputeOptions`.
 
     Raises:
-        TypeError, ValueError: A k that is no whole number in 1 .. S; points that the network cannot take.
+        TypeError, ValueError: k is not a whole number in 1 .. S, or the network cannot take the points.
     """
+    parsed = parse_options("thin_path", ("checkpoint", "accumulate"), **options)
     validate_inputs(trajectory, X)
     validate_count(every, "every")
     validate_count(num_probe, "num_probe")
@@ -81,10 +81,7 @@ def thin_path(
     probe = torch.cat([_spaced(training, num_probe), _spaced(X, num_probe)])
     is_train = torch.arange(len(probe), device=X.device) < min(num_probe, len(training))
     points = Points(probe, is_train)
-    full, other = (
-        gram_block(run, points, points, head=head, rule=rule, memory_budget=memory_budget, progress=progress)
-        for run in (trajectory, thinned)
-    )
+    full, other = (PathKernel(run, head, rule).block(points, points, parsed) for run in (trajectory, thinned))
     difference = other - full
     diagonal = torch.einsum("ncnc->nc", full).mean()
     return Thinning(

@@ -1,20 +1,21 @@
-"""Contributions under any linear update rule: adjoints accumulated from the last step back (theory, section 4)."""
+"""Contributions under any linear update rule: adjoints from the last step back (docs/theory.md, section 4)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.autodiff.jacobians import Cotangents, WeightLocation, gradients
-from epk_gp.autodiff.plan import rows_at_a_time
-from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.core.losses import Loss, loss_derivatives
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.cotangents import weighted_loss
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.layer_jacobian import to_flat_order
+from epk_gp.core.step import Step
 from epk_gp.core.trajectory import batch_of, flat_weights
 from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
-from epk_gp.gram.step_average import averaged_jacobian, to_flat_order
+from epk_gp.gram.step_average import averaged_jacobian
 from epk_gp.kernel_machine.problem import AttributionProblem, integrate_step
 from epk_gp.kernel_machine.progress import PassProgress
 
@@ -37,7 +38,7 @@ class SampleContributions:
 
 
 @dataclass(frozen=True, eq=False)
-class Decay:
+class WeightDecayContribution:
     """What weight decay adds to some predictions in one step, (N, K, G)."""
 
     step: int
@@ -45,125 +46,118 @@ class Decay:
     values: Float[Tensor, "N K G"]
 
 
-def accumulate(
-    query: AttributionProblem,
-    groups: Int64[Tensor, " L"],
-    take: Callable[[SampleContributions | Decay], None],
-    keeper: PassProgress,
-    *,
-    progress: bool,
-) -> None:
-    """Go through the run from its last step to its first and hand out every term.
+Emit = Callable[[SampleContributions | WeightDecayContribution], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _StepAdjoints:
+    """The adjoints of one step at N points.
+
+    Attributes:
+        step: The step.
+        rows: Which points.
+        w: Weights at its start, (P,).
+        coefficients: Of the update rule.
+        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the weights after the step.
+        of_h: H, the adjoint of h, (K, N, P).
+    """
+
+    step: Step
+    rows: Int64[Tensor, " N"]
+    w: Float[Tensor, " P"]
+    coefficients: UpdateCoefficients
+    average: Float[Tensor, "K N P"]
+    of_h: Float[Tensor, "K N P"]
+
+
+def adjoint_pass(problem: AttributionProblem, groups: Int64[Tensor, " L"], emit: Emit, progress: PassProgress) -> None:
+    """Go through the run from its last step to its first and emit every contribution.
 
     With Phi the averaged gradients of the outputs, the adjoint of the momentum buffer is
-    M_s = momentum_s Phi_s + keep_{s+1} M_{s+1}, that of h is H_s = take_s M_s + direct_s Phi_s, and sample i adds
-    -<H_s, gradient_s c_i grad loss_i(w_s)>.
+    M_s = momentum_lr_s Phi_s + beta_{s+1} M_{s+1}, that of h is H_s = one_minus_dampening_s M_s + lr_s Phi_s, and
+    sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
 
     Args:
-        query: What is asked.
+        problem: The predictions.
         groups: Group of each of the L parameters.
-        take: Called with every term; decay terms that are zero are left out.
-        keeper: Where the pass stands; what is done is left out.
-        progress: Show a progress bar.
+        emit: Called with every contribution; weight decay that is zero is left out.
+        progress: How far the pass is; what is done is left out.
     """
-    trajectory, n = query.trajectory, len(query.X)
-    panel = panel_size(query)
-    panels = torch.arange(n, device=query.X.device).split(panel)
+    trajectory, sizes = problem.trajectory, problem.net.model.sizes
+    points_per_panel = problem.memory.adjoint_points(problem.num_outputs)
+    panels = torch.arange(len(problem.X), device=problem.X.device).split(points_per_panel)
     S = trajectory.num_steps
-    units = len(panels) * S
-    with tqdm(total=units, initial=keeper.done, desc="steps", disable=not progress) as bar:
+    work_items = len(panels) * S
+    with tqdm(total=work_items, initial=progress.done, desc="steps", disable=not problem.options.progress) as bar:
         for number, rows in enumerate(panels):
-            for place in range(max(0, keeper.done - number * S), S):
-                step = trajectory.steps[S - 1 - place]
-                carried = keeper.carried if place else None  # keep_{s+1} * M_{s+1}
-                integral, nodes = integrate_step(query, step, rows, max(1, panel))
-                Phi = averaged_jacobian(nodes, len(rows), query.layout)
-                del nodes
-                w = flat_weights(trajectory, step.index, query.X)
+            for position in range(max(0, progress.done - number * S), S):
+                step = trajectory.steps[S - 1 - position]
+                adjoint_state = progress.adjoint_state if position else None  # beta_{s+1} M_{s+1}
+                integral, batches = integrate_step(problem, step, rows, points_per_panel)
+                Phi = averaged_jacobian(batches, problem.columns)
+                del batches
+                w = flat_weights(trajectory, step.index, problem.X)
                 u = trajectory.updates[step.index]
-                H, carried = _adjoints(u, query.model.sizes, Phi, carried)
-                _hand_out_decay(query, groups, step.index, rows, (H, Phi), u, w, take)
-                _hand_out_samples(query, groups, step.index, rows, H, u, w, take)
-                keeper.advance(integral, carried, last=keeper.done + 1 == units)
+                H, adjoint_state = _propagate(u, sizes, Phi, adjoint_state)
+                adjoints = _StepAdjoints(step, rows, w, u, Phi, H)
+                _emit_weight_decay(problem, adjoints, groups, emit)
+                _emit_samples(problem, adjoints, groups, emit)
+                progress.advance(integral, adjoint_state, is_last=progress.done + 1 == work_items)
                 bar.update()
 
 
-def panel_size(query: AttributionProblem) -> int:
-    """Choose how many points are taken at a time, from the memory budget."""
-    size = torch.finfo(query.dtype).bits // 8
-    per_point = 10 * query.num_rows * query.model.num_weights + 8 * query.plan.activations_per_sample * (
-        query.num_rows + 3
-    )
-    return max(1, query.memory_budget // (2 * size * per_point))
-
-
-def _adjoints(
-    u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], carried: Tensor | None
+def _propagate(
+    u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
 ) -> tuple[Float[Tensor, "K N P"], Tensor | None]:
-    """Go one step back: the adjoint of h, and what the step before receives."""
-    momentum, keep, take, direct = (
-        broadcast_to_params(v, sizes, Phi) for v in (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
-    )
-    M = carried
-    if momentum.any():
-        M = momentum * Phi if M is None else M.addcmul_(Phi, momentum)
+    """Go one step back: return the adjoint of h, and what the step before receives."""
+    coefficients = (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
+    momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
+    M = adjoint_state
+    if momentum_lr.any():
+        M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
     if M is None:
-        return direct * Phi, None
-    H = take * M
-    if direct.any():
-        H.addcmul_(Phi, direct)
-    return H, M.mul_(keep) if keep.any() else None
+        return lr * Phi, None
+    H = one_minus_dampening * M
+    if lr.any():
+        H.addcmul_(Phi, lr)
+    return H, M.mul_(beta) if beta.any() else None
 
 
-def _hand_out_decay(
-    query: AttributionProblem,
-    groups: Tensor,
-    step: int,
-    rows: Tensor,
-    adjoints: tuple[Tensor, Tensor],
-    u: UpdateCoefficients,
-    w: Tensor,
-    take: Callable[[SampleContributions | Decay], None],
+def _emit_weight_decay(
+    problem: AttributionProblem, adjoints: _StepAdjoints, groups: Int64[Tensor, " L"], emit: Emit
 ) -> None:
-    H, Phi = adjoints
-    sizes = query.model.sizes
+    sizes, u, w = problem.net.model.sizes, adjoints.coefficients, adjoints.w
     total = None
-    for adjoint, factor in ((H, u.weight_decay), (Phi, u.decoupled_decay)):
+    for adjoint, factor in ((adjoints.of_h, u.weight_decay), (adjoints.average, u.decoupled_decay)):
         if factor.any():
             pull = broadcast_to_params(factor, sizes, w) * w
-            part = _grouped(adjoint, pull[None], groups, sizes).squeeze(2)  # N K G
+            part = _grouped_products(adjoint, pull[None], groups, sizes).squeeze(2)  # N K G
             total = part if total is None else total + part
     if total is not None:
-        take(Decay(step, rows, -total))
+        emit(WeightDecayContribution(adjoints.step.index, adjoints.rows, -total))
 
 
-def _hand_out_samples(
-    query: AttributionProblem,
-    groups: Tensor,
-    step: int,
-    rows: Tensor,
-    H: Tensor,
-    u: UpdateCoefficients,
-    w: Tensor,
-    take: Callable[[SampleContributions | Decay], None],
+def _emit_samples(
+    problem: AttributionProblem, adjoints: _StepAdjoints, groups: Int64[Tensor, " L"], emit: Emit
 ) -> None:
-    trajectory, sizes = query.trajectory, query.model.sizes
-    X, y, c = batch_of(trajectory, trajectory.steps[step], w)
-    chosen = trajectory.steps[step].batch
-    samples = (torch.arange(len(X)) if chosen is None else chosen).to(X.device)
-    H = H * broadcast_to_params(u.grad_scale, sizes, H) if not bool((u.grad_scale == 1).all()) else H
-    one = ContractionCost(pairs=1, products=1, dense=query.form.dense)
-    for part in torch.arange(len(X), device=X.device).split(_batch_size(query)):
+    trajectory, net, step = problem.trajectory, problem.net, adjoints.step
+    X, y, c = batch_of(trajectory, step, adjoints.w)
+    samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
+    H, scale = adjoints.of_h, adjoints.coefficients.grad_scale
+    H = H * broadcast_to_params(scale, net.model.sizes, H) if not bool((scale == 1).all()) else H
+    cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
+    for part in torch.arange(len(X), device=X.device).split(problem.memory.adjoint_samples()):
         cotangents = weighted_loss(trajectory.loss, y[part], c[part])
-        features = gradients(query.model, query.plan, WeightLocation(w), X[part], cotangents, one, fixed_seed=False)
-        G = to_flat_order(features, query.layout)[0]  # B P
-        take(SampleContributions(step, rows, samples[part], -_grouped(H, G, groups, sizes)))
+        jacobians = layer_jacobians(net, WeightLocation(adjoints.w), X[part], cotangents, cost)
+        G = to_flat_order(jacobians, problem.columns)[0]  # B P
+        contributions = -_grouped_products(H, G, groups, net.model.sizes)
+        emit(SampleContributions(step.index, adjoints.rows, samples[part], contributions))
 
 
-def _grouped(
+def _grouped_products(
     H: Float[Tensor, "K N P"], G: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
 ) -> Float[Tensor, "N K B G"]:
-    """Take inner products, summed over each group of parameters apart."""
+    """Compute inner products, summed over each group of parameters separately."""
     count = int(groups.max()) + 1
     K, N = H.shape[:2]
     if count == 1:
@@ -175,18 +169,3 @@ def _grouped(
         out[..., group] += (H[..., part].flatten(0, 1) @ G[:, part].T).view(K, N, len(G)).transpose(0, 1)
         first += size
     return out
-
-
-def _batch_size(query: AttributionProblem) -> int:
-    size = torch.finfo(query.dtype).bits // 8
-    rows = query.memory_budget // (8 * size * (3 * query.model.num_weights + 8 * query.plan.activations_per_sample))
-    return max(1, min(rows, rows_at_a_time(query.plan, query.dtype)))
-
-
-def weighted_loss(loss: Loss, y: Shaped[Tensor, "B ..."], c: Float[Tensor, " B"]) -> Cotangents:
-    """Give the one cotangent of each sample's weighted loss: c_i times its derivative with respect to the logits."""
-
-    def rows(z: Tensor) -> Tensor:
-        return (c[:, None] * loss_derivatives(loss, z, y))[None]
-
-    return rows

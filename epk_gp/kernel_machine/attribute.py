@@ -1,6 +1,5 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
@@ -9,17 +8,17 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.verification import with_plan
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head
-from epk_gp.core.trajectory import Trajectory, network_outputs, validate_inputs
-from epk_gp.kernel_machine.adjoint import Decay, SampleContributions, accumulate, panel_size
+from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.kernel_machine.adjoint import SampleContributions, WeightDecayContribution, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
-from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, pick_classes
+from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, validate_problem
 from epk_gp.kernel_machine.progress import PassProgress
-from epk_gp.kernel_machine.vanilla_gd import plain_panel_size, vanilla_gd_pass
+from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -32,7 +31,7 @@ class Attribution:
         initial: f at the initial weights, (n, C).
         samples: Contribution of each training point, (n, C, M).
         decay: Contribution of weight decay, coupled or decoupled, (n, C).
-        network: What the trained network says, (n, C).
+        network: Outputs of the trained network, (n, C).
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
     """
@@ -63,7 +62,7 @@ class GroupedAttribution:
         initial: f at the initial weights, (n, C).
         values: Contributions of the training data, (n, C, G_1, G_2, ...) over the axes' groups, in their order.
         decay: Contribution of weight decay, split likewise; axes of training samples have length 1.
-        network: What the trained network says, (n, C).
+        network: Outputs of the trained network, (n, C).
         axes: The axes.
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
@@ -102,9 +101,9 @@ def attribute(
 
         samples[n, :, i] = -sum_r c_{r,i} <Psi_r(x_n), grad_w loss_i(w_r)>,   Psi_r = sum_{s >= r} A_{s,r}^T Phi_s
 
-    Theorem 3.6 of Bell et al. (2023) for gradient descent; theory, section 4, for momentum and recorded diagonal
-    preconditioners, whose own dependence on the data is held as recorded and not attributed. One loss gradient per
-    training point and step is needed, not C output gradients. Contributions sum to the prediction; they are not the
+    Theorem 3.6 of Bell et al. (2023) for gradient descent; docs/theory.md, section 4, for momentum and recorded
+    diagonal preconditioners, whose own dependence on the data is held as recorded and not attributed. One loss gradient
+    per training point and step is needed, not C output gradients. Contributions sum to the prediction; they are not the
     effects of leaving points out.
 
     Args:
@@ -119,11 +118,13 @@ def attribute(
         All terms, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule; classes out of range.
+        TypeError, ValueError: The network cannot take the inputs, the head or the rule is unknown, or a class is out
+            of range.
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
-    validate_inputs(trajectory, X)
-    (parts,) = _attribute(trajectory, X, [(by_sample(trajectory),)], head, rule, classes, parsed)
+    validate_problem(trajectory, X, head, rule, classes)
+    groupings = [(by_sample(trajectory),)]
+    (parts,) = _attribute(trajectory, X, groupings, head=head, rule=rule, classes=classes, options=parsed)
     return Attribution(
         initial=parts.initial,
         samples=parts.values,
@@ -159,7 +160,7 @@ def attribute_by(
         options: As `attribute`.
 
     Raises:
-        TypeError, ValueError: As `attribute`; also axes that are not of this run.
+        TypeError, ValueError: As `attribute`; an axis does not belong to this run.
     """
     (parts,) = attribute_many(
         trajectory,
@@ -176,47 +177,49 @@ def attribute_by(
 def attribute_many(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
-    splits: Sequence[Sequence[Axis]],
+    groupings: Sequence[Sequence[Axis]],
     *,
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> tuple[GroupedAttribution, ...]:
-    """Split predictions in several ways in one pass over the run: one result per entry of `splits`, as `attribute_by`.
+    """Split predictions in several ways in one pass over the run: one result per grouping, as `attribute_by`.
 
     Raises:
         TypeError, ValueError: As `attribute_by`.
     """
-    for by in splits:
+    for by in groupings:
         validate_axes(trajectory, by)
-    validate_inputs(trajectory, X)
     parsed = parse_options("attribute_many", ("accumulate",), **options)
-    return _attribute(trajectory, X, list(map(tuple, splits)), head, rule, classes, parsed)
+    validate_problem(trajectory, X, head, rule, classes)
+    chosen = list(map(tuple, groupings))
+    return _attribute(trajectory, X, chosen, head=head, rule=rule, classes=classes, options=parsed)
 
 
 def _attribute(
     trajectory: Trajectory,
     X: Tensor,
-    splits: list[tuple[Axis, ...]],
+    groupings: Sequence[tuple[Axis, ...]],
+    *,
     head: Head,
     rule: Rule,
     classes: Tensor | None,
     options: ComputeOptions,
 ) -> tuple[GroupedAttribution, ...]:
-    def compute(plan: DifferentiationPlan) -> tuple[GroupedAttribution, ...]:
-        query = make_problem(trajectory, X, head, rule, classes, options.memory_budget, plan)
-        return _split(query, splits, options.checkpoint, options.progress)
+    def compute(net: PlannedModel) -> tuple[GroupedAttribution, ...]:
+        problem = make_problem(net, trajectory, X, head=head, rule=rule, classes=classes, options=options)
+        return _split(problem, groupings)
 
     return with_plan(trajectory, trajectory.model_for(X), compute)
 
 
 class _Collector:
-    """Sums terms into one result. Combined axes of one kind are flattened to one index until the end."""
+    """Sums contributions into one result. Combined axes of one kind are flattened to one index until the end."""
 
-    def __init__(self, query: AttributionProblem, axes: tuple[Axis, ...], like: Tensor) -> None:
+    def __init__(self, problem: AttributionProblem, axes: tuple[Axis, ...], reference: Tensor) -> None:
         self.axes = axes
-        trajectory = query.trajectory
+        trajectory = problem.trajectory
         counts = {"step": trajectory.num_steps, "sample": trajectory.num_points}
         self.index, self.sizes = {}, {}
         for kind, count in (*counts.items(), ("parameter", len(trajectory.model.names))):
@@ -226,16 +229,16 @@ class _Collector:
                 index = index * len(axis.names) + axis.group.cpu()
             self.index[kind], self.sizes[kind] = index, [len(axis.names) for axis in own]
         T, U, G = (torch.Size(self.sizes[kind]).numel() for kind in ("step", "sample", "parameter"))
-        self.values = like.new_zeros(*like.shape, T, U, G)
-        self.decay = like.new_zeros(*like.shape, T, G)
-        self.group_of_sample = self.index["sample"].to(like.device)
-        self.group_of_parameter = self.index["parameter"].to(like.device)
+        self.values = reference.new_zeros(*reference.shape, T, U, G)
+        self.decay = reference.new_zeros(*reference.shape, T, G)
+        self.group_of_sample = self.index["sample"].to(reference.device)
+        self.group_of_parameter = self.index["parameter"].to(reference.device)
 
-    def take(self, term: SampleContributions | Decay) -> None:
-        """Add one term, of all parameters together or of each apart."""
+    def add(self, term: SampleContributions | WeightDecayContribution) -> None:
+        """Add one contribution, of all parameters together or of each separately."""
         t = int(self.index["step"][term.step])
-        values = self._joined(term.values)
-        if isinstance(term, Decay):
+        values = self._by_group(term.values)
+        if isinstance(term, WeightDecayContribution):
             self.decay[term.rows, :, t] += values
             return
         index = self.group_of_sample[term.samples]
@@ -244,50 +247,49 @@ class _Collector:
         else:
             self.values[term.rows, :, t] = self.values[term.rows, :, t].index_add_(2, index, values)
 
-    def _joined(self, values: Tensor) -> Tensor:
+    def _by_group(self, values: Tensor) -> Tensor:
         if values.shape[-1] == 1 and self.values.shape[-1] == 1:
             return values
-        joined = values.new_zeros(*values.shape[:-1], self.values.shape[-1])
-        return joined.index_add_(values.ndim - 1, self.group_of_parameter, values)
+        grouped = values.new_zeros(*values.shape[:-1], self.values.shape[-1])
+        return grouped.index_add_(values.ndim - 1, self.group_of_parameter, values)
 
     def result(self, tensor: Tensor, kinds: tuple[str, ...]) -> Tensor:
         """Unflatten the kinds and bring the axes into their order; kinds that are left out get length 1."""
         shape = [size for kind in kinds for size in self.sizes[kind]]
         tensor = tensor.reshape(*tensor.shape[:2], *shape)
-        held = [number for kind in kinds for number, axis in enumerate(self.axes) if axis.kind == kind]
-        order = [2 + held.index(number) for number in range(len(self.axes)) if number in held]
+        present = [number for kind in kinds for number, axis in enumerate(self.axes) if axis.kind == kind]
+        order = [2 + present.index(number) for number in range(len(self.axes)) if number in present]
         tensor = tensor.permute(0, 1, *order)
         for number in range(len(self.axes)):
-            if number not in held:
+            if number not in present:
                 tensor = tensor.unsqueeze(2 + number)
         return tensor
 
 
-def _split(
-    query: AttributionProblem, splits: list[tuple[Axis, ...]], checkpoint: str | os.PathLike[str] | None, progress: bool
-) -> tuple[GroupedAttribution, ...]:
-    trajectory, X, head = query.trajectory, query.X, query.head
-    initial = pick_classes(query, network_outputs(trajectory, X, state=0, head=head))
-    network = pick_classes(query, network_outputs(trajectory, X, state=-1, head=head))
-    collectors = [_Collector(query, axes, initial) for axes in splits]
+def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -> tuple[GroupedAttribution, ...]:
+    trajectory, X, head, folder = problem.trajectory, problem.X, problem.head, problem.options.checkpoint
+    initial = problem.select_outputs(network_outputs(trajectory, X, state=0, head=head))
+    network = problem.select_outputs(network_outputs(trajectory, X, state=-1, head=head))
+    collectors = [_Collector(problem, axes, initial) for axes in groupings]
 
-    def take(term: SampleContributions | Decay) -> None:
+    def emit(term: SampleContributions | WeightDecayContribution) -> None:
         for collector in collectors:
-            collector.take(term)
+            collector.add(term)
 
-    whole = not any(collector.sizes["parameter"] for collector in collectors)
-    kept = None if checkpoint is None else PartialSums(checkpoint, _identity(query, splits))
-    plain = whole and trajectory.is_vanilla_gd
-    panel = plain_panel_size(query) if plain else panel_size(query)
-    name = f"sums-{fingerprint(query.plan, plain, panel)}"  # a network's second plan starts anew
+    # parameters are kept apart only where a grouping asks for them
+    is_whole = not any(collector.sizes["parameter"] for collector in collectors)
+    is_vanilla = is_whole and trajectory.is_vanilla_gd
+    points = vanilla_gd_points(problem) if is_vanilla else problem.memory.adjoint_points(problem.num_outputs)
+    name = f"sums-{fingerprint(problem.net.plan, is_vanilla, points)}"  # partial sums of another plan are other sums
     sums = [total for collector in collectors for total in (collector.values, collector.decay)]
-    keeper = PassProgress(kept, sums, initial, name)
-    if plain:
-        vanilla_gd_pass(query, take, keeper, progress=progress)
+    stored = None if folder is None else PartialSums(folder, _identity(problem, groupings))
+    progress = PassProgress(stored, sums, initial, name)
+    if is_vanilla:
+        vanilla_gd_pass(problem, emit, progress)
     else:
         count = len(trajectory.model.names)
-        groups = torch.zeros(count, dtype=torch.int64) if whole else torch.arange(count)
-        accumulate(query, groups, take, keeper, progress=progress)
+        groups = torch.zeros(count, dtype=torch.int64) if is_whole else torch.arange(count)
+        adjoint_pass(problem, groups, emit, progress)
     return tuple(
         GroupedAttribution(
             initial=initial,
@@ -295,17 +297,17 @@ def _split(
             decay=collector.result(collector.decay, ("step", "parameter")),
             network=network,
             axes=collector.axes,
-            max_residual=float(keeper.largest),
-            evaluations=keeper.evaluations / (len(X) * max(1, trajectory.num_steps)),
+            max_residual=float(progress.max_residual),
+            evaluations=progress.evaluations / (len(X) * max(1, trajectory.num_steps)),
         )
         for collector in collectors
     )
 
 
-def _identity(query: AttributionProblem, splits: list[tuple[Axis, ...]]) -> str:
-    axes = [axis for split in splits for axis in split]
-    kinds = [[axis.kind for axis in split] for split in splits]
+def _identity(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -> str:
+    axes = [axis for grouping in groupings for axis in grouping]
+    kinds = [[axis.kind for axis in grouping] for grouping in groupings]
     return fingerprint(
-        query.trajectory.digest, query.head, query.rule, query.memory_budget, kinds, query.X, query.classes,
-        *(axis.group for axis in axes), [axis.names for axis in axes],
+        problem.trajectory.digest, problem.head, problem.rule, problem.options.memory_budget, kinds, problem.X,
+        problem.classes, *(axis.group for axis in axes), [axis.names for axis in axes],
     )  # fmt: skip

@@ -21,7 +21,7 @@ class Axis:
     Attributes:
         kind: What is put into groups.
         group: Each sample's, step's or parameter's group, 0 .. G - 1.
-        names: What the G groups are called.
+        names: Names of the G groups.
     """
 
     kind: Kind
@@ -30,15 +30,15 @@ class Axis:
 
 
 def by_sample(trajectory: Trajectory) -> Axis:
-    """Give each training sample its own entry."""
+    """Return the axis on which each training sample has an entry of its own."""
     return Axis("sample", torch.arange(trajectory.num_points), tuple(map(str, range(trajectory.num_points))))
 
 
 def by_label(trajectory: Trajectory) -> Axis:
-    """Join training samples of one class.
+    """Return the axis that joins training samples of one class.
 
     Raises:
-        ValueError: The targets are no class labels.
+        ValueError: The targets are not class labels.
     """
     if trajectory.targets.is_floating_point() or trajectory.targets.ndim != 1:
         raise ValueError(
@@ -50,14 +50,14 @@ def by_label(trajectory: Trajectory) -> Axis:
 
 
 def by_step(trajectory: Trajectory, edges: Sequence[int] | None = None) -> Axis:
-    """Give each step its own entry, or each range of steps.
+    """Return the axis on which each step has an entry of its own, or each range of steps.
 
     Args:
         trajectory: The run.
         edges: First step of each range after the first, ascending.
 
     Raises:
-        ValueError: Edges that are not ascending or not in 1 .. S - 1.
+        ValueError: The edges do not ascend, or do not lie in 1 .. S - 1.
     """
     steps = torch.arange(trajectory.num_steps)
     if edges is None:
@@ -72,24 +72,24 @@ def by_step(trajectory: Trajectory, edges: Sequence[int] | None = None) -> Axis:
 
 
 def by_parameter(trajectory: Trajectory) -> Axis:
-    """Give each trained parameter (a layer's weight, a layer's bias) its own entry."""
+    """Return the axis on which each trained parameter (a layer's weight, a layer's bias) has an entry of its own."""
     names = trajectory.model.names
     return Axis("parameter", torch.arange(len(names)), names)
 
 
 def by_layer(trajectory: Trajectory) -> Axis:
-    """Join the parameters of one module."""
+    """Return the axis that joins the parameters of one module."""
     owners = [name.rpartition(".")[0] for name in trajectory.model.names]
     names = tuple(dict.fromkeys(owners))
     return Axis("parameter", torch.tensor([names.index(owner) for owner in owners]), names)
 
 
 def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:
-    """Refuse axes that are not of this run.
+    """Raise if axes do not belong to this run.
 
     Raises:
-        TypeError: Something else than an axis.
-        ValueError: Groups that do not fit the run's samples, steps or parameters, or their names.
+        TypeError: An object is not an axis.
+        ValueError: The groups do not fit the run's samples, steps or parameters, or their names.
     """
     sizes = {
         "sample": trajectory.num_points,
@@ -98,7 +98,7 @@ def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:
     }
     for axis in axes:
         if not isinstance(axis, Axis):
-            raise TypeError(f"by must hold axes (epk_gp.by_step(trajectory), ...): got {axis!r}.")
+            raise TypeError(f"by must hold axes such as epk_gp.kernel_machine.axes.by_step(trajectory): got {axis!r}.")
         if axis.kind not in sizes:
             raise ValueError(f"an axis must be of kind {sorted(sizes)}: got {axis.kind!r}.")
         if axis.group.shape != (sizes[axis.kind],):

@@ -5,20 +5,21 @@ flow is replaced by the straight steps, and the integral over a step by a quadra
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.head import Head, validate_head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, loss_derivatives, soft_targets
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights, network_outputs, validate_inputs
 from epk_gp.gram.ntk import ntk_at
-from epk_gp.gram.path_kernel import gram_block
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, left_endpoint
 
@@ -32,7 +33,7 @@ class Baseline:
         coefficients: a, by which it is multiplied and summed over i and d; one per training point and output, or one
             per entry of the block where they depend on the test point.
         outputs: f_{w_0} + sum, (n, C).
-        network: What the trained network says, (n, C).
+        network: Outputs of the trained network, (n, C).
         max_error: Largest |outputs - network|.
     """
 
@@ -50,8 +51,7 @@ def k_prime_block(
     *,
     head: Head = "log_softmax",
     rule: Rule = gauss_legendre(4),
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "n C m C"]:
     """Evaluate k' on any two sets of points: the left side moves, the right side is frozen.
 
@@ -68,18 +68,10 @@ def k_prime_block(
         Y: m inputs whose gradients are frozen.
         head: Whether f is the logits or their log-softmax.
         rule: Quadrature rule.
-        memory_budget: Bytes for everything but the inputs and the result.
-        progress: Show a progress bar.
+        options: As `gram_block`.
     """
-    return gram_block(
-        trajectory,
-        Points(X, is_train=False),
-        Points(Y, is_train=True),
-        head=head,
-        rule=rule,
-        memory_budget=memory_budget,
-        progress=progress,
-    )
+    parsed = parse_options("k_prime_block", **options)
+    return PathKernel(trajectory, head, rule).block(Points(X, is_train=False), Points(Y, is_train=True), parsed)
 
 
 def chen_machine(
@@ -88,8 +80,7 @@ def chen_machine(
     *,
     head: Head = "logits",
     rule: QuadratureRule = left_endpoint(),
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Baseline:
     """Evaluate the kernel machine of Chen et al. (2021), equation (18) of Bell et al. (2023).
 
@@ -103,8 +94,7 @@ def chen_machine(
         X: n inputs.
         head: Whether f is the logits or their log-softmax.
         rule: Where in a step gradients are taken; the left endpoint is what a discrete run has.
-        memory_budget: Bytes for the blocks of one state.
-        progress: Show a progress bar.
+        options: `memory_budget` (for the blocks of one state) and `progress`; see `ComputeOptions`.
 
     Returns:
         Block, signs and error. The error is that of taking the steps for gradient flow; it shrinks with them.
@@ -112,8 +102,9 @@ def chen_machine(
     Raises:
         ValueError: A loss derivative changes sign along the run; log_softmax without cross entropy.
     """
+    parsed = parse_options("chen_machine", ("checkpoint", "accumulate"), **options)
     block, signs = None, None
-    for columns, K, derivative in _path_blocks(trajectory, X, head, rule, memory_budget, progress):
+    for columns, K, derivative in _path_blocks(trajectory, X, head, rule, parsed):
         block = K.new_zeros(*K.shape[:2], trajectory.num_points, K.shape[3]) if block is None else block
         signs = derivative.new_zeros(trajectory.num_points, K.shape[3]) if signs is None else signs
         before, now = signs[columns], derivative.sign()
@@ -136,8 +127,7 @@ def domingos_machine(
     *,
     head: Head = "logits",
     rule: QuadratureRule = left_endpoint(),
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Baseline:
     """Evaluate the kernel machine of Domingos (2020), Theorem 1: its coefficients depend on the test point.
 
@@ -152,8 +142,9 @@ def domingos_machine(
     Returns:
         Path kernel, coefficients (n, C, M, C) and error.
     """
+    parsed = parse_options("domingos_machine", ("checkpoint", "accumulate"), **options)
     block, weighted = None, None
-    for columns, K, derivative in _path_blocks(trajectory, X, head, rule, memory_budget, progress):
+    for columns, K, derivative in _path_blocks(trajectory, X, head, rule, parsed):
         empty = K.new_zeros(*K.shape[:2], trajectory.num_points, K.shape[3])
         block, weighted = (empty if block is None else block), (empty.clone() if weighted is None else weighted)
         block.index_add_(2, columns, K)
@@ -164,13 +155,14 @@ def domingos_machine(
 
 
 def _path_blocks(
-    trajectory: Trajectory, X: Tensor, head: Head, rule: QuadratureRule, memory_budget: int, progress: bool
+    trajectory: Trajectory, X: Tensor, head: Head, rule: QuadratureRule, options: ComputeOptions
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Give, for every node, the batch's points, eps omega c <grad, grad> with both sides there, and dL / df."""
+    """Yield, for every node, the batch's points, eps omega c <grad, grad> with both sides there, and dL / df."""
     validate_inputs(trajectory, X)
     validate_head(head, trajectory.num_outputs)
     validate_vanilla_gd(trajectory, "this kernel machine's run")
-    for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
+    quiet = replace(options, progress=False)
+    for step in tqdm(trajectory.steps, desc="steps", disable=not options.progress):
         size = vanilla_lr(trajectory, step)
         if size == 0:
             continue
@@ -180,7 +172,7 @@ def _path_blocks(
         for t, omega in rule:
             here = ntk_at(trajectory, torch.lerp(start, end, t))
             pair = (Points(X, is_train=True), Points(rows, is_train=True))
-            K = gram_block(here, *pair, head=head, rule=left_endpoint(), memory_budget=memory_budget)
+            K = PathKernel(here, head, left_endpoint()).block(*pair, quiet)
             yield columns, size * omega * c[:, None] * K, _derivatives(here, rows, y, head)
 
 

@@ -1,29 +1,31 @@
 """The test side of an attribution: averaged output gradients along the recorded steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.directional import Line
-from epk_gp.autodiff.jacobians import Cotangents, WeightLocation, gradients, head_cotangents
-from epk_gp.autodiff.plan import flat_layout, rows_at_a_time
-from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.cotangents import Cotangents, all_outputs, chosen_outputs
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.layer_jacobian import NodeWeights
+from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
+from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.head import Head, validate_head
-from epk_gp.core.model import FunctionalModel
+from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
-from epk_gp.core.validation import validate_memory_budget
+from epk_gp.gram.context import memory_plan
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
-from epk_gp.quadrature.rules import AdaptiveRule, Rule, validate_rule
+from epk_gp.quadrature.rules import Rule, validate_rule
 
 
 @dataclass(frozen=True, eq=False)
 class AttributionProblem:
-    """What is asked of a run.
+    """Predictions that are to be split into contributions.
 
     Attributes:
         trajectory: The run.
@@ -31,11 +33,10 @@ class AttributionProblem:
         head: "logits" or "log_softmax".
         rule: How each step's integral is taken.
         classes: One output per input, or None for all C.
-        memory_budget: Bytes for everything but the inputs and the result.
-        model: The network in the computation's dtype.
-        plan: How to differentiate it.
-        form: The form of its gradients.
-        layout: Place in the flat weights of each entry of written-out gradients, (P,).
+        options: How to compute.
+        net: The network in the computation's dtype, with its plan.
+        cost: Decides the representations of layer Jacobians.
+        columns: Place in the flat weights of each entry of dense layer Jacobians, (P,).
     """
 
     trajectory: Trajectory
@@ -43,98 +44,101 @@ class AttributionProblem:
     head: Head
     rule: Rule
     classes: Int64[Tensor, " n"] | None
-    memory_budget: int
-    model: FunctionalModel
-    plan: DifferentiationPlan
-    form: ContractionCost
-    layout: Int64[Tensor, " P"]
+    options: ComputeOptions
+    net: PlannedModel
+    cost: ContractionCost
+    columns: Int64[Tensor, " P"]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The computation's dtype."""
-        return self.model.spec.dtype
-
-    @property
-    def num_rows(self) -> int:
-        """Number K of outputs asked for."""
+    def num_outputs(self) -> int:
+        """Number K of outputs that are asked for at each point."""
         return self.trajectory.num_outputs if self.classes is None else 1
 
+    @property
+    def memory(self) -> MemoryPlan:
+        """Turns the budget into block sizes."""
+        return memory_plan(self.net, self.options.memory_budget)
 
-def make_problem(
-    trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
-    head: Head,
-    rule: Rule,
-    classes: Int64[Tensor, " n"] | None,
-    memory_budget: int,
-    plan: DifferentiationPlan,
-) -> AttributionProblem:
-    """Check a question and get ready to answer it.
+    def select_outputs(self, f: Float[Tensor, "n C"]) -> Float[Tensor, "n K"]:
+        """Keep the outputs that are asked for: (n, C) to (n, K)."""
+        return f if self.classes is None else f.gather(1, self.classes[:, None])
+
+
+def validate_problem(
+    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], head: Head, rule: Rule, classes: object
+) -> None:
+    """Raise if a prediction cannot be attributed.
 
     Raises:
-        TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule; classes that are none.
+        TypeError, ValueError: The network cannot take the inputs; the head or the rule is unknown; `classes` are not
+            one output per input.
     """
     validate_inputs(trajectory, X)
     validate_head(head, trajectory.num_outputs)
     validate_rule(rule)
-    validate_memory_budget(memory_budget)
+    if classes is None:
+        return
     C = trajectory.num_outputs
-    if classes is not None:
-        if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != X.shape[:1]:
-            got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
-            raise ValueError(f"classes must be an int64 tensor with one output per point, ({len(X)},): got {got}.")
-        if not 0 <= int(classes.min()) <= int(classes.max()) < C:
-            raise ValueError(f"classes must lie in 0..{C - 1}: got {int(classes.min())}..{int(classes.max())}.")
-        classes = classes.to(X.device)
-    form = ContractionCost(
-        pairs=C if classes is None else 1,
-        products=4 if isinstance(rule, AdaptiveRule) else len(rule),
-        fixed_head=head == "logits",
-        dense=not plan.supports_interpolation,
+    if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != X.shape[:1]:
+        got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
+        raise ValueError(f"classes must be an int64 tensor with one output per point, ({len(X)},): got {got}.")
+    if not 0 <= int(classes.min()) <= int(classes.max()) < C:
+        raise ValueError(f"classes must lie in 0..{C - 1}: got {int(classes.min())}..{int(classes.max())}.")
+
+
+def make_problem(
+    net: PlannedModel,
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    *,
+    head: Head,
+    rule: Rule,
+    classes: Int64[Tensor, " n"] | None,
+    options: ComputeOptions,
+) -> AttributionProblem:
+    """Prepare an attribution; the arguments were validated by `validate_problem`."""
+    cost = ContractionCost(
+        num_output_pairs=trajectory.num_outputs if classes is None else 1,
+        num_contractions=rule.num_contractions,
+        cotangents_are_constant=head == "logits",
+        all_dense=not net.plan.supports_interpolation,
     )
-    model = trajectory.model_for(X)
-    layout = flat_layout(model, plan, dense=form.dense).to(X.device)
-    return AttributionProblem(trajectory, X.detach(), head, rule, classes, memory_budget, model, plan, form, layout)
+    columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
+    classes = None if classes is None else classes.to(X.device)
+    return AttributionProblem(trajectory, X.detach(), head, rule, classes, options, net, cost, columns)
 
 
 def integrate_step(
-    query: AttributionProblem, step: Step, rows: Int64[Tensor, " N"], block_size: int
+    problem: AttributionProblem, step: Step, rows: Int64[Tensor, " N"], max_nodes: int
 ) -> tuple[Integral, list[NodeBatch]]:
     """Choose the nodes of some points on a step, and compute their output gradients there.
 
     Args:
-        query: What is asked.
+        problem: The predictions.
         step: The step; its path is the recorded one, from w_s to w_{s+1}.
         rows: Which N of the points.
-        block_size: Nodes evaluated at a time.
+        max_nodes: Nodes evaluated at a time.
     """
-    X = query.X[rows]
-    w, end = (flat_weights(query.trajectory, s, X) for s in (step.index, step.index + 1))
-    line = Line(query.model, query.plan, w, end - w, query.head, query.memory_budget)
-    integral = integrate(line, X, query.rule, query.trajectory.num_steps)
-    found, size = [], min(block_size, rows_at_a_time(query.plan, query.dtype, query.num_rows))
+    X, net = problem.X[rows], problem.net
+    w, end = (flat_weights(problem.trajectory, s, X) for s in (step.index, step.index + 1))
+    segment = WeightSegment(net, w, end - w, problem.head, problem.options.memory_budget)
+    integral = integrate(segment, X, problem.rule, problem.trajectory.num_steps)
+    size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
+    batches = []
     for part in torch.arange(len(integral.point), device=X.device).split(size):
         points = integral.point[part]
-        place = WeightLocation(line.w, line.d, integral.t[part])
-        classes = None if query.classes is None else query.classes[rows[points]]
-        cotangents = _chosen(head_cotangents(query.head), classes)
-        features = gradients(
-            query.model, query.plan, place, X[points], cotangents, query.form, fixed_seed=query.head == "logits"
-        )
-        found.append(NodeBatch(features, integral.weight[part], points))
-    return integral, found
+        at = WeightLocation(segment.w, segment.d, integral.t[part])
+        jacobians = layer_jacobians(net, at, X[points], _cotangents(problem, rows[points]), problem.cost)
+        batches.append(NodeBatch(jacobians, NodeWeights(integral.weight[part], points, len(rows))))
+    return integral, batches
 
 
-def pick_classes(query: AttributionProblem, f: Float[Tensor, "n C"]) -> Float[Tensor, "n K"]:
-    """Keep the outputs that are asked for: (n, C) to (n, K)."""
-    return f if query.classes is None else f.gather(1, query.classes[:, None])
+def _cotangents(problem: AttributionProblem, points: Tensor) -> Cotangents:
+    """Return the cotangents of the outputs that are asked for.
 
-
-def _chosen(cotangents: Cotangents, classes: Tensor | None) -> Cotangents:
-    if classes is None:
-        return cotangents
-
-    def rows(z: Tensor) -> Tensor:
-        return cotangents(z)[classes, torch.arange(len(z), device=z.device)][None]
-
-    return rows
+    The last layer takes the representation of any other layer (`head=None`), as in the loss gradients that its
+    Jacobian is multiplied with.
+    """
+    if problem.classes is None:
+        return replace(all_outputs(problem.head), head=None)
+    return chosen_outputs(problem.head, problem.classes[points])

@@ -1,4 +1,4 @@
-"""Where a pass over the run stands: its sums, its certificate, the adjoint it carries; on disk if that is asked for."""
+"""How far a pass over the run is: its sums, its certificate and its adjoint; on disk if that is asked for."""
 
 from collections.abc import Sequence
 
@@ -11,45 +11,49 @@ from epk_gp.storage.partial_sums import PartialSums
 
 
 class PassProgress:
-    """The state of a pass, taken up again where a checkpoint has it.
+    """The state of a pass, resumed from where partial sums have it.
+
+    Args:
+        checkpoint: Where the state is kept; nowhere if None.
+        sums: What the pass adds to; filled with what the checkpoint holds.
+        reference: Gives dtype and device.
+        name: Name of the sums on disk; it must tell ways of dividing the work apart.
 
     Attributes:
-        done: Units of work that the sums hold.
-        carried: The adjoint that the next unit needs.
-        largest: Largest quadrature residual so far; NaN stays.
+        done: Number of work items that the sums hold.
+        adjoint_state: The adjoint that the next work item needs.
+        max_residual: Largest quadrature residual so far; NaN stays.
         evaluations: Gradient evaluations so far.
     """
 
     def __init__(
-        self, checkpoint: PartialSums | None, sums: Sequence[Tensor], like: Float[Tensor, "..."], name: str = "sums"
+        self,
+        checkpoint: PartialSums | None,
+        sums: Sequence[Tensor],
+        reference: Float[Tensor, "..."],
+        name: str = "sums",
     ) -> None:
-        """Start, or go on.
-
-        Args:
-            checkpoint: Where the state is kept; nowhere if None.
-            sums: What the pass adds to; filled with what the checkpoint holds.
-            like: Gives dtype and device.
-            name: What the sums are called on disk; it must tell ways of dividing the work apart.
-        """
         self.checkpoint, self.sums, self.name = checkpoint, sums, name
-        self.carried: Tensor | None = None
-        self.largest, self.evaluations = like.new_zeros(()), 0.0
+        self.adjoint_state: Tensor | None = None
+        self.max_residual, self.evaluations = reference.new_zeros(()), 0.0
         stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(name)
         if not stored:
             return
         for number, total in enumerate(sums):
             total.copy_(stored[f"sum.{number}"])
-        self.largest, self.evaluations = stored["largest"].to(like), float(stored["evaluations"])
-        self.carried = stored["carried"].to(like) if "carried" in stored else None
+        self.max_residual, self.evaluations = stored["largest"].to(reference), float(stored["evaluations"])
+        self.adjoint_state = stored["carried"].to(reference) if "carried" in stored else None
 
-    def advance(self, integral: Integral, carried: Tensor | None, *, last: bool) -> None:
-        """Count one more unit, and save if it is time or the last one."""
+    def advance(self, integral: Integral, adjoint_state: Tensor | None, *, is_last: bool) -> None:
+        """Count one more work item, and save if it is time or the last one."""
         self.done += 1
-        self.carried = carried
-        self.largest = torch.maximum(self.largest, integral.residual.max())
+        self.adjoint_state = adjoint_state
+        self.max_residual = torch.maximum(self.max_residual, integral.residual.max())
         self.evaluations += float(integral.evaluations.sum())
-        if self.checkpoint is None or not (last or self.checkpoint.due):
+        if self.checkpoint is None or not (is_last or self.checkpoint.should_save):
             return
-        held = {f"sum.{number}": total for number, total in enumerate(self.sums)}
-        held |= {"largest": self.largest, "evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
-        self.checkpoint.save(self.name, held if carried is None else held | {"carried": carried}, self.done)
+        state = {f"sum.{number}": total for number, total in enumerate(self.sums)}
+        state |= {"largest": self.max_residual, "evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
+        if adjoint_state is not None:
+            state["carried"] = adjoint_state
+        self.checkpoint.save(self.name, state, self.done)

@@ -1,30 +1,23 @@
-"""The network as a kernel machine: the ensemble over steps (Theorem 3.6) and the single machine (Theorem 3.7)."""
+"""The network as an ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023)."""
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.autodiff.directional import Line
-from epk_gp.autodiff.verification import with_plan
-from epk_gp.core.compute_options import MEMORY_BUDGET
-from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.planning import with_plan
+from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.gradients import replayed_updates
 from epk_gp.core.head import Head, validate_head
-from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import (
-    Trajectory,
-    flat_weights,
-    network_outputs,
-    validate_inputs,
-)
-from epk_gp.core.validation import validate_memory_budget
+from epk_gp.core.memory_plan import integration_points
+from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, validate_inputs
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
-
-_SEGMENTS = 16  # of a point and step at a time under the adaptive rule: what most points stay below
+from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +25,8 @@ class Reconstruction:
     """A kernel machine's outputs beside the network's, with the certificate.
 
     Attributes:
-        outputs: What the kernel machine says, (n, C).
-        network: What the trained network says, (n, C).
+        outputs: Outputs of the kernel machine, (n, C).
+        network: Outputs of the trained network, (n, C).
         initial: f at the initial weights, the machine's b(x), (n, C).
         max_error: Largest |outputs - network|.
         max_residual: Largest |f(w_{s+1}) - f(w_s) - integral| of a (point, step): the quadrature's error, known
@@ -61,8 +54,7 @@ def reconstruct(
     *,
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> Reconstruction:
     """Evaluate the ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023).
 
@@ -78,51 +70,45 @@ def reconstruct(
         X: n inputs.
         head: Whether f is the logits or their log-softmax.
         rule: How each step's integral is taken.
-        memory_budget: Bytes for everything but the inputs and the result; beside it, one gradient of the training data.
-        progress: Show a progress bar.
+        options: `memory_budget` (beside it, one gradient of the training data) and `progress`; see `ComputeOptions`.
 
     Returns:
         Outputs and certificate, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: Inputs that the network cannot take; an unknown head or rule.
+        TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
     """
+    parsed = parse_options("reconstruct", ("checkpoint", "accumulate"), **options)
     validate_inputs(trajectory, X)
     validate_head(head, trajectory.num_outputs)
     validate_rule(rule)
-    validate_memory_budget(memory_budget)
-    model = trajectory.model_for(X)
     return with_plan(
-        trajectory, model, lambda plan: _reconstruct(trajectory, model, plan, X, head, rule, memory_budget, progress)
+        trajectory,
+        trajectory.model_for(X),
+        lambda net: _reconstruct(net, trajectory, X, head=head, rule=rule, options=parsed),
     )
 
 
 def _reconstruct(
-    trajectory: Trajectory,
-    model: FunctionalModel,
-    plan: DifferentiationPlan,
-    X: Tensor,
-    head: Head,
-    rule: Rule,
-    memory_budget: int,
-    progress: bool,
+    net: PlannedModel, trajectory: Trajectory, X: Tensor, *, head: Head, rule: Rule, options: ComputeOptions
 ) -> Reconstruction:
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
     total = torch.zeros_like(initial, dtype=torch.float64)
     residuals = torch.zeros_like(total[:, 0])
-    largest, mismatch = total.new_zeros(()), total.new_zeros(())  # tensors: Python's max() would drop a NaN
+    max_residual, mismatch = total.new_zeros(()), total.new_zeros(())  # tensors: Python's max() would drop a NaN
     evaluations = 0.0
-    panels = torch.arange(len(X), device=X.device).split(_panel(X, rule, initial, memory_budget))
-    directions = replayed_updates(trajectory, model, X)
-    for step, w, d in tqdm(directions, desc="steps", total=trajectory.num_steps, disable=not progress):
+    size = integration_points(options.memory_budget, rule.typical_nodes, X[0].nbytes, initial[0].nbytes)
+    panels = torch.arange(len(X), device=X.device).split(size)
+    updates = replayed_updates(trajectory, net.model, X)
+    for step, w, d in tqdm(updates, desc="steps", total=trajectory.num_steps, disable=not options.progress):
         end = flat_weights(trajectory, step.index + 1, X)
-        line = Line(model, plan, w, d, head, memory_budget // 2)
+        segment = WeightSegment(net, w, d, head, options.memory_budget // 2)  # the other half is the panel's
         for rows in panels:
-            integral = integrate(line, X[rows], rule, trajectory.num_steps)
+            integral = integrate(segment, X[rows], rule, trajectory.num_steps)
             total[rows] += integral.total
             residuals[rows] += integral.residual
-            largest = torch.maximum(largest, integral.residual.max())
+            max_residual = torch.maximum(max_residual, integral.residual.max())
             evaluations += float(integral.evaluations.sum()) / len(X)
         mismatch = torch.maximum(mismatch, (end - w - d).abs().max())
     outputs = (initial + total).to(initial.dtype)
@@ -131,15 +117,8 @@ def _reconstruct(
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        max_residual=float(largest),
+        max_residual=float(max_residual),
         total_residual=float(residuals.max()),
         evaluations=evaluations / max(1, trajectory.num_steps),
         max_step_mismatch=float(mismatch),
     )
-
-
-def _panel(X: Tensor, rule: Rule, f: Tensor, budget: int) -> int:
-    """Choose how many points are integrated at a time, for half of the budget."""
-    nodes = _SEGMENTS * rule.order if isinstance(rule, AdaptiveRule) else len(rule)
-    per_point = nodes * (2 * X[0].nbytes + 8 * f[0].nbytes)  # inputs at the nodes; f, slopes, integrals
-    return max(1, budget // (2 * per_point))

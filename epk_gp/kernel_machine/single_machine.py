@@ -1,17 +1,19 @@
 """The single kernel machine (Theorem 3.7, Bell et al. 2023), where one kernel serves the whole run."""
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
+from epk_gp.core.memory_plan import single_machine_samples
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_inputs
-from epk_gp.gram.path_kernel import gram_block
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
 
 
@@ -20,8 +22,8 @@ class SingleMachine:
     """f(x) = b(x) + sum_i K(x, x_i) a_i with one kernel for the whole run.
 
     Attributes:
-        outputs: What the machine says, (n, C).
-        network: What the trained network says, (n, C).
+        outputs: Outputs of the kernel machine, (n, C).
+        network: Outputs of the trained network, (n, C).
         initial: b(x), (n, C).
         coefficients: a_i, (M, C).
         max_error: Largest |outputs - network|.
@@ -40,8 +42,7 @@ def single_machine(
     *,
     head: Head = "log_softmax",
     rule: Rule = adaptive(tol=1e-12),
-    memory_budget: int = MEMORY_BUDGET,
-    progress: bool = False,
+    **options: Unpack[ComputeSettings],
 ) -> SingleMachine:
     """Evaluate the single kernel machine (Theorem 3.7, Bell et al. 2023), where there is one.
 
@@ -55,32 +56,25 @@ def single_machine(
         X: n inputs, taken as test copies.
         head: Must be "log_softmax".
         rule: How each step's integral is taken.
-        memory_budget: Bytes for the Gram blocks.
-        progress: Show a progress bar.
+        options: `memory_budget` and `progress`; see `ComputeOptions`.
 
     Raises:
         TypeError, ValueError: As `gram_block`; also where the theorem does not hold, with the reason.
     """
+    parsed = parse_options("single_machine", ("checkpoint", "accumulate"), **options)
     validate_inputs(trajectory, X)
     validate_rule(rule)
     coefficients = _constant_coefficients(trajectory, head, trajectory.model.spec_for(X).dtype).to(X.device)
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
     outputs = initial.clone()
-    C, size = trajectory.num_outputs, initial.element_size()
-    rows = max(1, memory_budget // (4 * C * C * size * len(X)))
+    C, itemsize = trajectory.num_outputs, initial.element_size()
+    size = single_machine_samples(parsed.memory_budget, C, itemsize, len(X))
+    kernel = PathKernel(trajectory, head, rule)
     training = trajectory.inputs.to(device=X.device)
     training = training.to(X.dtype) if training.is_floating_point() else training
-    for part in torch.arange(len(training), device=X.device).split(rows):
-        K = gram_block(
-            trajectory,
-            Points(X, is_train=False),
-            Points(training[part], is_train=True),
-            head=head,
-            rule=rule,
-            memory_budget=memory_budget,
-            progress=progress,
-        )
+    for part in torch.arange(len(training), device=X.device).split(size):
+        K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)
         outputs += torch.einsum("ncmd,md->nc", K, coefficients[part])
     return SingleMachine(outputs, network, initial, coefficients, float((outputs - network).abs().max()))
 

@@ -21,14 +21,14 @@ def angular(cosine: Float[Tensor, "*n"], order: int) -> Float[Tensor, "*n"]:
     pi: its derivative there is set to 0, which is that of a kernel's diagonal, where it is constant.
 
     Args:
-        cosine: cos(theta); values beyond -1 and 1 are taken for rounding.
+        cosine: cos(theta); values beyond -1 and 1 are rounding errors, and clamped.
         order: n.
     """
     return cast(Tensor, _Angular.apply(cosine.clamp(-1, 1), order))  # type: ignore[no-untyped-call]
 
 
 class _Angular(torch.autograd.Function):
-    """Autograd through acos would give infinity times zero where two points coincide."""
+    """J_n with its ladder of derivatives; autograd through acos gives infinity times zero where two points coincide."""
 
     @staticmethod
     def forward(ctx: Any, cosine: Tensor, order: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Computed blocks, found again by the content of the points."""
+"""A bounded store of computed blocks, keyed by the content of the points."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -9,17 +9,22 @@ from torch import Tensor
 
 
 class BlockCache:
-    """A bounded store of blocks: what was used least recently goes first.
+    """A bounded store of blocks that evicts the least recently used one first.
 
-    Blocks are copied on their way in and out, so nobody can edit a stored one. A deep copy is the same store (a
-    GPyTorch kernel is deep-copied whenever it is indexed); a pickled one comes back empty.
+    Blocks are copied on their way in and out, so that nobody can edit a stored one, and only the caller stores: a
+    computation that fails leaves nothing behind. A deep copy is the same store (a GPyTorch kernel is deep-copied
+    whenever it is indexed); a pickled one is restored empty. Threads may share a store.
 
     Args:
         max_bytes: Upper limit for the sum of all stored blocks; 0 stores nothing.
 
     Attributes:
-        hits: Number of blocks found.
-        misses: Number of blocks not found.
+        hits: Number of look-ups that returned a block.
+        misses: Number of look-ups that did not.
+
+    Raises:
+        TypeError: `max_bytes` is not a whole number.
+        ValueError: `max_bytes` is negative.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -35,21 +40,14 @@ class BlockCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now."""
+        """Bytes of all stored blocks."""
         return sum(block.nbytes for block in self._blocks.values())
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def get(self, key: Hashable) -> Shaped[Tensor, "..."] | None:
-        """Look a block up.
-
-        Args:
-            key: What the block was stored under.
-
-        Returns:
-            A copy of the block, or None.
-        """
+        """Return a copy of the block that is stored under a key, or None."""
         with self._lock:
             block = self._blocks.get(key)
             if block is None:
@@ -60,7 +58,7 @@ class BlockCache:
         return block.clone()  # outside the lock: a stored block never changes
 
     def put(self, key: Hashable, block: Shaped[Tensor, "..."]) -> None:
-        """Store a copy of a block, and drop old ones until the limit holds. A block above the limit is not stored."""
+        """Store a copy of a block, and evict others until the limit holds. A block above the limit is not stored."""
         if block.nbytes > self.max_bytes:
             return
         stored = block.detach().clone()
@@ -71,7 +69,7 @@ class BlockCache:
                 self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """Drop all blocks."""
+        """Remove all blocks."""
         with self._lock:
             self._blocks.clear()
 

@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.gram.input_derivatives import block_input_gradient, diagonal_input_gradient
-from epk_gp.kernels.config import KernelConfig, as_points
+from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.tagged_points import as_points
 
 
 def block_derivative(
-    source: KernelConfig,
+    config: KernelConfig,
     x: Shaped[Tensor, "n columns"],
     y: Shaped[Tensor, "m columns"],
     weights: Float[Tensor, "K rows cols"],
@@ -17,53 +17,30 @@ def block_derivative(
     """Differentiate sum(weights * block(x, y)) with respect to x alone.
 
     Args:
-        source: Run, rule and reduction.
+        config: The kernel.
         x: (n, D + 1).
         y: (m, D + 1), held fixed, also where it is x.
-        weights: As the block.
+        weights: One per entry of the block.
     """
-    C, n, m = source.trajectory.num_outputs, len(x), len(y)
-    if source.reduction == "full":
-        weights = weights.reshape(n, C, m, C).permute(1, 0, 3, 2)  # class-major
-    elif source.reduction == "sum":
-        weights = weights.reshape(1, n, 1, m)
-    elif source.reduction == "trace":
-        weights = weights.expand(C, n, m)
-    gradient = block_input_gradient(
-        source.trajectory,
-        as_points(source.trajectory, x),
-        as_points(source.trajectory, y),
-        weights,
-        head=source.head,
-        rule=source.rule,
-        summed=source.reduction == "sum",
-        memory_budget=source.memory_budget,
-    )
-    return _with_copy_column(gradient)
+    a, b = as_points(config.trajectory, x), as_points(config.trajectory, y)
+    return _with_copy_column(config.structure.input_gradient(config.path_kernel, a, b, weights, config.options))
 
 
 def diagonal_derivative(
-    source: KernelConfig, x: Shaped[Tensor, "n columns"], weights: Float[Tensor, "n C C"]
+    config: KernelConfig, x: Shaped[Tensor, "n columns"], weights: Float[Tensor, "n C C"]
 ) -> Float[Tensor, "n columns"]:
     """Differentiate sum(weights * K(x_i, y_i)) with respect to x alone, at y = x.
 
     Args:
-        source: Run and rule.
+        config: The kernel.
         x: (n, D + 1).
         weights: One C x C block per point.
     """
-    gradient = diagonal_input_gradient(
-        source.trajectory,
-        as_points(source.trajectory, x),
-        weights,
-        head=source.head,
-        rule=source.rule,
-        memory_budget=source.memory_budget,
-    )
-    return _with_copy_column(gradient)
+    a = as_points(config.trajectory, x)
+    return _with_copy_column(config.path_kernel.diagonal_input_gradient(a, weights, config.options))
 
 
 def _with_copy_column(gradient: Tensor) -> Tensor:
-    """Flatten to rows of points; which copy a point is does not move, so its column gets 0."""
-    flat = gradient.flatten(1)
-    return torch.cat([flat, flat.new_zeros(len(flat), 1)], dim=1)
+    """Flatten the gradient to rows of points; the copy column is discrete, and its gradient is 0."""
+    rows = gradient.flatten(1)
+    return torch.cat([rows, rows.new_zeros(len(rows), 1)], dim=1)

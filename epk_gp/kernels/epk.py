@@ -1,32 +1,28 @@
 """The exact path kernel as a GPyTorch kernel."""
 
 from collections.abc import Iterator, Sequence
-from math import isfinite
-from typing import Any, Literal, final
+from typing import Any, Unpack, final
 
 import gpytorch
 import torch
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
-from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head, validate_head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
-from epk_gp.core.validation import validate_memory_budget
-from epk_gp.kernels import batching as batches
-from epk_gp.kernels import blocks
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernels.batching import batch_of_blocks, batch_of_diagonals
 from epk_gp.kernels.cache import BlockCache
-from epk_gp.kernels.config import KernelConfig, Reduction, validate_points
-from epk_gp.kernels.tagging import train_copy
+from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.normalization import Normalization, normalization_scale
+from epk_gp.kernels.output_structure import Outputs, parse_outputs
+from epk_gp.kernels.tagged_points import validate_tagged_points
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
-Outputs = Literal["full", "independent", "trace", "sum"] | int
-Normalization = Literal["mean_diagonal"] | float | int | None
+CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
 
-CACHE_BYTES = 512 * 2**20
-NORMALIZATION_POINTS = 1000
-
-_REDUCTIONS: dict[str, Reduction] = {"full": "full", "independent": "per_class", "trace": "trace", "sum": "sum"}
+UNSUPPORTED_OPTIONS = ("progress", "checkpoint", "accumulate")  # GPyTorch calls a kernel many times, for small blocks
 
 
 @final
@@ -51,15 +47,17 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         normalize: None; a positive number to divide by; or "mean_diagonal", the mean diagonal of this kernel (over
             points and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies.
         cache_bytes: Limit for the blocks that are kept; 0 keeps none.
-        memory_budget: Bytes that the computation of a block may use beside the block.
         active_dims: Columns of wider inputs to use, the copy column last.
+        options: `memory_budget`, see `ComputeOptions`.
 
     Attributes:
+        config: What all copies of the kernel share.
+        outputs: As given.
         scale: What values are divided by; 1.0 without normalization.
 
     Raises:
-        TypeError: `outputs`, `rule` or `normalize` is of the wrong kind.
-        ValueError: Unknown `outputs`, `head` or `normalize`, or a class that does not exist.
+        TypeError: `outputs`, `rule` or `normalize` is of the wrong kind, or an option is not known.
+        ValueError: `outputs`, `head` or `normalize` is not known, or the class does not exist.
     """
 
     def __init__(
@@ -71,28 +69,29 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         normalize: Normalization = None,
         *,
         cache_bytes: int = CACHE_BYTES,
-        memory_budget: int = MEMORY_BUDGET,
         active_dims: Sequence[int] | None = None,
+        **options: Unpack[ComputeSettings],
     ) -> None:
         validate_trajectory(trajectory)
-        validate_memory_budget(memory_budget)
-        reduction, classes = _read_outputs(outputs, trajectory.num_outputs)
+        compute_options = parse_options("EPKKernel", UNSUPPORTED_OPTIONS, **options)
+        structure, matrices = parse_outputs(outputs, trajectory.num_outputs)
         validate_head(head, trajectory.num_outputs)
         if not isinstance(rule, QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
-        super().__init__(batch_shape=classes.shape, active_dims=active_dims)
+        super().__init__(batch_shape=matrices.shape, active_dims=active_dims)
         self.outputs = outputs
-        self.source = KernelConfig(trajectory, reduction, head, rule, memory_budget, BlockCache(cache_bytes))
+        path_kernel = PathKernel(trajectory, head, rule)
+        self.config = KernelConfig(path_kernel, structure, compute_options, BlockCache(cache_bytes))
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
-        self.register_buffer("classes", classes, persistent=False)
-        self.register_buffer("_anchor", torch.zeros(classes.shape, dtype=trajectory.dtype), persistent=False)
+        self.register_buffer("_matrices", matrices, persistent=False)
+        self.register_buffer("_anchor", torch.zeros(matrices.shape, dtype=trajectory.dtype), persistent=False)
         self.to(trajectory.device)
-        self.scale = _scale(self.source, classes, normalize)
+        self.scale = normalization_scale(self.config, matrices, normalize)
 
     @property
     def trajectory(self) -> Trajectory:
         """The run."""
-        return self.source.trajectory
+        return self.config.trajectory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,7 +108,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """Count the rows per point: C for outputs="full", else 1."""
-        return self.source.num_rows
+        return self.config.structure.rows_per_point
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """List the buffers that have the batch's shape; `active_dims` has not, and GPyTorch would index it."""
@@ -127,7 +126,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
         for x in (x1,) if x2 is None or x2 is x1 else (x1, x2):
-            self._check(
+            self._validate(
                 x if self.active_dims is None or not isinstance(x, Tensor) else x.index_select(-1, self.active_dims)
             )
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
@@ -158,20 +157,19 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
         for x in (x1,) if x2 is x1 else (x1, x2):
-            self._check(x)
+            self._validate(x)
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
-        evaluate = batches.batch_of_diagonals if diag else batches.batch_of_blocks
-        values = evaluate(self.source, x1, x2)
-        value_ndim = 1 if diag else 2
+        evaluate, value_ndim = (batch_of_diagonals, 1) if diag else (batch_of_blocks, 2)
+        values = evaluate(self.config, x1, x2)  # (*batch, K, rows) or (*batch, K, rows, cols)
         batch = values.shape[: -value_ndim - 1]
         position = torch.arange(batch.numel(), device=values.device).view(batch)
-        chosen = values.reshape(-1, *values.shape[-value_ndim - 1 :])[position, self.classes.to(values.device)]
-        full_batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], self.classes.shape)
-        return (chosen / self.scale).expand(*full_batch, *chosen.shape[-value_ndim:])
+        selected = values.reshape(-1, *values.shape[-value_ndim - 1 :])[position, self._matrices.to(values.device)]
+        full_batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], self._matrices.shape)
+        return (selected / self.scale).expand(*full_batch, *selected.shape[-value_ndim:])
 
     def get_extra_state(self) -> UInt8[Tensor, " bytes"]:
-        """Give the run's digest, for the state dict; a tensor, as BoTorch copies state dicts entry by entry."""
+        """Return the run's digest for the state dict; a tensor, as BoTorch copies state dicts entry by entry."""
         return torch.tensor(list(bytes.fromhex(self.trajectory.digest)), dtype=torch.uint8)
 
     def set_extra_state(self, state: Shaped[Tensor, " bytes"]) -> None:
@@ -180,60 +178,18 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         Raises:
             ValueError: The state belongs to a kernel of another run.
         """
-        theirs = bytes(state.to(torch.uint8).tolist()).hex()
-        if theirs != self.trajectory.digest:
+        digest = bytes(state.to(torch.uint8).tolist()).hex()
+        if digest != self.trajectory.digest:
             raise ValueError(
-                f"a state must be loaded into a kernel of the run that it was saved with: its digest is {theirs[:12]}, "
+                f"a state must be loaded into a kernel of the run that it was saved with: its digest is {digest[:12]}, "
                 f"this kernel's is {self.trajectory.digest[:12]}. Build the kernel from that run."
             )
 
     def __repr__(self) -> str:
         return (
-            f"EPKKernel({self.source.trajectory!r}, outputs={self.outputs!r}, head={self.source.head!r}, "
-            f"rule={self.source.rule!r}, scale={self.scale:g}, batch_shape={tuple(self.batch_shape)})"
+            f"EPKKernel({self.trajectory!r}, outputs={self.outputs!r}, head={self.config.path_kernel.head!r}, "
+            f"rule={self.config.path_kernel.rule!r}, scale={self.scale:g}, batch_shape={tuple(self.batch_shape)})"
         )
 
-    def _check(self, x: Tensor) -> None:
-        validate_points(self.source.trajectory, x)
-
-
-def _read_outputs(outputs: Outputs, num_outputs: int) -> tuple[Reduction, Tensor]:
-    """Give the reduction, and for every element of the batch the matrix it takes of those the reduction makes."""
-    if isinstance(outputs, bool) or not isinstance(outputs, int | str):
-        raise TypeError(f"outputs must be one of {list(_REDUCTIONS)} or a class index: got {outputs!r}.")
-    if isinstance(outputs, int):
-        if not 0 <= outputs < num_outputs:
-            raise ValueError(f"a class index must lie in 0..{num_outputs - 1} (the network's outputs): got {outputs}.")
-        return "per_class", torch.tensor(outputs)
-    if outputs not in _REDUCTIONS:
-        raise ValueError(f"outputs must be one of {list(_REDUCTIONS)} or a class index: got {outputs!r}.")
-    return _REDUCTIONS[outputs], torch.arange(num_outputs) if outputs == "independent" else torch.tensor(0)
-
-
-def _scale(source: KernelConfig, classes: Tensor, normalize: Normalization) -> float:
-    if normalize is None:
-        return 1.0
-    if isinstance(normalize, str):
-        if normalize != "mean_diagonal":
-            raise ValueError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
-        scale = float(_training_diagonal(source)[classes.cpu()].mean())
-        if not scale > 0:
-            raise ValueError(
-                f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
-                "Use normalize=None, or a run whose steps have positive size."
-            )
-        return scale
-    if isinstance(normalize, bool) or not isinstance(normalize, int | float):
-        raise TypeError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
-    if not (normalize > 0 and isfinite(normalize)):
-        raise ValueError(f"normalize must be a positive, finite number: got {normalize}.")
-    return float(normalize)
-
-
-def _training_diagonal(source: KernelConfig) -> Tensor:
-    """Evaluate the diagonal on at most 1000 training copies, in float64: (K, rows)."""
-    inputs = source.trajectory.inputs
-    count = min(len(inputs), NORMALIZATION_POINTS)
-    chosen = (torch.arange(count) * len(inputs) // count).to(inputs.device)
-    x = train_copy(inputs[chosen].to(torch.float64))
-    return blocks.reduce_diagonal(source, blocks.diagonal_matrices(source, x)).cpu()
+    def _validate(self, x: Tensor) -> None:
+        validate_tagged_points(self.trajectory, x)

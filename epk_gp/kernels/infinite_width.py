@@ -1,4 +1,4 @@
-"""Kernels of random networks of infinite width: what a path kernel is compared with."""
+"""Kernels of random networks of infinite width, to compare a path kernel with."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -21,19 +21,19 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         K_l(x, y) = scale * E[psi(u) psi(v)],                  (u, v) ~ N(0, [[S_l(x, x), S_l(x, y)], [.., S_l(y, y)]])
         S_{l+1}   = bias_variance + weight_variance * K_l      one layer more (the recursion of NNGP, Lee et al. 2018)
 
-    Inputs have no copy column; give `active_dims` to use such a kernel beside an `EPKKernel`. The variances are
+    Inputs have no copy column; pass `active_dims` to use such a kernel beside an `EPKKernel`. The variances are
     learned, `weight_covariance` is not.
 
     Args:
         depth: Number L of hidden layers; the kernel is K_L.
-        bias: Every layer has biases. Without, inputs are not augmented and bias_variance is 0.
+        bias: Whether layers have biases. Without them, inputs are not augmented and bias_variance is 0.
         weight_covariance: Sigma, (D + 1, D + 1) with bias and (D, D) without, for the first layer. By default
             diag(bias_variance, weight_variance, .., weight_variance).
         batch_shape: Of the variances.
         active_dims: Columns of wider inputs to use.
 
     Raises:
-        ValueError: A depth below 1, or a covariance that is not symmetric positive semi-definite.
+        ValueError: The depth is below 1, or the covariance is not symmetric positive semi-definite.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         self.depth, self.bias = depth, bias
         self.register_buffer("_covariance", None)
         if weight_covariance is not None:
-            _check_covariance(weight_covariance)
+            _validate_covariance(weight_covariance)
             fixed = weight_covariance.detach().clone()
             self.register_buffer("_covariance", fixed.expand(*batch, *fixed.shape))
         names = ["weight_variance", "bias_variance"] if bias else ["weight_variance"]
@@ -104,7 +104,7 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         """Evaluate the kernel, or its diagonal.
 
         Raises:
-            ValueError: `last_dim_is_batch`, or points of another width than `weight_covariance`.
+            ValueError: `last_dim_is_batch` is True, or the points have another width than `weight_covariance`.
         """
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, which additive kernels of one column need.")
@@ -113,7 +113,7 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         s_yy = s_xx if same else self._inner(x2, x2, diag=True)
         s_xy = s_xx if same and diag else self._inner(x1, x2, diag=diag)
         if not diag:
-            if same:  # one rounding for both: the angle of a point with itself is exactly 0
+            if same:  # the same rounded numbers, so that the angle of a point with itself is exactly 0
                 s_xx = s_yy = s_xy.diagonal(dim1=-2, dim2=-1)
             s_xx, s_yy = s_xx[..., :, None], s_yy[..., None, :]
         for layer in range(self.depth):
@@ -124,7 +124,7 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         return moments[2]
 
     def _inner(self, x: Tensor, y: Tensor, *, diag: bool) -> Tensor:
-        """S_1, of all pairs or of each with its own."""
+        """Evaluate S_1 for all pairs of points, or only for pairs of equal index."""
         if self._covariance is None:
             products: Tensor = (x * y).sum(-1) if diag else x @ y.mT
             return self._next(products, diag)
@@ -139,7 +139,7 @@ class InfiniteWidthKernel(gpytorch.kernels.Kernel, ABC):  # type: ignore[misc]  
         return (left * y).sum(-1) if diag else left @ y.mT
 
     def _next(self, products: Tensor, diag: bool) -> Tensor:
-        """Turn inner products into the next layer's second moments."""
+        """Compute the next layer's second moments from inner products."""
 
         def shaped(variance: Tensor) -> Tensor:
             return variance if products.ndim < 2 or diag else variance[..., None]
@@ -183,11 +183,11 @@ class ArcCosineKernel(InfiniteWidthKernel):
     Args:
         order: n.
         depth: Number of hidden layers.
-        bias: Every layer has biases; off by default, so that the kernel is homogeneous of degree n^depth.
+        bias: Whether layers have biases; not by default, so that the kernel is homogeneous of degree n^depth.
         options: As `InfiniteWidthKernel`.
 
     Raises:
-        ValueError: Another order.
+        ValueError: The order is not 0, 1 or 2.
     """
 
     def __init__(self, order: int = 1, depth: int = 1, *, bias: bool = False, **options: Any) -> None:
@@ -202,18 +202,18 @@ class ArcCosineKernel(InfiniteWidthKernel):
         """Evaluate 2 E[psi(u) psi(v)].
 
         Raises:
-            ValueError: Order 0 at the origin, which has no direction.
+            ValueError: The order is 0 and a point is the origin, which has no direction.
         """
         square = s_xx * s_yy
-        inside = square > 0
-        if self.order == 0 and not inside.all():
+        nonzero = square > 0
+        if self.order == 0 and not nonzero.all():
             raise ValueError("the arc-cosine kernel of order 0 has no value at the origin: use bias=True.")
-        length = torch.where(inside, square, torch.ones_like(square)).sqrt()
+        length = torch.where(nonzero, square, torch.ones_like(square)).sqrt()
         values = angular(s_xy / length, self.order) * length**self.order / pi
-        return values if self.order == 0 else values * inside
+        return values if self.order == 0 else values * nonzero
 
 
-def _check_covariance(covariance: Tensor) -> None:
+def _validate_covariance(covariance: Tensor) -> None:
     scale = covariance.abs().max()
     if not torch.isfinite(scale) or (covariance - covariance.mT).abs().max() > 1e-6 * scale:
         raise ValueError("weight_covariance must be finite and symmetric: it is not.")

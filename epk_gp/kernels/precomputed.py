@@ -1,17 +1,18 @@
 """Kernel matrices as arrays, for libraries that take a precomputed kernel."""
 
-from typing import Literal
+from typing import Literal, Unpack
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.compute_options import MEMORY_BUDGET
+from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, validate_inputs
-from epk_gp.kernels.epk import EPKKernel, Normalization
+from epk_gp.kernels.epk import UNSUPPORTED_OPTIONS, EPKKernel
+from epk_gp.kernels.normalization import Normalization
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 
@@ -24,12 +25,12 @@ def epk_gram(
     head: Head = "log_softmax",
     rule: QuadratureRule = gauss_legendre(4),
     normalize: Normalization = None,
-    memory_budget: int = MEMORY_BUDGET,
+    **options: Unpack[ComputeSettings],
 ) -> Float[np.ndarray, "N M"]:
     """Evaluate the exact path kernel as one number per pair of points.
 
-    For scikit-learn's `SVC(kernel="precomputed")`, which wants the training points' matrix to fit and the test points'
-    against them to predict:
+    For scikit-learn's `SVC(kernel="precomputed")`, which is fitted with the matrix of the training points and predicts
+    from the matrix between test and training points:
 
         train, test = Points(X, is_train=True), Points(X_test, is_train=False)
         svc.fit(epk_gram(trajectory, train), y)
@@ -43,20 +44,23 @@ def epk_gram(
         head: "log_softmax" or "logits".
         rule: Quadrature rule.
         normalize: As in `EPKKernel`.
-        memory_budget: Bytes that the computation may use beside the matrix.
+        options: `memory_budget`, see `ComputeOptions`.
 
     Returns:
         An array in the dtype of the points.
 
     Raises:
-        TypeError, ValueError: Points that the network cannot take; outputs that give no single number.
+        TypeError: The points are of a kind that the network cannot take, or an option is not known.
+        ValueError: The points have a shape or values that the network cannot take, or `outputs` gives more than one
+            number per pair.
     """
     if outputs in ("full", "independent"):
         raise ValueError(f"outputs must be 'trace', 'sum' or a class index, one number per pair: got {outputs!r}.")
     validate_inputs(trajectory, a.X, "a.X")
     if b is not None:
         validate_inputs(trajectory, b.X, "b.X")
-    kernel = EPKKernel(trajectory, outputs, head, rule, normalize, cache_bytes=0, memory_budget=memory_budget)
+    parse_options("epk_gram", UNSUPPORTED_OPTIONS, **options)
+    kernel = EPKKernel(trajectory, outputs, head, rule, normalize, cache_bytes=0, **options)
     x = _rows(a)
     with torch.no_grad():
         values: Tensor = kernel.forward(x, x if b is None else _rows(b))

@@ -15,8 +15,8 @@ def train_copy(X: Shaped[Tensor, "n *shape"]) -> Shaped[Tensor, "n columns"]:
         (n, D + 1): the flattened inputs, and a last column of ones.
 
     Raises:
-        TypeError: Complex or Boolean inputs.
-        ValueError: A scalar, or a value that is not finite.
+        TypeError: The inputs are not a tensor, or complex or Boolean.
+        ValueError: The inputs have no dimension of points and one of values, or a value is not finite.
     """
     return _with_copy_column(X, 1)
 
@@ -31,8 +31,8 @@ def test_copy(X: Shaped[Tensor, "n *shape"]) -> Shaped[Tensor, "n columns"]:
         (n, D + 1): the flattened inputs, and a last column of zeros.
 
     Raises:
-        TypeError: Complex or Boolean inputs.
-        ValueError: A scalar, or a value that is not finite.
+        TypeError: The inputs are not a tensor, or complex or Boolean.
+        ValueError: The inputs have no dimension of points and one of values, or a value is not finite.
     """
     return _with_copy_column(X, 0)
 
@@ -50,21 +50,21 @@ def split_copy(x: Shaped[Tensor, "*n columns"]) -> tuple[Shaped[Tensor, "*n D"],
         The inputs (..., D), and (...) True for training copies.
 
     Raises:
-        TypeError: Complex or Boolean entries.
-        ValueError: No input column, a value that is not finite, or a copy column that holds anything but 0 and 1.
+        TypeError: `x` is not a tensor, or its entries are complex or Boolean.
+        ValueError: There is no input column, a value is not finite, or the copy column holds anything but 0 and 1.
     """
-    _check_kind(x)
+    _validate_kind(x)
     if x.ndim < 2 or x.shape[-1] < 2:
         raise ValueError(
             f"points must have shape (..., n, D + 1) with D >= 1: got {tuple(x.shape)}. Make them with train_copy or "
             "test_copy."
         )
     X, column = x[..., :-1], x[..., -1]
-    _check_finite(X)
+    _validate_finite(X)
     is_train = column == 1
-    wrong = ~(is_train | (column == 0))  # NaN lands here too
-    if wrong.any():
-        row = tuple(wrong.nonzero()[0].tolist())
+    invalid = ~(is_train | (column == 0))  # includes NaN
+    if invalid.any():
+        row = tuple(invalid.nonzero()[0].tolist())
         where = row[0] if len(row) == 1 else row
         raise ValueError(
             f"the last column must be exactly 0 (test copy) or 1 (training copy): got {column[row].item()} in row "
@@ -74,7 +74,7 @@ def split_copy(x: Shaped[Tensor, "*n columns"]) -> tuple[Shaped[Tensor, "*n D"],
 
 
 def _with_copy_column(X: Tensor, value: int) -> Tensor:
-    _check_kind(X)
+    _validate_kind(X)
     if X.ndim == 0:
         raise ValueError("inputs must have shape (n, ...), one row per point: got a scalar. A single point is X[None].")
     if X.ndim == 1:
@@ -82,19 +82,19 @@ def _with_copy_column(X: Tensor, value: int) -> Tensor:
             f"inputs must have shape (n, ...), one row per point: got shape {tuple(X.shape)}. "
             "A single point is X[None], n points of one number each are X[:, None]."
         )
-    _check_finite(X)
+    _validate_finite(X)
     return torch.cat([X.reshape(X.shape[0], X.shape[1:].numel()), X.new_full((X.shape[0], 1), value)], dim=1)
 
 
-def _check_kind(X: Tensor) -> None:
+def _validate_kind(X: Tensor) -> None:
     if not isinstance(X, Tensor):
         raise TypeError(f"inputs must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
     if X.is_complex() or X.dtype == torch.bool:
         raise TypeError(f"inputs must be real numbers: got {X.dtype}. Convert them first.")
 
 
-def _check_finite(X: Tensor) -> None:
+def _validate_finite(X: Tensor) -> None:
     finite = torch.isfinite(X.detach())
     if not finite.all():
         entry = tuple((~finite).nonzero()[0].tolist())
-        raise ValueError(f"inputs must be finite: got {X[entry].item()} at index {entry}. Remove or mend that point.")
+        raise ValueError(f"inputs must be finite: got {X[entry].item()} at index {entry}. Remove or repair that point.")

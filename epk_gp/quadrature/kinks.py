@@ -1,8 +1,8 @@
-"""Where piecewise-smooth units switch along a training step.
+"""Where piecewise-smooth operations switch along a training step: event location (docs/engine.md, section 8).
 
-`t -> f(w + t d)` has a kink where a ReLU's input crosses its threshold or a max-pool's winner changes. These events
-are scalar functions of t that a forward pass computes anyway: their zeros are found by bracketing, many at a time,
-without a gradient.
+`t -> f(w + t d)` has a kink where a ReLU's input crosses its threshold or a max-pool's largest input changes. These
+events are scalar functions of t that a forward pass computes anyway: their zeros are found by bracketing, many at a
+time, without a gradient.
 """
 
 from contextlib import suppress
@@ -12,28 +12,30 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.directional import Line, block_rows
-from epk_gp.autodiff.interception import InterpolatedWeights, disable_fused_attention
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import apply_head
 from epk_gp.quadrature.piecewise_ops import EventReader, PreactivationRecorder, Preactivations, StopForwardError
 
-_ITERATIONS = 40
+# Bound on the iterations of the Illinois method. Events that are linear in t end after one; the others converge
+# superlinearly (order 1.44), and a position that is not exact only costs another split.
+_MAX_ITERATIONS = 40
 
 
 @dataclass(frozen=True, eq=False)
 class BracketedEvents:
-    """Events that may hide a kink: the sign of `inputs[first] - inputs[second]` differs at a segment's ends.
+    """Events that may hide a kink: the sign of `inputs[first] - inputs[second]` differs at an interval's ends.
 
     Attributes:
-        segment: (B,) index of the segment.
-        call: (B,) which call.
-        first: (B,) unit.
-        second: (B,) the other unit of a pool, or -1 for a threshold unit.
-        at_a: (B,) value at the segment's start.
+        interval: (B,) index of the interval.
+        call: (B,) number of the operation's call in the forward pass.
+        first: (B,) index of the unit.
+        second: (B,) index of the other unit of a pool, or -1 for a threshold.
+        at_a: (B,) value at the interval's start.
         at_b: (B,) value at its end.
     """
 
-    segment: Int64[Tensor, " B"]
+    interval: Int64[Tensor, " B"]
     call: Int64[Tensor, " B"]
     first: Int64[Tensor, " B"]
     second: Int64[Tensor, " B"]
@@ -42,88 +44,94 @@ class BracketedEvents:
 
 
 def locate_kinks(
-    line: Line, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
+    segment: WeightSegment, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
 ) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
-    """Find the places in (a_e, b_e) where a unit that matters to f switches for row e.
+    """Find where in (a_e, b_e) a unit that affects f switches for row e.
 
     Args:
-        line: The step.
+        segment: The step.
         X: E inputs.
-        a: Starts of the E segments.
+        a: Starts of the E intervals.
         b: Their ends.
 
     Returns:
-        Segment and place of B switches; a unit that switches an even number of times is not seen.
+        Interval and position of B switches. A unit that switches an even number of times is not seen; a network that
+        does not support interpolation has none.
     """
-    if not line.plan.supports_interpolation:
+    if not segment.net.plan.supports_interpolation:
         return torch.zeros(0, dtype=torch.int64, device=X.device), a[:0]
-    rows = max(1, block_rows(line) // 4)
-    found, places = [], []
-    for part in torch.arange(len(X), device=X.device).split(rows):
-        candidates = _candidates(line, X[part], a[part], b[part])
-        found.append(part[candidates.segment])
-        places.append(_roots(line, X[part], a[part], b[part], candidates))
-    return torch.cat(found), torch.cat(places)
+    rows_per_block = max(1, segment.rows_per_block // 4)  # inputs and gradients of every piecewise operation are kept
+    intervals, positions = [], []
+    for rows in torch.arange(len(X), device=X.device).split(rows_per_block):
+        events = _bracket_events(segment, X[rows], a[rows], b[rows])
+        intervals.append(rows[events.interval])
+        positions.append(_solve(segment, X[rows], a[rows], b[rows], events))
+    return torch.cat(intervals), torch.cat(positions)
 
 
-def _candidates(line: Line, X: Tensor, a: Tensor, b: Tensor) -> BracketedEvents:
-    start, end = _watched(line, X, a), _watched(line, X, b)
+def _bracket_events(segment: WeightSegment, X: Tensor, a: Tensor, b: Tensor) -> BracketedEvents:
+    """List the units that affect f and stand differently at both ends."""
+    start, end = _preactivations(segment, X, a), _preactivations(segment, X, b)
     columns: list[tuple[Tensor, ...]] = []
-    for number, ((at_a, matters_a), (at_b, matters_b)) in enumerate(zip(start, end, strict=True)):
-        matters = matters_a | matters_b
-        if at_a.winners is None or at_b.winners is None:
-            segment, unit = ((at_a.inputs.sign() * at_b.inputs.sign() < 0) & matters).nonzero(as_tuple=True)
-            values = at_a.inputs[segment, unit], at_b.inputs[segment, unit]
-            columns.append((segment, torch.full_like(segment, number), unit, torch.full_like(segment, -1), *values))
+    for number, ((at_a, affects_a), (at_b, affects_b)) in enumerate(zip(start, end, strict=True)):
+        affects_output = affects_a | affects_b
+        if at_a.argmax is None or at_b.argmax is None:
+            changes = (at_a.inputs.sign() * at_b.inputs.sign() < 0) & affects_output
+            interval, unit = changes.nonzero(as_tuple=True)
+            values = at_a.inputs[interval, unit], at_b.inputs[interval, unit]
+            call, no_second = torch.full_like(interval, number), torch.full_like(interval, -1)
+            columns.append((interval, call, unit, no_second, *values))
             continue
-        segment, output = ((at_a.winners != at_b.winners) & matters).nonzero(as_tuple=True)
-        first, second = at_a.winners[segment, output], at_b.winners[segment, output]
-        lead_a, lead_b = (units.inputs[segment, first] - units.inputs[segment, second] for units in (at_a, at_b))
-        crossing = lead_a * lead_b < 0
-        column = (segment, torch.full_like(segment, number), first, second, lead_a, lead_b)
-        columns.append(tuple(value[crossing] for value in column))
+        interval, output = ((at_a.argmax != at_b.argmax) & affects_output).nonzero(as_tuple=True)
+        first, second = at_a.argmax[interval, output], at_b.argmax[interval, output]
+        lead_a, lead_b = (units.inputs[interval, first] - units.inputs[interval, second] for units in (at_a, at_b))
+        crosses = lead_a * lead_b < 0
+        column = (interval, torch.full_like(interval, number), first, second, lead_a, lead_b)
+        columns.append(tuple(value[crosses] for value in column))
     if not columns:
         none = torch.zeros(0, dtype=torch.int64, device=X.device)
         return BracketedEvents(none, none, none, none, a[:0], a[:0])
     return BracketedEvents(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
 
 
-def _watched(line: Line, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
-    """List the units at t, and which of their outputs a random combination of f depends on."""
-    weights = {name: value.detach().requires_grad_() for name, value in line.model.unflatten(line.w).items()}
+def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[Preactivations, Tensor]]:
+    """List the units' inputs at t, and which of their outputs a random combination of f depends on."""
+    model = segment.net.model
+    params = {name: value.detach().requires_grad_() for name, value in model.unflatten(segment.w).items()}
+    _, moved = segment.interpolated(t, params)
     with torch.enable_grad(), disable_fused_attention():
-        watch = PreactivationRecorder(len(X), edges=True)
-        with InterpolatedWeights(weights, line.model.unflatten(line.d), t), watch:
-            z = line.model(weights, X)
-        f = apply_head(z, line.head)
+        recorder = PreactivationRecorder(len(X), keep_edges=True)
+        with moved, recorder:
+            z = model(params, X)
+        f = apply_head(z, segment.head)
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(f.shape[1], generator=generator, dtype=torch.float64).to(f)
-        edges = [units.edge for units in watch.units if units.edge is not None]
-        found = torch.autograd.grad(f @ v, edges, torch.ones_like(f[:, 0]), allow_unused=True) if edges else ()
-    gradients = dict(zip([id(edge) for edge in edges], found, strict=True))
+        edges = [units.edge for units in recorder.calls if units.edge is not None]
+        grads = torch.autograd.grad(f @ v, edges, torch.ones_like(f[:, 0]), allow_unused=True) if edges else ()
+    grad_of = dict(zip([id(edge) for edge in edges], grads, strict=True))
     listed = []
-    for units in watch.units:
-        gradient = gradients.get(id(units.edge))
-        shape = units.inputs if units.winners is None else units.winners
-        matters = torch.zeros_like(shape, dtype=torch.bool) if gradient is None else gradient.reshape(len(X), -1) != 0
-        listed.append((units, matters))
+    for units in recorder.calls:
+        grad = grad_of.get(id(units.edge))
+        outputs = units.inputs if units.argmax is None else units.argmax
+        affects = torch.zeros_like(outputs, dtype=torch.bool) if grad is None else grad.reshape(len(X), -1) != 0
+        listed.append((units, affects))
     return listed
 
 
-def _roots(line: Line, X: Tensor, a: Tensor, b: Tensor, candidates: BracketedEvents) -> Tensor:
-    """Solve all events by the Illinois method: bracketed, and exact after one step where the event is linear in t."""
-    low, high = a[candidates.segment].clone(), b[candidates.segment].clone()
-    at_low, at_high = candidates.at_a.clone(), candidates.at_b.clone()
+def _solve(segment: WeightSegment, X: Tensor, a: Tensor, b: Tensor, events: BracketedEvents) -> Tensor:
+    """Solve all events by the Illinois method (Dowell & Jarratt 1971), which keeps them bracketed."""
+    low, high = a[events.interval].clone(), b[events.interval].clone()
+    at_low, at_high = events.at_a.clone(), events.at_b.clone()
     scale = at_low.abs() + at_high.abs()
     root = low.clone()
     active = torch.arange(len(root), device=X.device)
     side = torch.zeros_like(active)
-    for _ in range(_ITERATIONS):
+    for _ in range(_MAX_ITERATIONS):
         if not len(active):
             break
         lo, hi, f_lo, f_hi = low[active], high[active], at_low[active], at_high[active]
         guess = (lo * f_hi - hi * f_lo) / (f_hi - f_lo)
-        value = _event_values(line, X, guess, candidates, active)
+        value = _event_values(segment, X, guess, events, active)
         root[active] = guess
         left = value * f_lo > 0  # the guess replaces the lower end
         low[active] = torch.where(left, guess, lo)
@@ -138,29 +146,24 @@ def _roots(line: Line, X: Tensor, a: Tensor, b: Tensor, candidates: BracketedEve
     return root
 
 
-def _event_values(line: Line, X: Tensor, t: Tensor, candidates: BracketedEvents, active: Tensor) -> Tensor:
-    """Evaluate events at places of their own, early layers' first: a forward pass ends at the last unit asked for."""
-    weights, direction = line.model.unflatten(line.w), line.model.unflatten(line.d)
+def _event_values(segment: WeightSegment, X: Tensor, t: Tensor, events: BracketedEvents, active: Tensor) -> Tensor:
+    """Evaluate events, early layers' first: a forward pass stops at the last unit that is asked for."""
+    model = segment.net.model
     value = torch.zeros_like(t)
-    for part in candidates.call[active].argsort().split(block_rows(line)):
+    for part in events.call[active].argsort().split(segment.rows_per_block):
         chosen = active[part]
-        calls = candidates.call[chosen]
+        calls = events.call[chosen]
         wanted: dict[int, tuple[Tensor, Tensor]] = {}
         for number in calls.unique().tolist():
             rows = (calls == number).nonzero().squeeze(1)
-            first, second = candidates.first[chosen[rows]], candidates.second[chosen[rows]]
+            first, second = events.first[chosen[rows]], events.second[chosen[rows]]
             wanted[number] = rows.repeat(2), torch.cat([first, second.clamp(min=0)])
-        read = EventReader(len(chosen), wanted)
-        with (
-            suppress(StopForwardError),
-            torch.no_grad(),
-            disable_fused_attention(),
-            InterpolatedWeights(weights, direction, t[part]),
-            read,
-        ):
-            line.model(weights, X[candidates.segment[chosen]])
+        reader = EventReader(len(chosen), wanted)
+        params, moved = segment.interpolated(t[part])
+        with suppress(StopForwardError), torch.no_grad(), disable_fused_attention(), moved, reader:
+            model(params, X[events.interval[chosen]])
         for number, (rows, _) in wanted.items():
             mine = part[rows[: len(rows) // 2]]
-            level, other = read.found[number].chunk(2)
-            value[mine] = torch.where(candidates.second[active[mine]] >= 0, level - other, level)
+            level, other = reader.values[number].chunk(2)
+            value[mine] = torch.where(events.second[active[mine]] >= 0, level - other, level)
     return value

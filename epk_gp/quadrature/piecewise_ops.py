@@ -1,4 +1,4 @@
-"""Piecewise-smooth functions: where each of their units stands, read off a forward pass."""
+"""Piecewise-smooth operations: on which side of a threshold, or which of several inputs, each of their units is."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ WATCHED = {*THRESHOLDS, *POOLS, *EXTREMES}
 
 
 class StopForwardError(Exception):
-    """A forward pass has told what it was made for."""
+    """The forward pass has computed what it was started for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,67 +100,67 @@ class Preactivations:
     """The inputs of one call of a piecewise-smooth function.
 
     Attributes:
-        inputs: (E, U); for a threshold unit its distance from the threshold.
-        winners: (E, V) indices into U of the V outputs that pick one of their inputs, None for threshold units.
-        edge: Where the gradient with respect to the function's output is to be had, if it was asked for.
+        inputs: (E, U); for a threshold the distance from it.
+        argmax: (E, V) index into U of the input that each of the V outputs picks; None for thresholds.
+        edge: Where the gradient with respect to the function's output can be taken, if it was asked for.
     """
 
     inputs: Float[Tensor, "E U"]
-    winners: Int64[Tensor, "E V"] | None
+    argmax: Int64[Tensor, "E V"] | None
     edge: GradientEdge | None
 
 
 class PreactivationRecorder(TorchFunctionMode):
     """Keep the inputs of every call of a piecewise-smooth function that sees all rows."""
 
-    def __init__(self, num_rows: int, *, edges: bool) -> None:
-        """Start with nothing seen.
+    def __init__(self, num_rows: int, *, keep_edges: bool) -> None:
+        """Start without a call.
 
         Args:
             num_rows: E.
-            edges: Keep the gradient edges of the calls' outputs too.
+            keep_edges: Keep the gradient edges of the calls' outputs too.
         """
         super().__init__()
-        self.units: list[Preactivations] = []
-        self.num_rows, self.edges = num_rows, edges
+        self.calls: list[Preactivations] = []
+        self.num_rows, self.keep_edges = num_rows, keep_edges
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
-        """Note the call's inputs, then make it."""
+        """Record the call's inputs, then make it."""
         kwargs = kwargs or {}
         if func not in WATCHED:
             return func(*args, **kwargs)
         x, rest = _first(args, kwargs)
-        mine = _has_rows(x, self.num_rows)
-        thresholds = THRESHOLDS[func](x, *args[1:], **rest) if mine and func in THRESHOLDS else ()
+        sees_all_rows = _has_rows(x, self.num_rows)
+        thresholds = THRESHOLDS[func](x, *args[1:], **rest) if sees_all_rows and func in THRESHOLDS else ()
         kept = x.detach().flatten(1).clone() if thresholds else None
         result = func(*args, **kwargs)
         output = result if isinstance(result, Tensor) else result[0]
-        edge = get_gradient_edge(output) if self.edges and output.requires_grad else None
+        edge = get_gradient_edge(output) if self.keep_edges and output.requires_grad else None
         if kept is not None:
-            self.units += [
+            self.calls += [
                 Preactivations(kept - threshold if threshold else kept, None, edge) for threshold in thresholds
             ]
-        elif mine and func in POOLS and result is output:
-            self.units.append(_pool_units(func, (x, *args[1:]), rest, edge))
-        elif mine and func in EXTREMES:
+        elif sees_all_rows and func in POOLS and result is output:
+            self.calls.append(_pool_units(func, (x, *args[1:]), rest, edge))
+        elif sees_all_rows and func in EXTREMES:
             picked = _picked(EXTREMES[func] * x.detach(), EXTREMES[func], args[1:], rest, output)
-            self.units += [] if picked is None else [Preactivations(*picked, edge)]
+            self.calls += [] if picked is None else [Preactivations(*picked, edge)]
         return result
 
 
 class EventReader(TorchFunctionMode):
-    """Read some units' inputs off a forward pass, and end it after the last of them by raising `StopForwardError`."""
+    """Read the inputs of given units in a forward pass, and stop it (`StopForwardError`) after the last of them."""
 
     def __init__(self, num_rows: int, wanted: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Start with nothing read.
+        """Start without a value.
 
         Args:
             num_rows: E.
-            wanted: Rows and units, each (B,), by number of the call in a `PreactivationRecorder`'s list.
+            wanted: Rows and units, each (B,), by number of the call in `PreactivationRecorder.calls`.
         """
         super().__init__()
         self.num_rows, self.wanted = num_rows, wanted
-        self.found: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         self._number, self._last = 0, max(wanted)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
@@ -169,19 +169,19 @@ class EventReader(TorchFunctionMode):
         if func not in WATCHED:
             return func(*args, **kwargs)
         x, rest = _first(args, kwargs)
-        mine = _has_rows(x, self.num_rows)
-        if mine and func in THRESHOLDS:
+        sees_all_rows = _has_rows(x, self.num_rows)
+        if sees_all_rows and func in THRESHOLDS:
             for threshold in THRESHOLDS[func](x, *args[1:], **rest):
                 self._read(x, threshold)
             return func(*args, **kwargs)
-        if mine and func in POOLS:
+        if sees_all_rows and func in POOLS:
             sure = len(args) <= 2 and not rest.get("return_indices")  # it gives a tensor, and need not be made
             result = None if sure and self._number == self._last else func(*args, **kwargs)
             if result is None or isinstance(result, Tensor):
                 self._read(x, 0.0)
             return result
         result = func(*args, **kwargs)
-        if mine:
+        if sees_all_rows:
             output = result if isinstance(result, Tensor) else result[0]
             picked = _picked(EXTREMES[func] * x.detach(), EXTREMES[func], args[1:], rest, output)
             if picked is not None:
@@ -191,7 +191,7 @@ class EventReader(TorchFunctionMode):
     def _read(self, x: Tensor, threshold: float) -> None:
         if self._number in self.wanted:
             rows, units = self.wanted[self._number]
-            self.found[self._number] = x.detach().flatten(1)[rows, units] - threshold
+            self.values[self._number] = x.detach().flatten(1)[rows, units] - threshold
         if self._number == self._last:
             raise StopForwardError
         self._number += 1
@@ -220,7 +220,7 @@ def _pool_units(
 def _picked(
     x: Tensor, sign: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Give a choice's inputs (E, U) and the ones chosen (E, V); None if the rows are mixed."""
+    """Return the inputs (E, U) of a choice and the indices (E, V) of those chosen; None if it mixes the rows."""
     second = args[0] if args else kwargs.get("other", kwargs.get("dim"))
     dims: tuple[int, ...] = (1,)
     if isinstance(second, Tensor):
@@ -235,5 +235,5 @@ def _picked(
     last = tuple(range(-len(dims), 0))
     lines = x.movedim(dims, last).flatten(-len(dims))
     number = torch.arange(x[0].numel(), device=x.device).view(1, *x.shape[1:]).movedim(dims, last).flatten(-len(dims))
-    winners = number.expand_as(lines).gather(-1, lines.argmax(dim=-1, keepdim=True))
-    return x.flatten(1), winners.flatten(1)
+    argmax = number.expand_as(lines).gather(-1, lines.argmax(dim=-1, keepdim=True))
+    return x.flatten(1), argmax.flatten(1)

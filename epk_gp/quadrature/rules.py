@@ -7,13 +7,15 @@ import numpy as np
 
 from epk_gp.core.validation import validate_count, validate_positive
 
+_TYPICAL_INTERVALS = 16
+
 
 @dataclass(frozen=True)
 class QuadratureRule:
     """Nodes and positive weights on [0, 1]; one rule for both arguments of the kernel keeps it positive semi-definite.
 
     Attributes:
-        name: What tables call it.
+        name: Name of the rule in tables.
         nodes: Q distinct points in [0, 1].
         weights: Q positive weights that sum to 1.
     """
@@ -23,10 +25,11 @@ class QuadratureRule:
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a rule that would not give a kernel.
+        """Raise if the rule would not give a kernel.
 
         Raises:
-            ValueError: Different lengths, nodes outside [0, 1], weights that are not positive or do not sum to 1.
+            ValueError: Nodes and weights have different lengths, a node lies outside [0, 1], or the weights are not
+                positive or do not sum to 1.
         """
         if len(self.nodes) != len(self.weights) or not self.nodes:
             raise ValueError(f"a rule needs as many weights as nodes: got {len(self.nodes)} and {len(self.weights)}.")
@@ -40,17 +43,34 @@ class QuadratureRule:
             raise ValueError(f"weights must sum to 1: got {sum(self.weights)}.")
 
     def __iter__(self) -> Iterator[tuple[float, float]]:
-        """Go through (node, weight)."""
+        """Iterate over (node, weight)."""
         return iter(zip(self.nodes, self.weights, strict=True))
 
     def __len__(self) -> int:
         """Count the nodes, Q."""
         return len(self.nodes)
 
+    @property
+    def interval_rule(self) -> "QuadratureRule":
+        """The rule on one interval of a step: this rule, as the step is one interval."""
+        return self
+
+    @property
+    def num_contractions(self) -> int:
+        """Inner products that a step costs where nothing can be averaged over its nodes."""
+        return len(self)
+
+    @property
+    def typical_nodes(self) -> int:
+        """Nodes of a step that block sizes allow for."""
+        return len(self)
+
 
 @dataclass(frozen=True)
 class AdaptiveRule:
-    """Gauss-Legendre on segments of [0, 1] chosen for each point and step by the free residual (theory, section 3).
+    """Gauss-Legendre on intervals of [0, 1] chosen for each point and step by the free residual.
+
+    See docs/theory.md, section 3.
 
     Attributes:
         tol: Aim for the absolute error of an output over all S steps: each segment of a step may leave tol / S. A step
@@ -62,18 +82,33 @@ class AdaptiveRule:
     order: int
 
     def __post_init__(self) -> None:
-        """Refuse a tolerance or order that means nothing.
+        """Raise if the tolerance or the order has no meaning.
 
         Raises:
-            TypeError: `tol` is no number, or `order` no whole one.
+            TypeError: `tol` is not a number, or `order` is not a whole number.
             ValueError: `tol` is not positive and finite, or `order` is below 1.
         """
         validate_positive(self.tol, "tol")
         validate_count(self.order, "order")
 
     @property
+    def interval_rule(self) -> QuadratureRule:
+        """The rule on one interval of a step."""
+        return gauss_legendre(self.order)
+
+    @property
+    def num_contractions(self) -> int:
+        """Inner products that a step is taken to cost where nothing can be averaged: most steps have one interval."""
+        return self.order
+
+    @property
+    def typical_nodes(self) -> int:
+        """Nodes of a step that block sizes allow for: most points stay below 16 intervals."""
+        return _TYPICAL_INTERVALS * self.order
+
+    @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name of the rule in tables."""
         return f"adaptive Gauss-Legendre {self.order}, tol {self.tol:g}"
 
 
@@ -101,7 +136,6 @@ def left_riemann(n: int) -> QuadratureRule:
 def midpoint(n: int) -> QuadratureRule:
     """Composite midpoint rule with n nodes."""
     validate_count(n, "the number of nodes")
-    validate_count(n, "the number of nodes")
     return QuadratureRule(f"midpoint {n}", tuple((k + 0.5) / n for k in range(n)), (1 / n,) * n)
 
 
@@ -111,10 +145,10 @@ def adaptive(tol: float = 1e-12, *, order: int = 4) -> AdaptiveRule:
 
 
 def validate_rule(rule: object) -> None:
-    """Refuse what is no rule.
+    """Raise if an object is not a quadrature rule.
 
     Raises:
-        TypeError: Neither a fixed nor an adaptive rule.
+        TypeError: The object is neither a fixed nor an adaptive rule.
     """
     if not isinstance(rule, QuadratureRule | AdaptiveRule):
         raise TypeError(f"rule must be a quadrature rule such as epk_gp.gauss_legendre(4): got {rule!r}.")

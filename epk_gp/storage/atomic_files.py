@@ -1,4 +1,4 @@
-"""Files of a run: written durably, and read without trusting what stands in them."""
+"""Files of a run: written atomically with checksums, and read without trusting their content."""
 
 import errno
 import hashlib
@@ -14,62 +14,77 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-MAX_JSON_BYTES = 1 << 24
-MAX_TENSOR_HEADER_BYTES = 1 << 24
-_BLOCK = 1 << 20
+MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
+MAX_TENSOR_HEADER_BYTES = 1 << 24  # 16 MiB; a chunk has at most 22 tensors, data.safetensors one per buffer
+_BLOCK = 1 << 20  # bytes read at a time: checksums take no more memory than this
+_RESTORE = "The file is damaged; restore it from a copy."
+
+# Flags of os.open. Windows has none of the first three, and needs the last one so that line ends are not translated;
+# `open_descriptor` tests for symbolic links itself there.
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_SAFE_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_CAN_SYNC_FOLDERS = os.name != "nt"
 
 
-def checksum(content: bytes, *more: str) -> str:
-    """Hash bytes, and words that belong to them (blake2b, 16 bytes, in hex)."""
+def checksum(content: bytes, *suffixes: str) -> str:
+    """Return the checksum (blake2b, 16 bytes, in hexadecimal) of bytes followed by texts."""
     hasher = hashlib.blake2b(content, digest_size=16)
-    for word in more:
-        hasher.update(word.encode())
+    for suffix in suffixes:
+        hasher.update(suffix.encode())
     return hasher.hexdigest()
 
 
 def checksum_json(value: Any) -> str:
-    """Hash a JSON value, whatever the order of its keys."""
+    """Return the checksum of a JSON value, independent of the order of its keys."""
     return checksum(json.dumps(value, sort_keys=True).encode())
 
 
-def checksum_file(file: Path, size: int | None, where: str, *more: str) -> str:
-    """Hash a file block by block.
+def checksum_file(file: Path, size: int | None, where: str, *suffixes: str) -> str:
+    """Return the checksum of a file followed by texts; the file is read block by block.
 
     Args:
-        file: A plain file.
-        size: Its size in bytes, if it is known; a file of another size is refused.
-        where: What to call it in an error.
-        more: Words that belong to it.
+        file: A regular file.
+        size: The size that the file must have, in bytes; any size is accepted if None.
+        where: Name of the file in an error message.
+        suffixes: Texts that are hashed after the file.
 
     Raises:
-        FileNotFoundError: It is missing.
-        ValueError: It is no plain file, or of another size.
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or it has another size.
     """
     hasher = hashlib.blake2b(digest_size=16)
     with open_regular(file, where) as stream:
-        found = os.fstat(stream.fileno()).st_size
-        if size is not None and found != size:
-            raise ValueError(f"{where} must have {size} bytes: it has {found}. {_RESTORE}")
+        actual = os.fstat(stream.fileno()).st_size
+        if size is not None and actual != size:
+            raise ValueError(f"{where} must have {size} bytes: it has {actual}. {_RESTORE}")
         while block := stream.read(_BLOCK):
             hasher.update(block)
-    for word in more:
-        hasher.update(word.encode())
+    for suffix in suffixes:
+        hasher.update(suffix.encode())
     return hasher.hexdigest()
 
 
-_RESTORE = "The file is damaged; restore it from a copy."
+def open_descriptor(file: Path, flags: int) -> int:
+    """Open a file by `os.open` without following a symbolic link, without waiting for a pipe, and in binary mode.
+
+    Raises:
+        OSError: The file cannot be opened; with `errno.ELOOP` if it is a symbolic link.
+    """
+    if not _NO_FOLLOW and file.is_symlink():  # a link that is made between this test and the next line is followed
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file))
+    return os.open(file, flags | _NO_FOLLOW | _SAFE_FLAGS, 0o644)
 
 
 @contextmanager
 def open_regular(file: Path, where: str) -> Iterator[BinaryIO]:
-    """Open a file for reading, but no symbolic link, pipe or device.
+    """Open a regular file for reading.
 
     Raises:
-        FileNotFoundError: It is missing.
-        ValueError: It is no plain file.
+        FileNotFoundError: The file is missing.
+        ValueError: The file is a symbolic link, a folder, a pipe or a device.
     """
     try:
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = open_descriptor(file, os.O_RDONLY)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"a run must have all its files: {where} does not exist.") from error
     except OSError as error:
@@ -86,26 +101,26 @@ def open_regular(file: Path, where: str) -> Iterator[BinaryIO]:
 
 
 def regular_file_size(file: Path, where: str) -> int | None:
-    """Give a file's size; None if it is missing.
+    """Return the size of a regular file in bytes, or None if it is missing.
 
     Raises:
-        ValueError: It is no plain file.
+        ValueError: The file is not a regular file.
     """
     try:
-        found = file.lstat()
+        status = file.lstat()
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{where} must be a plain file: it is a symbolic link, a folder, a pipe or a device.")
-    return found.st_size
+    return status.st_size
 
 
 def read_bytes(file: Path, limit: int, where: str) -> bytes:
-    """Read a file of bounded size.
+    """Read a file of at most `limit` bytes.
 
     Raises:
-        FileNotFoundError: It is missing.
-        ValueError: It is no plain file, or larger than the limit.
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or it is larger than the limit.
     """
     content = bytearray()
     with open_regular(file, where) as stream:
@@ -117,48 +132,52 @@ def read_bytes(file: Path, limit: int, where: str) -> bytes:
     raise ValueError(f"{where} must have at most {limit} bytes: it has more.")
 
 
-def parse_json(content: bytes, what: str) -> Any:
-    """Parse JSON that somebody else wrote.
+def parse_json(content: bytes, message: str) -> Any:
+    """Parse JSON from an untrusted source.
+
+    Args:
+        content: The text.
+        message: Start of the error message, which says what the text must be.
 
     Raises:
-        ValueError: It is none, or nested without measure.
+        ValueError: The text is not JSON, or it is nested too deeply to be parsed.
     """
     try:
         return json.loads(content)
     except RecursionError as error:
-        raise ValueError(f"{what}: it is nested too deeply.") from error
-    except ValueError as error:  # also of bytes that are no text, and of numbers with thousands of digits
-        raise ValueError(f"{what}: {error}.") from error
+        raise ValueError(f"{message}: it is nested too deeply.") from error
+    except ValueError as error:  # includes bytes that are not text, and numbers with thousands of digits
+        raise ValueError(f"{message}: {error}.") from error
 
 
 def checksummed_json(record: dict[str, Any]) -> bytes:
-    """Write a JSON object with its own checksum in it."""
+    """Return the text of a JSON object that holds its own checksum under the key `blake2b`."""
     return json.dumps(record | {"blake2b": checksum_json(record)}, indent=1).encode()
 
 
-def read_checksummed_json(content: bytes, what: str) -> dict[str, Any] | None:
-    """Read what `checksummed_json` wrote; None if a byte of it is another one, of the spaces, too.
+def read_checksummed_json(content: bytes, message: str) -> dict[str, Any] | None:
+    """Parse what `checksummed_json` returned; None if any byte of it was changed, a space included.
 
     Raises:
-        ValueError: It is no JSON.
+        ValueError: The text is not JSON; `message` starts the error message.
     """
-    record = parse_json(content, what)
+    record = parse_json(content, message)
     if not isinstance(record, dict) or "blake2b" not in record:
         return None
     del record["blake2b"]
     try:
         return record if checksummed_json(record) == content else None
-    except RecursionError:  # nested as deeply as can be read, but not written
+    except RecursionError:  # Python parses slightly deeper nesting than it writes
         return None
 
 
 @contextmanager
 def open_tensors(file: Path, where: str) -> Iterator[Any]:
-    """Map a safetensors file, after a look at the length of its header.
+    """Map a safetensors file, after a check of the length that its header claims.
 
     Raises:
-        FileNotFoundError: It is missing.
-        ValueError: It is no plain file, or no safetensors file.
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or not a safetensors file.
     """
     with open_regular(file, where) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -171,10 +190,10 @@ def open_tensors(file: Path, where: str) -> Iterator[Any]:
 
 
 def load_tensors(content: bytes, where: str) -> dict[str, Tensor]:
-    """Read tensors from the bytes of a safetensors file.
+    """Read the tensors of a safetensors file from its bytes.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The bytes are not those of a safetensors file.
     """
     _check_header_length(content[:8], len(content), where)
     try:
@@ -193,12 +212,14 @@ def _check_header_length(start: bytes, size: int, where: str) -> None:
 
 
 def atomic_write(file: Path, content: bytes, *, sync: bool = True) -> None:
-    """Write a file so that it is there in full or not at all, whatever happens.
+    """Write a file such that it exists with its full content or not at all, whatever interrupts the write.
+
+    The content is written under another name (`.part`), synchronised, and renamed.
 
     Args:
-        file: Where.
-        content: What.
-        sync: Make its name last, too; False where a `sync_folder` of the caller's follows.
+        file: The file.
+        content: Its bytes.
+        sync: Also synchronise the folder, which makes the new name durable; False if the caller does so later.
     """
     partial = file.with_name(file.name + ".part")
     try:
@@ -209,14 +230,20 @@ def atomic_write(file: Path, content: bytes, *, sync: bool = True) -> None:
         partial.replace(file)
     except OSError:
         with suppress(OSError):
-            partial.unlink()  # gives the space back
+            partial.unlink()  # frees the space on a full disk
         raise
     if sync:
         sync_folder(file.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names that were added, renamed or removed last."""
+    """Make names that were added, renamed or removed in a folder durable.
+
+    Windows cannot open a folder, so there this does nothing: NTFS keeps a journal of names itself, and after a power
+    failure the last names may be missing, as after a crash just before the commit.
+    """
+    if not _CAN_SYNC_FOLDERS:
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

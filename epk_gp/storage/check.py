@@ -9,30 +9,31 @@ from tqdm.auto import tqdm
 
 from epk_gp.core.step import Step
 from epk_gp.storage.atomic_files import regular_file_size
-from epk_gp.storage.chunks import read_steps
-from epk_gp.storage.index import Chunk, read_journal, resume_name
-from epk_gp.storage.schema import DATA, HEADER, read_data, read_header, read_resume, schema_of
+from epk_gp.storage.chunk_verification import read_steps
+from epk_gp.storage.index import FINISHED, JOURNAL, Chunk, read_journal, resume_name
+from epk_gp.storage.schema import DATA, HEADER, chunk_schema, read_data, read_header
+from epk_gp.storage.training_state import read_training_state
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run holds, after every one of its files was checked.
+    """Summary of a run whose files were all checked.
 
     Attributes:
-        header: What it says of itself.
+        header: The run's header.
         chunks: Its committed chunks.
-        finished: Whether recording came to its end.
-        sizes: The steps' learning rates.
-        batch_sizes: Points of each step.
-        data_shapes: Shapes of inputs, targets, constants and probe.
+        finished: Whether the recording came to its end.
+        learning_rates: Learning rate of each step.
+        batch_sizes: Number of points of each step.
+        data_shapes: Shapes of inputs, targets, frozen state and fingerprint outputs.
         files: Number of files that were checked.
-        bytes: Their size.
+        bytes: Their total size.
     """
 
     header: dict[str, Any]
     chunks: tuple[Chunk, ...]
     finished: bool
-    sizes: tuple[float, ...]
+    learning_rates: tuple[float, ...]
     batch_sizes: tuple[int, ...]
     data_shapes: dict[str, tuple[int, ...]]
     files: int
@@ -40,41 +41,41 @@ class RunSummary:
 
     @property
     def num_steps(self) -> int:
-        """S."""
-        return len(self.sizes)
+        """Number S of steps."""
+        return len(self.learning_rates)
 
 
 def check_run(path: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
     """Read every file of a run and check it against what was committed.
 
     Raises:
-        FileNotFoundError: No run there, or a file is missing.
-        ValueError: A damaged file; the message names it and the states it held.
+        FileNotFoundError: The folder holds no run, or a file is missing.
+        ValueError: A file is damaged; the message names it and the states it held.
     """
     folder = Path(path)
     header = read_header(path)
-    layout = schema_of(header)
+    schema = chunk_schema(header)
     data = read_data(path, header)
     journal = read_journal(path)
     steps: list[Step] = []
     for chunk in tqdm(journal.chunks, desc="chunks", disable=not progress):
-        steps.extend(read_steps(path, layout, chunk))
+        steps.extend(read_steps(path, schema, chunk))
     number, chunk = len(journal.chunks) - 1, journal.chunks[-1]
     try:
-        read_resume(path, number, chunk)
+        read_training_state(path, number, chunk)
     except FileNotFoundError:
-        if read_journal(path).bytes == journal.bytes:  # nobody committed a newer one
+        if read_journal(path).bytes == journal.bytes:  # a writer that committed another chunk would have removed it
             raise
-    names = [HEADER, DATA, "journal.jsonl", resume_name(number), *(chunk.file for chunk in journal.chunks)]
-    names += ["finished.json"] if journal.finished else []
-    found = [regular_file_size(folder / name, name) for name in names]
+    names = [HEADER, DATA, JOURNAL, resume_name(number), *(chunk.file for chunk in journal.chunks)]
+    names += [FINISHED] if journal.finished else []
+    sizes = [regular_file_size(folder / name, name) for name in names]
     return RunSummary(
         header=header,
         chunks=journal.chunks,
         finished=journal.finished,
-        sizes=tuple(step.lr for step in steps),
-        batch_sizes=tuple(layout.num_points if step.batch is None else len(step.batch) for step in steps),
+        learning_rates=tuple(step.lr for step in steps),
+        batch_sizes=tuple(schema.num_points if step.batch is None else len(step.batch) for step in steps),
         data_shapes={name: tuple(value.shape) for name, value in data.items()},
         files=len(names),
-        bytes=sum(size or 0 for size in found),
+        bytes=sum(size or 0 for size in sizes),
     )

@@ -1,4 +1,4 @@
-"""Rows of weights, packed without loss: each as its difference in bits from the row before it."""
+"""Lossless compression of weight vectors: each as its difference in bits from the one before it."""
 
 import zlib
 
@@ -8,18 +8,22 @@ from jaxtyping import Float, Int64, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
-_LEVEL = 1  # zlib's fastest; the others gain two per cent at several times the cost
+from epk_gp.core.fingerprint import tensor_bytes
+
+# zlib's fastest level. Measured on 200 states of a CNN of 9098 weights (SGD, batches of 64): level 6 makes them 2 to 3 %
+# smaller in 1.5 to 2 times the time, level 9 makes them 3 to 4 % smaller in 11 to 14 times the time.
+_LEVEL = 1
 
 
 def pack_rows(rows: Float[Tensor, "k P"]) -> tuple[UInt8[Tensor, " n"], Int64[Tensor, " k"]]:
-    """Pack rows: XOR with the row before, bytes of equal significance together, deflated.
+    """Pack rows: XOR with the row before, bytes sorted by significance, deflated.
 
     Returns:
-        The packed rows one after another, and the bytes of each.
+        The packed rows one after another, and the number of bytes of each.
     """
     before, packed = None, []
     for row in rows:
-        bits = _bits(row)
+        bits = _bytes_per_number(row)
         delta = bits if before is None else bits ^ before
         packed.append(zlib.compress(np.ascontiguousarray(delta.T).tobytes(), _LEVEL))
         before = bits
@@ -30,29 +34,30 @@ def pack_rows(rows: Float[Tensor, "k P"]) -> tuple[UInt8[Tensor, " n"], Int64[Te
 def unpack_row(
     packed: UInt8[Tensor, " n"], before: Float[Tensor, " P"] | None, num_weights: int
 ) -> Float[Tensor, " P"]:
-    """Unpack one row, in memory proportional to it whatever the packed bytes say.
+    """Unpack one row, in memory proportional to the row whatever the packed bytes are.
 
     Args:
-        packed: Its bytes.
-        before: The row before it; None if it is the first.
-        num_weights: P; float32 or float64, as many bytes as there are say.
+        packed: The packed row.
+        before: The row before it, or None if it is the first row.
+        num_weights: P. The number of unpacked bytes tells whether the row is float32 or float64.
 
     Raises:
-        ValueError: The bytes are not those of a packed row of this length.
+        ValueError: The bytes are not a packed row of P numbers, of the dtype of the row before.
     """
-    reader = zlib.decompressobj()
-    says = f"a packed row must hold {num_weights} numbers, of the dtype of the row before"
+    inflater = zlib.decompressobj()
+    message = f"a packed row must hold {num_weights} numbers, of the dtype of the row before"
     try:
-        content = reader.decompress(packed.numpy().tobytes(), 8 * num_weights + 1)
+        content = inflater.decompress(tensor_bytes(packed), 8 * num_weights + 1)  # a byte more than P float64 have
     except zlib.error as error:
-        raise ValueError(f"{says}: {error}.") from error
+        raise ValueError(f"{message}: {error}.") from error
     dtype = {4 * num_weights: torch.float32, 8 * num_weights: torch.float64}.get(len(content))
-    if dtype is None or not reader.eof or reader.unused_data or (before is not None and before.dtype != dtype):
-        raise ValueError(f"{says}: it does not.")
+    if dtype is None or not inflater.eof or inflater.unused_data or (before is not None and before.dtype != dtype):
+        raise ValueError(f"{message}: it does not.")
     delta = np.frombuffer(content, dtype=np.uint8).reshape(-1, num_weights).T
-    bits = delta if before is None else delta ^ _bits(before)
+    bits = delta if before is None else delta ^ _bytes_per_number(before)
     return torch.frombuffer(bytearray(np.ascontiguousarray(bits).tobytes()), dtype=dtype)
 
 
-def _bits(row: Float[Tensor, " P"]) -> NDArray[np.uint8]:
-    return row.contiguous().view(torch.uint8).numpy().reshape(len(row), -1)
+def _bytes_per_number(row: Float[Tensor, " P"]) -> NDArray[np.uint8]:
+    """Return the bytes of P numbers, (P, 4) or (P, 8)."""
+    return np.frombuffer(tensor_bytes(row), dtype=np.uint8).reshape(len(row), -1)

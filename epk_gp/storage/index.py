@@ -1,4 +1,8 @@
-"""The journal of a run on disk: which chunks are committed, and whether the run was finished."""
+"""The journal of a run: a log with one line per committed chunk, and the closing record of a finished run.
+
+A chunk counts as committed once its line is in the journal. Each line holds a checksum of itself and, through the
+checksum of the line before it, of all earlier lines.
+"""
 
 import json
 import os
@@ -16,25 +20,27 @@ from epk_gp.storage.atomic_files import (
 )
 
 JOURNAL, FINISHED = "journal.jsonl", "finished.json"
-MAX_CHUNKS = 100_000
-MAX_LINE_BYTES = 512
-_FINISHED_BYTES = 1024
+MAX_CHUNKS = 100_000  # a journal of at most 51 MB, which can be read at once
+MAX_LINE_BYTES = 512  # a line with 19-digit numbers has 356 bytes
+_FINISHED_BYTES = 1024  # the closing record has some 150 bytes
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One journal line: states `first` .. `first + states - 1` and the steps that led to them (none to state 0).
+    """One line of the journal: a chunk with the states `first` to `first + states - 1` and the steps that led to them.
+
+    The names of the attributes are the keys on disk. No step leads to state 0.
 
     Attributes:
-        file: Its name.
-        first: Its first state.
-        states: How many it holds.
-        bytes: Its size.
-        blake2b: Checksum of its content and of `digest`.
-        digest: The trajectory's digest up to its last state.
-        resume_bytes: Size of the file that a run goes on from after this chunk.
-        resume_blake2b: Checksum of that file's content and of `digest`.
-        line: Checksum of this line and all before it.
+        file: Name of the chunk's file.
+        first: Number of its first state.
+        states: Number of states in it.
+        bytes: Size of the file.
+        blake2b: Checksum of the file's content followed by `digest`.
+        digest: Digest of the run up to the chunk's last state.
+        resume_bytes: Size of the file with the training state after this chunk.
+        resume_blake2b: Checksum of that file's content followed by `digest`.
+        line: Checksum of this line and all lines before it.
     """
 
     file: str
@@ -49,23 +55,23 @@ class Chunk:
 
     @property
     def last(self) -> int:
-        """Its last state."""
+        """Number of the chunk's last state."""
         return self.first + self.states - 1
 
     @property
-    def content(self) -> str:
-        """What it holds, in words."""
+    def description(self) -> str:
+        """The states in the chunk, in words, for error messages."""
         return f"states {self.first}..{self.last}"
 
 
 @dataclass(frozen=True)
 class Journal:
-    """What is committed.
+    """The committed part of a run.
 
     Attributes:
         chunks: The committed chunks.
-        bytes: Length of the journal up to the last of them; what follows was cut short by a crash.
-        finished: Whether recording came to its end.
+        bytes: Length of the journal up to the end of their lines; a crash may have left part of a line after it.
+        finished: Whether the recording came to its end.
     """
 
     chunks: tuple[Chunk, ...]
@@ -74,83 +80,84 @@ class Journal:
 
 
 def chunk_name(number: int) -> str:
-    """Name a chunk's file."""
+    """Return the name of a chunk's file."""
     return f"chunk-{number:06d}.safetensors"
 
 
 def resume_name(number: int) -> str:
-    """Name the file that a run goes on from after a chunk."""
+    """Return the name of the file with the training state after a chunk."""
     return f"resume-{number:06d}.safetensors"
 
 
 def to_json_line(chunk: Chunk) -> bytes:
-    """Write a chunk's journal line."""
+    """Return the chunk's line in the journal."""
     return json.dumps(asdict(chunk)).encode() + b"\n"
 
 
 def chain_hash(before: str, chunk: Chunk) -> str:
-    """Hash a line and, through the checksum of the line before it, all earlier ones."""
+    """Return the checksum of a chunk's line, chained to the checksum `before` of the line before it."""
     return checksum(before.encode(), checksum_json(asdict(chunk) | {"line": ""}))
 
 
 def read_journal(path: str | os.PathLike[str]) -> Journal:
-    """List the committed chunks; a last line that a crash cut short is not committed.
+    """Read the committed chunks of a run. A last line without its newline is not committed.
 
-    A run that is being written may be read: it is seen as it was at one moment.
+    A run may be read while it is written: the result is what was committed at one moment.
 
     Raises:
-        FileNotFoundError: No journal.
-        ValueError: A damaged journal, lines that were lost, or a chunk that is missing or has another size.
+        FileNotFoundError: The journal is missing.
+        ValueError: The journal is damaged or lost lines, or a chunk is missing or has another size.
     """
     folder = Path(path)
-    numbers = _resume_numbers(folder)  # before the journal: a file that is here belongs to a line that is there
+    # Listed before the journal is read, so that each file listed belongs to a line that is read.
+    numbers = _resume_numbers(folder)
     finished = _read_finished(folder)
     where = f"{folder / JOURNAL}"
-    limit = MAX_CHUNKS * MAX_LINE_BYTES
-    content = read_bytes(folder / JOURNAL, limit, where)
-    chunks, used = _parse(content, where)
+    content = read_bytes(folder / JOURNAL, MAX_CHUNKS * MAX_LINE_BYTES, where)
+    chunks, used = _parse_lines(content, where)
     if not chunks:
         raise ValueError(f"a run must hold at least its initial weights: {folder / JOURNAL} has no committed chunk.")
     if finished is not None:
-        _check_finished(folder, finished, content)
+        _validate_finished(folder, finished, content)
     elif numbers and len(chunks) <= max(numbers) and max(numbers) - 1 not in numbers:
+        # A writer removes resume file N - 1 only after it committed line N.
         raise ValueError(
             f"{where} must have a line for each of {max(numbers) + 1} committed chunks: it ends after "
             f"{len(chunks)} (state {chunks[-1].last}). The file is damaged; restore it from a copy."
         )
-    _check_sizes(folder, chunks)
+    _validate_sizes(folder, chunks)
     return Journal(tuple(chunks), used, finished is not None)
 
 
 def finished_content(chunks: int, journal: bytes) -> bytes:
-    """Write the closing record of a run that came to its end."""
+    """Return the closing record of a finished run: number, size and checksum of its journal's lines."""
     record = {"chunks": chunks, "journal_bytes": len(journal), "journal_blake2b": checksum(journal)}
     return checksummed_json(record)
 
 
-def _parse(content: bytes, where: str) -> tuple[list[Chunk], int]:
+def _parse_lines(content: bytes, where: str) -> tuple[list[Chunk], int]:
     if (count := content.count(b"\n")) > MAX_CHUNKS:
         raise ValueError(f"{where} must have at most {MAX_CHUNKS} lines: it has {count}.")
     chunks: list[Chunk] = []
     used = content.rfind(b"\n") + 1
     for number, line in enumerate(content[:used].split(b"\n")[:-1]):
-        said = f"line {number + 1} of {where}"
+        name = f"line {number + 1} of {where}"
         try:
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(f"it has {len(line)} bytes")
-            chunk = _chunk_from(parse_json(line, said))
+            chunk = _parse_chunk(parse_json(line, name))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{said} must describe a chunk: it is damaged. Restore it from a copy.") from error
+            raise ValueError(f"{name} must describe a chunk: it is damaged. Restore it from a copy.") from error
         if chunk.line != chain_hash(chunks[-1].line if chunks else "", chunk) or to_json_line(chunk) != line + b"\n":
-            raise ValueError(f"{said} must have its checksum: it is damaged, or a line before it is lost.")
+            raise ValueError(f"{name} must have its checksum: it is damaged, or a line before it is lost.")
         expected = chunks[-1].last + 1 if chunks else 0
         if chunk.first != expected or chunk.file != chunk_name(number) or chunk.states < 1:
-            raise ValueError(f"{said} must continue at state {expected}: it does not.")
+            raise ValueError(f"{name} must continue at state {expected}: it does not.")
         chunks.append(chunk)
     return chunks, used
 
 
-def _chunk_from(value: object) -> Chunk:
+def _parse_chunk(value: object) -> Chunk:
     if not isinstance(value, dict):
         raise TypeError("a line must be a JSON object")
     chunk = Chunk(**value)
@@ -173,7 +180,7 @@ def _read_finished(folder: Path) -> dict[str, object] | None:
         return None
     try:
         content = read_bytes(file, _FINISHED_BYTES, str(file))
-    except FileNotFoundError:  # the run was taken up again just now
+    except FileNotFoundError:  # a writer resumed the run a moment ago
         return None
     record: dict[str, object] | None = read_checksummed_json(content, f"{file} must be JSON")
     if record is None:
@@ -181,11 +188,11 @@ def _read_finished(folder: Path) -> dict[str, object] | None:
     return record
 
 
-def _check_finished(folder: Path, finished: dict[str, object], content: bytes) -> None:
+def _validate_finished(folder: Path, finished: dict[str, object], content: bytes) -> None:
     size = finished.get("journal_bytes")
     if size == len(content) and finished.get("journal_blake2b") == checksum(content):
         return
-    if _read_finished(folder) is None:  # taken up again while it was read
+    if _read_finished(folder) is None:  # a writer resumed the run after the closing record was read
         return
     raise ValueError(
         f"{folder / JOURNAL} must be as it was when the run was finished, with {size} bytes and "
@@ -193,9 +200,9 @@ def _check_finished(folder: Path, finished: dict[str, object], content: bytes) -
     )
 
 
-def _check_sizes(folder: Path, chunks: list[Chunk]) -> None:
+def _validate_sizes(folder: Path, chunks: list[Chunk]) -> None:
     for chunk in chunks:
-        where = f"{folder / chunk.file} ({chunk.content})"
+        where = f"{folder / chunk.file} ({chunk.description})"
         size = regular_file_size(folder / chunk.file, where)
         if size != chunk.bytes:
             got = "it is missing" if size is None else f"it has {size}"

@@ -1,4 +1,4 @@
-"""Partial sums on disk: a computation that was killed goes on where it last saved, to the same bytes."""
+"""Partial sums on disk: a computation that was killed resumes from its last save, to the same bytes."""
 
 import json
 import os
@@ -11,28 +11,28 @@ from torch import Tensor
 
 from epk_gp.storage.atomic_files import atomic_write
 
-SECONDS = 30.0  # between saves of an unfinished sum
+SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
+_MANIFEST = "checkpoint.json"
 
 
 class PartialSums:
-    """A folder of partial sums of one computation, each with a count of what it holds."""
+    """A folder with the partial sums of one computation, each with the number of terms it holds."""
 
-    def __init__(self, folder: str | os.PathLike[str], identity: str) -> None:
-        """Open a folder, new or of the same computation.
+    def __init__(self, folder: str | os.PathLike[str], fingerprint: str) -> None:
+        """Open a new folder, or one with partial sums of the same computation.
 
         Args:
-            folder: Made if it is not there.
-            identity: Digest of everything that the result depends on.
+            folder: The folder; it is made if it does not exist.
+            fingerprint: Fingerprint of everything that the result depends on.
 
         Raises:
-            ValueError: The folder belongs to another computation, or is none of ours.
+            ValueError: The folder holds partial sums of another computation, or other files.
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        note = self.folder / "checkpoint.json"
-        if note.is_file():
-            found = _read_note(note)
-            if found != identity:
+        manifest = self.folder / _MANIFEST
+        if manifest.is_file():
+            if _recorded_fingerprint(manifest) != fingerprint:
                 raise ValueError(
                     f"checkpoint {self.folder} must be of this very computation (run, points, rule, memory budget): it "
                     "is of another. Choose another folder, or delete this one."
@@ -42,16 +42,16 @@ class PartialSums:
                 f"checkpoint must be a new or empty folder: {self.folder} holds something. Choose another."
             )
         else:
-            atomic_write(note, json.dumps({"identity": identity}).encode())
-        self._last = time.monotonic()
+            atomic_write(manifest, json.dumps({"identity": fingerprint}).encode())
+        self._last_save = time.monotonic()
 
     @property
-    def due(self) -> bool:
-        """Whether it is time to save an unfinished sum again."""
-        return time.monotonic() - self._last >= SECONDS
+    def should_save(self) -> bool:
+        """Whether `SECONDS` have passed since the last save, so that an unfinished sum should be saved again."""
+        return time.monotonic() - self._last_save >= SECONDS
 
     def load(self, name: str) -> tuple[dict[str, Tensor], int]:
-        """Read a partial sum and its count; nothing and 0 if there is none.
+        """Return a partial sum and its number of terms; no tensors and 0 if it was never saved.
 
         Raises:
             ValueError: The file is damaged.
@@ -61,23 +61,24 @@ class PartialSums:
             return {}, 0
         try:
             with safe_open(file, framework="pt") as stored:
-                about = stored.metadata()
-                return {key: stored.get_tensor(key) for key in stored.keys()}, int(about["count"])  # noqa: SIM118
+                count = int(stored.metadata()["count"])
+                # Copies: the next save replaces the file, which Windows refuses while tensors are mapped from it.
+                return {key: stored.get_tensor(key).clone() for key in stored.keys()}, count  # noqa: SIM118
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file} must be a partial sum: it is damaged. Delete it, and its part starts anew."
             ) from error
 
     def save(self, name: str, tensors: dict[str, Tensor], count: int) -> None:
-        """Replace a partial sum, atomically."""
+        """Replace a partial sum and its number of terms, atomically."""
         content = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         atomic_write(self.folder / f"{name}.safetensors", save(content, {"count": str(count)}))
-        self._last = time.monotonic()
+        self._last_save = time.monotonic()
 
 
-def _read_note(note: Path) -> object:
+def _recorded_fingerprint(manifest: Path) -> object:
     try:
-        found = json.loads(note.read_text())
+        content = json.loads(manifest.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
-    return found.get("identity") if isinstance(found, dict) else None
+    return content.get("identity") if isinstance(content, dict) else None

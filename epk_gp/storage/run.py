@@ -1,120 +1,156 @@
-"""A run on disk, started or gone on with: the door between a recorder and its folder."""
+"""Create, resume and open a run on disk."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from epk_gp.core.fingerprint import fingerprint_data
 from epk_gp.core.losses import Loss
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage import schema as store
-from epk_gp.storage.index import resume_name
-from epk_gp.storage.loading import load_trajectory
-from epk_gp.storage.training_state import StatefulObjects, options_of, restore_training_state
-from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, publish
-
-_MEANS = {
-    "names": "the network must train the recorded weights",
-    "shapes": "the network must have weights of the recorded shapes",
-    "dtype": "the network must have the recorded dtype",
-    "num_outputs": "the network must have the recorded number of outputs",
-    "num_points": "the data must be the recorded ones, with as many points",
-    "data_digest": "the data must be the recorded ones, bit for bit",
-    "loss": "the loss must be the recorded one",
-    "law": "the optimizer must be the recorded one",
-    "optimizer": "the optimizer must have the recorded options",
-    "compression": "the storage's compression must be the recorded one",
-    "check_every": "check_every must be the recorded one",
-}
+from epk_gp.storage.atomic_files import regular_file_size
+from epk_gp.storage.chunk_verification import read_steps
+from epk_gp.storage.compatibility import (
+    recorded_loss,
+    recorded_model,
+    validate_forward_function,
+    validate_loss_function,
+    validate_same_header,
+)
+from epk_gp.storage.index import read_journal, resume_name
+from epk_gp.storage.schema import HEADER, chunk_schema, read_data, read_header
+from epk_gp.storage.stored import StoredStates, StoredUpdates
+from epk_gp.storage.training_state import TrainingState, read_training_state
+from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
 
-def validate_schedules(optimizer: Optimizer, stateful: StatefulObjects, path: str | os.PathLike[str] | None) -> None:
-    """Refuse to resume what would not go on as it did.
+@dataclass(frozen=True, eq=False)
+class RunStart:
+    """A run before its first step.
+
+    Attributes:
+        header: Description of the run (`schema.run_header`), with `compression` and `check_every`.
+        data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs) and `constant.NAME` for the frozen state.
+        weights: The initial weights.
+        digest: Digest of the run of no steps.
+    """
+
+    header: Mapping[str, Any]
+    data: Mapping[str, Tensor]
+    weights: Float[Tensor, " P"]
+    digest: str
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder holds a run, damaged or not."""
+    file = Path(path) / HEADER
+    return regular_file_size(file, str(file)) is not None
+
+
+def create_run(path: str | os.PathLike[str], start: RunStart, training: TrainingState) -> RunWriter:
+    """Create a run with its initial weights in a new or empty folder.
 
     Raises:
-        ValueError: No path, or a schedule of learning rates whose place in it is not kept.
+        FileExistsError: The folder already holds something.
+        BlockingIOError: Another process creates a run there.
+        OSError: The folder cannot be written.
+        TypeError: The training state holds something that only a pickle could store.
     """
-    if path is None:
-        raise ValueError("resume=True needs path=, the folder of the run to go on with: got None.")
-    scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-    if scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
-        raise ValueError(
-            "resume=True must know the optimizer's learning-rate schedule: pass stateful={'scheduler': scheduler}."
-        )
-
-
-def create_run(
-    path: str | os.PathLike[str],
-    header: Mapping[str, Any],
-    data: Mapping[str, Tensor],
-    start: Float[Tensor, " P"],
-    digest: str,
-    kept: Mapping[str, Tensor],
-    options: list[dict[str, Any]],
-) -> RunWriter:
-    """Make the folder of a run that holds its initial weights.
-
-    Raises:
-        FileExistsError: The folder holds something.
-        OSError: It cannot be written.
-    """
-    writer, full = create_run_dir(path, {**header, "optimizer": options}, data)
-    writer.append([start], [], [], digest, kept)
-    publish(writer, full)
+    tensors = training.state_dict()
+    writer, header = create_run_dir(path, {**start.header, "optimizer": training.options()}, start.data)
+    try:
+        writer.append([start.weights], [], [], start.digest, tensors)
+        write_header(writer, header)
+    except BaseException:
+        writer.close()
+        raise
     return writer
 
 
 def resume_run(
-    path: str | os.PathLike[str],
-    header: Mapping[str, Any],
-    net: nn.Module,
-    optimizer: Optimizer,
-    loss: Loss,
-    stateful: StatefulObjects,
-    momentum: Float[Tensor, " P"],
+    path: str | os.PathLike[str], header: Mapping[str, Any], net: nn.Module, loss: Loss, training: TrainingState
 ) -> tuple[Trajectory, RunWriter]:
-    """Go on with a run: check that it is the same, and bring network, optimizer and kept objects to its last commit.
+    """Open a run to continue it: check that it is the same, and restore the state of its last commit.
 
     Args:
         path: The run's folder.
-        header: What the run would say of itself if it were started now.
+        header: The header that the run would get if it were created now.
         net: The network; its weights, frozen parameters and buffers are overwritten.
-        optimizer: Its optimizer, made as the recorded one was.
         loss: The loss.
-        stateful: Other objects whose state was kept.
-        momentum: The recorder's momentum buffer; overwritten.
+        training: The optimizer and other objects, made as the recorded ones were; their state is overwritten.
+
+    Returns:
+        The run up to its last commit, and a writer that continues it.
 
     Raises:
         BlockingIOError: Another process records there.
         OSError: The folder cannot be written.
-        ValueError: A damaged run, or one of another network, data, loss or optimizer.
+        ValueError: The run is damaged, or it is one of another network, data set, loss or optimizer.
     """
-    recorded = store.read_header(path)
-    given = {**header, "optimizer": options_of(optimizer)}
-    for key, says in _MEANS.items():
-        if recorded.get(key) != given[key]:
-            raise ValueError(
-                f"{says} to go on with the run at {path}: it has {recorded.get(key)!r}, got {given[key]!r}."
-            )
+    recorded = read_header(path)
+    validate_same_header(recorded, {**header, "optimizer": training.options()}, path)
     writer = open_for_writing(path, recorded)
     try:
         trajectory = load_trajectory(path, net, loss=loss)
         number, chunk = len(writer.chunks) - 1, writer.chunks[-1]
-        kept = store.read_resume(path, number, chunk)
-        restore_training_state(kept, optimizer, stateful, momentum, str(Path(path) / resume_name(number)))
-        writer.clean()
+        tensors = read_training_state(path, number, chunk)
+        training.load_state_dict(tensors, str(Path(path) / resume_name(number)))
+        writer.remove_uncommitted()
     except BaseException:
         writer.close()
         raise
-    parameters = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    tensors_of_net = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     values = {**trajectory.model.frozen_state(), **trajectory.model.unflatten(trajectory.states[chunk.last])}
     with torch.no_grad():
         for name, value in values.items():
-            parameters[name].copy_(value)
+            tensors_of_net[name].copy_(value)
     return trajectory, writer
+
+
+def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss | None = None) -> Trajectory:
+    """Open a recorded run for reading.
+
+    Every file is checked against the checksum it was committed with; the weights are then mapped, not loaded.
+
+    Args:
+        path: The run's folder.
+        net: A network of the recorded architecture; its weights do not matter and are not changed.
+        loss: The loss, needed only if it was a `PerSampleLoss`, whose function is not stored.
+
+    Returns:
+        The run, with its data on the CPU.
+
+    Raises:
+        FileNotFoundError: The folder holds no run, or a file is missing.
+        ValueError: A file is damaged; or the network has other names, shapes or another forward function than the
+            recorded one; or the loss is missing or another one.
+    """
+    header = read_header(path)
+    schema = chunk_schema(header)
+    data = read_data(path, header)
+    chunks = read_journal(path).chunks
+    model = recorded_model(header, data, net)
+    steps = tuple(step for chunk in chunks for step in read_steps(path, schema, chunk))
+    if fingerprint_data(data["inputs"], data["targets"]) != header["data_digest"]:
+        raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
+    trajectory = Trajectory(
+        model=model,
+        inputs=data["inputs"],
+        targets=data["targets"],
+        loss=recorded_loss(header, loss),
+        update_rule=header["law"]["name"],
+        states=StoredStates(Path(path), schema, chunks),
+        updates=StoredUpdates(Path(path), schema, chunks),
+        steps=steps,
+        num_outputs=header["num_outputs"],
+        digest=chunks[-1].digest,
+        data_digest=header["data_digest"],
+    )
+    validate_forward_function(trajectory, data["probe"])
+    validate_loss_function(trajectory)
+    return trajectory

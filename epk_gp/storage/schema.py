@@ -1,14 +1,9 @@
-"""A run on disk, read: safetensors chunks of weights, and a journal that says which of them are committed.
-
-A folder holds `run.json` (format, network layout, loss, update rule), `data.safetensors` (inputs, targets, constants,
-probe outputs), `chunk-NNNNNN.safetensors` (consecutive weight states and the steps that led to them),
-`resume-NNNNNN.safetensors` (what the run goes on from), `journal.jsonl` and, at the end, `finished.json`.
-Nothing is pickled, opening a run executes nothing, and nothing in it is believed before it is checked.
-"""
+"""What the files of a run hold: its header, its training data, and the dtypes and shapes of its chunks."""
 
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,6 @@ from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
-    checksum,
     checksum_file,
     load_tensors,
     parse_json,
@@ -27,28 +21,90 @@ from epk_gp.storage.atomic_files import (
     read_checksummed_json,
     regular_file_size,
 )
-from epk_gp.storage.chunks import ChunkSchema
-from epk_gp.storage.index import Chunk, resume_name
 
 FORMAT = "epk_gp run"
 FORMAT_VERSION = 2
 HEADER, DATA = "run.json", "data.safetensors"
 COMPRESSIONS = ("none", "deltas")
-DTYPES = {"torch.float32": torch.float32, "torch.float64": torch.float64}
+# The name that a safetensors header gives to each dtype.
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+# The dtypes that weights can have, by their name in the run's header.
+WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
 
-def schema_of(header: Mapping[str, Any]) -> ChunkSchema:
-    """Read from a header what the chunks look like."""
+@dataclass(frozen=True)
+class ChunkSchema:
+    """Shapes and dtypes of the tensors in the chunks of a run.
+
+    Attributes:
+        sizes: Number of weights of each of the L parameters.
+        dtype: Dtype of the weights.
+        num_points: Number M of training points.
+        compression: "none" or "deltas".
+    """
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    num_points: int
+    compression: str
+
+    @property
+    def num_weights(self) -> int:
+        """Number P of weights."""
+        return sum(self.sizes)
+
+
+def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
+    """Return the schema of the chunks of a run with this header."""
     sizes = tuple(math.prod(shape) for shape in header["shapes"])
-    return ChunkSchema(sizes, DTYPES[header["dtype"]], header["num_points"], header["compression"])
+    return ChunkSchema(sizes, WEIGHT_DTYPES[header["dtype"]], header["num_points"], header["compression"])
+
+
+def run_header(
+    model: FunctionalModel, loss: Loss, update_rule: str, *, num_points: int, num_outputs: int, data_digest: str
+) -> dict[str, Any]:
+    """Describe a run for its header: everything but the weights.
+
+    The digest of a run covers the text of this dictionary, so its keys and their order are part of the format.
+    """
+    return {
+        "names": list(model.names),
+        "shapes": [list(shape) for shape in model.shapes],
+        "dtype": str(next(p for n, p in model.module.named_parameters() if n in model.names).dtype),
+        "num_outputs": num_outputs,
+        "num_points": num_points,
+        "loss": describe_loss(loss),
+        "law": {"name": update_rule},
+        "data_digest": data_digest,
+    }
+
+
+def describe_loss(loss: Loss) -> dict[str, Any]:
+    """Describe a loss for a run's header; the name of a `PerSampleLoss` stands for its function."""
+    options = {name: value for name, value in vars(loss).items() if name != "function"}
+    return {
+        "kind": type(loss).__name__,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()},
+    }
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what a run says of itself.
+    """Read the header of a run.
 
     Raises:
-        FileNotFoundError: No run there.
-        ValueError: Not a run of this format and version.
+        FileNotFoundError: The folder holds no run.
+        ValueError: The header is not that of a run of this format and version, or it is damaged.
     """
     file = Path(path) / HEADER
     if regular_file_size(file, str(file)) is None:
@@ -67,17 +123,17 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
     if not _is_header(header):
         raise ValueError(
-            f"{file} must describe weights, data, loss and update rule: it lacks or mistakes some of them."
+            f"{file} must describe weights, data, loss and update rule: an entry is missing, or of another type."
         )
     return header
 
 
 def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read inputs, targets, constants and probe outputs, checked against the header's checksum.
+    """Read inputs, targets, frozen state and fingerprint outputs of a run, checked against the header's checksum.
 
     Raises:
         FileNotFoundError: The file is missing.
-        ValueError: It is damaged, or does not hold what the header says.
+        ValueError: The file is damaged, or does not hold the tensors that the header describes.
     """
     file = Path(path) / DATA
     where = str(file)
@@ -93,25 +149,9 @@ def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[s
     return data
 
 
-def read_resume(path: str | os.PathLike[str], number: int, chunk: Chunk) -> dict[str, Tensor]:
-    """Read what a run goes on from after a chunk.
-
-    Raises:
-        FileNotFoundError: The file is missing.
-        ValueError: It is damaged.
-    """
-    file = Path(path) / resume_name(number)
-    where = f"{file} (at state {chunk.last})"
-    if (regular_file_size(file, where) or chunk.resume_bytes) == chunk.resume_bytes:
-        content = read_bytes(file, chunk.resume_bytes, where)
-        if checksum(content, chunk.digest) == chunk.resume_blake2b:
-            return load_tensors(content, where)
-    raise ValueError(f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy.")
-
-
 def _is_header(header: dict[str, Any]) -> bool:
     names, shapes = header.get("names"), header.get("shapes")
-    loss, law = header.get("loss"), header.get("law")
+    loss, update_rule = header.get("loss"), header.get("law")
     return (
         isinstance(names, list)
         and isinstance(shapes, list)
@@ -119,14 +159,14 @@ def _is_header(header: dict[str, Any]) -> bool:
         and all(isinstance(name, str) for name in names)
         and all(isinstance(shape, list) and all(_is_count(n, 0) for n in shape) for shape in shapes)
         and sum(math.prod(shape) for shape in shapes) > 0
-        and header.get("dtype") in DTYPES
+        and header.get("dtype") in WEIGHT_DTYPES
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
         and header.get("compression") in COMPRESSIONS
         and isinstance(loss, dict)
         and isinstance(loss.get("kind"), str)
-        and isinstance(law, dict)
-        and isinstance(law.get("name"), str)
+        and isinstance(update_rule, dict)
+        and isinstance(update_rule.get("name"), str)
         and isinstance(header.get("data_digest"), str)
         and isinstance(header.get("data_blake2b"), str)
         and isinstance(header.get("optimizer"), list)
@@ -134,29 +174,4 @@ def _is_header(header: dict[str, Any]) -> bool:
 
 
 def _is_count(value: object, minimum: int) -> bool:
-    return type(value) is int and minimum <= value < 1 << 62
-
-
-def describe_loss(loss: Loss) -> dict[str, Any]:
-    """Describe a loss for a run's header; of a user's own, its name stands for its function."""
-    options = {name: value for name, value in vars(loss).items() if name != "function"}
-    return {
-        "kind": type(loss).__name__,
-        **{name: list(value) if isinstance(value, tuple) else value for name, value in options.items()},
-    }
-
-
-def header_of(
-    model: FunctionalModel, loss: Loss, law: str, num_points: int, data_digest: str, num_outputs: int
-) -> dict[str, Any]:
-    """Describe a run for its header: everything but the weights."""
-    return {
-        "names": list(model.names),
-        "shapes": [list(shape) for shape in model.shapes],
-        "dtype": str(next(p for n, p in model.module.named_parameters() if n in model.names).dtype),
-        "num_outputs": num_outputs,
-        "num_points": num_points,
-        "loss": describe_loss(loss),
-        "law": {"name": law},
-        "data_digest": data_digest,
-    }
+    return type(value) is int and minimum <= value < 1 << 62  # 62 bits: sums of two counts still fit into int64

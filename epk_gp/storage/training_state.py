@@ -1,39 +1,52 @@
-"""What a run goes on from: the state of optimizer, schedules, samplers and random numbers, kept without pickle."""
+"""The training state of a run: what the next step depends on beside the weights, stored without pickle.
+
+It consists of the optimizer's state, the state of the objects that the user names (schedulers, samplers, generators),
+the momentum buffer that the recorder follows, and torch's random numbers on the CPU.
+"""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from epk_gp.storage.atomic_files import parse_json
+from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.storage.atomic_files import checksum, load_tensors, parse_json, read_bytes, regular_file_size
+from epk_gp.storage.index import Chunk, resume_name
 
-_BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"}
+# Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
 _STATE, _RANDOM, _MOMENTUM = "state", "random", "momentum"
+# Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
+_BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"}
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that gives and takes its state, as torch's schedulers do."""
+    """An object that returns and restores its state, as torch's schedulers do."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state: numbers, texts, lists, dictionaries and tensors."""
+        """Return the state: numbers, texts, lists, dictionaries and tensors."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take a state."""
+        """Restore a state."""
 
 
 StatefulObjects = Mapping[str, Stateful | torch.Generator]
 
 
 def validate_stateful(stateful: StatefulObjects) -> None:
-    """Refuse what has no state to keep.
+    """Raise if a value is not a dictionary of generators and objects with `state_dict` and `load_state_dict`.
 
     Raises:
-        TypeError: Not a dictionary of generators and objects with `state_dict` and `load_state_dict`.
+        TypeError: The value is not a dictionary, or one of its values has no state.
     """
     if not isinstance(stateful, Mapping):
         raise TypeError(f"stateful must be a dictionary, name to object: got {type(stateful).__name__}.")
@@ -45,101 +58,142 @@ def validate_stateful(stateful: StatefulObjects) -> None:
             )
 
 
-def capture_training_state(optimizer: Optimizer, stateful: StatefulObjects, momentum: Tensor) -> dict[str, Tensor]:
-    """Copy everything that the next step depends on, but the weights.
-
-    Args:
-        optimizer: Its state is kept.
-        stateful: Other objects whose state is kept, by name.
-        momentum: The momentum buffer that the recorder follows, (P,).
+def validate_resumable(optimizer: Optimizer, stateful: StatefulObjects, path: str | os.PathLike[str] | None) -> None:
+    """Raise if a run with these arguments could not be resumed to the same end.
 
     Raises:
-        TypeError: A state that cannot be written without pickle.
+        ValueError: There is no path, or the optimizer's learning rates follow a scheduler that is not in `stateful`.
     """
-    tensors: dict[str, Tensor] = {_RANDOM: torch.random.get_rng_state()}
-    if momentum.any():
-        tensors[_MOMENTUM] = momentum.clone()
-    state = {
-        "optimizer": optimizer.state_dict(),
-        "keep": {name: _state_of(value) for name, value in stateful.items()},
-    }
-    text = json.dumps(_encode(state, tensors, "state"))
-    tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return tensors
-
-
-def restore_training_state(
-    tensors: Mapping[str, Tensor], optimizer: Optimizer, stateful: StatefulObjects, momentum: Tensor, where: str
-) -> None:
-    """Bring optimizer, kept objects, recorder's momentum and torch's random numbers back, in place.
-
-    Args:
-        tensors: What `capture_training_state` gave.
-        optimizer: Made as the recorded one was.
-        stateful: The kept objects, under the same names.
-        momentum: Is overwritten, (P,).
-        where: What to call the file in an error.
-
-    Raises:
-        ValueError: A state of another shape, other names in `stateful`, or an object that does not take its state.
-    """
-    try:
-        state = _decode(parse_json(tensors[_STATE].numpy().tobytes(), where), tensors)
-        recorded, moving = state["optimizer"], tensors.get(_MOMENTUM)
-        names, random = set(state["keep"]), tensors[_RANDOM]
-        if moving is not None and moving.shape != momentum.shape:
-            raise ValueError(f"its momentum has shape {tuple(moving.shape)}")
-    except (KeyError, TypeError, IndexError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where} must hold what the run goes on from: it does not ({error}).") from error
-    if names != set(stateful):
+    if path is None:
+        raise ValueError("resume=True needs path=, the folder of the run to resume: got None.")
+    is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+    if is_scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
         raise ValueError(
-            f"stateful must have the names it had when the run was recorded, {sorted(names)}: got {sorted(stateful)}."
+            "resume=True must know the optimizer's learning-rate schedule: pass stateful={'scheduler': scheduler}."
         )
-    try:
-        _check_optimizer_state(optimizer, recorded)
-        optimizer.load_state_dict(recorded)
-        for name, value in stateful.items():
-            if isinstance(value, torch.Generator):
-                value.set_state(state["keep"][name])
-            else:
-                value.load_state_dict(state["keep"][name])
-        torch.random.set_rng_state(random)  # last: a sampler may have drawn again what it had drawn
-    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
-        raise ValueError(f"optimizer and stateful must take the state that the run goes on from: {error}.") from error
-    if moving is not None:
-        momentum.copy_(moving)
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """List each parameter group's options, for the run's header.
+@dataclass(eq=False)
+class TrainingState:
+    """The objects whose state the next step depends on, beside the weights.
+
+    Attributes:
+        optimizer: The optimizer.
+        stateful: Other objects, by name.
+        momentum: The momentum buffer that the recorder follows, (P,).
+    """
+
+    optimizer: Optimizer
+    stateful: StatefulObjects
+    momentum: Float[Tensor, " P"]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copy the state of all objects, and torch's random numbers, into tensors that can be stored.
+
+        Raises:
+            TypeError: A state holds something that only a pickle could store.
+        """
+        tensors: dict[str, Tensor] = {_RANDOM: torch.random.get_rng_state()}
+        if self.momentum.any():
+            tensors[_MOMENTUM] = self.momentum.clone()
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "keep": {name: _state_of(value) for name, value in self.stateful.items()},
+        }
+        text = json.dumps(_encode(state, tensors, "state"))
+        tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return tensors
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Restore the state of all objects, and torch's random numbers, in place.
+
+        The optimizer and the other objects must be made as those of the recorded run were.
+
+        Args:
+            tensors: What `state_dict` returned.
+            where: Name of the file in an error message.
+
+        Raises:
+            ValueError: The tensors are not a training state, one of another shape, or one of other names in
+                `stateful`; or an object does not take its state.
+        """
+        try:
+            state = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), where), tensors)
+            recorded, momentum = state["optimizer"], tensors.get(_MOMENTUM)
+            names, random = set(state["keep"]), tensors[_RANDOM]
+            if momentum is not None and momentum.shape != self.momentum.shape:
+                raise ValueError(f"its momentum has shape {tuple(momentum.shape)}")
+        except (KeyError, TypeError, IndexError, ValueError, RecursionError) as error:
+            raise ValueError(f"{where} must hold the state to resume from: it does not ({error}).") from error
+        if names != set(self.stateful):
+            raise ValueError(
+                f"stateful must have the names it had when the run was recorded, {sorted(names)}: got "
+                f"{sorted(self.stateful)}."
+            )
+        try:
+            _validate_buffer_shapes(self.optimizer, recorded)
+            self.optimizer.load_state_dict(recorded)
+            for name, value in self.stateful.items():
+                if isinstance(value, torch.Generator):
+                    value.set_state(state["keep"][name])
+                else:
+                    value.load_state_dict(state["keep"][name])
+            torch.random.set_rng_state(random)  # last: a sampler may draw numbers while its state is restored
+        except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+            raise ValueError(f"optimizer and stateful must take the state to resume from: {error}.") from error
+        if momentum is not None:
+            self.momentum.copy_(momentum)
+
+    def options(self) -> list[dict[str, Any]]:
+        """Return the options of each parameter group of the optimizer, for the run's header.
+
+        Raises:
+            TypeError: An option is neither a number nor a text nor a list of them.
+        """
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        plain = [
+            {
+                key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                for key, value in group.items()
+            }
+            for group in groups
+        ]
+        counts = [len(group["params"]) for group in self.optimizer.param_groups]
+        tensors: dict[str, Tensor] = {}
+        encoded = [
+            {key: _encode(value, tensors, f"option {key!r}") for key, value in sorted(group.items())} for group in plain
+        ]
+        if tensors:
+            raise TypeError("the optimizer's options must be numbers or texts: got a tensor of several numbers.")
+        options: list[dict[str, Any]] = json.loads(
+            json.dumps([{"parameters": n, **group} for n, group in zip(counts, encoded, strict=True)])
+        )
+        return options
+
+
+def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk) -> dict[str, Tensor]:
+    """Read the training state after a chunk, checked against the journal's checksum.
 
     Raises:
-        TypeError: Options that are neither numbers nor texts nor lists of them.
+        FileNotFoundError: The file is missing.
+        ValueError: The file is damaged.
     """
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    plain = [
-        {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in g.items()}
-        for g in groups
-    ]
-    counts = [len(group["params"]) for group in optimizer.param_groups]
-    tensors: dict[str, Tensor] = {}
-    encoded = [
-        {key: _encode(value, tensors, f"option {key!r}") for key, value in sorted(group.items())} for group in plain
-    ]
-    if tensors:
-        raise TypeError("the optimizer's options must be numbers or texts: got a tensor of several numbers.")
-    made: list[dict[str, Any]] = json.loads(
-        json.dumps([{"parameters": n, **g} for n, g in zip(counts, encoded, strict=True)])
-    )
-    return made
+    file = Path(path) / resume_name(number)
+    where = f"{file} (at state {chunk.last})"
+    if (regular_file_size(file, where) or chunk.resume_bytes) == chunk.resume_bytes:
+        content = read_bytes(file, chunk.resume_bytes, where)
+        if checksum(content, chunk.digest) == chunk.resume_blake2b:
+            return load_tensors(content, where)
+    raise ValueError(f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy.")
 
 
 def _state_of(value: Stateful | torch.Generator) -> Any:
     return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
 
 
-def _check_optimizer_state(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
-    """Refuse buffers of another shape than their parameter's, which torch would take."""
+def _validate_buffer_shapes(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in recorded["state"].items():
         for name, value in state.items():
@@ -151,7 +205,7 @@ def _check_optimizer_state(optimizer: Optimizer, recorded: dict[str, Any]) -> No
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """Write a state as JSON; tensors go beside it, under a number."""
+    """Return a state as JSON; its tensors are put beside it, under a number."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -171,6 +225,7 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state that `_encode` made JSON of."""
     if isinstance(value, dict):
         ((kind, content),) = value.items()
         if kind == "tensor":

@@ -1,24 +1,21 @@
-"""A run on disk, written: whatever stops the writer, what was committed stays."""
+"""Writing a run to disk, such that whatever stops the writer, what was committed stays."""
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from filelock import BaseFileLock
 from safetensors.torch import save
 from torch import Tensor
 
 from epk_gp.core.step import Step
-from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
+from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.core.validation import validate_count, validate_positive
-from epk_gp.storage import schema as store
-from epk_gp.storage.atomic_files import atomic_write, checksum, checksummed_json, regular_file_size, sync_folder
-from epk_gp.storage.chunks import STORED_FIELDS, ChunkSchema
-from epk_gp.storage.codec import pack_rows
+from epk_gp.storage.atomic_files import atomic_write, checksum, checksummed_json, open_descriptor, sync_folder
+from epk_gp.storage.chunks import chunk_tensors
 from epk_gp.storage.index import (
     FINISHED,
     JOURNAL,
@@ -31,23 +28,22 @@ from epk_gp.storage.index import (
     resume_name,
     to_json_line,
 )
+from epk_gp.storage.locking import LOCK, MARKER, lock_writer
+from epk_gp.storage.schema import COMPRESSIONS, DATA, FORMAT, FORMAT_VERSION, HEADER, ChunkSchema, chunk_schema
 
-if sys.platform != "win32":
-    import fcntl
-
-MANIFEST_FILES = ("network.json", "held_out.safetensors")  # the command line's own files
+MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How a run is kept on disk.
+    """Options of a run on disk: how often steps are committed, and whether they are compressed.
 
-    A chunk is committed as soon as one of the three limits is reached; a crash costs at most the steps since then.
+    A chunk is committed as soon as one of the three limits is reached; a crash loses at most the steps since then.
 
     Attributes:
-        chunk_bytes: Weights that come together before they are committed.
-        seconds: Time after which a step commits what came together (by a clock that does not jump).
-        steps: Steps after which they are committed; no limit by default.
+        chunk_bytes: Bytes of weights that are collected before they are committed.
+        seconds: Time since the last commit after which the next step commits, by a clock that is never set back.
+        steps: Number of steps after which they are committed; no limit by default.
         compression: "none": states are mapped from the files. "deltas": each state is stored as its difference in bits
             from the one before, deflated, without loss; smaller, and slower to write and read.
     """
@@ -62,33 +58,35 @@ class Storage:
         validate_positive(self.seconds, "seconds")
         if self.steps is not None:
             validate_count(self.steps, "steps")
-        if self.compression not in store.COMPRESSIONS:
-            raise ValueError(f"compression must be one of {list(store.COMPRESSIONS)}: got {self.compression!r}.")
+        if self.compression not in COMPRESSIONS:
+            raise ValueError(f"compression must be one of {list(COMPRESSIONS)}: got {self.compression!r}.")
 
 
 @dataclass
 class RunWriter:
-    """An open run folder, locked against other writers; `append` commits.
+    """An open run folder, locked against other writers; each call of `append` is one commit.
 
     Attributes:
         path: The folder.
-        layout: What its chunks look like.
-        journal: Descriptor of the journal; the lock is on it.
-        chunks: What is committed.
-        bytes: Length of the journal.
-        failed: Whether the last commit failed; the next one would most likely, too.
+        schema: The schema of its chunks.
+        journal: Descriptor of the journal; -1 once the writer is closed.
+        lock: The lock on a file beside the journal; None if the lock is on the journal.
+        chunks: The committed chunks.
+        journal_bytes: Length of the journal up to the end of their lines.
+        failed: Whether the last commit failed, so that another one most likely would fail too.
     """
 
     path: Path
-    layout: ChunkSchema
+    schema: ChunkSchema
     journal: int
+    lock: BaseFileLock | None = None
     chunks: list[Chunk] = field(default_factory=list)
-    bytes: int = 0
+    journal_bytes: int = 0
     failed: bool = False
 
     @property
-    def committed(self) -> int:
-        """Number of states on disk."""
+    def num_states(self) -> int:
+        """Number of committed states."""
         return self.chunks[-1].last + 1 if self.chunks else 0
 
     def append(
@@ -97,88 +95,105 @@ class RunWriter:
         steps: Sequence[Step],
         updates: Sequence[UpdateCoefficients],
         digest: str,
-        resume: Mapping[str, Tensor],
+        training_state: Mapping[str, Tensor],
     ) -> None:
-        """Commit consecutive states, the steps that led to them, and what the run goes on from after them.
+        """Commit consecutive states, the steps that led to them, and the training state after the last of them.
+
+        Args:
+            states: The states that follow the committed ones.
+            steps: The steps that led to them.
+            updates: Coefficients of these steps.
+            digest: Digest of the run up to the last of the states.
+            training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
 
         Raises:
-            OSError: It could not be written; what was committed before stays, and nothing else is.
-            ValueError: As many chunks as a run can have.
+            OSError: The folder could not be written; what was committed before stays, and nothing is added.
+            ValueError: The run has as many chunks as a run can have.
         """
-        number = len(self.chunks)
+        number, first, start = len(self.chunks), self.num_states, self.journal_bytes
         if number >= MAX_CHUNKS:
             raise ValueError(f"a run must have at most {MAX_CHUNKS} chunks: let more steps come together in each.")
-        content = save(chunk_tensors(states, steps, updates, self.layout))
-        kept = save({name: value.detach().cpu().contiguous() for name, value in resume.items()})
-        before = self.chunks[-1].line if self.chunks else ""
-        size, first, start = len(content), self.committed, self.bytes
-        hashes = checksum(content, digest), checksum(kept, digest)
-        chunk = Chunk(chunk_name(number), first, len(states), size, hashes[0], digest, len(kept), hashes[1], "")
-        chunk = Chunk(**{**vars(chunk), "line": chain_hash(before, chunk)})
+        content = save(chunk_tensors(states, steps, updates, self.schema))
+        resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
+        chunk = Chunk(
+            file=chunk_name(number),
+            first=first,
+            states=len(states),
+            bytes=len(content),
+            blake2b=checksum(content, digest),
+            digest=digest,
+            resume_bytes=len(resume),
+            resume_blake2b=checksum(resume, digest),
+            line="",
+        )
+        chunk = replace(chunk, line=chain_hash(self.chunks[-1].line if self.chunks else "", chunk))
         line = to_json_line(chunk)
-        with _explained(self.path, first):
+        with _explain_os_errors(self.path, first):
             try:
-                self._reopen()
+                self._unmark_complete()
                 atomic_write(self.path / chunk.file, content, sync=False)
-                atomic_write(self.path / resume_name(number), kept)  # synchronises both names
-                os.lseek(self.journal, self.bytes, os.SEEK_SET)
+                atomic_write(self.path / resume_name(number), resume)  # synchronises both names
+                os.lseek(self.journal, self.journal_bytes, os.SEEK_SET)
                 _write_all(self.journal, line)
                 os.fsync(self.journal)
                 self.chunks.append(chunk)
-                self.bytes += len(line)
+                self.journal_bytes += len(line)
             except BaseException as error:  # also Ctrl-C between two bytes
                 self.failed = isinstance(error, OSError)
-                self._undo(number, start)
+                self._rollback(number, start)
                 raise
         if number:
-            with suppress(OSError):  # one file too many does no harm
+            with suppress(OSError):  # a superfluous file does no harm
                 (self.path / resume_name(number - 1)).unlink()
 
-    def finish(self) -> None:
-        """Close the record: from now on a journal that lost its end is an error."""
+    def mark_complete(self) -> None:
+        """Write the closing record of the run: from now on a journal that lost its end is an error."""
         if (self.path / FINISHED).exists():
             return
-        with _explained(self.path, self.committed):
+        with _explain_os_errors(self.path, self.num_states):
             journal = (self.path / JOURNAL).read_bytes()
             atomic_write(self.path / FINISHED, finished_content(len(self.chunks), journal))
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Close the journal and release the lock."""
         if self.journal >= 0:
             os.close(self.journal)
             self.journal = -1
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
 
     def __del__(self) -> None:
-        """Give the lock back if nobody did."""
+        """Release the lock of a writer that was not closed."""
         self.close()
 
-    def clean(self) -> None:
-        """Remove what a crash left half done.
+    def remove_uncommitted(self) -> None:
+        """Remove what a crash left of a commit that was not completed.
 
         Raises:
-            OSError: It cannot be removed.
+            OSError: A file cannot be removed.
         """
-        kept = {resume_name(len(self.chunks) - 1), *(chunk.file for chunk in self.chunks)}
-        with _explained(self.path, self.committed):
-            if os.fstat(self.journal).st_size > self.bytes:
-                os.ftruncate(self.journal, self.bytes)
+        committed = {resume_name(len(self.chunks) - 1), *(chunk.file for chunk in self.chunks)}
+        with _explain_os_errors(self.path, self.num_states):
+            if os.fstat(self.journal).st_size > self.journal_bytes:
+                os.ftruncate(self.journal, self.journal_bytes)
                 os.fsync(self.journal)
             for file in list(self.path.iterdir()):
-                ours = file.name.startswith(("chunk-", "resume-")) and file.name not in kept
-                if ours or file.name.endswith(".part"):
+                is_left_over = file.name.startswith(("chunk-", "resume-")) and file.name not in committed
+                if is_left_over or file.name.endswith(".part"):
                     file.unlink()
 
-    def _reopen(self) -> None:
+    def _unmark_complete(self) -> None:
         if (self.path / FINISHED).exists():
             (self.path / FINISHED).unlink()
             sync_folder(self.path)
 
-    def _undo(self, number: int, start: int) -> None:
-        """Take back a chunk that is not committed in full."""
+    def _rollback(self, number: int, journal_bytes: int) -> None:
+        """Remove the files and the journal line of a chunk that was not committed in full."""
         del self.chunks[number:]
-        self.bytes = start
+        self.journal_bytes = journal_bytes
         with suppress(OSError):
-            os.ftruncate(self.journal, start)
+            os.ftruncate(self.journal, journal_bytes)
             os.fsync(self.journal)
         for name in (chunk_name(number), resume_name(number)):
             for file in (self.path / name, self.path / f"{name}.part"):
@@ -189,135 +204,94 @@ class RunWriter:
 def create_run_dir(
     path: str | os.PathLike[str], header: Mapping[str, Any], data: Mapping[str, Tensor]
 ) -> tuple[RunWriter, dict[str, Any]]:
-    """Start a run in a new or empty folder; it is one once `publish` was called.
+    """Start a run in a new or empty folder; the folder holds a run once `write_header` was called.
 
     Returns:
-        The writer, and the header in full.
+        The writer, and the header with what the format adds to it.
 
     Raises:
         FileExistsError: The folder already holds a run or anything else.
-        BlockingIOError: Another process starts one there.
-        OSError: It cannot be written.
+        BlockingIOError: Another process starts a run there.
+        OSError: The folder cannot be written.
     """
     folder = Path(path)
     require_empty_dir(folder)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
-    full = {"format": store.FORMAT, "version": store.FORMAT_VERSION, "data_blake2b": checksum(content), **header}
-    with _explained(folder, 0):
+    full = {"format": FORMAT, "version": FORMAT_VERSION, "data_blake2b": checksum(content), **header}
+    with _explain_os_errors(folder, 0):
         folder.mkdir(parents=True, exist_ok=True)
-        writer = RunWriter(folder, store.schema_of(full), _lock(folder, os.O_CREAT))
-        require_empty_dir(folder)  # by a process that held the lock until now
-        os.ftruncate(writer.journal, 0)
-        atomic_write(folder / store.DATA, content)
+        writer = _locked_writer(folder, chunk_schema(full), os.O_CREAT)
+        try:
+            require_empty_dir(folder)  # again: a writer that held the lock until now may have made a run of it
+            os.ftruncate(writer.journal, 0)
+            atomic_write(folder / DATA, content)
+        except BaseException:
+            writer.close()
+            raise
     return writer, full
 
 
-def publish(writer: RunWriter, header: Mapping[str, Any]) -> None:
-    """Make a run of a folder with its first chunk: write the header, the last file of all.
+def write_header(writer: RunWriter, header: Mapping[str, Any]) -> None:
+    """Write the header, the last file of a new run: the folder with its first chunk becomes a run by it.
 
     Raises:
-        OSError: It could not be written.
+        OSError: The header could not be written.
     """
-    with _explained(writer.path, 0):
-        atomic_write(writer.path / store.HEADER, checksummed_json(dict(header)))
+    with _explain_os_errors(writer.path, 0):
+        atomic_write(writer.path / HEADER, checksummed_json(dict(header)))
 
 
 def open_for_writing(path: str | os.PathLike[str], header: Mapping[str, Any]) -> RunWriter:
-    """Take up a run where its last commit left it; nothing is changed yet.
+    """Open a run where its last commit left it; no file is changed.
 
     Raises:
-        BlockingIOError: Another process writes to it.
-        OSError: It cannot be written.
-        ValueError: It is damaged.
+        BlockingIOError: Another process writes to the run.
+        OSError: The folder cannot be written.
+        ValueError: The journal is damaged.
     """
     folder = Path(path)
-    with _explained(folder, None):
-        writer = RunWriter(folder, store.schema_of(header), _lock(folder, 0))
-        found = read_journal(folder)
-    writer.chunks, writer.bytes = list(found.chunks), found.bytes
+    with _explain_os_errors(folder, None):
+        writer = _locked_writer(folder, chunk_schema(header), 0)
+        try:
+            journal = read_journal(folder)
+        except BaseException:
+            writer.close()
+            raise
+    writer.chunks, writer.journal_bytes = list(journal.chunks), journal.bytes
     return writer
 
 
 def require_empty_dir(folder: Path) -> None:
-    """Refuse a folder that holds anything but the start of a run that never became one.
+    """Raise if a folder holds anything but the first files of a run whose header was never written.
 
     Raises:
-        FileExistsError: It does.
+        FileExistsError: The folder holds another file, or the path is a file.
     """
     if not folder.exists():
         return
-    if not folder.is_dir() or not all(_is_start(file) for file in folder.iterdir()):
+    if not folder.is_dir() or not all(_precedes_header(file) for file in folder.iterdir()):
         raise FileExistsError(
-            f"path must be a new or empty folder: {folder} already holds something. Choose another path, or go on "
-            "with the run that it holds by resume=True."
+            f"path must be a new or empty folder: {folder} already holds something. Choose another path, or resume "
+            "the run that it holds with resume=True."
         )
 
 
-def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a run, whole or not."""
-    file = Path(path) / store.HEADER
-    return regular_file_size(file, str(file)) is not None
-
-
-def chunk_tensors(
-    states: Sequence[Tensor], steps: Sequence[Step], updates: Sequence[UpdateCoefficients], layout: ChunkSchema
-) -> dict[str, Tensor]:
-    """Lay out a chunk."""
-    batches = [step.batch.cpu() for step in steps if step.batch is not None]
-    weights = [step.sample_weights.cpu() for step in steps if step.sample_weights is not None]
-    rows = {"states": torch.stack([state.cpu() for state in states])}
-    tensors = {
-        "sizes": torch.tensor([step.lr for step in steps], dtype=torch.float64),
-        "lengths": torch.tensor([-1 if step.batch is None else len(step.batch) for step in steps], dtype=torch.int64),
-        "weighted": torch.tensor([step.sample_weights is not None for step in steps], dtype=torch.bool),
-        "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),
-        "sample_weights": torch.cat(weights).double() if weights else torch.zeros(0, dtype=torch.float64),
-    }
-    columns = []
-    for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if updates else ():
-        values = [getattr(update, name).cpu() for update in updates]
-        diagonals = [value for value in values if len(value) != len(layout.sizes)]
-        if diagonals:
-            rows[f"update.{stored_name}"] = torch.stack(
-                [broadcast_to_params(value, layout.sizes, diagonals[0]) for value in values]
-            )
-            values = [torch.zeros(len(layout.sizes), dtype=torch.float64) for _ in updates]
-        columns.append(torch.stack(values).double())
-    if columns:
-        tensors["update"] = torch.stack(columns, dim=1)
-    for name, value in rows.items():
-        if layout.compression == "none":
-            tensors[name] = value
-        else:
-            tensors[f"{name}.packed"], tensors[f"{name}.lengths"] = pack_rows(value)
-    return tensors
-
-
-def _is_start(file: Path) -> bool:
-    """Whether a crash between the first file and the header can have left this one."""
-    names = {JOURNAL, store.DATA, chunk_name(0), resume_name(0)}
+def _precedes_header(file: Path) -> bool:
+    """Return whether a crash before the header was written can have left this file."""
+    names = {JOURNAL, LOCK, MARKER, DATA, chunk_name(0), resume_name(0)}
     return file.name in MANIFEST_FILES or (
-        file.name.removesuffix(".part") in names | {store.HEADER} and not file.is_symlink()
+        file.name.removesuffix(".part") in names | {HEADER} and not file.is_symlink()
     )
 
 
-def _lock(folder: Path, flags: int) -> int:
-    """Open the journal and lock it; the kernel gives the lock back when the process ends, however it ends."""
-    if sys.platform == "win32":
-        raise OSError("a run on disk must be locked by flock, which this system does not have: record in memory.")
-    journal = os.open(folder / JOURNAL, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o644)
+def _locked_writer(folder: Path, schema: ChunkSchema, flags: int) -> RunWriter:
+    """Open and lock the journal of a folder; `flags` may hold `os.O_CREAT`."""
+    journal = open_descriptor(folder / JOURNAL, os.O_RDWR | flags)
     try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(journal)
-        raise BlockingIOError(
-            f"a run must have one writer at a time: another process records into {folder}. Wait for it to end, or "
-            "choose another path."
-        ) from error
+        return RunWriter(folder, schema, journal, lock_writer(folder, journal))
     except BaseException:
         os.close(journal)
         raise
-    return journal
 
 
 def _write_all(handle: int, content: bytes) -> None:
@@ -327,17 +301,19 @@ def _write_all(handle: int, content: bytes) -> None:
 
 
 @contextmanager
-def _explained(path: Path, states: int | None) -> Iterator[None]:
-    """Say in one sentence why a run cannot be written, and what is kept."""
+def _explain_os_errors(path: Path, num_states: int | None) -> Iterator[None]:
+    """Turn an error of the system into one sentence: why a run cannot be written, and what of it is kept."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # already said
+        if error.errno is None:  # raised by this package, with its own sentence
             raise
-        kept = "it is unchanged" if states is None else f"its {max(states - 1, 0)} committed steps stay readable"
-        said = type(error)(
+        kept = (
+            "it is unchanged" if num_states is None else f"its {max(num_states - 1, 0)} committed steps stay readable"
+        )
+        explained = type(error)(
             f"the run must be written to {path}: {error.strerror}; {kept}. Free space or give the right to write, "
             "then go on with resume=True."
         )
-        said.errno = error.errno
-        raise said from error
+        explained.errno = error.errno
+        raise explained from error

@@ -1,4 +1,4 @@
-"""Datasets that say which of their items a batch holds."""
+"""Datasets whose batches hold the indices of their items."""
 
 from collections.abc import Sized
 from typing import Any, TypeVar
@@ -15,29 +15,30 @@ class IndexedDataset(Dataset[tuple[int, Item]]):
             ...
             recorder.batch(indices)
 
-    Item i must be row i of the recorder's X and y. Random augmentation breaks that, and replay finds it.
+    Item i must be row i of the recorder's X and y. With random augmentation it is not, and the recorder's check of the
+    step raises `StepMismatchError`.
     """
 
     def __init__(self, dataset: Dataset[Item]) -> None:
         """Wrap a dataset.
 
         Args:
-            dataset: Map-style: it has a length, and items by number.
+            dataset: A map-style dataset, which has a length and items by index.
 
         Raises:
-            TypeError: An iterable dataset, whose items have no numbers.
+            TypeError: The dataset has no length or no items by index.
         """
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"dataset must have a length and items by number: got {type(dataset).__name__}. "
+                f"dataset must have a length and items by index: got {type(dataset).__name__}. "
                 "Put what it yields into tensors, and use torch.utils.data.TensorDataset."
             )
         self.dataset: Any = dataset
 
     def __len__(self) -> int:
-        """Count the items, M."""
+        """Return the number of items, M."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[int, Item]:
-        """Give (index, item); a negative index counts from the end."""
+        """Return (index, item); a negative index counts from the end."""
         return index % len(self), self.dataset[index]

@@ -1,4 +1,4 @@
-"""A PyTorch Lightning callback that records training; needs `pip install epk-gp[lightning]`."""
+"""A PyTorch Lightning callback that records the training; it needs the extra `lightning`."""
 
 import os
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from epk_gp.training.clipping import Clip, ClipNorm, ClipValue
 from epk_gp.training.recorder import Recorder
 
 
-def first_of(batch: Any) -> Any:
-    """Take a batch's first entry: the indices, where an `IndexedDataset` is loaded."""
+def first_entry(batch: Any) -> Any:
+    """Return the first entry of a batch: the indices, if the data loader loads an `IndexedDataset`."""
     return batch[0]
 
 
@@ -29,8 +29,8 @@ class RecorderCallback(Callback):
         trajectory = callback.trajectory
 
     The module's optimization must be automatic, with one optimizer. The trainer's gradient clipping and accumulation
-    are followed. Every step is replayed: the loss of `training_step` must be the stated one, of the batch that
-    `indices` finds.
+    are recorded. The gradient of every step is recomputed: the loss of `training_step` must be the stated loss on the
+    rows of X that `indices` returns.
     """
 
     def __init__(
@@ -39,27 +39,28 @@ class RecorderCallback(Callback):
         X: Shaped[Tensor, "M ..."],
         y: Shaped[Tensor, "M ..."],
         *,
-        indices: Callable[[Any], Any] = first_of,
+        indices: Callable[[Any], Any] = first_entry,
         loss: Loss | nn.Module = CrossEntropy(),
         update_rule: UpdateRule | None = None,
         path: str | os.PathLike[str] | None = None,
         storage: Storage = Storage(),
     ) -> None:
-        """Say what will be recorded; the recorder starts with training.
+        """Keep the arguments; the recorder starts with the training.
 
         Args:
             net: The network inside the Lightning module whose outputs the loss takes.
             X: All M training inputs, on the network's device.
             y: Their targets.
-            indices: Finds the rows of X in a batch of the training data loader.
+            indices: Returns the rows of X that a batch of the training data loader holds.
             loss: The loss that `training_step` computes.
-            update_rule: How the optimizer steps, if it is none of torch's known ones.
-            path: New folder for the run; kept in memory if None.
-            storage: How often steps are committed to disk, and how.
+            update_rule: How the optimizer's step follows from the gradient, if it is not one of torch's known
+                optimizers.
+            path: New folder for the run; the run is kept in memory if None.
+            storage: How often steps are committed to disk, and whether they are compressed.
         """
         self._net, self._indices = net, indices
         self._data = (X, y)
-        self._options: dict[str, Any] = {"loss": loss, "law": update_rule, "path": path, "storage": storage}
+        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "path": path, "storage": storage}
         self._recorder: Recorder | None = None
         self._open = False
 
@@ -68,7 +69,7 @@ class RecorderCallback(Callback):
         """The run recorded so far.
 
         Raises:
-            RuntimeError: Training has not started.
+            RuntimeError: The training has not started.
         """
         if self._recorder is None:
             raise RuntimeError("there must be a run: training has not started. Call trainer.fit first.")
@@ -78,7 +79,8 @@ class RecorderCallback(Callback):
         """Start the recorder.
 
         Raises:
-            ValueError: Manual optimization, or several optimizers; whatever `Recorder` refuses.
+            ValueError: The optimization is manual, there are several optimizers, or `Recorder` cannot record the
+                training.
         """
         optimizers = trainer.optimizers
         if not pl_module.automatic_optimization or len(optimizers) != 1:

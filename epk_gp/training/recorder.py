@@ -1,65 +1,57 @@
-"""Record a training run in one's own loop."""
+"""The recorder: records each step of the user's own training loop."""
 
 import hashlib
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from enum import Enum, auto
 from types import TracebackType
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start, fingerprint_step
-from epk_gp.core.losses import (
-    CrossEntropy,
-    Loss,
-    as_loss,
-    validate_loss_row_independence,
-    validate_output_scale,
-    validate_targets,
-)
+from epk_gp.core.fingerprint import fingerprint_step
+from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_rules import UpdateCoefficients, UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
-from epk_gp.core.validation import validate_count, validate_finite
-from epk_gp.storage.run import create_run, resume_run, validate_schedules
-from epk_gp.storage.schema import header_of
-from epk_gp.storage.stored import StoredStates, StoredUpdates
-from epk_gp.storage.training_state import StatefulObjects, capture_training_state, options_of, validate_stateful
-from epk_gp.storage.writer import RunWriter, Storage, is_run
-from epk_gp.training.clipping import Clip, validate_clip
+from epk_gp.core.trajectory import States, Trajectory, Updates
+from epk_gp.core.update_rules import UpdateRule, learning_rate
+from epk_gp.core.validation import validate_count
+from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
+from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
+from epk_gp.storage.writer import Storage
+from epk_gp.training.announced_batch import AnnouncedBatch, join_batches
+from epk_gp.training.clipping import Clip
+from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.training.history import RunHistory
+from epk_gp.training.setup import make_setup, parse_step_rules
 from epk_gp.training.step_check import (
+    ObservedStep,
     check_against_exact_gradient,
     check_against_used_gradient,
-    join_batches,
     read_coefficients,
-    recompute_gradient,
-    validate_frozen_state,
+    used_gradient,
 )
-from epk_gp.training.tensor_arena import TensorArena
-from epk_gp.training.validation import (
-    parse_batch,
-    parse_data,
-    trained_names,
-    validate_layer_modes,
-    validated_fingerprint,
-)
+from epk_gp.training.validation import parse_batch, validate_layer_modes
 
 
-@dataclass(frozen=True, eq=False)
-class _Record:
-    """A step's result (index -1: the initial weights), and the run's digest with it."""
+class Phase(Enum):
+    """What a recorder does at present; it goes through the phases in this order, and never back.
 
-    end: Float[Tensor, " P"]
-    update: UpdateCoefficients | None
-    digest: str
+    Attributes:
+        READY: The arguments are checked and the folder is open; the optimizer is not observed yet.
+        RECORDING: Inside `with recorder:`; each step of the optimizer is checked and recorded.
+        CLOSED: The `with` statement was left; the folder is released.
+    """
+
+    READY = auto()
+    RECORDING = auto()
+    CLOSED = auto()
 
 
 class Recorder:
@@ -70,8 +62,15 @@ class Recorder:
     the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which names the cause as far as
     it can tell; the steps before it stay recorded.
 
-    With `path` and `resume` the loop goes on where the last commit left it: write it as
+    With `path` and `resume` the loop continues where the last commit left it: write it as
     `for step in recorder.until(steps):`.
+
+    Attributes:
+        net: The network.
+        optimizer: Its optimizer.
+        X: A copy of the training inputs.
+        y: A copy of their targets.
+        loss: The loss.
     """
 
     def __init__(
@@ -94,132 +93,100 @@ class Recorder:
 
         Args:
             net: The network; X and y must be on its device.
-            optimizer: Its optimizer. The weights recorded are those it trains.
+            optimizer: Its optimizer. The recorded weights are those that it trains.
             X: All M training inputs.
             y: Their targets.
             loss: The loss that will be minimised.
-            update_rule: How the optimizer steps; known for torch's SGD, Adam, AdamW, RMSprop and Adagrad.
+            update_rule: How the optimizer's step follows from the gradient; known for torch's SGD, Adam, AdamW,
+                RMSprop and Adagrad.
             clip: The gradient clipping that the loop does before each step.
-            path: New folder for the run; kept in memory if None.
-            resume: Go on with the run at `path`, if there is one, from its last commit: brings network, optimizer,
-                torch's random numbers (CPU) and what is in `stateful` to their state there. Python's and NumPy's random
-                numbers are not kept.
-            stateful: Objects by name whose state is kept with the run: the loop's `torch.Generator`, and anything with
-                `state_dict` and `load_state_dict`, such as schedulers and samplers. The loop must be
-                `for step in recorder.until(steps):` then.
-            storage: How often steps are committed to disk, and how.
-            check_every: Recompute the gradient of one step out of this many (which one of them is as good as random,
-                and the same in every run); the others are compared with the update rule's step on the gradient that
-                `backward()` left. `reconstruct(...).max_step_mismatch` checks them all afterwards.
+            path: New folder for the run; the run is kept in memory if None.
+            resume: Continue the run at `path`, if there is one, from its last commit: network, optimizer, torch's
+                random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
+                random numbers are not stored.
+            stateful: Objects by name whose state is stored with the run: the loop's `torch.Generator`, and anything
+                with `state_dict` and `load_state_dict`, such as schedulers and samplers. The loop must then be
+                `for step in recorder.until(steps):`.
+            storage: How often steps are committed to disk, and whether they are compressed.
+            check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
+                every run); the others are compared with the update rule's step on the gradient that `backward()`
+                left. `reconstruct(...).max_step_mismatch` checks all of them afterwards.
 
         Raises:
-            TypeError: Wrong kinds of arguments.
-            ValueError: Data, targets, network or optimizer that cannot be recorded, or that are not those of the run
-                to go on with; the message says what to do.
+            TypeError: An argument is of another kind.
+            ValueError: Data, targets, network or optimizer cannot be recorded, or are not those of the run that is
+                resumed; the message says what to do.
             FileExistsError: `path` already holds something.
             BlockingIOError: Another process records there.
             OSError: The folder cannot be written.
         """
-        self.net, self.optimizer, self.loss = net, optimizer, as_loss(loss)
-        self.update_rule = rule_for(optimizer) if update_rule is None else update_rule
-        validate_fresh_optimizer(optimizer)
-        learning_rate(optimizer)
-        validate_clip(clip)
-        validate_count(check_every, "check_every")
-        if check_every > 1 and clip is not None:
-            raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
-        self.clip, self.check_every, self._storage = clip, check_every, storage
-        self._stateful: StatefulObjects = {} if stateful is None else stateful
-        validate_stateful(self._stateful)
+        loss = as_loss(loss)
+        rules = parse_step_rules(optimizer, update_rule, clip, check_every)
+        stateful = {} if stateful is None else stateful
+        validate_stateful(stateful)
         if resume:
-            validate_schedules(optimizer, self._stateful, path)
-        self.model = functionalize(net, trained_names(net, optimizer))
-        self.X, self.y = parse_data(X, y)
-        validate_layer_modes(net)
-        start = self._weights()
-        for name, value in self.model.unflatten(start).items():
-            validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
-        probe = validated_fingerprint(self.model, start, self.X)
-        validate_targets(self.loss, self.y, len(self.X), probe.shape[1])
-        validate_output_scale(self.loss, probe)
-        validate_loss_row_independence(self.loss, probe, self.y[: len(probe)])
-        self.num_outputs, self.data_digest = probe.shape[1], fingerprint_data(self.X, self.y)
-        header = header_of(
-            self.model, self.loss, self.update_rule.name, len(self.X), self.data_digest, self.num_outputs
-        )
-        self._steps: list[Step] = []
-        self._shelf = TensorArena()
-        self._records = {-1: _Record(start, None, fingerprint_start(header, self.model, probe, start))}
-        self._momentum = torch.zeros_like(start)
-        self._pending: list[tuple[Tensor | None, float]] = []
-        self._fresh: set[str] = set()
-        self._writer: RunWriter | None = None
-        if path is not None and resume and is_run(path):
-            self._go_on(path, header)
-        elif path is not None:
-            data = {"inputs": self.X, "targets": self.y, "probe": probe}
-            data |= {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
-            kept = capture_training_state(optimizer, self._stateful, self._momentum)
-            about = header | self._about_writing()
-            self._writer = create_run(path, about, data, start, self._records[-1].digest, kept, options_of(optimizer))
-        self._completed: tuple[int, dict[str, Tensor]] = (len(self._steps), {})
-        self._committed_at = time.monotonic()
+            validate_resumable(optimizer, stateful, path)
+        self._setup = make_setup(net, optimizer, (X, y), loss, rules)
+        self.net, self.optimizer, self.loss, self.X, self.y = net, optimizer, loss, self._setup.X, self._setup.y
+        header, start = self._setup.header(), self._setup.weights()
+        self._data_digest: str = header["data_digest"]
+        self._history = RunHistory(start, self._setup.digest(header, start))
+        self._training = TrainingState(optimizer, stateful, torch.zeros_like(start))
+        self._commits: CommitSchedule | None = None  # None: the run is kept in memory
+        if path is not None:
+            self._open_folder(path, header, storage, resume=resume)
+        self._phase = Phase.READY
+        self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
+        self._announced: list[AnnouncedBatch] = []  # batches of the next step
+        self._state_uninitialised: set[str] = set()  # parameters of which the optimizer had no state before its step
         self._hooks: list[Any] = []
-        self._ended = self._in_until = False
 
     @property
     def num_steps(self) -> int:
-        """Steps recorded so far, with those of the run that was resumed."""
-        return len(self._steps)
+        """Number of steps recorded so far, with those of the run that was resumed."""
+        return len(self._history.steps)
 
     @property
     def num_committed(self) -> int:
-        """Steps that are on disk for good: what a crash leaves."""
-        return 0 if self._writer is None else self._writer.chunks[-1].last
+        """Number of steps on disk, which a crash leaves."""
+        return 0 if self._commits is None else self._commits.num_committed
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Size and batch of each step recorded so far."""
-        return tuple(self._steps)
+        """Learning rate and batch of each step recorded so far."""
+        return tuple(self._history.steps)
 
     def __enter__(self) -> "Recorder":
-        """Start to listen to the optimizer."""
+        """Start to observe the optimizer."""
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
         ]
+        self._phase = Phase.RECORDING
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop listening; commit what was recorded, also after an error."""
+        """Stop observing the optimizer, and commit what was recorded, also after an error."""
         for hook in self._hooks:
             hook.remove()
-        self._ended = True
+        self._phase = Phase.CLOSED
         try:
             if kind is None:
-                self._complete()
-            if self._writer is not None and not self._writer.failed:  # a second try would only hide the first
-                del self._steps[self._completed[0] :]  # a step whose iteration was left half done
-                self._commit()
-            if kind is None and self._pending:
-                raise StepMismatchError(
-                    "every recorder.batch() must be followed by optimizer.step(): "
-                    f"the one of step {len(self._steps)} was not."
-                )
+                self._complete_iteration()
+            if self._commits is not None and not self._commits.failed:  # a second failure would hide the first
+                self._commits.commit_completed_only()
             if kind is None:
-                validate_frozen_state(self.net, self.model, self._last, self.X, len(self._steps))
-                if self._writer is not None:
-                    self._writer.finish()
+                self._finish()
         finally:
-            if self._writer is not None:
-                self._writer.close()
+            if self._commits is not None:
+                self._commits.close()
 
     def until(self, steps: int) -> Iterator[int]:
-        """Loop over the steps that are still to be made, by their index.
+        """Iterate over the numbers of the steps that are still to be made.
 
-        What the loop has done when it comes back for the next step is what a resumed run goes on from.
+        An iteration is complete when the loop asks for the next step; a resumed run continues from a complete one.
 
         Args:
             steps: Total number of steps of the run, with those already recorded.
@@ -233,9 +200,9 @@ class Recorder:
         self._in_until = True
         try:
             while self.num_steps < steps:
-                self._complete()
+                self._complete_iteration()
                 yield self.num_steps
-            self._complete()
+            self._complete_iteration()
         finally:
             self._in_until = False
 
@@ -249,15 +216,16 @@ class Recorder:
             weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches.
 
         Raises:
-            TypeError: Indices that are no integers.
-            ValueError: An empty batch, indices out of range, a weight that is not finite.
-            UnexplainedStepError: The weights were changed since the last recorded step, or the network was switched to
+            RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
+            TypeError: The indices are not integers.
+            ValueError: The batch is empty, an index is out of range, or the weight is not finite.
+            StepMismatchError: The weights were changed since the last recorded step, or the network was switched to
                 something random.
         """
-        index = len(self._steps)
-        if not self._hooks or self._ended:
+        index = self.num_steps
+        if self._phase is not Phase.RECORDING:
             raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
-        if self._stateful and not self._in_until:
+        if self._training.stateful and not self._in_until:
             raise RuntimeError(
                 "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
             )
@@ -269,74 +237,80 @@ class Recorder:
             learning_rate(self.optimizer)
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
-        if not torch.equal(self._weights(), self._last):
+        last = self._history.last.end
+        if not torch.equal(self._setup.weights(), last):
             raise StepMismatchError(
                 f"step {index}: the weights must be those the last recorded step left: they were changed in between "
                 "(an optimizer.step() outside the recorder's sight, or an edit)."
             )
-        validate_frozen_state(self.net, self.model, self._last, self.X, index)
-        self._pending.append((batch, weight))
+        self._setup.validate_frozen_state(last, index)
+        self._announced.append(AnnouncedBatch(batch, weight))
 
     @property
     def trajectory(self) -> Trajectory:
-        """The run recorded so far; from disk if it is there, and then without a step whose iteration still runs."""
-        count = len(self._steps)
-        states: Any = tuple(self._records[i].end for i in range(-1, count)) if self._writer is None else ()
-        updates: Any = tuple(self._records[i].update for i in range(count)) if self._writer is None else ()
-        digest = "" if self._writer is not None else self._records[count - 1].digest
-        if self._writer is not None:
-            if not self._ended:
-                self._commit()
-            chunks = tuple(self._writer.chunks)
-            states = StoredStates(self._writer.path, self._writer.layout, chunks)
-            updates = StoredUpdates(self._writer.path, self._writer.layout, chunks)
-            count, digest = chunks[-1].last, chunks[-1].digest
+        """The run recorded so far.
+
+        Of a run in memory it holds all recorded steps. Of a run on disk it holds the steps of completed iterations:
+        those are committed first, unless the recorder is closed, and are read from disk. It does not change when
+        further steps are recorded.
+        """
+        setup, history = self._setup, self._history
+        states: States
+        updates: Updates
+        if self._commits is None:
+            count, digest = len(history.steps), history.last.digest
+            states = tuple(result.end for result in history.results(-1, count))
+            updates = tuple(result.update for result in history.results(0, count) if result.update is not None)
+        else:
+            if self._phase is not Phase.CLOSED:
+                self._commits.commit()
+            states, updates = self._commits.stored()
+            count, digest = self._commits.num_committed, self._commits.digest
         return Trajectory(
-            model=self.model,
+            model=setup.model,
             inputs=self.X,
             targets=self.y,
             loss=self.loss,
-            update_rule=self.update_rule.name,
+            update_rule=setup.rules.update_rule.name,
             states=states,
             updates=updates,
-            steps=tuple(self._steps[:count]),
-            num_outputs=self.num_outputs,
+            steps=tuple(history.steps[:count]),
+            num_outputs=setup.num_outputs,
             digest=digest,
-            data_digest=self.data_digest,
+            data_digest=self._data_digest,
         )
 
-    @property
-    def _last(self) -> Tensor:
-        return self._records[len(self._steps) - 1].end
-
-    def _weights(self) -> Tensor:
-        return self.model.flatten(dict(self.net.named_parameters()))
-
-    def _about_writing(self) -> dict[str, Any]:
-        return {"compression": self._storage.compression, "check_every": self.check_every}
-
-    def _go_on(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
-        """Bring everything to where the run's last commit left it."""
-        found, self._writer = resume_run(
-            path, header | self._about_writing(), self.net, self.optimizer, self.loss, self._stateful, self._momentum
-        )
-        self.model, self._steps = functionalize(self.net, self.model.names), list(found.steps)
-        end = found.states[found.num_steps].to(self.X.device)
-        self._records = {found.num_steps - 1: _Record(end, None, found.digest)}
+    def _open_folder(
+        self, path: str | os.PathLike[str], header: dict[str, Any], storage: Storage, *, resume: bool
+    ) -> None:
+        """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
+        setup, history, training = self._setup, self._history, self._training
+        full = header | {"compression": storage.compression, "check_every": setup.rules.check_every}
+        if resume and is_run(path):
+            recorded, writer = resume_run(path, full, self.net, self.loss, training)
+            self._setup = replace(setup, model=functionalize(self.net, setup.model.names))
+            end = recorded.states[recorded.num_steps].to(self.X.device)
+            self._history = RunHistory(end, recorded.digest, recorded.steps)
+        else:
+            start = RunStart(full, setup.data(), history.last.end, history.last.digest)
+            writer = create_run(path, start, training)
+        self._commits = CommitSchedule(writer, storage, self._history, training)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         parameters = dict(self.net.named_parameters())
-        states = {name: optimizer.state.get(parameters[name], {}) for name in self.model.names}
-        self._fresh = {name for name, state in states.items() if all(value is None for value in state.values())}
+        states = {name: optimizer.state.get(parameters[name], {}) for name in self._setup.model.names}
+        self._state_uninitialised = {
+            name for name, state in states.items() if all(value is None for value in state.values())
+        }
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        index = len(self._steps)
-        if not self._pending:
+        index, setup = self.num_steps, self._setup
+        if not self._announced:
             raise StepMismatchError(
                 f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
             )
-        announced, self._pending = self._pending, []
-        start, end = self._last, self._weights()
+        announced, self._announced = self._announced, []
+        end = setup.weights()
         if not torch.isfinite(end).all():
             raise StepMismatchError(
                 f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
@@ -346,59 +320,50 @@ class Recorder:
             step = join_batches(index, learning_rate(self.optimizer), announced, self.loss, self.y)
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
-        net, model, update_rule, parameters = self.net, self.model, self.update_rule, dict(self.net.named_parameters())
-        update = read_coefficients(parameters, model, optimizer, update_rule, self._fresh)
-        if _is_replayed(index, self.check_every):
-            replay, factor = recompute_gradient(parameters, model, start, step, (self.X, self.y), self.loss, self.clip)
-            update, self._momentum = check_against_exact_gradient(
-                net, model, update_rule, replay, update, factor, end, self._momentum, index
-            )
+        observed = ObservedStep(
+            step=step,
+            start=self._history.last.end,
+            end=end,
+            gradient=used_gradient(setup),
+            update=read_coefficients(setup, optimizer, self._state_uninitialised),
+            momentum=self._training.momentum,
+        )
+        if is_recomputed(index, setup.rules.check_every):
+            checked = check_against_exact_gradient(setup, observed)
         else:
-            self._momentum = check_against_used_gradient(
-                parameters, model, update_rule, start, update, end, self._momentum, index
-            )
-        digest = fingerprint_step(self._records[index - 1].digest, step, update, end)
-        put = self._shelf.put
-        self._records[index] = _Record(put(end), UpdateCoefficients(*map(put, update)), digest)
-        self._steps.append(step if step.batch is None else replace(step, batch=put(step.batch)))  # now it counts
+            checked = check_against_used_gradient(setup, observed)
+        self._training.momentum = checked.momentum
+        digest = fingerprint_step(self._history.last.digest, step, checked.update, end)
+        self._history.append(step, end, checked.update, digest)
         if not self._in_until:
-            self._complete()
+            self._complete_iteration()
 
-    def _complete(self) -> None:
-        """Note what the run goes on from after the steps so far, and commit them if it is time."""
-        if self._writer is None:
-            return
-        self._completed = (len(self._steps), capture_training_state(self.optimizer, self._stateful, self._momentum))
-        waiting = len(self._steps) - self._writer.chunks[-1].last
-        if not waiting:
-            return
-        record, limits = self._records[len(self._steps) - 1], self._storage
-        diagonals = sum(v.nbytes for v in record.update or () if len(v) != len(self.model.sizes))
-        if (
-            waiting * (record.end.nbytes + diagonals) >= limits.chunk_bytes
-            or time.monotonic() - self._committed_at >= limits.seconds
-            or (limits.steps is not None and waiting >= limits.steps)
-        ):
-            self._commit()
+    def _complete_iteration(self) -> None:
+        if self._commits is not None:
+            self._commits.complete_iteration()
 
-    def _commit(self) -> None:
-        """Write the completed steps that are not on disk, and forget what is."""
-        if self._writer is None:
-            return
-        first, (count, kept) = self._writer.chunks[-1].last, self._completed
-        records = [self._records[i] for i in range(first, count)]
-        if records:
-            states, updates = [r.end for r in records], [r.update for r in records if r.update is not None]
-            self._writer.append(states, self._steps[first:count], updates, records[-1].digest, kept)
-        self._committed_at = time.monotonic()
-        # the last completed step's stays: if the one after it is given up, it is the last of all
-        kept_from = min(len(self._steps), self._completed[0], self._writer.chunks[-1].last) - 1
-        for index in [i for i in self._records if i < kept_from]:
-            del self._records[index]
+    def _finish(self) -> None:
+        """Check that the recording ended as it must, and write the closing record of the run.
+
+        Raises:
+            StepMismatchError: A batch was announced without its step, or the frozen state was changed.
+        """
+        if self._announced:
+            raise StepMismatchError(
+                "every recorder.batch() must be followed by optimizer.step(): "
+                f"the one of step {self.num_steps} was not."
+            )
+        self._setup.validate_frozen_state(self._history.last.end, self.num_steps)
+        if self._commits is not None:
+            self._commits.mark_complete()
 
 
-def _is_replayed(index: int, every: int) -> bool:
-    """Choose one step of each `every` consecutive ones: the first of all, then one that only a hash could foresee."""
+def is_recomputed(index: int, every: int) -> bool:
+    """Return whether the gradient of a step is recomputed: of one step in each block of `every` consecutive ones.
+
+    In the first block it is the first step; in the others a hash of the block's number chooses, so that no loop can
+    have a period that avoids all of them.
+    """
     block, place = divmod(index, every)
     chosen = int.from_bytes(hashlib.blake2b(str(block).encode(), digest_size=8).digest()) % every if block else 0
     return place == chosen

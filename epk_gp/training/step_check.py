@@ -1,183 +1,157 @@
-"""Replay of one step: the gradient recomputed, the optimizer's numbers read, and the two compared."""
+"""The check of one step: is the change of the weights the one that the update rule predicts?"""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Set
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.gradients import batch_gradient, step_tolerance
-from epk_gp.core.losses import Loss, sample_weights
-from epk_gp.core.model import FunctionalModel
-from epk_gp.core.probe import NUM_FINGERPRINT_POINTS, perturbed_initial
+from epk_gp.core.losses import sample_weights
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import (
     NO_UPDATE,
     LinearStep,
     UpdateCoefficients,
-    UpdateRule,
     predict_step,
     scale_gradient,
     stack_coefficients,
 )
-from epk_gp.training.clipping import Clip, clip_factor
 from epk_gp.training.diagnosis import StepCheck, StepMismatchError, consistent_up_to_rounding, explain_mismatch
+from epk_gp.training.setup import TrainingSetup
 
 
-def join_batches(
-    index: int,
-    size: float,
-    announced: Sequence[tuple[Tensor | None, float]],
-    loss: Loss,
-    y: Shaped[Tensor, "M ..."],
-) -> Step:
-    """Make one step of the batches that were announced, each with its weight."""
-    if len(announced) == 1 and announced[0][1] == 1:
-        return Step(index, size, announced[0][0])
-    every = torch.arange(len(y))
-    batches = [every if batch is None else batch for batch, _ in announced]
-    weights = [
-        weight * sample_weights(loss, y[batch.to(y.device)]).cpu()
-        for batch, (_, weight) in zip(batches, announced, strict=True)
-    ]
-    return Step(index, size, torch.cat([batch.cpu() for batch in batches]), torch.cat(weights))
+@dataclass(frozen=True, eq=False)
+class ObservedStep:
+    """A step of the optimizer as it was observed right after it.
 
-
-def validate_frozen_state(
-    net: nn.Module, model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "M ..."], index: int
-) -> None:
-    """Refuse buffers and frozen parameters that changed; a counter of calls, say, does not matter.
-
-    Raises:
-        UnexplainedStepError: The outputs at the first inputs depend on what changed.
+    Attributes:
+        step: Its learning rate and batch.
+        start: The weights before it.
+        end: The weights after it.
+        gradient: The gradient that the optimizer used.
+        update: The coefficients of the step, read from the optimizer, without gradient clipping.
+        momentum: The momentum buffer before the step, as the recorder follows it.
     """
-    constants = model.frozen_state()
-    if not constants:
-        return
-    now = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    changed = {name: now[name].detach() for name, value in constants.items() if not torch.equal(now[name], value)}
-    if not changed:
-        return
-    weights, rows = model.unflatten(perturbed_initial(w)), X[:NUM_FINGERPRINT_POINTS]
-    with torch.no_grad():
-        before, after = model(weights, rows), model({**weights, **changed}, rows)
-    if not torch.equal(before, after):
-        raise StepMismatchError(
-            f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
-            f"{next(iter(changed))!r} changed."
-        )
+
+    step: Step
+    start: Float[Tensor, " P"]
+    end: Float[Tensor, " P"]
+    gradient: Float[Tensor, " P"]
+    update: UpdateCoefficients
+    momentum: Float[Tensor, " P"]
 
 
-def used_gradient(parameters: Mapping[str, nn.Parameter], model: FunctionalModel) -> Float[Tensor, " P"]:
-    """Read the gradient that the optimizer used."""
-    return model.flatten({name: _dense_gradient(parameters[name]) for name in model.names})
+@dataclass(frozen=True, eq=False)
+class CheckedStep:
+    """A step that is the predicted one.
+
+    Attributes:
+        update: The coefficients of the step, with gradient clipping.
+        momentum: The momentum buffer after the step.
+    """
+
+    update: UpdateCoefficients
+    momentum: Float[Tensor, " P"]
 
 
-def read_coefficients(
-    parameters: Mapping[str, nn.Parameter],
-    model: FunctionalModel,
-    optimizer: Optimizer,
-    update_rule: UpdateRule,
-    fresh: Set[str],
-) -> UpdateCoefficients:
-    """Read the numbers of the optimizer's last step; `fresh` names the parameters it had no state of before."""
+def used_gradient(setup: TrainingSetup) -> Float[Tensor, " P"]:
+    """Return the gradient that the optimizer used; it is zero for a parameter without one."""
+    parameters = dict(setup.net.named_parameters())
+    return setup.model.flatten({name: _dense_gradient(parameters[name]) for name in setup.model.names})
+
+
+def read_coefficients(setup: TrainingSetup, optimizer: Optimizer, state_uninitialised: Set[str]) -> UpdateCoefficients:
+    """Read the coefficients of the optimizer's last step.
+
+    Args:
+        setup: The training.
+        optimizer: Its optimizer, right after the step.
+        state_uninitialised: Names of the parameters of which the optimizer had no state before the step.
+    """
+    parameters, rule = dict(setup.net.named_parameters()), setup.rules.update_rule
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
-    def linear(name: str) -> LinearStep:
+    def coefficients(name: str) -> LinearStep:
         parameter = parameters[name]
         if parameter.grad is None:
             return NO_UPDATE
-        return update_rule.coefficients(
-            parameter, groups[id(parameter)], optimizer.state.get(parameter, {}), name in fresh
-        )
+        state = optimizer.state.get(parameter, {})
+        return rule.coefficients(parameter, groups[id(parameter)], state, name in state_uninitialised)
 
-    return stack_coefficients([linear(name) for name in model.names], model.sizes)
-
-
-def recompute_gradient(
-    parameters: Mapping[str, nn.Parameter],
-    model: FunctionalModel,
-    start: Float[Tensor, " P"],
-    step: Step,
-    data: tuple[Shaped[Tensor, "M ..."], Shaped[Tensor, "M ..."]],
-    loss: Loss,
-    clip: Clip | None,
-) -> tuple[StepCheck, float | Tensor]:
-    """Recompute a step's gradient and its clipping factor, beside the gradient that the optimizer used."""
-    rows = slice(None) if step.batch is None else step.batch
-    X, y = data[0][rows], data[1][rows]
-    c = sample_weights(loss, y) if step.sample_weights is None else step.sample_weights.to(start)
-    gradient = batch_gradient(model, start, X, y, loss, c)
-    for name, part in model.unflatten(gradient).items():
-        if parameters[name].grad is None:  # frozen for this step: torch neither clips nor moves it
-            part.zero_()
-    factor = clip_factor(clip, gradient)
-    used = used_gradient(parameters, model)
-    replay = StepCheck(start=start, used=used, gradient=gradient, clipped=gradient * factor, X=X, y=y, c=c, loss=loss)
-    return replay, factor
+    return stack_coefficients([coefficients(name) for name in setup.model.names], setup.model.sizes)
 
 
-def check_against_exact_gradient(
-    net: nn.Module,
-    model: FunctionalModel,
-    update_rule: UpdateRule,
-    replay: StepCheck,
-    numbers: UpdateCoefficients,
-    factor: float | Tensor,
-    end: Float[Tensor, " P"],
-    momentum: Float[Tensor, " P"],
-    index: int,
-) -> tuple[UpdateCoefficients, Float[Tensor, " P"]]:
-    """Compare a step with the law's on the recomputed gradient.
-
-    Returns:
-        The step's numbers with the clipping in them, and the momentum buffer after it.
+def check_against_exact_gradient(setup: TrainingSetup, observed: ObservedStep) -> CheckedStep:
+    """Compare a step with the step that the update rule predicts from the recomputed gradient.
 
     Raises:
-        UnexplainedStepError: It is another one.
+        StepMismatchError: The step is not the predicted one; the message names the likeliest cause.
     """
-    start, sizes = replay.start, model.sizes
-    predicted, _ = predict_step(numbers, sizes, start, replay.clipped, momentum)
-    moved, after = predict_step(numbers, sizes, start, replay.used, momentum)  # the buffer follows the optimizer's own
-    difference = float((end - start - predicted).abs().max())
-    lawful = float((end - start - moved).abs().max()) <= step_tolerance(start, moved)
-    if not (difference <= step_tolerance(start, predicted) or (lawful and consistent_up_to_rounding(model, replay))):
-        cause = explain_mismatch(net, model, replay)
+    sizes, start = setup.model.sizes, observed.start
+    check = _recompute(setup, observed)
+    predicted, _ = predict_step(observed.update, sizes, start, check.clipped, observed.momentum)
+    # The buffer follows the gradient that the optimizer used, as the optimizer's own buffer does.
+    moved, momentum = predict_step(observed.update, sizes, start, check.used, observed.momentum)
+    change = observed.end - start
+    difference = float((change - predicted).abs().max())
+    follows_rule = float((change - moved).abs().max()) <= step_tolerance(start, moved)
+    if not (
+        difference <= step_tolerance(start, predicted)
+        or (follows_rule and consistent_up_to_rounding(setup.model, check))
+    ):
+        cause = explain_mismatch(setup.net, setup.model, check)
         raise StepMismatchError(
-            f"step {index}: the change of the weights must be {update_rule.name}'s step on the gradient of "
-            f"{replay.loss} on the given batch: it differs by {difference:.2e} (largest predicted change "
-            f"{float(predicted.abs().max()):.2e}). Likely cause: {cause}."
+            f"step {observed.step.index}: the change of the weights must be {setup.rules.update_rule.name}'s step on "
+            f"the gradient of {setup.loss} on the given batch: it differs by {difference:.2e} (largest predicted "
+            f"change {float(predicted.abs().max()):.2e}). Likely cause: {cause}."
         )
-    return scale_gradient(numbers, factor, sizes), after
+    return CheckedStep(scale_gradient(observed.update, check.clip_factor, sizes), momentum)
 
 
-def check_against_used_gradient(
-    parameters: Mapping[str, nn.Parameter],
-    model: FunctionalModel,
-    update_rule: UpdateRule,
-    start: Float[Tensor, " P"],
-    numbers: UpdateCoefficients,
-    end: Float[Tensor, " P"],
-    momentum: Float[Tensor, " P"],
-    index: int,
-) -> Float[Tensor, " P"]:
-    """Compare a step with the law's on the gradient that the optimizer used, whatever that is the gradient of.
+def check_against_used_gradient(setup: TrainingSetup, observed: ObservedStep) -> CheckedStep:
+    """Compare a step with the step that the update rule predicts from the gradient that the optimizer used.
 
-    Returns:
-        The momentum buffer after it.
+    Whether that is the gradient of the stated loss is not checked.
 
     Raises:
-        UnexplainedStepError: It is another one.
+        StepMismatchError: The step is not the predicted one.
     """
-    predicted, after = predict_step(numbers, model.sizes, start, used_gradient(parameters, model), momentum)
-    difference = float((end - start - predicted).abs().max())
+    start, sizes = observed.start, setup.model.sizes
+    predicted, momentum = predict_step(observed.update, sizes, start, observed.gradient, observed.momentum)
+    difference = float((observed.end - start - predicted).abs().max())
     if not difference <= step_tolerance(start, predicted):
         raise StepMismatchError(
-            f"step {index}: the change of the weights must be {update_rule.name}'s step on the gradient that backward() "
-            f"left: it differs by {difference:.2e}. Another optimizer or option is at work, or the weights were changed."
+            f"step {observed.step.index}: the change of the weights must be {setup.rules.update_rule.name}'s step on "
+            f"the gradient that backward() left: it differs by {difference:.2e}. Another optimizer or option is at "
+            "work, or the weights were changed."
         )
-    return after
+    return CheckedStep(observed.update, momentum)
+
+
+def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
+    """Recompute the gradient of a step, and the factor by which the stated clipping multiplies it."""
+    step, start, clip = observed.step, observed.start, setup.rules.clip
+    rows = slice(None) if step.batch is None else step.batch
+    X, y = setup.X[rows], setup.y[rows]
+    c = sample_weights(setup.loss, y) if step.sample_weights is None else step.sample_weights.to(start)
+    gradient = batch_gradient(setup.model, start, X, y, setup.loss, c)
+    parameters = dict(setup.net.named_parameters())
+    for name, part in setup.model.unflatten(gradient).items():
+        if parameters[name].grad is None:  # frozen for this step: torch neither clips nor moves it
+            part.zero_()
+    return StepCheck(
+        start=start,
+        used=observed.gradient,
+        gradient=gradient,
+        clip_factor=1.0 if clip is None else clip.factor(gradient),
+        X=X,
+        y=y,
+        c=c,
+        loss=setup.loss,
+    )
 
 
 def _dense_gradient(parameter: nn.Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a recorder accepts: network, optimizer, data and batches, checked before they are used."""
+"""Validation of what a recorder is given: network, optimizer, data and batches."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,13 +11,25 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.probe import fingerprint_outputs, perturbed_initial
 from epk_gp.core.validation import validate_finite
 
+# Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
+_NUM_ROWS = 8
+_RANDOM_LAYERS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+    nn.RReLU,
+)
+
 
 def trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
-    """Name the weights that an optimizer trains.
+    """Return the names of the parameters that an optimizer trains.
 
     Raises:
-        TypeError: No network.
-        ValueError: The optimizer trains something else.
+        TypeError: `net` is not a module.
+        ValueError: The optimizer trains a tensor that is not a parameter of the network.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
@@ -27,16 +39,16 @@ def trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
         raise ValueError(
             "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
         )
-    held = {id(p) for p in trained}
-    return tuple(name for name, p in net.named_parameters() if id(p) in held)
+    trained_ids = {id(p) for p in trained}
+    return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids)
 
 
 def parse_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the training data.
+    """Return copies of the training inputs and targets.
 
     Raises:
-        TypeError: No tensors.
-        ValueError: Not one row per point, on two devices, NaN or infinity.
+        TypeError: The inputs or targets are not tensors.
+        ValueError: The inputs have no row per point, are on another device than the targets, or are not finite.
     """
     for name, value in (("X", X), ("y", y)):
         if not isinstance(value, Tensor):
@@ -52,32 +64,38 @@ def parse_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def validated_fingerprint(model: FunctionalModel, start: Tensor, X: Tensor) -> Tensor:
-    """Evaluate a few inputs near the initial weights, and refuse what is no function of one input at a time.
+    """Return the fingerprint outputs of a network, after checking that each output depends on its own input alone.
 
     Raises:
-        TypeError: Inputs of another dtype than the weights.
-        ValueError: Inputs that the network cannot take, or on another device; a network of random or coupled outputs.
+        TypeError: The inputs have another dtype than the weights.
+        ValueError: The inputs are on another device, the network cannot take them, or its outputs are random or depend
+            on other inputs of the batch.
     """
     if X.is_floating_point() and X.dtype != start.dtype:
         raise TypeError(f"X must have the weights' dtype {start.dtype}: got {X.dtype}. Convert one of them.")
     if X.device != start.device:
         raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
     try:
-        probe = fingerprint_outputs(model, start, X)
+        outputs = fingerprint_outputs(model, start, X)
     except (RuntimeError, IndexError) as error:
         raise ValueError(
             f"the network must accept X: it fails on inputs of shape {tuple(X.shape[1:])} and {X.dtype}: {error}"
         ) from error
     validate_row_independence(model, model.unflatten(perturbed_initial(start)), X)
-    return probe
+    return outputs
 
 
 def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) -> Tensor:
-    """Read a step's batch as indices.
+    """Return the indices of a step's batch as a tensor of int64.
+
+    Args:
+        indices: Rows of the training data.
+        num_points: Number of training points, M.
+        index: Number of the step, for the error message.
 
     Raises:
-        TypeError: No integers.
-        ValueError: An empty batch, or indices out of range.
+        TypeError: The indices are not integers.
+        ValueError: The batch is empty, or an index is out of range.
     """
     try:
         batch = torch.as_tensor(indices)
@@ -95,23 +113,20 @@ def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) ->
     return batch.detach().to(torch.int64).clone()
 
 
-_RANDOM = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
-
-
 def validate_row_independence(
     model: FunctionalModel, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]
 ) -> None:
-    """Refuse a forward function that is random, or that mixes the rows of a batch, whatever its layers are called.
+    """Raise if a forward function is random, or if it mixes the rows of a batch, by whatever layers.
 
     Args:
         model: The network in evaluation mode.
-        weights: Weights at which it is tried; not those of a zero last layer, which would hide everything.
-        X: Inputs to try it on; 8 of them, spread over all, are taken.
+        weights: Weights to evaluate it at; with a last layer of zeros nothing could be seen.
+        X: Inputs to evaluate it on; 8 of them are used, evenly spread.
 
     Raises:
-        ValueError: Two calls differ, or 8 inputs together give other outputs than each alone.
+        ValueError: Two evaluations differ, or 8 inputs evaluated together give other outputs than each alone.
     """
-    rows = X[torch.linspace(0, len(X) - 1, min(8, len(X)), device=X.device).long()]
+    rows = X[torch.linspace(0, len(X) - 1, min(_NUM_ROWS, len(X)), device=X.device).long()]
     with torch.no_grad():
         together, again = model(weights, rows), model(weights, rows)
         rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()
@@ -130,13 +145,13 @@ def validate_row_independence(
 
 
 def validate_layer_modes(net: nn.Module) -> None:
-    """Refuse layers whose output is random or depends on the rest of the batch.
+    """Raise if a layer's output is random, or depends on the rest of the batch.
 
     Raises:
-        ValueError: Active dropout, or batch statistics in use. The message names the module.
+        ValueError: Dropout is active, or batch statistics are used. The message names the module.
     """
     for name, module in net.named_modules():
-        if isinstance(module, _RANDOM) and module.training and getattr(module, "p", 1.0) > 0:
+        if isinstance(module, _RANDOM_LAYERS) and module.training and getattr(module, "p", 1.0) > 0:
             raise ValueError(
                 f"training steps must be gradients of a deterministic network: module {name!r} "
                 f"({type(module).__name__}) is random in training mode. Call .eval() on it, or remove it."

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 import reference
-from epk_gp.autodiff.verification import plan_for, probe_rows
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.autodiff.verification import probe_rows
 from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from helpers import assert_close
 
@@ -98,7 +99,7 @@ def check(trajectory: epk.Trajectory, X: Tensor, head: str, *, mixed: bool = Tru
 def test_rows_that_go_different_ways_are_differentiated_row_by_row(build: Callable[[], nn.Module], head: str) -> None:
     trajectory = trained(build().double(), inputs(8))
     check(trajectory, inputs(3), head)
-    assert not plan_for(trajectory, trajectory.model_for(trajectory.inputs)).supports_interpolation
+    assert not plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan.supports_interpolation
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -110,7 +111,7 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
     trajectory = trained(build().double(), X)
     T = inputs(3)
     T[:, 0] = torch.tensor([-0.5, 0.5, 1.0])
-    plan = plan_for(trajectory, trajectory.model_for(X))
+    plan = plan_for(trajectory, trajectory.model_for(X)).plan
     assert plan.supports_interpolation
     assert plan.bias_of
     if ask == "gram_block":
@@ -127,7 +128,7 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
         assert epk.attribute(trajectory, T, head=head).max_error < 1e-12
     else:
         assert epk.reconstruct(trajectory, T, head=head).max_error < 1e-12
-    assert not plan_for(trajectory, trajectory.model_for(X)).supports_interpolation  # the run remembers
+    assert not plan_for(trajectory, trajectory.model_for(X)).plan.supports_interpolation  # the run remembers
 
 
 def test_the_probe_sees_rows_from_all_over_and_in_no_order() -> None:
@@ -152,7 +153,7 @@ class Bag(nn.Module):
 def test_one_backward_pass_is_enough(head: str) -> None:
     trajectory = trained(Bag().double(), torch.arange(24).reshape(6, 4) % 9)
     check(trajectory, torch.tensor([[0, 1, 2, 3], [8, 8, 1, 4]]), head)
-    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
+    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan
     assert not plan.supports_interpolation
     assert not plan.supports_double_backward
     assert not plan.supports_jvp

@@ -58,7 +58,7 @@ WRONG_TYPES = {
     ),
     "no_posterior": (
         lambda t: epk.softmax_uncertainty(None),
-        "posterior must be an epk_gp.LogitPosterior: got NoneType",
+        "posterior must be a LogitPosterior: got NoneType",
     ),
     "kernel_of_a_list": (lambda t: epk.EPKKernel(t)([[1.0] * 5]), "points must be a torch.Tensor: got list. Make them"),
     "kernel_with_a_list": (lambda t: epk.EPKKernel(t)(T, [[1.0] * 5]), "points must be a torch.Tensor: got list"),

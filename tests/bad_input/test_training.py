@@ -166,7 +166,7 @@ TRAINING = {
         ValueError,
         "needs outputs that are log-probabilities: the exponentials of a row sum to .* End the network in LogSoftmax",
     ),
-    "clip_no_clip": ({"clip": 1.0}, TypeError, "clip must be epk_gp.ClipNorm.* got 1.0"),
+    "clip_no_clip": ({"clip": 1.0}, TypeError, "clip must be ClipNorm.* got 1.0"),
     "clip_negative": ({"clip": ClipNorm(-1.0)}, ValueError, "must be positive and finite: got -1.0"),
     "loss_joined": (
         {"loss": epk.PerSampleLoss(F.cross_entropy, "sum")},
@@ -177,7 +177,7 @@ TRAINING = {
     "loss_a_column": (
         {"loss": epk.PerSampleLoss(lambda z, y: z[:, :1])},
         ValueError,
-        r"one value per sample, shape .4,., or the batch.s joined loss, a scalar: got shape .4, 1.",
+        r"one value per sample, shape .4,., or the batch.s reduced loss, a scalar: got shape .4, 1.",
     ),
     # the optimizer
     "no_optimizer": ({"optimizer": lambda net: "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer: got str"),

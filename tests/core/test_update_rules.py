@@ -1,4 +1,4 @@
-"""Step laws: every optimizer's run is a kernel machine, and every sample's share is the one it had in the buffers."""
+"""Update rules: every optimizer's run is a kernel machine, and each sample has the share that it had in the buffers."""
 
 import pytest
 import torch
@@ -145,12 +145,12 @@ def test_a_sample_that_is_trained_on_once_still_moves_later_steps():
     assert parts.max_error <= 1e-12
 
 
-def test_clipping_that_is_told_is_part_of_the_law():
+def test_stated_clipping_is_part_of_the_coefficients():
     for clip in (ClipNorm(0.05), ClipNorm(0.03, norm_type=float("inf")), ClipValue(0.01)):
         net, X, y, X_test = problem()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.8)
         trajectory = epk.train(net, X, y, optimizer=optimizer, steps=8, batch_size=4, clip=clip)
-        assert any(float(trajectory.updates[s].gradient.min()) < 0.9 for s in range(8)), "the bound never acted"
+        assert any(float(trajectory.updates[s].grad_scale.min()) < 0.9 for s in range(8)), "the bound never acted"
         assert epk.attribute(trajectory, X_test).max_error <= 1e-12
         assert epk.reconstruct(trajectory, X_test).max_error <= 1e-12
 
@@ -160,11 +160,11 @@ def test_clipping_that_is_told_is_part_of_the_law():
     [
         (ClipNorm(0.01), None, "it was not clipped as the recorder was told"),
         (ClipNorm(0.01), lambda p: nn.utils.clip_grad_norm_(p, 0.02), "clipped or scaled down"),
-        (None, lambda p: nn.utils.clip_grad_value_(p, 0.01), "clip=epk_gp.ClipValue"),
+        (None, lambda p: nn.utils.clip_grad_value_(p, 0.01), "clip=ClipValue"),
     ],
     ids=["not_done", "another_bound", "not_told"],
 )
-def test_clipping_that_is_not_as_told_is_named(told, done, says):
+def test_clipping_other_than_stated_is_named(told, done, says):
     net, X, y, _ = problem()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with epk.Recorder(net, optimizer, X, y, clip=told) as recorder:
@@ -193,7 +193,7 @@ def test_accumulated_gradients_are_one_step(weight):
     assert epk.attribute(trajectory, X_test).max_error <= 1e-12
 
 
-def test_an_accumulated_batch_that_is_not_told_is_found():
+def test_an_accumulated_batch_that_was_not_announced_is_found():
     net, X, y, _ = problem()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
     with epk.Recorder(net, optimizer, X, y) as recorder:

@@ -2,6 +2,7 @@
 
 import mmap
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.autodiff import jacobians as features
+from epk_gp.autodiff import jacobians
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.cotangents import all_outputs
 from epk_gp.autodiff.interception import StackedWeights, UnsupportedParameterUseError
-from epk_gp.autodiff.jacobians import WeightLocation, gradients, head_cotangents, layer_jacobians_blocked
-from epk_gp.autodiff.representations import ContractionCost, LastLayerFactors, to_dense
-from epk_gp.autodiff.verification import plan_for
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, layer_jacobians_blocked
+from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer
+from epk_gp.autodiff.planning import plan_for
 from epk_gp.core.trajectory import flat_weights
-from epk_gp.gram import huge_pages as memory
+from epk_gp.gram import huge_pages
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.gram.prefetch import WeightPrefetcher
 from epk_gp.storage import chunks
@@ -33,14 +36,14 @@ RULE = epk.gauss_legendre(3)
 def test_which_networks_take_several_weights_at_once(name: str) -> None:
     """The control for the next test: a plan that never does so would pass it."""
     case = make_case(name, steps=1)
-    assert plan_for(case.trajectory, case.trajectory.model_for(case.test)).supports_stacking == (name in STACKED)
+    assert plan_for(case.trajectory, case.trajectory.model_for(case.test)).plan.supports_stacking == (name in STACKED)
 
 
 @pytest.mark.parametrize("name", ["norms", "cnn", "conv3d", "frozen_batch_norm"])
 def test_convolutions_and_normalisations_are_layers(name: str) -> None:
     """The control for all tests of these networks: nothing of them is left to dense Jacobians."""
     case = make_case(name, steps=1)
-    plan = plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    plan = plan_for(case.trajectory, case.trajectory.model_for(case.test)).plan
     assert plan.dense_params == ()
     weights = {key for key, value in case.trajectory.weights(0).items() if not key.endswith("bias")}
     assert set(plan.bias_of) == weights
@@ -57,7 +60,7 @@ def test_small_steps_may_be_taken_together(
     for head in case.heads:
         together = epk.gram_block(case.trajectory, a, b, head=head, rule=RULE)
         with monkeypatch.context() as patched:
-            patched.setattr("epk_gp.autodiff.jacobians._TOGETHER", (1 << 40, 1))
+            patched.setattr("epk_gp.core.memory_plan.MIN_STACKED", 1 << 40)
             assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), together)
 
 
@@ -68,7 +71,7 @@ def test_products_of_several_steps_may_be_joined(name: str, monkeypatch: pytest.
     for block in (epk.gram_block, gram_block_per_class):
         joined = [block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
         with monkeypatch.context() as patched:
-            patched.setattr("epk_gp.gram.accumulator._WIDE", 0)
+            patched.setattr("epk_gp.autodiff.layer_jacobian.LONG_INNER_DIM", 0)
             for head, wanted in zip(case.heads, joined, strict=True):
                 assert_close(block(case.trajectory, a, b, head=head, rule=RULE), wanted)
 
@@ -77,7 +80,7 @@ def test_products_of_several_steps_may_be_joined(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("is_train", [True, False])
 def test_a_symmetric_tile_is_computed_in_halves(name: str, is_train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as the block of the points with other points that happen to be equal; and symmetric to the last bit."""
-    monkeypatch.setattr("epk_gp.gram.accumulator._ROW_BLOCK", 2)
+    monkeypatch.setattr("epk_gp.gram.accumulator.SYMMETRIC_BLOCK_ROWS", 2)
     case = make_case(name)
     points, others = (epk.Points(case.trajectory.inputs, is_train) for _ in range(2))
     for head in case.heads:
@@ -106,7 +109,7 @@ def test_large_sums_lie_in_huge_pages_and_are_given_back(monkeypatch: pytest.Mon
     case = make_case("wide")
     points = epk.Points(torch.cat([case.test, case.trajectory.inputs]), torch.arange(12) < 5)
     wanted = epk.gram_block(case.trajectory, points, points, rule=RULE)
-    monkeypatch.setattr(memory, "_LARGE", 0)
+    monkeypatch.setattr(huge_pages, "_LARGE", 0)
     made: list[int] = []
     plain = mmap.mmap
 
@@ -121,7 +124,7 @@ def test_large_sums_lie_in_huge_pages_and_are_given_back(monkeypatch: pytest.Mon
     assert all(size % (2 << 20) == 0 for size in made)
     assert torch.equal(pickle.loads(pickle.dumps(found)), wanted)
     before = resident_bytes()
-    large = memory.empty((100, 1 << 20), torch.zeros(0)).fill_(1)
+    large = huge_pages.empty_huge_pages((100, 1 << 20), torch.zeros(0)).fill_(1)
     assert resident_bytes() - before > 300 << 20
     del large
     assert resident_bytes() - before < 20 << 20
@@ -135,17 +138,13 @@ def resident_bytes() -> int:
 def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
     """All layers' gradients equal those pulled back from the outputs themselves."""
     case = make_case("wide", steps=1)
-    plan = plan_for(case.trajectory, case.trajectory.model_for(case.test))
-    place, form = (
-        WeightLocation(flat_weights(case.trajectory, 0, case.test)),
-        ContractionCost(9, 1, fixed_head=head == "logits"),
-    )
-    found = layer_jacobians_blocked(case.trajectory.model, plan, place, case.test, head, form)
-    assert isinstance(found[-1], LastLayerFactors)
-    fixed = head == "logits"
-    plain = gradients(case.trajectory.model, plan, place, case.test, head_cotangents(head), form, fixed_seed=fixed)
+    net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    at, cost = WeightLocation(flat_weights(case.trajectory, 0, case.test)), ContractionCost(9, 1, head == "logits")
+    found = layer_jacobians_blocked(net, at, case.test, head, cost)
+    assert isinstance(found[-1], LogitsLastLayer if head == "logits" else SoftmaxLastLayer)
+    plain = layer_jacobians(net, at, case.test, replace(all_outputs(head), head=None), cost)
     for one, other in zip(found, plain, strict=True):
-        assert_close(to_dense(one), to_dense(other))
+        assert_close(one.to_dense(), other.to_dense())
 
 
 @pytest.mark.parametrize("name", ["cnn", "conv1d", "conv3d", "wide_conv"])
@@ -153,7 +152,7 @@ def test_outputs_may_be_taken_back_one_by_one(name: str, monkeypatch: pytest.Mon
     """Convolutions of more than a few rows: as many passes as outputs, the same gradients."""
     together, passes = blocks_and_passes(name, monkeypatch)
     assert max(passes) == 3
-    monkeypatch.setattr("epk_gp.autodiff.plan._PASS_BYTES", 0)
+    monkeypatch.setattr("epk_gp.core.memory_plan.SINGLE_COTANGENT_BYTES", 0)
     one_by_one, passes = blocks_and_passes(name, monkeypatch)
     assert set(passes) == {1}
     assert_close(one_by_one, together)
@@ -162,15 +161,15 @@ def test_outputs_may_be_taken_back_one_by_one(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", ["wide", "cnn", "transformer"])
 def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, _ = blocks_and_passes(name, monkeypatch)
-    monkeypatch.setattr("epk_gp.autodiff.plan._BYTES_AT_A_TIME", 1)
+    monkeypatch.setattr("epk_gp.core.memory_plan.PASS_BYTES", 1)
     one_by_one, passes = blocks_and_passes(name, monkeypatch)
     assert set(passes) == {1}
     assert_close(one_by_one, together)
-    monkeypatch.setattr(features, "rows_at_a_time", lambda *args: 1)
+    monkeypatch.setattr(jacobians, "rows_per_pass", lambda *args: 1)
     elements = plan_for(
         (case := make_case(name)).trajectory, case.trajectory.model_for(case.test)
-    ).activations_per_sample
-    monkeypatch.setattr("epk_gp.autodiff.plan._BYTES_AT_A_TIME", 4 * 8 * elements)
+    ).plan.activations_per_sample
+    monkeypatch.setattr("epk_gp.core.memory_plan.PASS_BYTES", 4 * 8 * elements)
     in_two, passes = blocks_and_passes(name, monkeypatch)
     assert set(passes) == {1, 2}
     assert_close(in_two, together)
@@ -182,14 +181,14 @@ def blocks_and_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Tenso
     a, b = epk.Points(case.test, False), epk.Points(case.trajectory.inputs, True)
     plan_for(case.trajectory, case.trajectory.model_for(case.test))
     passes: list[int] = []
-    plain = features.grads_of_calls
+    plain = jacobians.propagate_cotangents
 
     def counted(*args: Any, **kwargs: Any) -> list[Tensor]:
         passes.append(len(args[2]))
         return plain(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(features, "grads_of_calls", counted)
+        patched.setattr(jacobians, "propagate_cotangents", counted)
         blocks = [epk.gram_block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
     return torch.stack(blocks), passes
 

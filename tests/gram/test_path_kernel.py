@@ -3,7 +3,8 @@ import torch
 
 import epk_gp as epk
 import reference
-from epk_gp.autodiff.verification import plan_for
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from helpers import NETWORKS, Case, assert_close, make_case
 
@@ -55,7 +56,7 @@ def test_an_adaptive_gram_is_a_kernel_to_its_tolerance_only(monkeypatch: pytest.
     case = make_case("relu", steps=1, lr=0.5)
     X = torch.cat([case.trajectory.inputs[:2], case.trajectory.inputs[:4]])
     points = epk.Points(X, torch.arange(6) < 2)
-    monkeypatch.setattr("epk_gp.gram.path_kernel.panel_size", lambda job: 2)
+    monkeypatch.setattr(MemoryPlan, "tile_points", lambda *args: 2)
     blocks = {}
     for tol in (0.1, 1e-10):
         K = epk.gram_block(case.trajectory, points, points, rule=epk.adaptive(tol)).flatten(2).flatten(0, 1)
@@ -74,7 +75,7 @@ def test_copies_of_one_input_are_different_points() -> None:
 
 
 def test_averaged_jacobians_understate_the_test_variance() -> None:
-    """The control: <Phi, Phi> is not the test x test block (theory, section 2)."""
+    """The control: <Phi, Phi> is not the test x test block (docs/theory.md, section 2)."""
     case = make_case("tanh", lr=1.0)
     rule, s = epk.gauss_legendre(8), 0
     only_first = torch.zeros(case.trajectory.num_steps, dtype=torch.float64)
@@ -96,7 +97,7 @@ def test_small_budget_changes_nothing_but_the_order_of_sums(name: str, monkeypat
     case = make_case(name)
     points = epk.Points(torch.cat([case.trajectory.inputs, case.test]), torch.arange(12) < 7)
     whole = epk.gram_block(case.trajectory, points, points)
-    monkeypatch.setattr("epk_gp.gram.path_kernel.panel_size", lambda job: 2)
+    monkeypatch.setattr(MemoryPlan, "tile_points", lambda *args: 2)
     assert_close(epk.gram_block(case.trajectory, points, points), whole)
     assert_close(gram_diagonal_blocks(case.trajectory, points), torch.einsum("ncnd->ncd", whole).contiguous())
 
@@ -148,7 +149,7 @@ def test_float32_points_give_float32_blocks_near_the_float64_ones() -> None:
 
 def test_layers_are_factored_and_the_rest_is_not() -> None:
     """What the plan must find for the engine to be fast: no layer is left to dense Jacobians by mistake."""
-    plan = plan_for((case := make_case("cnn")).trajectory, case.trajectory.model_for(case.test))
+    plan = plan_for((case := make_case("cnn")).trajectory, case.trajectory.model_for(case.test)).plan
     assert plan.bias_of == {f"{number}.weight": f"{number}.bias" for number in (0, 3, 5, 7)}
     assert plan.dense_params == ()
     assert plan.supports_interpolation
@@ -159,9 +160,9 @@ def test_layers_are_factored_and_the_rest_is_not() -> None:
 def test_a_weight_outside_its_layer_is_not_factored() -> None:
     assert (
         "a.weight"
-        in plan_for((case := make_case("tied")).trajectory, case.trajectory.model_for(case.test)).dense_params
+        in plan_for((case := make_case("tied")).trajectory, case.trajectory.model_for(case.test)).plan.dense_params
     )
     assert (
         "out.weight"
-        in plan_for((case := make_case("cosine")).trajectory, case.trajectory.model_for(case.test)).dense_params
+        in plan_for((case := make_case("cosine")).trajectory, case.trajectory.model_for(case.test)).plan.dense_params
     )

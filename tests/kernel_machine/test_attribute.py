@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.autodiff.plan import flat_layout
-from epk_gp.autodiff.verification import plan_for
-from epk_gp.kernel_machine.adjoint import accumulate
+from epk_gp.autodiff.planned_model import flat_columns
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.kernel_machine.adjoint import adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.problem import make_problem
@@ -64,23 +65,27 @@ def test_terms_along_axes_sum_to_the_network(run):
 def test_the_two_ways_to_accumulate_agree():
     """Plain gradient descent factored, and by adjoints."""
     case = make_case("cnn")
-    query = make_problem(case.trajectory, case.test, "log_softmax", epk.gauss_legendre(2), None, 1 << 28)
+    net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    rule, options = epk.gauss_legendre(2), ComputeOptions(memory_budget=1 << 28)
+    problem = make_problem(
+        net, case.trajectory, case.test, head="log_softmax", rule=rule, classes=None, options=options
+    )
     total = torch.zeros(len(case.test), 3, case.trajectory.num_points, dtype=torch.float64)
 
-    def take(term) -> None:
+    def emit(term) -> None:
         total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
 
     groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
-    accumulate(query, groups, take, PassProgress(None, [total], total), progress=False)
+    adjoint_pass(problem, groups, emit, PassProgress(None, [total], total))
     assert_close(total, epk.attribute(case.trajectory, case.test, rule=epk.gauss_legendre(2)).samples)
 
 
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     case = make_case(name)
-    plan = plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
     for dense in (False, True):
-        layout = flat_layout(case.trajectory.model, plan, dense=dense)
+        layout = flat_columns(net, all_dense=dense)
         assert torch.equal(layout.sort().values, torch.arange(case.trajectory.num_weights))
     by = [by_parameter(case.trajectory)]
     head = "logits" if case.trajectory.num_outputs == 1 else "log_softmax"

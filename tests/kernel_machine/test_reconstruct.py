@@ -3,6 +3,7 @@ import torch
 
 import epk_gp as epk
 import reference
+from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.datasets import three_gaussians
 from epk_gp.kernel_machine.single_machine import single_machine
 from helpers import NETWORKS, Case, assert_close, make_case
@@ -75,13 +76,8 @@ def test_adaptive_contributions_equal_a_fine_rule() -> None:
 def test_contributions_do_not_depend_on_the_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(name)
     whole = epk.attribute(case.trajectory, case.test)
-    for place in (
-        "plain.plain_panel_size",
-        "attribute.plain_panel_size",
-        "adjoints.panel_size",
-        "attribute.panel_size",
-    ):
-        monkeypatch.setattr(f"epk_gp.machines.{place}", lambda *args: 2)
+    for sizes in ("adjoint_points", "vanilla_gd_points"):
+        monkeypatch.setattr(MemoryPlan, sizes, lambda *args: 2)
     assert_close(epk.attribute(case.trajectory, case.test).samples, whole.samples)
 
 

@@ -1,4 +1,4 @@
-"""Blocks are found by content: never a stale value, never one computed twice."""
+"""Blocks are keyed by content: no stale value, and none is computed twice."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ from torch import nn
 
 from epk_gp.core.fingerprint import content_key
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.kernels import blocks
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
@@ -22,25 +22,6 @@ def trajectory():
     net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return train(net, X, torch.arange(6) % 3, optimizer=optimizer, steps=3, loss=CrossEntropy())
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Count the blocks that the engine computes."""
-    calls = []
-
-    def counting(name):
-        original = getattr(blocks, name)
-
-        def count(*args, **kwargs):
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        return count
-
-    for name in ("gram_block", "gram_block_per_class", "gram_diagonal_blocks"):
-        monkeypatch.setattr(blocks, name, counting(name))
-    return calls
 
 
 def test_a_key_follows_values_shape_dtype_and_order():
@@ -108,7 +89,7 @@ def test_a_deep_copy_is_the_same_store_and_a_pickled_one_is_empty():
     assert (len(restored), restored.max_bytes) == (0, 1000)
 
 
-def test_a_size_that_is_no_number_of_bytes_is_refused(unchecked):
+def test_a_size_that_is_not_a_number_of_bytes_is_refused(unchecked):
     with pytest.raises(ValueError, match="at least 0 bytes: got -1"):
         BlockCache(-1)
     for size in (True, 1.5, "1 GiB"):
@@ -116,23 +97,23 @@ def test_a_size_that_is_no_number_of_bytes_is_refused(unchecked):
             BlockCache(size)
 
 
-def test_a_block_is_computed_once_across_clones_and_modes(trajectory, counted):
+def test_a_block_is_computed_once_across_clones_and_modes(trajectory, counter):
     kernel = EPKKernel(trajectory)
     x, y = train_copy(trajectory.inputs), test_copy(trajectory.inputs[:2])
     first = kernel(y, x).to_dense()
     kernel.train()
     kernel.eval()
     assert torch.equal(kernel(y.clone(), torch.cat([x, y])[:6]).to_dense(), first)
-    assert counted == ["gram_block"]
+    assert counter.calls == ["block"]
 
 
-def test_all_classes_of_an_independent_kernel_share_one_block(trajectory, counted):
+def test_all_classes_of_an_independent_kernel_share_one_block(trajectory, counter):
     kernel = EPKKernel(trajectory, "independent")
     x = train_copy(trajectory.inputs)
     K = kernel(x).to_dense()
     for c in range(3):
         assert torch.equal(kernel[c](x).to_dense(), K[c])
-    assert counted == ["gram_block_per_class"]
+    assert counter.calls == ["block_per_class"]
 
 
 def test_editing_points_in_place_never_returns_a_stale_block(trajectory):
@@ -156,10 +137,27 @@ def test_editing_a_returned_block_does_not_reach_the_cache(trajectory):
 
 
 def test_a_cached_block_serves_any_number_of_backward_passes(trajectory):
-    """The control for storing values without a graph: one that carried a graph would fail the second time."""
+    """The negative control for storing values without a graph: one that carried a graph would fail the second time."""
     kernel = EPKKernel(trajectory, "trace")
     x = train_copy(trajectory.inputs)
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     for _ in range(2):
         (scale * kernel(x).to_dense()).sum().backward()
     assert scale.grad > 0
+
+
+def test_a_failed_computation_leaves_nothing_in_the_cache(trajectory, monkeypatch):
+    kernel = EPKKernel(trajectory)
+    x = train_copy(trajectory.inputs)
+
+    def fail(*arguments):
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        for name in ("block", "diagonal_blocks"):
+            broken.setattr(PathKernel, name, fail)
+        for diag in (False, True):
+            with pytest.raises(MemoryError):
+                kernel.forward(x, x, diag=diag)
+    assert len(kernel.config.cache) == 0
+    assert torch.equal(kernel(x).to_dense(), EPKKernel(trajectory)(x).to_dense())

@@ -8,6 +8,7 @@ from torch.autograd import gradcheck
 import epk_gp as epk
 import reference
 from epk_gp.gp.means import NetworkMean
+from epk_gp.gp.output_coupling import CoupledOutputs
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import assert_close, make_case
 
@@ -63,17 +64,17 @@ def test_derivatives_equal_a_graph_over_the_definition():
     for step in case.trajectory.steps:
         start, end = case.trajectory.weights(step.index), case.trajectory.weights(step.index + 1)
         for t, omega in RULE:
-            here = {name: (start[name] + t * (end[name] - start[name])).requires_grad_() for name in start}
-            f = [reference.output(case.trajectory, here, row, "log_softmax")[1] for row in x]
-            J = [torch.autograd.grad(value, list(here.values()), create_graph=True) for value in f]
+            params = {name: (start[name] + t * (end[name] - start[name])).requires_grad_() for name in start}
+            f = [reference.output(case.trajectory, params, row, "log_softmax")[1] for row in x]
+            J = [torch.autograd.grad(value, list(params.values()), create_graph=True) for value in f]
             total = total + step.lr * omega * sum((a * b).sum() for a, b in zip(*J, strict=True))
     (expected,) = torch.autograd.grad(total, x)
     tagged = test_copy(x.detach()).requires_grad_()
     K = kernel_of(case, 1).forward(tagged, tagged)
-    (found,) = torch.autograd.grad(K[0, 1], tagged)
-    assert_close(found[:, :-1], expected)
-    (other,) = torch.autograd.grad(kernel_of(case, 1).forward(tagged, tagged)[0, 0], tagged)  # the control
-    assert (other[:, :-1] - expected).abs().max() > 0.1 * expected.abs().max()
+    (gradient,) = torch.autograd.grad(K[0, 1], tagged)
+    assert_close(gradient[:, :-1], expected)
+    (wrong,) = torch.autograd.grad(kernel_of(case, 1).forward(tagged, tagged)[0, 0], tagged)  # the negative control
+    assert (wrong[:, :-1] - expected).abs().max() > 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("outputs", MODES)
@@ -106,19 +107,19 @@ def test_values_with_and_without_a_graph_are_the_same_block():
     x = test_copy(case.test)
     K = kernel.forward(x, x)
     assert torch.equal(kernel.forward(x.requires_grad_(), x), K)
-    assert kernel.source.cache.hits == 1
+    assert kernel.config.cache.hits == 1
     with torch.no_grad():
         assert not kernel.forward(x, x).requires_grad
 
 
-def test_panels_do_not_change_the_gradient():
+def test_the_memory_budget_does_not_change_the_gradient():
     case = make_case("tanh", steps=1)
-    found = []
+    gradients = []
     for budget in (1 << 30, 1 << 20):
         x = test_copy(case.test.repeat(12, 1) + torch.arange(60)[:, None] / 100).requires_grad_()
         kernel_of(case, memory_budget=budget).forward(x, x).sum().backward()
-        found.append(x.grad)
-    assert_close(*found)
+        gradients.append(x.grad)
+    assert_close(*gradients)
 
 
 def test_a_second_derivative_is_refused():
@@ -132,7 +133,7 @@ def test_a_second_derivative_is_refused():
 @pytest.mark.parametrize("state", [0, -1])
 def test_the_network_as_prior_mean_has_its_own_derivative(state):
     case = make_case("tanh", steps=2)
-    mean, (x, copy) = NetworkMean(kernel_of(case).source, state), points(case)
+    mean, (x, copy) = NetworkMean(kernel_of(case).config, CoupledOutputs(3), state), points(case)
     assert gradcheck(lambda x: mean(torch.cat([x, copy], 1)), (x,))
     tagged = torch.cat([x, copy], 1).detach()
     assert torch.equal(mean(tagged.clone().requires_grad_()), mean(tagged))

@@ -74,7 +74,7 @@ def test_one_layer_is_the_average_over_random_units(name, bias, generator):
         products = h[:, None] * h[None]
         error = products.std(-1) / 400_000**0.5
         assert ((products.mean(-1) - dense(kernel, x)).abs() < 5 * error).all()
-        assert not ((products.mean(-1) - 1.05 * dense(kernel, x)).abs() < 5 * error).all()  # the control
+        assert not ((products.mean(-1) - 1.05 * dense(kernel, x)).abs() < 5 * error).all()  # the negative control
 
 
 @pytest.mark.parametrize("name", ["erf", "order_1"])
@@ -102,15 +102,15 @@ def test_depth_is_the_recursion_of_wide_random_networks(name, generator):
     """20 networks with three hidden layers of 1000 units: part of their error, 1/width, does not average out."""
     width, x, kernel = 1000, points(), KERNELS[name](depth=3, bias=True).double()
     kernel.weight_variance, kernel.bias_variance = 0.5, 0.3
-    found = []
+    grams = []
     with torch.no_grad():
         for _ in range(20):
             h = ACTIVATIONS[name](random_layer(x, width, kernel, generator))
             for _ in range(2):
                 W = torch.randn(width, width, generator=generator, dtype=torch.float64) * (0.5 / width) ** 0.5
                 h = ACTIVATIONS[name](h @ W + 0.3**0.5 * torch.randn(width, generator=generator, dtype=torch.float64))
-            found.append(h @ h.mT / width)
-        average, error = torch.stack(found).mean(0), torch.stack(found).std(0) / 20**0.5
+            grams.append(h @ h.mT / width)
+        average, error = torch.stack(grams).mean(0), torch.stack(grams).std(0) / 20**0.5
         K = dense(kernel, x)
         assert ((average - K).abs() < 5 * error + 30 * K.abs() / width).all()
         shallow = KERNELS[name](depth=2, bias=True).double()
@@ -133,14 +133,14 @@ def test_derivatives_are_expectations_of_slopes(name, generator):
         return kernel(x[None], y[None]).to_dense()[0, 0]
 
     first = slope(W @ x)[:, None] * psi(W @ y)[:, None] * W
-    found = torch.autograd.functional.jacobian(lambda x: value(x, y), x)
-    assert ((first.mean(0) - found).abs() < 5 * first.std(0) / 400_000**0.5).all()
+    derivative = torch.autograd.functional.jacobian(lambda x: value(x, y), x)
+    assert ((first.mean(0) - derivative).abs() < 5 * first.std(0) / 400_000**0.5).all()
     mixed = (slope(W @ x) * slope(W @ y))[:, None, None] * W[:, :, None] * W[:, None, :]
-    found = torch.autograd.functional.hessian(value, (x, y))[0][1]
-    assert ((mixed.mean(0) - found).abs() < 5 * mixed.std(0) / 400_000**0.5).all()
-    torch.testing.assert_close(found, found.mT)  # w_i w_j is symmetric, whatever x and y
-    other = psi(W @ x)[:, None] * slope(W @ y)[:, None] * W  # the control: the derivative with respect to y
-    assert ((first - other).mean(0).abs() > 20 * first.std(0) / 400_000**0.5).any()
+    hessian = torch.autograd.functional.hessian(value, (x, y))[0][1]
+    assert ((mixed.mean(0) - hessian).abs() < 5 * mixed.std(0) / 400_000**0.5).all()
+    torch.testing.assert_close(hessian, hessian.mT)  # w_i w_j is symmetric, whatever x and y
+    wrong = psi(W @ x)[:, None] * slope(W @ y)[:, None] * W  # negative control: the derivative with respect to y
+    assert ((first - wrong).mean(0).abs() > 20 * first.std(0) / 400_000**0.5).any()
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -218,12 +218,12 @@ def test_a_process_learns_the_variances():
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
     gp = GP().double().train()
-    evidence = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
+    marginal_likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
     optimizer = torch.optim.Adam(gp.parameters(), lr=0.1)
     losses = []
     for _ in range(20):
         optimizer.zero_grad()
-        loss = -evidence(gp(x), gp.train_targets)
+        loss = -marginal_likelihood(gp(x), gp.train_targets)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

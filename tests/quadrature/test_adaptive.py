@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.autodiff.directional import Line
-from epk_gp.autodiff.verification import plan_for
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.planning import plan_for
 from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_parameter
@@ -18,9 +18,9 @@ from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
 from helpers import make_case
 
 
-def first_step(trajectory: epk.Trajectory, X: Tensor) -> Line:
+def first_step(trajectory: epk.Trajectory, X: Tensor) -> WeightSegment:
     w, end = trajectory.states[0], trajectory.states[1]
-    return Line(trajectory.model, plan_for(trajectory, trajectory.model_for(X)), w, end - w, "logits", 1 << 30)
+    return WeightSegment(plan_for(trajectory, trajectory.model_for(X)), w, end - w, "logits", 1 << 30)
 
 
 def test_a_huge_point_does_not_loosen_anothers_tolerance() -> None:

@@ -44,7 +44,7 @@ def test_a_recording_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_n
 
 
 @pytest.mark.slow
-def test_a_recording_killed_after_each_file_operation_goes_on(folder):
+def test_a_recording_killed_after_each_file_operation_is_resumed(folder):
     assert run("operations", folder)["kills"] > 60
 
 

@@ -1,4 +1,4 @@
-"""Runs that somebody else made to do harm: refused in words, in bounded time and memory, and nothing is executed."""
+"""Runs made to do harm: refused by a message, in bounded time and memory, and nothing in them is executed."""
 
 import json
 import os
@@ -44,8 +44,8 @@ def plain(tmp_path):
     return path
 
 
-def sign(run, content, name=CHUNK):
-    """Put other content into a chunk, and a journal that vouches for it."""
+def replace_chunk(run, content, name=CHUNK):
+    """Replace the content of a chunk, and every checksum in the journal that depends on it."""
     (run / name).write_bytes(content)
     chunks, before = [], ""
     for chunk in read_journal_lines(run):
@@ -60,18 +60,18 @@ def read_journal_lines(run):
     return [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
 
 
-def sign_header(run, **changes):
+def replace_header(run, **changes):
     header = read_checksummed_json((run / HEADER).read_bytes(), "") | changes
     (run / HEADER).write_bytes(checksummed_json(header))
 
 
 def refused(run, says, seconds=2.0, mebibytes=24):
-    """Refused by both doors, in words, soon, and without taking much memory."""
+    """Refused by both functions that open a run, by a message, soon, and without taking much memory."""
     tracemalloc.start()
     start = time.perf_counter()
-    for door in (check_run, lambda path: epk.load_trajectory(path, mlp())):
+    for opening in (check_run, lambda path: epk.load_trajectory(path, mlp())):
         with pytest.raises((ValueError, FileNotFoundError), match=says) as error:
-            door(run)
+            opening(run)
         assert len(str(error.value)) < 2000
     taken, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -103,7 +103,7 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(plain, name, k
     refused(plain, f"{name}.* must be a plain file")
 
 
-def test_links_are_not_followed_when_a_run_goes_on(plain, tmp_path):
+def test_links_are_not_followed_when_a_run_is_resumed(plain, tmp_path):
     target = tmp_path / "target"
     target.write_bytes((plain / JOURNAL).read_bytes())
     (plain / JOURNAL).unlink()
@@ -118,14 +118,14 @@ def test_links_are_not_followed_when_a_run_goes_on(plain, tmp_path):
 
 @pytest.mark.parametrize("length", [0, 93, 1 << 24, 1 << 40, (1 << 64) - 1])
 def test_a_safetensors_header_that_claims_too_much_is_refused(run, length):
-    sign(run, header_of_length(length))
+    replace_chunk(run, header_of_length(length))
     refused(run, rf"{CHUNK} \(states 1..4\) must be a safetensors file")
 
 
 def test_data_whose_header_claims_too_much_are_refused(run):
     content = header_of_length(1 << 50)
     (run / DATA).write_bytes(content)
-    sign_header(run, data_blake2b=checksum(content))
+    replace_header(run, data_blake2b=checksum(content))
     refused(run, f"{DATA} must be a safetensors file: its header claims {1 << 50} bytes of the file's 100")
 
 
@@ -190,7 +190,7 @@ HEADERS = {
 
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
 def test_a_header_that_describes_no_run_is_refused(plain, change):
-    sign_header(plain, **change)
+    replace_header(plain, **change)
     refused(plain, f"{HEADER} must describe weights, data, loss and update rule")
 
 
@@ -200,7 +200,7 @@ def test_a_header_that_describes_no_run_is_refused(plain, change):
     ids=["option", "reduction"],
 )
 def test_a_loss_that_is_none_is_refused(plain, loss):
-    sign_header(plain, loss=loss)
+    replace_header(plain, loss=loss)
     with pytest.raises(ValueError, match="loss must be"):
         epk.load_trajectory(plain, mlp())
 
@@ -243,7 +243,7 @@ TENSORS = {
 
 @pytest.mark.parametrize(("change", "says"), TENSORS.values(), ids=TENSORS.keys())
 def test_a_chunk_that_holds_something_else_is_refused_with_its_states(plain, change, says):
-    sign(plain, save(change(load_file(plain / CHUNK))))
+    replace_chunk(plain, save(change(load_file(plain / CHUNK))))
     refused(plain, rf"{CHUNK} \(states 1..4\) .*{says}")
 
 
@@ -268,8 +268,8 @@ PACKED = {
 
 @pytest.mark.parametrize("run", ["deltas"], indirect=True)
 @pytest.mark.parametrize(("change", "says"), PACKED.values(), ids=PACKED.keys())
-def test_packed_rows_that_are_none_are_refused(run, change, says):
-    sign(run, save(change(load_file(run / CHUNK))))
+def test_bytes_that_are_not_packed_rows_are_refused(run, change, says):
+    replace_chunk(run, save(change(load_file(run / CHUNK))))
     refused(run, rf"{CHUNK} \(states 1..4\).*{says}")
 
 
@@ -277,7 +277,7 @@ def test_packed_rows_that_are_none_are_refused(run, change, says):
 def test_data_that_miss_something_are_refused(plain, name):
     content = save({key: value for key, value in load_file(plain / DATA).items() if key != name})
     (plain / DATA).write_bytes(content)
-    sign_header(plain, data_blake2b=checksum(content))
+    replace_header(plain, data_blake2b=checksum(content))
     refused(plain, f"{DATA} must hold '{name}'")
 
 
@@ -285,7 +285,7 @@ def test_data_that_are_not_finite_are_refused(plain):
     tensors = load_file(plain / DATA)
     content = save(tensors | {"inputs": tensors["inputs"] / 0})
     (plain / DATA).write_bytes(content)
-    sign_header(plain, data_blake2b=checksum(content))
+    replace_header(plain, data_blake2b=checksum(content))
     refused(plain, f"{DATA} must hold finite numbers: 'inputs'")
 
 
@@ -298,7 +298,7 @@ def test_a_file_that_is_cut_short_while_it_is_used_is_no_crash(plain):
 
 
 @pytest.mark.parametrize("state", [b"", b"{}", b"[" * 100_000, b'{"dict": 3}', b'{"tensor": "../x"}'], ids=repr)
-def test_what_a_run_goes_on_from_is_not_believed_either(plain, state):
+def test_a_training_state_is_not_trusted_either(plain, state):
     name = "resume-000001.safetensors"
     kept = load_file(plain / name) | {"state": torch.frombuffer(bytearray(state or b" "), dtype=torch.uint8)}
     content, chunks, before = save(kept), [], ""
@@ -314,11 +314,11 @@ def test_what_a_run_goes_on_from_is_not_believed_either(plain, state):
         epk.train(net, X, y, optimizer=sgd(net), steps=5, batch_size=4, path=plain, resume=True)
 
 
-def test_the_signed_run_itself_is_good(run):
-    """The control: what the helpers sign is read, if nothing is wrong with it."""
+def test_a_run_with_replaced_files_of_the_same_content_is_good(run):
+    """The negative control: what the helpers write is read, if nothing is wrong with it."""
     whole = epk.load_trajectory(run, mlp()).digest
-    sign(run, (run / CHUNK).read_bytes())
-    sign_header(run)
+    replace_chunk(run, (run / CHUNK).read_bytes())
+    replace_header(run)
     assert epk.load_trajectory(run, mlp()).digest == whole
     assert check_run(run).num_steps == 4
     assert len(read_journal(run).chunks) == 2

@@ -111,7 +111,7 @@ class KilledError(Exception):
     """What stands for a kill inside one process."""
 
 
-def test_a_computation_goes_on_where_it_was_stopped(run, points, tmp_path, monkeypatch):
+def test_a_computation_resumes_where_it_was_stopped(run, points, tmp_path, monkeypatch):
     whole = epk.gram_block(run, points, points, rule=RULE, checkpoint=tmp_path / "whole")
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
     save, saves = checkpoints.PartialSums.save, []
@@ -187,7 +187,7 @@ def test_kill_9_and_the_same_call_again_give_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9], ids=["plain", "momentum"])
-def test_an_attribution_goes_on_where_it_was_stopped(tmp_path, monkeypatch, momentum):
+def test_an_attribution_resumes_where_it_was_stopped(tmp_path, monkeypatch, momentum):
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(12, 3, generator=generator, dtype=torch.float64)
     torch.manual_seed(0)
@@ -248,7 +248,7 @@ def routed():
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 4 << 20, 1 << 30])
-def test_a_second_plan_does_not_go_on_from_the_firsts_sums(routed, tmp_path, monkeypatch, budget):
+def test_a_second_plan_does_not_resume_from_the_firsts_sums(routed, tmp_path, monkeypatch, budget):
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
     run, x = routed
     parts = epk.attribute(run, x, checkpoint=tmp_path / "a", memory_budget=budget)

@@ -69,7 +69,7 @@ def test_a_dataset_without_numbers_is_refused():
         def __iter__(self):
             yield 1
 
-    with pytest.raises(TypeError, match="items by number: got Stream"):
+    with pytest.raises(TypeError, match="items by index: got Stream"):
         IndexedDataset(Stream())
 
 

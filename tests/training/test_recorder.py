@@ -152,7 +152,7 @@ def test_a_batch_may_be_announced_before_the_backward_pass():
     assert recorder.num_steps == 1
 
 
-def test_a_closure_is_replayed_too():
+def test_a_step_with_a_closure_is_checked_too():
     net, (X, y) = mlp(), data()
     optimizer = sgd(net)
 

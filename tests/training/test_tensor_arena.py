@@ -20,7 +20,7 @@ def test_what_is_put_is_what_is_kept(monkeypatch):
     monkeypatch.setattr(shelf, "_BLOCK_BYTES", 64)
     place = TensorArena()
     values = [torch.randn(n, 2) for n in (1, 3, 30, 2)] + [torch.arange(5), torch.zeros(0), torch.tensor(2.0)]
-    kept = [place.put(value) for value in values]
+    kept = [place.copy_in(value) for value in values]
     for value, copy in zip(values, kept, strict=True):
         assert torch.equal(copy, value)
         assert copy.dtype == value.dtype
@@ -29,7 +29,7 @@ def test_what_is_put_is_what_is_kept(monkeypatch):
 
 def test_small_tensors_share_a_block():
     place = TensorArena()
-    a, b = place.put(torch.ones(3)), place.put(torch.zeros(2))
+    a, b = place.copy_in(torch.ones(3)), place.copy_in(torch.zeros(2))
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     assert torch.equal(a, torch.ones(3))
 

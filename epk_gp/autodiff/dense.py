@@ -1,0 +1,98 @@
+"""Dense Jacobians, sample by sample: for every parameter that is not a plain layer's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.representations import DenseJacobian
+from epk_gp.core.attention import disable_fused_attention
+
+
+def dense_jacobian(
+    net: PlannedModel,
+    names: tuple[str, ...],
+    w: Float[Tensor, " P"],
+    X: Shaped[Tensor, "E ..."],
+    seeds: Float[Tensor, "K E C"],
+    *,
+    d: Float[Tensor, " P"] | None = None,
+    t: Float[Tensor, " E"] | None = None,
+    create_graph: bool = False,
+) -> DenseJacobian:
+    """Differentiate the contracted logits with respect to named parameters.
+
+    Args:
+        net: The network.
+        names: The parameters.
+        w: Flat weights.
+        X: E inputs.
+        seeds: K cotangents of each sample's logits.
+        d: Flat direction, if row e is evaluated at w + t_e d.
+        t: (E,) with `d`.
+        create_graph: Keep the result differentiable with respect to X.
+    """
+    places = torch.zeros(len(X), dtype=w.dtype, device=X.device) if t is None else t
+    with disable_fused_attention():
+        if not net.plan.supports_vmap:
+            rows = [
+                _jacobian_of_sample(
+                    net, names, _parameters_at(net, w, d, places[e]), X[e : e + 1], seeds[:, e : e + 1], create_graph
+                )
+                for e in range(len(X))
+            ]
+            return DenseJacobian(torch.stack(rows, dim=1))
+
+        def pull_back(x: Tensor, seed: Tensor, place: Tensor) -> Tensor:
+            here = _parameters_at(net, w, d, place)
+            others = {name: value for name, value in here.items() if name not in names}
+
+            def outputs(inner: Mapping[str, Tensor]) -> Any:
+                return net.model.evaluate({**others, **inner}, x.unsqueeze(0)).squeeze(0)
+
+            pull = vjp(outputs, {name: here[name] for name in names})[1]
+            (columns,) = vmap(pull)(seed)
+            return torch.cat([columns[name].flatten(1) for name in names], dim=1)
+
+        chunk = net.plan.vmap_chunk_size
+        values = vmap(pull_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=chunk)(X, seeds, places)
+        return DenseJacobian(values if create_graph else values.detach())
+
+
+def _parameters_at(net: PlannedModel, w: Tensor, d: Tensor | None, t: Tensor) -> dict[str, Tensor]:
+    params = net.model.unflatten(w)
+    if d is None:
+        return params
+    direction = net.model.unflatten(d)
+    return {name: value + t * direction[name] for name, value in params.items()}
+
+
+def _jacobian_of_sample(
+    net: PlannedModel,
+    names: tuple[str, ...],
+    params: Mapping[str, Tensor],
+    x: Tensor,
+    seeds: Tensor,
+    create_graph: bool,
+) -> Tensor:
+    """Differentiate one sample by one backward pass per cotangent: works wherever training does."""
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    with torch.enable_grad():
+        z = net.model(leaves, x)
+        grads = [
+            torch.autograd.grad(
+                z,
+                [leaves[name] for name in names],
+                seed,
+                retain_graph=True,
+                create_graph=create_graph,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            for seed in seeds
+        ]
+    return torch.stack([torch.cat([g.reshape(-1) for g in of_seed]) for of_seed in grads])

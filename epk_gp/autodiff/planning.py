@@ -1,0 +1,51 @@
+"""The plan of a run's network: made once, and replaced by the dense one once its inputs demand that."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from epk_gp.autodiff.interception import UnsupportedParameterUseError
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.verification import build_plan, probe_rows
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.trajectory import Trajectory, flat_weights
+
+T = TypeVar("T")
+
+
+def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
+    """Return a run's network with its plan, which is made once for each dtype and device.
+
+    Args:
+        trajectory: The run. Its training inputs and trained weights are what the plan is tried on.
+        model: The network in the computation's dtype and on its device.
+    """
+    cache = model.cache
+    with cache.lock:
+        key = (model.spec, cache.needs_dense_plan)
+        if key not in cache.plans:
+            X = probe_rows(trajectory.inputs).to(model.spec.device)
+            X = X.to(model.spec.dtype) if X.is_floating_point() else X
+            w = flat_weights(trajectory, trajectory.num_steps, X)
+            cache.plans[key] = build_plan(model, w, X, all_dense=cache.needs_dense_plan)
+        return PlannedModel(model, cache.plans[key])
+
+
+def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[[PlannedModel], T]) -> T:
+    """Compute with the network's plan; with the dense one if the inputs use a parameter as the plan did not foresee.
+
+    A network may send each row to another expert: a layer then sees some of the rows, which the rows that the plan was
+    made on need not show. The model's cache keeps that finding for every later computation.
+
+    Args:
+        trajectory: The run.
+        model: The network in the computation's dtype and on its device.
+        compute: What to compute. It must leave nothing behind when it raises.
+    """
+    net = plan_for(trajectory, model)
+    try:
+        return compute(net)
+    except UnsupportedParameterUseError:
+        if net.plan is model.cache.plans.get((model.spec, True)):
+            raise
+        model.cache.needs_dense_plan = True
+    return compute(plan_for(trajectory, model))

@@ -1,0 +1,210 @@
+"""Block sizes from a memory budget and measured cache sizes: the one place where they are chosen.
+
+Every function here returns a number of points, rows, cotangents or steps, at least 1. docs/engine.md, section 7,
+derives what is counted. Sizes are in bytes unless a name says otherwise.
+"""
+
+from dataclasses import dataclass
+
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+
+# Bytes of activations and gradients that a forward and backward pass may make before its memory is fetched anew instead
+# of being used again. Measured on two convolutions and MNIST images, float64: one Gram block takes 296 ms with 100
+# images at a time, 188 with 25 (48 MB), 255 with 6. The plain forward pass is 4 times slower with 400 than with 100,
+# because the C library returns large blocks to the system after each use.
+PASS_BYTES = 48 << 20
+
+# Size of a pass of convolutions from which one cotangent is worth a backward pass of its own: torch batches cotangents
+# of convolutions by loops and copies.
+SINGLE_COTANGENT_BYTES = 1 << 20
+
+# Steps that are joined in one product, and summed in the points' dtype before they are added to the sum of all steps.
+MAX_STEP_BATCH = 16
+
+# Fewer and more weight states evaluated together than that gain nothing.
+MIN_STACKED, MAX_STACKED = 8, 256
+
+# Tensors of the size of a forward pass that a directional derivative holds at once: values, tangents, and both along
+# the direction, for an operation's input and its result.
+PASSES_PER_DIRECTIONAL_DERIVATIVE = 8
+
+# Smallest number of elements of a temporary when positions of two layers are multiplied pair by pair.
+PAIR_ELEMENTS = 1 << 22
+
+# Numbers of a `vmap` call over samples: parameters and activations of every sample in it.
+VMAP_ELEMENTS = 1 << 24
+
+# Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
+# 32 MiB of float64 inputs.
+BATCH_GRADIENT_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Turns a memory budget into block sizes for one network in one dtype.
+
+    Attributes:
+        budget: Bytes for everything but the inputs and the result.
+        itemsize: Bytes of a number.
+        plan: How the network is differentiated, and what a forward pass computes.
+        num_weights: P.
+    """
+
+    budget: int
+    itemsize: int
+    plan: DifferentiationPlan
+    num_weights: int
+
+    def stacked_weights(self, num_points: int) -> int:
+        """Count the weight states at which the same points are evaluated together; 1 where that gains nothing.
+
+        An eighth of the budget holds, for each state, the weights and a forward and backward pass, 4 times over.
+        """
+        per_state = 4 * (self.itemsize * self.num_weights + num_points * self._pass_bytes)
+        in_cache = rows_per_pass(self.plan, self.itemsize, self.plan.num_outputs) // num_points
+        fitting = min(in_cache, self.budget // 8 // per_state, MAX_STACKED)
+        return fitting if fitting >= MIN_STACKED else 1
+
+    def steps_per_batch(self, feature_bytes: int) -> int:
+        """Count the steps or nodes whose layer Jacobians fit into an eighth of the budget.
+
+        Args:
+            feature_bytes: Of the layer Jacobians of one step or node. Two weight states come with them.
+        """
+        per_step = feature_bytes + 2 * self.num_weights * self.itemsize
+        return max(1, min(MAX_STEP_BATCH, self.budget // (8 * per_step)))
+
+    def tile_points(self, num_output_pairs: int, feature_bytes: int) -> int:
+        """Count the points on each side of a square tile of a Gram block.
+
+        Half of the budget holds, for each pair of points, three sums of products of outputs (total, deferred sum,
+        scratch) and one of inputs. A quarter holds, for each point, a forward and backward pass, and three sets of
+        layer Jacobians (left side, right side, average).
+
+        Args:
+            num_output_pairs: Pairs of outputs in the tile.
+            feature_bytes: Of the layer Jacobians of one point.
+        """
+        per_pair = self.itemsize * (3 * num_output_pairs + 1)
+        per_point = (self.plan.num_outputs + 3) * self._activation_bytes + 3 * feature_bytes
+        return max(1, min(int((self.budget / 2 / per_pair) ** 0.5), int(self.budget / 4 / per_point)))
+
+    def derivative_points(self, num_output_pairs: int, feature_bytes: int) -> int:
+        """Count the points on each side of a block whose derivative in the points is taken.
+
+        An eighth of the budget holds the block's products. Half of it holds, for each point, 4 passes (forward and
+        backward, and both of these differentiated) and 8 sets of layer Jacobians, which the graph keeps.
+        """
+        by_products = int((self.budget / (8 * self.itemsize * num_output_pairs)) ** 0.5)
+        per_point = 4 * (self.plan.num_outputs + 3) * self._activation_bytes + 8 * feature_bytes
+        return max(1, min(by_products, self.budget // (2 * per_point)))
+
+    def adjoint_points(self, num_outputs: int) -> int:
+        """Count the points whose adjoints are carried at a time.
+
+        Half of the budget holds, for each point and output, 10 vectors of P numbers (adjoints, averaged Jacobians,
+        their dense layers and the products of both) and 8 passes.
+
+        Args:
+            num_outputs: K, outputs that are asked for.
+        """
+        per_point = 10 * num_outputs * self.num_weights + 8 * self.plan.activations_per_sample * (num_outputs + 3)
+        return max(1, self.budget // (2 * self.itemsize * per_point))
+
+    def adjoint_samples(self) -> int:
+        """Count the training samples whose loss gradients are written out at a time.
+
+        An eighth of the budget holds 3 vectors of P numbers and 8 passes of each.
+        """
+        per_sample = 3 * self.num_weights + 8 * self.plan.activations_per_sample
+        return max(1, min(self.budget // (8 * self.itemsize * per_sample), rows_per_pass(self.plan, self.itemsize)))
+
+    def vanilla_gd_points(self, feature_bytes: int) -> int:
+        """Count the points whose contributions under plain gradient descent are computed at a time.
+
+        A quarter of the budget holds a forward and backward pass and 12 sets of layer Jacobians of each: those of the
+        nodes, their average, and what joins them.
+        """
+        per_point = (self.plan.num_outputs + 3) * self._activation_bytes + 12 * feature_bytes
+        return max(1, self.budget // (4 * per_point))
+
+    def vanilla_gd_samples(self, max_samples: int, num_points: int, num_outputs: int) -> int:
+        """Count the training samples in a block of contributions to N points: 4 such blocks fill the budget."""
+        return max(1, min(max_samples, self.budget // (4 * self.itemsize * num_outputs * num_points)))
+
+    def directional_rows(self) -> int:
+        """Count the rows whose values and directional derivatives are computed at a time."""
+        elements = self.budget // (PASSES_PER_DIRECTIONAL_DERIVATIVE * self.itemsize)
+        return max(1, min(elements // self.plan.activations_per_sample, rows_per_pass(self.plan, self.itemsize)))
+
+    @property
+    def _activation_bytes(self) -> int:
+        return self.plan.activations_per_sample * self.itemsize
+
+    @property
+    def _pass_bytes(self) -> int:
+        """Bytes of a sample's forward and backward pass for all outputs."""
+        return self._activation_bytes * (self.plan.num_outputs + 2)
+
+
+def rows_per_pass(plan: DifferentiationPlan, itemsize: int, num_cotangents: int = 1) -> int:
+    """Count the samples whose forward and backward pass stays within `PASS_BYTES`.
+
+    Args:
+        plan: What a forward pass computes.
+        itemsize: Bytes of a number.
+        num_cotangents: Gradients that are propagated back at once. Two more passes hold the activations themselves and
+            what the current operation makes.
+    """
+    at_once = 1 if plan.backward_per_output else num_cotangents
+    return max(1, PASS_BYTES // (plan.activations_per_sample * itemsize * (at_once + 2)))
+
+
+def cotangents_per_pass(plan: DifferentiationPlan, itemsize: int, num_rows: int, num_cotangents: int) -> int:
+    """Count the cotangents that are propagated back at once.
+
+    As many as fit into `PASS_BYTES`; 1 for convolutions once a pass exceeds `SINGLE_COTANGENT_BYTES`.
+    """
+    pass_bytes = max(1, num_rows) * plan.activations_per_sample * itemsize
+    if plan.backward_per_output and pass_bytes >= SINGLE_COTANGENT_BYTES:
+        return 1
+    return max(1, min(num_cotangents, PASS_BYTES // pass_bytes - 2))
+
+
+def vmap_chunk_size(num_weights: int, activations_per_sample: int) -> int:
+    """Count the samples that one `vmap` call takes."""
+    return max(1, VMAP_ELEMENTS // (num_weights + activations_per_sample))
+
+
+def integration_points(budget: int, nodes_per_step: int, input_bytes: int, output_bytes: int) -> int:
+    """Count the points that are integrated along a step at a time.
+
+    Half of the budget holds, for each node of a point, the input and its gather, and 8 tensors of outputs: values at
+    both ends, slopes, integrals and residuals.
+    """
+    return max(1, budget // (2 * nodes_per_step * (2 * input_bytes + 8 * output_bytes)))
+
+
+def single_machine_samples(budget: int, num_outputs: int, itemsize: int, num_points: int) -> int:
+    """Count the training points whose C x C blocks with all points fill a quarter of the budget."""
+    return max(1, budget // (4 * num_outputs**2 * itemsize * num_points))
+
+
+def posterior_points(budget: int, itemsize: int, rows_per_point: int, num_factor_rows: int) -> int:
+    """Count the test points for which the cross block with the training points, its solve and a copy fit."""
+    return max(1, budget // (3 * itemsize * rows_per_point * num_factor_rows))
+
+
+def summed_block_points(budget: int, num_outputs: int, num_columns: int) -> int:
+    """Count the points whose C x C float64 blocks fill half of the budget before they are summed over outputs."""
+    return max(1, budget // (2 * 8 * num_outputs**2 * num_columns))
+
+
+def batch_gradient_rows(input_elements: int) -> int:
+    """Count the training samples that one backward pass of a batch gradient takes."""
+    return max(1, BATCH_GRADIENT_ELEMENTS // max(1, input_elements))
+
+
+def positions_per_block(num_left_positions: int, num_right: int, num_right_positions: int) -> int:
+    """Count the left points of a layer with several positions whose pairs with all right ones are made at a time."""
+    return max(1, PAIR_ELEMENTS // (num_left_positions * num_right * num_right_positions))

@@ -1,0 +1,44 @@
+"""The training points that a GP is conditioned on."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from epk_gp.core.trajectory import Trajectory
+
+
+def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajectory: Trajectory) -> Int[Tensor, " N"]:
+    """Return the indices of the training points that a GP is conditioned on.
+
+    Args:
+        points: N different indices; None for all training points.
+        trajectory: The run.
+
+    Raises:
+        TypeError: `points` is not a list or tensor of whole numbers.
+        ValueError: An index is out of range or repeated, or there are none.
+    """
+    M = trajectory.inputs.shape[0]
+    if points is None:
+        return torch.arange(M, device=trajectory.device)
+    message = f"points must be a list or tensor of indices of training points: got {points!r}."
+    if not isinstance(points, Tensor | Sequence | np.ndarray):
+        raise TypeError(message)
+    try:
+        indices = torch.as_tensor(points, device=trajectory.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(message) from error
+    if len(indices) and (indices.is_floating_point() or indices.dtype == torch.bool):
+        raise TypeError(f"points must be indices: got {indices.dtype}. Turn a mask into mask.nonzero()[:, 0].")
+    if indices.ndim != 1 or not len(indices):
+        raise ValueError(f"points must be a list of at least one index: got shape {tuple(indices.shape)}.")
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= M:
+        raise ValueError(f"points must lie in 0..{M - 1} (the training points): got {low}..{high}.")
+    if len(indices.unique()) < len(indices):
+        repeated = len(indices) - len(indices.unique())
+        raise ValueError(f"points must not repeat: got {repeated} repeated indices. Use points.unique().")
+    return indices.long()

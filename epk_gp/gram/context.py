@@ -1,0 +1,86 @@
+"""A path kernel while it is being evaluated: what all tiles of a Gram block share."""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.head import Head
+from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.gram.prefetch import WeightPrefetcher
+from epk_gp.quadrature.rules import AdaptiveRule, Rule
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutionContext:
+    """A path kernel while it is being evaluated.
+
+    Attributes:
+        trajectory: The run.
+        net: Its network in the computation's dtype and on its device, with its plan.
+        head: Whether f is the logits or their log-softmax.
+        rule: Quadrature rule.
+        step_weights: eta_s of each of the S steps.
+        is_per_class: Only pairs of equal classes are wanted.
+        options: How to compute.
+        prefetcher: Reads weight states ahead of their use.
+    """
+
+    trajectory: Trajectory
+    net: PlannedModel
+    head: Head
+    rule: Rule
+    step_weights: tuple[float, ...]
+    is_per_class: bool
+    options: ComputeOptions
+    prefetcher: WeightPrefetcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start to read the weight states."""
+        object.__setattr__(self, "prefetcher", WeightPrefetcher(self.trajectory, self.reference))
+
+    @property
+    def reference(self) -> Float[Tensor, " 0"]:
+        """An empty tensor of the computation's dtype and device."""
+        return torch.empty(0, dtype=self.net.model.spec.dtype, device=self.net.model.spec.device)
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.trajectory.num_outputs
+
+    @property
+    def num_output_pairs(self) -> int:
+        """Pairs of outputs in the block."""
+        return self.num_outputs if self.is_per_class else self.num_outputs**2
+
+    @property
+    def steps(self) -> list[tuple[int, float]]:
+        """The steps that count, (s, eta_s)."""
+        return [(s, eta) for s, eta in enumerate(self.step_weights) if eta > 0]
+
+    @property
+    def cost(self) -> ContractionCost:
+        """What the choice of representations depends on."""
+        is_adaptive = isinstance(self.rule, AdaptiveRule)
+        return ContractionCost(
+            num_output_pairs=self.num_output_pairs,
+            num_contractions=self.rule.num_contractions,
+            cotangents_are_constant=self.head == "logits",
+            all_dense=is_adaptive and not self.net.plan.supports_interpolation,
+        )
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Turns the budget into block sizes."""
+        return memory_plan(self.net, self.options.memory_budget)
+
+
+def memory_plan(net: PlannedModel, budget: int) -> MemoryPlan:
+    """Return the memory plan of a network."""
+    return MemoryPlan(budget, net.itemsize, net.plan, net.model.num_weights)

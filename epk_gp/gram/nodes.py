@@ -1,0 +1,83 @@
+"""Nodes of the steps, and the layer Jacobians there."""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
+from epk_gp.autodiff.layer_jacobian import LayerJacobian, NodeWeights
+from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.step_average import NodeBatch
+from epk_gp.quadrature.adaptive import integrate, union_mesh
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
+
+
+def jacobians_at_nodes(
+    context: ExecutionContext, nodes: list[tuple[int, float]], X: Shaped[Tensor, "n ..."]
+) -> Iterator[list[LayerJacobian]]:
+    """Compute layer Jacobians at nodes (s, t), t of the way from w_s to w_{s+1}; small ones together.
+
+    Args:
+        context: The kernel.
+        nodes: Steps s and positions t, in the order of the steps.
+        X: n inputs.
+    """
+    steps = [s for s, _ in nodes]
+    keep = 1 + max(steps, default=0) - min(steps, default=0)
+    weights = (_weights_at(context, s, t, keep) for s, t in nodes)
+    return layer_jacobians_at_weights(context.net, weights, X, context.head, context.cost, context.memory)
+
+
+def feature_bytes(context: ExecutionContext) -> int:
+    """Measure the bytes that the layer Jacobians of one point take; once for each way of computing them."""
+    net, cost = context.net, context.cost
+    key = (context.head, cost, tuple(net.plan.bias_of), net.model.spec)
+    measured = net.model.cache.feature_bytes
+    if key not in measured:
+        X = context.trajectory.inputs[:1].to(net.model.spec.device)
+        X = X.to(net.model.spec.dtype) if X.is_floating_point() else X
+        measured[key] = sum(jacobian.nbytes for jacobian in next(jacobians_at_nodes(context, [(0, 0.0)], X)))
+    return measured[key]
+
+
+def shared_nodes(context: ExecutionContext, s: int, X: Shaped[Tensor, "n ..."]) -> list[tuple[float, float]]:
+    """List nodes and weights that all points share in a step."""
+    if isinstance(context.rule, QuadratureRule):
+        return list(context.rule)
+    return union_mesh(_segment(context, s), X, context.rule, context.trajectory.num_steps)
+
+
+def nodes_of_points(
+    context: ExecutionContext, steps: list[int], X: Shaped[Tensor, "n ..."]
+) -> Iterator[Iterator[NodeBatch]]:
+    """Evaluate test copies at the nodes of each step: all at the same ones, or each at its own."""
+    if isinstance(context.rule, AdaptiveRule):
+        yield from (_adaptive_nodes(context, s, context.rule, X) for s in steps)
+        return
+    rule = list(context.rule)
+    jacobians = jacobians_at_nodes(context, [(s, t) for s in steps for t, _ in rule], X)
+    for _ in steps:
+        yield (NodeBatch(next(jacobians), NodeWeights(weight, None, len(X))) for _, weight in rule)
+
+
+def _adaptive_nodes(context: ExecutionContext, s: int, rule: AdaptiveRule, X: Tensor) -> Iterator[NodeBatch]:
+    segment = _segment(context, s)
+    integral = integrate(segment, X, rule, context.trajectory.num_steps)
+    for part in torch.arange(len(integral.point), device=X.device).split(len(X)):
+        points = integral.point[part]
+        at = WeightLocation(segment.w, segment.d, integral.t[part])
+        jacobians = layer_jacobians_blocked(context.net, at, X[points], context.head, context.cost)
+        yield NodeBatch(jacobians, NodeWeights(integral.weight[part], points, len(X)))
+
+
+def _weights_at(context: ExecutionContext, s: int, t: float, keep: int) -> Float[Tensor, " P"]:
+    start = context.prefetcher.get(s, keep)
+    return start if t == 0 else torch.lerp(start, context.prefetcher.get(s + 1, keep + 1), t)
+
+
+def _segment(context: ExecutionContext, s: int) -> WeightSegment:
+    start, end = context.prefetcher.get(s, 1), context.prefetcher.get(s + 1, 2)
+    return WeightSegment(context.net, start, end - start, context.head, context.options.memory_budget)

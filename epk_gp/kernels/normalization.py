@@ -1,0 +1,59 @@
+"""What a kernel's values are divided by, so that kernels of different runs have one scale."""
+
+from math import isfinite
+from typing import Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from epk_gp.kernels.blocks import diagonal_blocks
+from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.tagging import train_copy
+
+Normalization = Literal["mean_diagonal"] | float | int | None
+
+# Training copies whose diagonal is averaged, at most. The relative standard error of the mean of 1000 is 1/32 of the
+# diagonal's relative spread: enough for a scale that is arbitrary, at a cost that does not grow with the training set.
+NORMALIZATION_POINTS = 1000
+
+
+def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], normalize: Normalization) -> float:
+    """Return what a kernel's values are divided by.
+
+    Args:
+        config: The kernel, not normalized.
+        matrices: Indices of its matrices that count.
+        normalize: None for 1; a positive number for itself; "mean_diagonal" for the mean diagonal of these matrices
+            over at most `NORMALIZATION_POINTS` evenly spaced training copies.
+
+    Raises:
+        TypeError: `normalize` is not None, a string or a number.
+        ValueError: `normalize` is another string or not positive and finite, or the mean diagonal is not positive.
+    """
+    if normalize is None:
+        return 1.0
+    if isinstance(normalize, str):
+        if normalize != "mean_diagonal":
+            raise ValueError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
+        scale = float(_training_diagonal(config)[matrices.cpu()].mean())
+        if not scale > 0:
+            raise ValueError(
+                f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
+                "Use normalize=None, or a run whose steps have positive size."
+            )
+        return scale
+    if isinstance(normalize, bool) or not isinstance(normalize, int | float):
+        raise TypeError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
+    if not (normalize > 0 and isfinite(normalize)):
+        raise ValueError(f"normalize must be a positive, finite number: got {normalize}.")
+    return float(normalize)
+
+
+def _training_diagonal(config: KernelConfig) -> Tensor:
+    """Evaluate the diagonals on evenly spaced training copies, in float64: (K, rows)."""
+    inputs = config.trajectory.inputs
+    count = min(len(inputs), NORMALIZATION_POINTS)
+    indices = (torch.arange(count) * len(inputs) // count).to(inputs.device)
+    x = train_copy(inputs[indices].to(torch.float64))
+    return config.structure.diagonal(diagonal_blocks(config, x)).cpu()

@@ -1,0 +1,244 @@
+"""What a kernel makes of the C x C block K(x, x') of two points: all of it, its diagonal, its trace or its sum."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.memory_plan import summed_block_points
+from epk_gp.core.points import Points
+from epk_gp.gram.path_kernel import PathKernel
+
+Outputs = Literal["full", "independent", "trace", "sum"] | int
+
+
+@dataclass(frozen=True)
+class OutputStructure(ABC):
+    """What a kernel makes of the C x C block K(x, x') of two points.
+
+    Between N and M points a kernel is K matrices of (N * R) x (M * R) numbers. Rows are point-major: row i * R + k is
+    output k of point i. A structure is a value: two of them are equal if they make the same of every block.
+
+    Attributes:
+        num_outputs: C, the network's outputs.
+    """
+
+    num_outputs: int
+
+    @property
+    @abstractmethod
+    def rows_per_point(self) -> int:
+        """R, the rows of a matrix that belong to one point."""
+
+    @property
+    @abstractmethod
+    def num_matrices(self) -> int:
+        """K, the matrices between two sets of points."""
+
+    @abstractmethod
+    def evaluate(
+        self, kernel: PathKernel, a: Points, b: Points, options: ComputeOptions
+    ) -> Float[Tensor, "K rows cols"]:
+        """Compute the matrices between N and M points, (K, N * R, M * R)."""
+
+    @abstractmethod
+    def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
+        """Return what the structure makes of each of n blocks K(x_i, x_i)."""
+
+    @abstractmethod
+    def input_gradient(
+        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
+    ) -> Shaped[Tensor, "N ..."]:
+        """Differentiate sum(weights * evaluate(a, b)) with respect to the inputs of `a`; `b` is held fixed."""
+
+    @final
+    def diagonal(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "K rows"]:
+        """Return the diagonals, (K, n * R), of the matrices between n points and themselves."""
+        return diagonals(self.reduce_blocks(blocks))
+
+
+@final
+@dataclass(frozen=True)
+class FullOutputs(OutputStructure):
+    """All of the block: one matrix with C rows per point."""
+
+    @property
+    def rows_per_point(self) -> int:
+        """R = C."""
+        return self.num_outputs
+
+    @property
+    def num_matrices(self) -> int:
+        """K = 1."""
+        return 1
+
+    def evaluate(
+        self, kernel: PathKernel, a: Points, b: Points, options: ComputeOptions
+    ) -> Float[Tensor, "K rows cols"]:
+        """Compute the blocks and flatten them point-major."""
+        K = kernel.block(a, b, options)
+        return K.reshape(1, K.shape[0] * K.shape[1], K.shape[2] * K.shape[3])
+
+    def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
+        """Return the blocks."""
+        return blocks[:, None]
+
+    def input_gradient(
+        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
+    ) -> Shaped[Tensor, "N ..."]:
+        """Weigh every pair of outputs."""
+        C = self.num_outputs
+        class_major = weights.reshape(len(a), C, len(b), C).permute(1, 0, 3, 2)
+        return kernel.block_input_gradient(a, b, class_major, options)
+
+
+@final
+@dataclass(frozen=True)
+class PerClassOutputs(OutputStructure):
+    """The block's diagonal: one matrix per output, K(x, x')[c, c]."""
+
+    @property
+    def rows_per_point(self) -> int:
+        """R = 1."""
+        return 1
+
+    @property
+    def num_matrices(self) -> int:
+        """K = C."""
+        return self.num_outputs
+
+    def evaluate(
+        self, kernel: PathKernel, a: Points, b: Points, options: ComputeOptions
+    ) -> Float[Tensor, "K rows cols"]:
+        """Compute each output's kernel with itself."""
+        return kernel.block_per_class(a, b, options)
+
+    def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
+        """Return the blocks' diagonals."""
+        return blocks.diagonal(dim1=-2, dim2=-1)[..., None, None]
+
+    def input_gradient(
+        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
+    ) -> Shaped[Tensor, "N ..."]:
+        """Weigh pairs of equal outputs, each by its own matrix."""
+        return kernel.block_input_gradient(a, b, weights, options)
+
+
+@final
+@dataclass(frozen=True)
+class TraceOutputs(OutputStructure):
+    """The block's trace: one scalar kernel, sum_c K(x, x')[c, c]."""
+
+    @property
+    def rows_per_point(self) -> int:
+        """R = 1."""
+        return 1
+
+    @property
+    def num_matrices(self) -> int:
+        """K = 1."""
+        return 1
+
+    def evaluate(
+        self, kernel: PathKernel, a: Points, b: Points, options: ComputeOptions
+    ) -> Float[Tensor, "K rows cols"]:
+        """Add up each output's kernel with itself."""
+        return kernel.block_per_class(a, b, options).sum(0, keepdim=True)
+
+    def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
+        """Return the blocks' traces."""
+        return blocks.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None, None]
+
+    def input_gradient(
+        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
+    ) -> Shaped[Tensor, "N ..."]:
+        """Weigh all pairs of equal outputs alike."""
+        return kernel.block_input_gradient(a, b, weights.expand(self.num_outputs, len(a), len(b)), options)
+
+
+@final
+@dataclass(frozen=True)
+class SumOutputs(OutputStructure):
+    """The block's sum, sum_{c, d} K(x, x')[c, d]: the scalar kernel of the sum of the outputs."""
+
+    @property
+    def rows_per_point(self) -> int:
+        """R = 1."""
+        return 1
+
+    @property
+    def num_matrices(self) -> int:
+        """K = 1."""
+        return 1
+
+    def evaluate(
+        self, kernel: PathKernel, a: Points, b: Points, options: ComputeOptions
+    ) -> Float[Tensor, "K rows cols"]:
+        """Compute the blocks of some rows at a time, and keep only their sums over outputs."""
+        size = summed_block_points(options.memory_budget, self.num_outputs, len(b))
+        sums = [kernel.block(rows, b, options).sum((1, 3)) for rows in _split_rows(a, size)]
+        return torch.cat(sums)[None]
+
+    def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
+        """Return the blocks' sums."""
+        return blocks.sum((-2, -1))[:, None, None, None]
+
+    def input_gradient(
+        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
+    ) -> Shaped[Tensor, "N ..."]:
+        """Weigh the sum of the outputs, which is differentiated as one output."""
+        return kernel.block_input_gradient(a, b, weights.reshape(1, len(a), 1, len(b)), options, summed=True)
+
+
+_STRUCTURES: dict[str, type[OutputStructure]] = {
+    "full": FullOutputs,
+    "independent": PerClassOutputs,
+    "trace": TraceOutputs,
+    "sum": SumOutputs,
+}
+
+
+def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, Int[Tensor, "*batch"]]:
+    """Return the structure that a kernel's argument `outputs` asks for, and the matrices that the kernel takes of it.
+
+    Args:
+        outputs: "full", "independent", "trace", "sum" or a class index; see `EPKKernel`.
+        num_outputs: C.
+
+    Returns:
+        The structure, and the index of a matrix for every element of the kernel's batch: 0 .. C - 1 for "independent"
+        (batch shape [C]), the class index or 0 else (batch shape []).
+
+    Raises:
+        TypeError: `outputs` is neither a string nor an integer.
+        ValueError: `outputs` is an unknown string, or no class of the network has that index.
+    """
+    if isinstance(outputs, bool) or not isinstance(outputs, int | str):
+        raise TypeError(f"outputs must be one of {list(_STRUCTURES)} or a class index: got {outputs!r}.")
+    if isinstance(outputs, int):
+        if not 0 <= outputs < num_outputs:
+            raise ValueError(f"a class index must lie in 0..{num_outputs - 1} (the network's outputs): got {outputs}.")
+        return PerClassOutputs(num_outputs), torch.tensor(outputs)
+    if outputs not in _STRUCTURES:
+        raise ValueError(f"outputs must be one of {list(_STRUCTURES)} or a class index: got {outputs!r}.")
+    structure = _STRUCTURES[outputs](num_outputs)
+    return structure, torch.arange(num_outputs) if outputs == "independent" else torch.tensor(0)
+
+
+def diagonals(blocks: Float[Tensor, "n K R R"]) -> Float[Tensor, "K rows"]:
+    """Join the diagonals of R x R blocks, one per point and matrix, to the diagonals of the K matrices, (K, n * R)."""
+    return blocks.diagonal(dim1=-2, dim2=-1).movedim(1, 0).flatten(1)
+
+
+def _split_rows(a: Points, size: int) -> Iterator[Points]:
+    if size >= len(a):
+        yield a  # the same object: a block of points with themselves is computed at half the cost
+        return
+    for start in range(0, len(a), size):
+        rows = slice(start, start + size)
+        yield Points(a.X[rows], a.is_train if isinstance(a.is_train, bool) else a.is_train[rows])

@@ -1,0 +1,75 @@
+"""Rows of tagged points, as GPyTorch hands them over, checked against a run and translated to `Points`."""
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from epk_gp.core.points import Points
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.kernels.tagging import split_copy
+
+
+def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> None:
+    """Raise if the network of a run cannot take these points.
+
+    Args:
+        trajectory: The run.
+        x: (..., n, D + 1), rows made with `train_copy` or `test_copy`.
+
+    Raises:
+        TypeError: `x` is not a tensor, or its entries are complex or Boolean.
+        ValueError: The rows have another width than the run's inputs and the copy column, there are none, the copy
+            column is not 0 or 1, a value is not finite, or a gradient with respect to integers is asked for.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"points must be a torch.Tensor: got {type(x).__name__}. Make them with train_copy or test_copy."
+        )
+    width = torch.Size(trajectory.input_shape).numel() + 1
+    if x.ndim < 2 or x.shape[-1] != width:
+        raise ValueError(
+            f"points must have shape (..., n, {width}), flattened inputs {trajectory.input_shape} and the copy column: "
+            f"got {tuple(x.shape)}. Make them with train_copy or test_copy."
+        )
+    if not x.shape[-2]:
+        raise ValueError(f"there must be at least one point: got shape {tuple(x.shape)}.")
+    if not trajectory.inputs.is_floating_point() and requires_graph(x):
+        raise ValueError(
+            f"points must not require gradients where the network takes integers ({trajectory.inputs.dtype}): got "
+            "requires_grad=True. Pass x.detach(), or work under torch.no_grad()."
+        )
+    split_copy(x)
+
+
+def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
+    """Translate rows of tagged points to `Points`.
+
+    Args:
+        trajectory: The run, which knows the shape and the kind of its inputs.
+        x: (n, D + 1).
+
+    Raises:
+        ValueError: An entry has a fractional part where the network takes integers.
+    """
+    X, is_train = split_copy(x)
+    X = X.reshape(-1, *trajectory.input_shape)
+    if not trajectory.inputs.is_floating_point() and X.is_floating_point():
+        integers = X.to(trajectory.inputs.dtype)
+        if not torch.equal(integers.to(X.dtype), X):
+            raise ValueError(
+                f"inputs must be whole numbers, as the run was trained on {trajectory.inputs.dtype}: got a fraction. "
+                "Round them."
+            )
+        X = integers
+    one_kind = bool((is_train == is_train[:1]).all())
+    return Points(X, bool(is_train[0]) if one_kind and len(is_train) else is_train)
+
+
+def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:
+    """Return whether autograd will ask for derivatives with respect to x."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def same_points(x: Shaped[Tensor, "*n"], y: Shaped[Tensor, "*m"]) -> bool:
+    """Return whether two sets of points have the same dtype, shape and values."""
+    return x is y or (x.dtype == y.dtype and torch.equal(x, y))

@@ -1,0 +1,135 @@
+"""Verification of a chunk before anything in it is used: checksum, names, shapes, dtypes, and finite numbers."""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epk_gp.core.step import Step
+from epk_gp.core.update_rules import FIELDS
+from epk_gp.storage.atomic_files import checksum_file, open_tensors
+from epk_gp.storage.chunks import STORED_FIELDS, RowReader, chunk_file
+from epk_gp.storage.index import Chunk
+from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema
+
+_STEP_TENSORS = {"sizes", "lengths", "weighted", "batches", "sample_weights"}
+_BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk is not read as a whole
+
+
+def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) -> list[Step]:
+    """Verify a chunk as a whole, and return its steps.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is damaged, or it does not hold the states and steps that the schema describes.
+    """
+    file, where = chunk_file(path, chunk)
+    if checksum_file(file, chunk.bytes, where, chunk.digest) != chunk.blake2b:
+        raise ValueError(
+            f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy."
+        )
+    with open_tensors(file, where) as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
+        actual = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        _validate_layout(actual, schema, chunk, where)
+        of_steps = {name: tensors.get_tensor(name) for name in _STEP_TENSORS}
+        for name in actual.keys() - _STEP_TENSORS:
+            if actual[name][1] in ("F32", "F64"):
+                _validate_finite_rows(tensors, name, actual[name][0][0], where)
+        if schema.compression == "deltas":
+            _validate_packed_rows(tensors, schema, chunk, where)
+    return _parse_steps(of_steps, schema, chunk, where)
+
+
+def _validate_layout(
+    actual: Mapping[str, tuple[tuple[int, ...], str]], schema: ChunkSchema, chunk: Chunk, where: str
+) -> None:
+    """Raise if names, shapes and dtypes are not those of a chunk of this run."""
+    k, j, P, L = chunk.states, chunk.states - (chunk.first == 0), schema.num_weights, len(schema.sizes)
+    weight_dtype = SAFETENSORS_DTYPES[schema.dtype]
+    expected: dict[str, tuple[tuple[int, ...] | None, str]] = {  # None: one dimension of any length
+        "sizes": ((j,), "F64"),
+        "lengths": ((j,), "I64"),
+        "weighted": ((j,), "BOOL"),
+        "batches": (None, "I64"),
+        "sample_weights": (None, "F64"),
+    }
+    if j:
+        expected["update"] = ((j, len(FIELDS), L), "F64")
+    for name, rows in (("states", k), *((f"update.{field}", j) for field in STORED_FIELDS)):
+        if name != "states" and not actual.keys() & {name, f"{name}.packed"}:
+            continue
+        if schema.compression == "none":
+            expected[name] = ((rows, P), "F64" if name != "states" and actual[name][1] == "F64" else weight_dtype)
+        else:
+            expected |= {f"{name}.packed": (None, "U8"), f"{name}.lengths": ((rows,), "I64")}
+    if different := sorted(actual.keys() ^ expected.keys()):
+        raise ValueError(f"{where} must hold {sorted(expected)}: {different[0]!r} is not in both.")
+    for name, (shape, dtype) in expected.items():
+        if actual[name][1] != dtype or len(actual[name][0]) != (1 if shape is None else len(shape)):
+            raise ValueError(f"{where} must hold {name!r} of type {dtype}: got {actual[name]}.")
+        if shape is not None and actual[name][0] != shape:
+            raise ValueError(f"{where} must hold {name!r} of shape {shape}: got {actual[name][0]}.")
+
+
+def _validate_finite_rows(tensors: Any, name: str, rows: int, where: str) -> None:
+    part = tensors.get_slice(name)
+    block = max(1, _BLOCK_ELEMENTS * rows // max(1, math.prod(part.get_shape())))
+    for start in range(0, rows, block):
+        if not torch.isfinite(part[start : start + block]).all():
+            raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
+
+
+def _validate_packed_rows(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) -> None:
+    """Unpack every row once, and raise if it is not a row of finite numbers."""
+    for name in [key.removesuffix(".packed") for key in tensors.keys() if key.endswith(".packed")]:  # noqa: SIM118
+        lengths = tensors.get_tensor(f"{name}.lengths")
+        size = tensors.get_slice(f"{name}.packed").get_shape()[0]
+        if (lengths < 1).any() or int(lengths.sum()) != size or int(lengths.max()) > size:
+            raise ValueError(f"{where} must hold {name!r} in parts that fill it: they do not.")
+        reader = RowReader()
+        for row in range(len(lengths)):
+            try:
+                value = reader.read(tensors, name, row, file=chunk.file, num_weights=schema.num_weights)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            if name == "states" and value.dtype != schema.dtype:
+                raise ValueError(f"{where} must hold states of {schema.dtype}: got {value.dtype}.")
+            if not torch.isfinite(value).all():
+                raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
+
+
+def _parse_steps(tensors: Mapping[str, Tensor], schema: ChunkSchema, chunk: Chunk, where: str) -> list[Step]:
+    rates, lengths, batches = tensors["sizes"], tensors["lengths"], tensors["batches"]
+    is_weighted, weights = tensors["weighted"], tensors["sample_weights"]
+    counts = lengths.clamp(min=0)
+    if (
+        not torch.isfinite(rates).all()
+        or (rates < 0).any()
+        or ((lengths < 1) & (lengths != -1)).any()
+        or (counts > len(batches)).any()
+        or int(counts.sum()) != len(batches)
+        or int(counts[is_weighted].sum()) != len(weights)
+        or (is_weighted & (lengths < 0)).any()
+        or not torch.isfinite(weights).all()
+        or (len(batches) and not 0 <= int(batches.min()) <= int(batches.max()) < schema.num_points)
+    ):
+        raise ValueError(
+            f"{where} must hold steps of finite sizes on batches of the {schema.num_points} training points: "
+            "it does not."
+        )
+    rows = batches.split(counts.tolist()) if len(counts) else ()
+    parts = iter(weights.split(counts[is_weighted].tolist()) if is_weighted.any() else ())
+    first = max(chunk.first - 1, 0)
+    return [
+        Step(
+            first + k,
+            float(rates[k]),
+            rows[k].clone() if lengths[k] >= 0 else None,
+            next(parts).clone() if is_weighted[k] else None,
+        )
+        for k in range(len(lengths))
+    ]

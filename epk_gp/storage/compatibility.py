@@ -1,0 +1,146 @@
+"""Whether a given network, loss, data set and optimizer are those of a recorded run."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epk_gp.core import losses
+from epk_gp.core.gradients import batch_gradient, step_tolerance
+from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
+from epk_gp.core.model import FunctionalModel, functionalize
+from epk_gp.core.probe import fingerprint_outputs
+from epk_gp.core.trajectory import Trajectory, batch_of
+from epk_gp.core.update_rules import predict_step
+from epk_gp.storage.schema import WEIGHT_DTYPES, describe_loss
+
+_KNOWN_LOSSES: dict[str, Any] = {
+    kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
+}
+# What must agree when a run is resumed, by its key in the header.
+_REQUIREMENTS = {
+    "names": "the network must train the recorded weights",
+    "shapes": "the network must have weights of the recorded shapes",
+    "dtype": "the network must have the recorded dtype",
+    "num_outputs": "the network must have the recorded number of outputs",
+    "num_points": "the data must be the recorded ones, with as many points",
+    "data_digest": "the data must be the recorded ones, bit for bit",
+    "loss": "the loss must be the recorded one",
+    "law": "the optimizer must be the recorded one",
+    "optimizer": "the optimizer must have the recorded options",
+    "compression": "the storage's compression must be the recorded one",
+    "check_every": "check_every must be the recorded one",
+}
+
+
+def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Raise if the header that a run would get now is not the one it was recorded with.
+
+    Raises:
+        ValueError: An entry differs; the message says what must be as recorded.
+    """
+    for key, requirement in _REQUIREMENTS.items():
+        if recorded.get(key) != header[key]:
+            raise ValueError(
+                f"{requirement} to resume the run at {path}: it has {recorded.get(key)!r}, got {header[key]!r}."
+            )
+
+
+def recorded_model(header: Mapping[str, Any], data: Mapping[str, Tensor], net: nn.Module) -> FunctionalModel:
+    """Copy a network of the recorded architecture, with the recorded frozen state and dtype, to the CPU.
+
+    Args:
+        header: The run's header.
+        data: Its tensors, which hold the frozen state.
+        net: The network; its weights do not matter and are not changed.
+
+    Raises:
+        ValueError: The network has other parameters or buffers, by name or by shape.
+    """
+    model = functionalize(net, tuple(header["names"]))
+    for name, recorded, shape in zip(header["names"], header["shapes"], model.shapes, strict=True):
+        if list(shape) != recorded:
+            raise ValueError(
+                f"the network must be the recorded one: {name} has shape {tuple(shape)}, the run has {tuple(recorded)}."
+            )
+    model.module.to(WEIGHT_DTYPES[header["dtype"]])
+    model.module.to("cpu")
+    frozen_state = model.frozen_state()
+    recorded_state = {
+        key.removeprefix("constant."): value for key, value in data.items() if key.startswith("constant.")
+    }
+    if frozen_state.keys() != recorded_state.keys():
+        different = sorted(frozen_state.keys() ^ recorded_state.keys())
+        raise ValueError(
+            f"the network must be the recorded one: {different[0]!r} is a parameter or buffer in only one of the two."
+        )
+    for name, value in recorded_state.items():
+        if value.shape != frozen_state[name].shape:
+            raise ValueError(
+                f"the network must be the recorded one: {name} has shape {tuple(frozen_state[name].shape)}, "
+                f"the run has {tuple(value.shape)}."
+            )
+        frozen_state[name].copy_(value)
+    return model
+
+
+def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> Loss:
+    """Return the loss that a header describes; a `PerSampleLoss` must be given, for a function is not stored.
+
+    Raises:
+        ValueError: The loss must be given and is not, or the given loss is another one, or the header describes none.
+    """
+    recorded = header["loss"]
+    if given is None and recorded["kind"] not in _KNOWN_LOSSES:
+        raise ValueError(f"the run was recorded with the user's own loss {recorded['name']!r}: pass it as loss=.")
+    options = {key: value for key, value in recorded.items() if key != "kind"}
+    try:
+        loss = losses.as_loss(_KNOWN_LOSSES[recorded["kind"]](**options) if given is None else given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the run's loss must be one that is known: {error}") from error
+    if describe_loss(loss) != recorded:
+        raise ValueError(f"loss must be the one the run was recorded with, {recorded}: got {describe_loss(loss)}.")
+    return loss
+
+
+def validate_loss_function(trajectory: Trajectory) -> None:
+    """Replay the first step of a run with a `PerSampleLoss`, because its name does not determine its function.
+
+    Raises:
+        ValueError: The first step is not a step on the given loss.
+    """
+    if not isinstance(trajectory.loss, losses.PerSampleLoss) or not trajectory.steps:
+        return
+    step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
+    X, y, c = batch_of(trajectory, step, start)
+    gradient = batch_gradient(trajectory.model, start, X, y, trajectory.loss, c)
+    predicted, _ = predict_step(trajectory.updates[0], trajectory.model.sizes, start, gradient, torch.zeros_like(start))
+    if not (end - start - predicted).abs().max() <= step_tolerance(start, predicted):
+        raise ValueError(
+            f"loss must be the one the run was recorded with: step 0 is not a step on the given "
+            f"{trajectory.loss.name!r}."
+        )
+
+
+def validate_forward_function(trajectory: Trajectory, recorded: Tensor) -> None:
+    """Raise if the network's outputs near the initial weights are not the recorded ones.
+
+    Outputs of another machine differ by rounding: up to eps^(3/4), relative to the largest, is accepted.
+
+    Raises:
+        ValueError: The outputs differ, or the network fails on the recorded inputs.
+    """
+    try:
+        outputs = fingerprint_outputs(trajectory.model, trajectory.states[0], trajectory.inputs)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"the network must be the recorded one: it has the same weights, but fails on the recorded inputs: {error}"
+        ) from error
+    eps = torch.finfo(outputs.dtype).eps
+    if outputs.shape != recorded.shape or (outputs - recorded).abs().max() > eps**0.75 * (1 + recorded.abs().max()):
+        raise ValueError(
+            "the network must be the recorded one: it has the same weights, but its outputs at the initial state "
+            "differ from those recorded. Build it with the same layers and activation functions."
+        )

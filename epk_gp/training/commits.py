@@ -1,0 +1,85 @@
+"""When recorded steps are written to disk, and with which training state."""
+
+import time
+
+from torch import Tensor
+
+from epk_gp.storage.stored import StoredStates, StoredUpdates
+from epk_gp.storage.training_state import TrainingState
+from epk_gp.storage.writer import RunWriter, Storage
+from epk_gp.training.history import RunHistory
+
+
+class CommitSchedule:
+    """The commits of one run.
+
+    A step belongs to an iteration of the user's loop, and schedulers or samplers may move on after the step. Only steps
+    of completed iterations are committed, together with the training state at the end of the last of them: from there a
+    resumed run continues.
+    """
+
+    def __init__(self, writer: RunWriter, storage: Storage, history: RunHistory, training: TrainingState) -> None:
+        self._writer, self._limits, self._history, self._training = writer, storage, history, training
+        self._num_completed = len(history.steps)
+        self._training_state: dict[str, Tensor] = {}  # after the last completed step
+        self._last_commit = time.monotonic()
+
+    @property
+    def num_committed(self) -> int:
+        """Number of steps on disk."""
+        return self._writer.chunks[-1].last
+
+    @property
+    def digest(self) -> str:
+        """Digest of the run up to the last step on disk."""
+        return self._writer.chunks[-1].digest
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last commit failed."""
+        return self._writer.failed
+
+    def stored(self) -> tuple[StoredStates, StoredUpdates]:
+        """Return the states and coefficients on disk."""
+        path, schema, chunks = self._writer.path, self._writer.schema, tuple(self._writer.chunks)
+        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks)
+
+    def complete_iteration(self) -> None:
+        """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
+        self._num_completed, self._training_state = len(self._history.steps), self._training.state_dict()
+        waiting = self._num_completed - self.num_committed
+        if not waiting:
+            return
+        result, limits = self._history.last, self._limits
+        diagonals = sum(v.nbytes for v in result.update or () if len(v) != len(self._writer.schema.sizes))
+        if (
+            waiting * (result.end.nbytes + diagonals) >= limits.chunk_bytes
+            or time.monotonic() - self._last_commit >= limits.seconds
+            or (limits.steps is not None and waiting >= limits.steps)
+        ):
+            self.commit()
+
+    def commit(self) -> None:
+        """Write the steps of completed iterations that are not on disk, and free their results."""
+        first, count = self.num_committed, self._num_completed
+        results = self._history.results(first, count)
+        if results:
+            states, updates = [r.end for r in results], [r.update for r in results if r.update is not None]
+            steps = self._history.steps[first:count]
+            self._writer.append(states, steps, updates, results[-1].digest, self._training_state)
+        self._last_commit = time.monotonic()
+        # The result of the last completed step stays: it becomes the last one if the step after it is dropped.
+        self._history.forget_results_before(min(len(self._history.steps), count, self.num_committed) - 1)
+
+    def commit_completed_only(self) -> None:
+        """Drop the step of an iteration that was not completed, and commit the others."""
+        self._history.drop_steps_from(self._num_completed)
+        self.commit()
+
+    def mark_complete(self) -> None:
+        """Write the closing record of the run."""
+        self._writer.mark_complete()
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._writer.close()

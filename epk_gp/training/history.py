@@ -1,0 +1,65 @@
+"""The recorded steps of a run: all learning rates and batches, and the results that must stay in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.core.step import Step
+from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.training.tensor_arena import TensorArena
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The result of a step; that of step -1 stands for the initial weights.
+
+    Attributes:
+        end: The weights after the step.
+        update: Its coefficients; None where no step led to the weights.
+        digest: Digest of the run up to the step.
+    """
+
+    end: Float[Tensor, " P"]
+    update: UpdateCoefficients | None
+    digest: str
+
+
+class RunHistory:
+    """The steps recorded so far, and the results of those that are in memory.
+
+    Attributes:
+        steps: Learning rate and batch of each step.
+    """
+
+    def __init__(self, weights: Float[Tensor, " P"], digest: str, steps: Sequence[Step] = ()) -> None:
+        """Begin with the weights after `steps`, the initial weights if there are none."""
+        self.steps = list(steps)
+        self._results = {len(self.steps) - 1: StepResult(weights, None, digest)}
+        self._arena = TensorArena()
+
+    @property
+    def last(self) -> StepResult:
+        """The result of the last step."""
+        return self._results[len(self.steps) - 1]
+
+    def append(self, step: Step, end: Float[Tensor, " P"], update: UpdateCoefficients, digest: str) -> None:
+        """Add a step and copies of its results."""
+        copy_in = self._arena.copy_in
+        self._results[step.index] = StepResult(copy_in(end), UpdateCoefficients(*map(copy_in, update)), digest)
+        # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
+        self.steps.append(step if step.batch is None else replace(step, batch=copy_in(step.batch)))
+
+    def results(self, first: int, end: int) -> list[StepResult]:
+        """Return the results of the steps `first` to `end - 1`."""
+        return [self._results[index] for index in range(first, end)]
+
+    def drop_steps_from(self, count: int) -> None:
+        """Drop all steps but the first `count`."""
+        del self.steps[count:]
+
+    def forget_results_before(self, index: int) -> None:
+        """Free the results of the steps before `index`, which are on disk."""
+        for earlier in [i for i in self._results if i < index]:
+            del self._results[earlier]

@@ -1,0 +1,165 @@
+"""The setup of a recorded training: everything that is stated of it before its first step, checked once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
+from epk_gp.core.losses import Loss, validate_loss_row_independence, validate_output_scale, validate_targets
+from epk_gp.core.model import FunctionalModel, functionalize
+from epk_gp.core.probe import NUM_FINGERPRINT_POINTS, perturbed_initial
+from epk_gp.core.update_rules import UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
+from epk_gp.core.validation import validate_count, validate_finite
+from epk_gp.storage.schema import run_header
+from epk_gp.training.clipping import Clip, validate_clip
+from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.training.validation import parse_data, trained_names, validate_layer_modes, validated_fingerprint
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How the steps are made from gradients, and how they are checked.
+
+    Attributes:
+        update_rule: How the optimizer's step follows from the gradient.
+        clip: The gradient clipping before each step, if any.
+        check_every: The gradient of one step out of this many is recomputed.
+    """
+
+    update_rule: UpdateRule
+    clip: Clip | None
+    check_every: int
+
+
+def parse_step_rules(
+    optimizer: Optimizer, update_rule: UpdateRule | None, clip: Clip | None, check_every: int
+) -> StepRules:
+    """Return the rules of the steps; the update rule is that of the optimizer if none is given.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: The update rule is not known, the optimizer holds momentum, its learning rate is not finite, the
+            bound of clipping is not positive, or clipping is combined with `check_every`.
+    """
+    rule = rule_for(optimizer) if update_rule is None else update_rule
+    validate_fresh_optimizer(optimizer)
+    learning_rate(optimizer)
+    validate_clip(clip)
+    validate_count(check_every, "check_every")
+    if check_every > 1 and clip is not None:
+        raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
+    return StepRules(rule, clip, check_every)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSetup:
+    """A training before its first step.
+
+    Attributes:
+        net: The user's network, which is trained.
+        model: The same network as a function of its weights, in evaluation mode.
+        X: All M training inputs, copied.
+        y: Their targets, copied.
+        loss: The stated loss.
+        rules: How the steps are made and checked.
+        fingerprint: Outputs of the network near its initial weights, (n, C).
+    """
+
+    net: nn.Module
+    model: FunctionalModel
+    X: Shaped[Tensor, "M ..."]
+    y: Shaped[Tensor, "M ..."]
+    loss: Loss
+    rules: StepRules
+    fingerprint: Float[Tensor, "n C"]
+
+    @property
+    def num_outputs(self) -> int:
+        """Number C of outputs."""
+        return self.fingerprint.shape[1]
+
+    def weights(self) -> Float[Tensor, " P"]:
+        """Return a copy of the network's present weights."""
+        return self.model.flatten(dict(self.net.named_parameters()))
+
+    def header(self) -> dict[str, Any]:
+        """Return the description of the run for its header."""
+        return run_header(
+            self.model,
+            self.loss,
+            self.rules.update_rule.name,
+            num_points=len(self.X),
+            num_outputs=self.num_outputs,
+            data_digest=fingerprint_data(self.X, self.y),
+        )
+
+    def data(self) -> dict[str, Tensor]:
+        """Return what a stored run holds beside weights and steps, by the names on disk."""
+        frozen_state = {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
+        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state
+
+    def digest(self, header: dict[str, Any], weights: Float[Tensor, " P"]) -> str:
+        """Return the digest of the run before its first step."""
+        return fingerprint_start(header, self.model, self.fingerprint, weights)
+
+    def validate_frozen_state(self, weights: Float[Tensor, " P"], index: int) -> None:
+        """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
+
+        A buffer that merely counts the calls of the network may change.
+
+        Args:
+            weights: The present weights.
+            index: Number of the next step, for the error message.
+
+        Raises:
+            StepMismatchError: The outputs at the first inputs changed.
+        """
+        frozen_state = self.model.frozen_state()
+        if not frozen_state:
+            return
+        present = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
+        changed = {
+            name: present[name].detach()
+            for name, value in frozen_state.items()
+            if not torch.equal(present[name], value)
+        }
+        if not changed:
+            return
+        params, rows = self.model.unflatten(perturbed_initial(weights)), self.X[:NUM_FINGERPRINT_POINTS]
+        with torch.no_grad():
+            before, after = self.model(params, rows), self.model({**params, **changed}, rows)
+        if not torch.equal(before, after):
+            raise StepMismatchError(
+                f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
+                f"{next(iter(changed))!r} changed."
+            )
+
+
+def make_setup(
+    net: nn.Module,
+    optimizer: Optimizer,
+    data: tuple[Tensor, Tensor],
+    loss: Loss,
+    rules: StepRules,
+) -> TrainingSetup:
+    """Check network, data and loss against each other, and return the setup of the training.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: The data, the network or the targets cannot be recorded; the message says why.
+    """
+    model = functionalize(net, trained_names(net, optimizer))
+    X, y = parse_data(*data)
+    validate_layer_modes(net)
+    weights = model.flatten(dict(net.named_parameters()))
+    for name, value in model.unflatten(weights).items():
+        validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
+    fingerprint = validated_fingerprint(model, weights, X)
+    validate_targets(loss, y, len(X), fingerprint.shape[1])
+    validate_output_scale(loss, fingerprint)
+    validate_loss_row_independence(loss, fingerprint, y[: len(fingerprint)])
+    return TrainingSetup(net, model, X, y, loss, rules, fingerprint)

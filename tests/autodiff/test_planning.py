@@ -1,0 +1,135 @@
+"""The plan of a network is found once and kept by its model, the dense one too."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import epk_gp as epk
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.interception import UnsupportedParameterUseError
+from epk_gp.autodiff.layer_jacobian import NodeWeights
+from epk_gp.autodiff.planning import plan_for, with_plan
+from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
+from epk_gp.gram.accumulator import GramAccumulator
+from epk_gp.gram.ntk import tangent_trajectory
+from epk_gp.gram.thinning import thin_path
+from epk_gp.kernel_machine.baselines import domingos_machine
+from helpers import assert_close, make_case
+
+
+class SplitWhereNegative(nn.Module):
+    """Calls a layer for some of the rows only; the rows that the plan is made on do not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        negative = x[:, 0] < 0
+        if not negative.any():
+            return self.out(torch.tanh(self.hidden(x)))
+        h = x.new_zeros(len(x), 6).index_put((negative,), 0.5 * self.hidden(x[negative]))
+        return self.out(torch.tanh(h.index_put((~negative,), self.hidden(x[~negative]))))
+
+
+def surprising_run() -> tuple[epk.Trajectory, Tensor]:
+    torch.manual_seed(0)
+    X = torch.rand(8, 3, dtype=torch.float64) + 0.1
+    X[3, 0] = -0.5  # between the rows that the plan is made on
+    net = SplitWhereNegative().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trajectory = epk.train(net, X, torch.arange(8) % 2, optimizer=optimizer, steps=3)
+    return trajectory, X[1:5]
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every time that a parameter is met where the plan did not expect it."""
+    listed: list[str] = []
+    original = UnsupportedParameterUseError.__init__
+
+    def counted(self: UnsupportedParameterUseError, message: str, *args: Any) -> None:
+        listed.append(message)
+        original(self, message, *args)
+
+    monkeypatch.setattr(UnsupportedParameterUseError, "__init__", counted)
+    return listed
+
+
+def test_the_dense_plan_is_found_once(failures: list[str]) -> None:
+    """Over all the one-step runs that a baseline makes of a run, and in later calls."""
+    trajectory, X = surprising_run()
+    first = domingos_machine(trajectory, X)
+    assert len(failures) == 1
+    again = domingos_machine(trajectory, X)
+    epk.reconstruct(trajectory, X)
+    assert len(failures) == 1
+    assert torch.equal(first.block, again.block)
+    assert epk.attribute(trajectory, X).max_error < 1e-12
+
+
+def test_runs_of_one_network_share_what_was_found(failures: list[str]) -> None:
+    trajectory, X = surprising_run()
+    epk.attribute(trajectory, X)
+    assert len(failures) == 1
+    for other in (tangent_trajectory(trajectory), thin_path(trajectory, 2, X, num_probe=3).trajectory):
+        assert other.model.cache is trajectory.model.cache
+        assert not plan_for(other, other.model_for(X)).plan.bias_of
+    assert len(failures) == 1
+
+
+def test_what_the_dense_plan_cannot_do_is_an_error() -> None:
+    trajectory, X = surprising_run()
+    calls = []
+
+    def compute(net: object) -> None:
+        calls.append(net)
+        raise UnsupportedParameterUseError("never")
+
+    for expected in (2, 3):  # the second time the plan is dense from the start
+        with pytest.raises(UnsupportedParameterUseError, match="never"):
+            with_plan(trajectory, trajectory.model_for(X), compute)
+        assert len(calls) == expected
+
+
+@pytest.mark.parametrize("other", [lambda run: pickle.loads(pickle.dumps(run)), copy.deepcopy])
+def test_a_copied_run_starts_with_an_empty_cache(other: Any) -> None:
+    trajectory, X = surprising_run()
+    before = len(pickle.dumps(trajectory))
+    expected = epk.attribute(trajectory, X)
+    assert trajectory.model.cache.needs_dense_plan
+    assert len(pickle.dumps(trajectory)) == before
+    copied = other(trajectory)
+    assert not copied.model.cache.plans
+    assert not copied.model.cache.needs_dense_plan
+    assert_close(epk.attribute(copied, X).samples, expected.samples)
+
+
+def test_a_plan_is_made_for_each_dtype() -> None:
+    case = make_case("relu", steps=1)
+    double, single = (case.trajectory.model_for(case.test.to(dtype)) for dtype in (torch.float64, torch.float32))
+    assert double.cache is single.cache
+    assert plan_for(case.trajectory, double).plan == plan_for(case.trajectory, single).plan
+    assert len(double.cache.plans) == 2
+
+
+def test_both_sides_must_have_one_representation() -> None:
+    dense = DenseJacobian(torch.zeros(1, 2, 3))
+    factored = OuterProductJacobian(torch.zeros(2, 1, 3), torch.zeros(1, 2, 1, 1), False, False, False)
+    tile = GramAccumulator((1, 2, 1, 2), torch.zeros(0))
+    with pytest.raises(TypeError, match="DenseJacobian met OuterProductJacobian. This is a bug in epk_gp"):
+        dense.add_inner(factored, tile, 1.0, layer=0, same_points=True)
+    with pytest.raises(TypeError, match="must name their points"):
+        NodeWeights(torch.ones(2), None, 2).row_points()
+
+
+def test_the_cheaper_representation_follows_the_shape() -> None:
+    """Docs/engine.md, section 4: two of its examples."""
+    cost = ContractionCost(num_output_pairs=100, num_contractions=1)
+    assert cost.factored_is_cheaper(1, 784, 128, is_averaged=True)
+    assert not cost.factored_is_cheaper(196, 72, 16, is_averaged=True)
+    assert cost.factored_last_layer_is_cheaper(torch.Size([10, 128]), "logits")

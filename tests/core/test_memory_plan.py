@@ -1,0 +1,82 @@
+"""Block sizes from a memory budget: at least one, monotonous, and within the share that they are meant for."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from epk_gp.core import memory_plan
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, rows_per_pass
+
+PLAN = DifferentiationPlan(
+    bias_of={"0.weight": "0.bias"},
+    dense_params=(),
+    supports_interpolation=True,
+    supports_stacking=True,
+    supports_jvp=True,
+    supports_double_backward=True,
+    supports_batched_vjp=True,
+    backward_per_output=False,
+    supports_vmap=True,
+    vmap_chunk_size=64,
+    activations_per_sample=500,
+    num_outputs=3,
+)
+FEATURE_BYTES = 4000
+SIZES: dict[str, Callable[[MemoryPlan], int]] = {
+    "tile_points": lambda memory: memory.tile_points(9, FEATURE_BYTES),
+    "derivative_points": lambda memory: memory.derivative_points(9, FEATURE_BYTES),
+    "adjoint_points": lambda memory: memory.adjoint_points(3),
+    "adjoint_samples": lambda memory: memory.adjoint_samples(),
+    "vanilla_gd_points": lambda memory: memory.vanilla_gd_points(FEATURE_BYTES),
+    "vanilla_gd_samples": lambda memory: memory.vanilla_gd_samples(10_000, 100, 3),
+    "directional_rows": lambda memory: memory.directional_rows(),
+    "steps_per_batch": lambda memory: memory.steps_per_batch(FEATURE_BYTES * 1000),
+    "stacked_weights": lambda memory: memory.stacked_weights(4),
+}
+
+
+def memory_of(budget: int, num_weights: int = 2000) -> MemoryPlan:
+    return MemoryPlan(budget, 8, PLAN, num_weights)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_at_least_one_and_grows_with_the_budget(name: str) -> None:
+    sizes = [SIZES[name](memory_of(1 << power)) for power in range(34)]
+    assert sizes[0] == 1
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 1
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 26, 1 << 30])
+def test_a_tile_takes_half_of_the_budget_and_its_points_a_quarter(budget: int) -> None:
+    n = SIZES["tile_points"](memory_of(budget))
+    assert n**2 * 8 * (3 * 9 + 1) <= budget / 2
+    assert n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) <= budget / 4
+    n += 1  # the control: one more point does not fit
+    assert n**2 * 8 * (3 * 9 + 1) > budget / 2 or n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) > budget / 4
+
+
+def test_more_weights_leave_room_for_fewer_adjoints() -> None:
+    few, many = (memory_of(1 << 26, num_weights).adjoint_points(3) for num_weights in (10**5, 10**3))
+    assert few < many
+
+
+def test_a_pass_stays_within_its_bytes() -> None:
+    rows = rows_per_pass(PLAN, 8, 3)
+    assert rows * 500 * 8 * (3 + 2) <= memory_plan.PASS_BYTES < (rows + 1) * 500 * 8 * (3 + 2)
+    assert rows_per_pass(PLAN, 4, 3) in (2 * rows, 2 * rows + 1)
+
+
+def test_convolutions_take_one_cotangent_once_a_pass_is_large() -> None:
+    convolutions = replace(PLAN, backward_per_output=True)
+    large = -(-memory_plan.SINGLE_COTANGENT_BYTES // (500 * 8))
+    assert cotangents_per_pass(convolutions, 8, large - 1, 3) == 3
+    assert cotangents_per_pass(convolutions, 8, large, 3) == 1
+    assert cotangents_per_pass(PLAN, 8, large, 3) == 3  # the control: other networks batch them
+
+
+def test_few_weight_states_are_not_stacked() -> None:
+    assert memory_of(1 << 30).stacked_weights(4) == memory_plan.MAX_STACKED
+    assert memory_of(1 << 18).stacked_weights(4) == 1

@@ -1,0 +1,87 @@
+"""Fitting by the marginal likelihood: one Gram matrix, GPyTorch's values and steps."""
+
+import copy
+import itertools
+
+import gpytorch
+import pytest
+import torch
+
+from epk_gp.gp.models import LogitGP
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernels.tagging import test_copy
+from gp_cases import MEANS, OUTPUTS, TARGETS, C, M
+
+
+@pytest.mark.parametrize(("outputs", "mean", "targets"), list(itertools.product(OUTPUTS, MEANS[:3], TARGETS)))
+def test_fit_lowers_the_loss_on_one_gram_matrix(trajectory, X_test, outputs, mean, targets, monkeypatch):
+    calls = []
+    name = "block" if outputs == "full" else "block_per_class"
+    original = getattr(PathKernel, name)
+    monkeypatch.setattr(PathKernel, name, lambda *args, **kwargs: (calls.append(name), original(*args, **kwargs))[1])
+    gp = LogitGP(trajectory, outputs, mean, targets)
+    before = copy.deepcopy(gp.state_dict())
+    losses = gp.fit(steps=10)
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert len(calls) == 1
+    assert not gp.training
+    learned = {name.rpartition(".")[2] for name, p in gp.named_parameters() if not torch.equal(p, before[name])}
+    expected = {"raw_outputscale"} | ({"raw_noise"} if targets == "network" else set())
+    assert learned == expected | ({"raw_constant"} if mean == "constant" else set())
+    gp.logit_posterior(X_test)
+    assert len(calls) == 2  # and one cross block
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_the_loss_is_the_gaussian_log_density(trajectory, outputs):
+    gp = LogitGP(trajectory, outputs)
+    x = gp.train_inputs[0]
+    with torch.no_grad():
+        K = gp.covar_module(x).to_dense()
+        mean = gp.mean_module(x)
+    covariance = K + 0.01 * torch.eye(K.shape[-1], dtype=torch.float64)
+    shape = (-1, M * C) if outputs == "full" else (C, M)
+    density = torch.distributions.MultivariateNormal(mean.reshape(shape), covariance.reshape(shape[0], *K.shape[-2:]))
+    expected = -density.log_prob(gp.train_targets.reshape(shape)).sum() / shape[1]
+    assert gp.fit(steps=1)[0] == pytest.approx(float(expected), rel=1e-10)
+
+
+@pytest.mark.parametrize(("outputs", "mean", "targets"), list(itertools.product(OUTPUTS, MEANS[:3], TARGETS)))
+def test_fit_takes_the_steps_of_gpytorchs_marginal_likelihood(trajectory, outputs, mean, targets):
+    """GPyTorch's own, by Cholesky, with a prior on the scale."""
+    gp = LogitGP(trajectory, outputs, mean, targets)
+    two, one = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    gp.covar_module.register_prior("scale_prior", gpytorch.priors.GammaPrior(two, one), lambda m: m.outputscale)
+    peer = copy.deepcopy(gp)
+    losses = gp.fit(steps=4)
+    likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(peer.likelihood, peer.train())
+    optimizer = torch.optim.Adam(peer.parameters(), lr=0.1)
+    for loss in losses:
+        optimizer.zero_grad()
+        expected = -likelihood(peer(*peer.train_inputs), peer.train_targets).sum()
+        assert loss == pytest.approx(expected.item(), rel=1e-9)
+        expected.backward()
+        optimizer.step()
+    for mine, theirs in zip(gp.parameters(), peer.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
+
+
+def test_a_prediction_after_fit_uses_the_new_hyperparameters(trajectory, X_test):
+    gp = LogitGP(trajectory)
+    before = gp(test_copy(X_test)).mean.detach()
+    gp.fit(steps=20)
+    after = gp(test_copy(X_test)).mean.detach()
+    assert (after - before).abs().max() > 1e-6
+    torch.testing.assert_close(after, gp.logit_posterior(X_test).mean, rtol=0, atol=1e-9)
+
+
+def test_steps_of_no_number_or_size_are_refused(trajectory):
+    gp = LogitGP(trajectory)
+    for options, message in (
+        ({"steps": 0}, "steps must be at least 1: got 0"),
+        ({"lr": 0.0}, "lr must be positive and finite: got 0.0"),
+        ({"lr": float("nan")}, "lr must be positive and finite: got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gp.fit(**options)

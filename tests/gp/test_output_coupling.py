@@ -1,0 +1,56 @@
+"""Couplings of outputs: layouts of values, blocks of single points, and GPyTorch's modules of the right batch."""
+
+import pytest
+import torch
+
+from epk_gp.gp.output_coupling import CoupledOutputs, IndependentOutputs
+from gp_cases import C
+
+COUPLINGS = [CoupledOutputs(C), IndependentOutputs(C)]
+n = 4
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_rows_are_point_major_and_go_back(coupling):
+    values = torch.arange(n * C, dtype=torch.float64).reshape(n, C)
+    rows = coupling.to_rows(values)
+    K, R = coupling.structure.num_matrices, coupling.structure.rows_per_point
+    assert rows.shape == (K, n * R)
+    assert torch.equal(rows, coupling.to_gpytorch(values).reshape(K, -1))
+    assert rows[0].tolist() == (list(range(n * C)) if K == 1 else list(range(0, n * C, C)))
+    assert torch.equal(coupling.from_rows(rows), values)
+    batch = torch.stack([rows, 2 * rows])
+    assert torch.equal(coupling.from_rows(batch), torch.stack([values, 2 * values]))
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_blocks_of_single_points_are_cut_out_of_the_whole_matrix(coupling):
+    K, R = coupling.structure.num_matrices, coupling.structure.rows_per_point
+    V = torch.randn(K, 6, n * R, dtype=torch.float64)
+    gram = V.mT @ V
+    blocks = coupling.point_blocks(gram)
+    torch.testing.assert_close(coupling.point_blocks_of_gram(V, n), blocks)
+    for i in range(n):
+        for c in range(C):
+            if K == 1:
+                assert torch.equal(blocks[i, c], gram[0, i * C + c, i * C : (i + 1) * C])
+            else:
+                assert torch.equal(blocks[i, c], gram[c, i, i] * torch.eye(C, dtype=torch.float64)[c])
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_the_prior_covariance_scales_every_process(coupling):
+    A = torch.randn(n, C, C, dtype=torch.float64)
+    blocks = A @ A.mT
+    scale = torch.linspace(1, 2, coupling.structure.num_matrices, dtype=torch.float64)
+    covariances = coupling.prior_covariances(blocks, scale)
+    expected = blocks if len(scale) == 1 else torch.einsum("c,ncc->nc", scale, blocks).diag_embed()
+    assert torch.equal(covariances, expected)
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_likelihoods_have_the_batch_and_the_noise(coupling):
+    variances = torch.rand(n, C, dtype=torch.float64) + 0.1
+    known = coupling.known_noise_likelihood(variances)
+    assert torch.equal(known.noise, coupling.to_gpytorch(variances))
+    assert coupling.learned_noise_likelihood().noise.shape == (*coupling.batch_shape, 1)

@@ -1,0 +1,54 @@
+"""What the tests of the GPyTorch kernel share: a small run, tagged points, and every mode as a function of a block."""
+
+import torch
+from torch import nn
+
+from epk_gp.core.losses import CrossEntropy
+from epk_gp.core.points import Points
+from epk_gp.gram.path_kernel import gram_block
+from epk_gp.kernels.tagging import split_copy
+from epk_gp.training.train import train
+
+D, C = 2, 3
+MODES = ["full", "independent", "trace", "sum", 1]
+
+
+def make_run(num_inputs=D, num_outputs=C, dtype=torch.float64, points=7):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(points, num_inputs, generator=generator, dtype=torch.float64).to(dtype)
+    net = nn.Sequential(nn.Linear(num_inputs, 5), nn.Tanh(), nn.Linear(5, num_outputs)).to(dtype)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    return train(net, X, torch.arange(points) % num_outputs, optimizer=optimizer, steps=2, loss=CrossEntropy())
+
+
+def mixed(*shape, dtype=torch.float64):
+    """Random points of which about half are training copies."""
+    x = torch.randn(*shape, D + 1, dtype=dtype)
+    x[..., -1] = (x[..., -1] > 0).to(dtype)
+    return x
+
+
+def path_kernel_block(trajectory, x, y, **options):
+    """The block (n, C, m, C) without GPyTorch and without the cache."""
+    return gram_block(trajectory, Points(*split_copy(x)), Points(*split_copy(y)), **options)
+
+
+def reduced(K, outputs):
+    """What a mode makes of a block (n, C, m, C)."""
+    if outputs == "full":
+        return K.reshape(K.shape[0] * K.shape[1], -1)
+    if outputs == "independent":
+        return torch.stack([K[:, c, :, c] for c in range(K.shape[1])])
+    if outputs == "trace":
+        return sum(K[:, c, :, c] for c in range(K.shape[1]))
+    return K.sum((1, 3)) if outputs == "sum" else K[:, outputs, :, outputs]
+
+
+def assert_close(actual, expected, multiple=200):
+    """Sums of some hundred products in another order: a multiple of eps of the largest entry."""
+    scale = float(expected.detach().abs().max())
+    tolerance = multiple * torch.finfo(expected.dtype).eps * scale
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)

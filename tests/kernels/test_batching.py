@@ -1,0 +1,85 @@
+"""Batches of blocks: the stack of the blocks, and no point computed more often than needed."""
+
+import pytest
+import torch
+
+from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.tagging import test_copy, train_copy
+from kernel_cases import MODES, C, D, assert_close, mixed, path_kernel_block, reduced
+
+SHAPES = {
+    "one_set": ((4,), (5,)),
+    "batch_of_points": ((6, 1), (6, 1)),
+    "batch_of_sets": ((3, 2), (3, 2)),
+    "batch_against_one_set": ((3, 2), (5,)),
+    "one_set_against_batch": ((5,), (3, 2)),
+    "outer": ((3, 1, 2), (2, 3)),
+    "double_batch": ((2, 3, 2), (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("outputs", MODES)
+def test_a_batch_is_the_stack_of_its_blocks(trajectory, outputs, shapes):
+    x, y = (mixed(*shape) for shape in shapes)
+    if outputs == "independent":
+        x, y = (z.unsqueeze(-3) if z.ndim > 2 else z for z in (x, y))  # the kernel's own batch [C] comes last
+    actual = EPKKernel(trajectory, outputs)(x, y).to_dense()
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    K = path_kernel_block(trajectory, x.reshape(-1, D + 1), y.reshape(-1, D + 1))
+    rows, columns = (torch.arange(z.shape[:-1].numel()).reshape(z.shape[:-1]) for z in (x, y))
+    rows, columns = (z.expand(*batch, z.shape[-1]).reshape(-1, z.shape[-1]) for z in (rows, columns))
+    each = [reduced(K[i][:, :, j], outputs) for i, j in zip(rows, columns, strict=True)]
+    expected = torch.stack(each)
+    if outputs == "independent":
+        batch = (*batch[:-1], C) if batch else (C,)
+    assert_close(actual, expected.reshape(*batch, *expected.shape[-2:]))
+
+
+@pytest.mark.parametrize("outputs", MODES)
+def test_the_diagonal_of_a_batch_is_the_batch_of_diagonals(trajectory, outputs):
+    x = mixed(4, 1, 3)
+    kernel = EPKKernel(trajectory, outputs)
+    expected = kernel(x).to_dense().diagonal(dim1=-2, dim2=-1)
+    assert_close(kernel(x, diag=True), expected)
+
+
+def test_repeated_points_in_a_batch_are_computed_once(trajectory, counter):
+    x = mixed(5)
+    K = EPKKernel(trajectory)(x).to_dense()
+    once = counter.points
+    for copies in (x.expand(4, 5, D + 1), x.repeat(4, 1, 1), x.repeat(2, 3, 1, 1)):
+        counter.points = 0
+        batch = EPKKernel(trajectory)(copies).to_dense()
+        assert batch.shape == (*copies.shape[:-2], *K.shape)
+        assert (batch == K).all()
+        assert counter.points == once
+
+
+def test_a_batch_of_single_points_costs_one_diagonal(trajectory, counter):
+    x = mixed(50, 1)
+    EPKKernel(trajectory)(x).to_dense()
+    assert counter.calls == ["diagonal_blocks"]
+    assert counter.points == 50
+
+
+def test_a_batch_of_small_sets_computes_each_point_twice_at_most(trajectory, counter):
+    x = mixed(200, 3)
+    EPKKernel(trajectory)(x).to_dense()
+    assert counter.points == 2 * 200 * 3
+    assert len(counter.calls) == 3
+
+
+def test_a_batch_against_shared_points_is_one_block(trajectory, counter):
+    x, y = mixed(20, 2), mixed(5).expand(20, 5, D + 1)
+    EPKKernel(trajectory)(x, y).to_dense()
+    assert counter.calls == ["block"]
+    assert counter.points == 20 * 2 + 5
+
+
+def test_the_sum_over_classes_obeys_the_memory_budget(trajectory, counter):
+    x = test_copy(torch.randn(40, D, dtype=torch.float64))
+    y = train_copy(torch.randn(400, D, dtype=torch.float64))
+    bounded = EPKKernel(trajectory, "sum", memory_budget=2 * 8 * C * C * 400 * 20)(x, y).to_dense()
+    assert len(counter.calls) == 2
+    assert_close(bounded, EPKKernel(trajectory, "sum")(x, y).to_dense())

@@ -1,0 +1,63 @@
+"""Output structures: values, consistent shapes, and the derivative of what they evaluate."""
+
+import pytest
+import torch
+
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.points import Points
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernels.output_structure import FullOutputs, PerClassOutputs, SumOutputs, TraceOutputs, parse_outputs
+from epk_gp.quadrature.rules import gauss_legendre
+from kernel_cases import C, D, assert_close
+
+STRUCTURES = [FullOutputs, PerClassOutputs, TraceOutputs, SumOutputs]
+OPTIONS = ComputeOptions()
+
+
+@pytest.fixture
+def kernel(trajectory):
+    return PathKernel(trajectory, "log_softmax", gauss_legendre(2))
+
+
+def test_structures_are_values():
+    made = [structure(n) for structure in STRUCTURES for n in (2, 3)]
+    assert len({*made, *(structure(3) for structure in STRUCTURES)}) == len(made) == 8
+
+
+def test_every_argument_names_its_structure_and_matrices():
+    for outputs, structure in zip(("full", "independent", "trace", "sum"), STRUCTURES, strict=True):
+        parsed, matrices = parse_outputs(outputs, C)
+        assert parsed == structure(C)
+        assert matrices.tolist() == ([0, 1, 2] if outputs == "independent" else 0)
+    parsed, matrices = parse_outputs(2, C)
+    assert (parsed, int(matrices)) == (PerClassOutputs(C), 2)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_shapes_are_those_that_a_structure_promises(kernel, structure):
+    structure = structure(C)
+    K, R = structure.num_matrices, structure.rows_per_point
+    a, b = (Points(torch.randn(n, D, dtype=torch.float64), False) for n in (4, 5))
+    assert structure.evaluate(kernel, a, b, OPTIONS).shape == (K, 4 * R, 5 * R)
+    blocks = kernel.diagonal_blocks(a)
+    assert structure.reduce_blocks(blocks).shape == (4, K, R, R)
+    diagonal = structure.evaluate(kernel, a, a, OPTIONS).diagonal(dim1=-2, dim2=-1)
+    assert_close(structure.diagonal(blocks), diagonal)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_gradient_is_that_of_the_weighted_values(kernel, structure):
+    """Central differences of step 1e-5: their error is 1e-10 of the third derivative, and rounding 1e-11."""
+    structure = structure(C)
+    a, b = (Points(torch.randn(n, D, dtype=torch.float64), False) for n in (2, 3))
+    direction = torch.randn(2, D, dtype=torch.float64)
+    weights = torch.randn_like(structure.evaluate(kernel, a, b, OPTIONS))
+
+    def value(t):
+        return (weights * structure.evaluate(kernel, Points(a.X + t * direction, False), b, OPTIONS)).sum()
+
+    slope = (value(1e-5) - value(-1e-5)) / 2e-5
+    gradient = structure.input_gradient(kernel, a, b, weights, OPTIONS)
+    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-7, atol=1e-8)
+    wrong = structure.input_gradient(kernel, a, b, weights.flip(-1), OPTIONS)  # the negative control
+    assert abs(float((wrong * direction).sum() - slope)) > 1e-2 * abs(float(slope))

@@ -1,0 +1,96 @@
+"""A run opens with its own network and loss only."""
+
+import pytest
+import torch
+from torch import nn
+
+import epk_gp as epk
+from loops import CASES, mlp, squares, trained
+from stored_runs import refused
+
+
+class Renamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Tuple(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Failing(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x.reshape(-1, 3))
+
+
+def with_buffer():
+    net = mlp()
+    net.register_buffer("extra", torch.zeros(2))
+    return net
+
+
+def sequential(kind, *layers):
+    return kind(nn.Linear(4, 6), *layers, nn.Linear(6, 3)).double()
+
+
+OTHERS = {
+    "names": (Renamed, "must have the recorded weights: '0.weight' is missing"),
+    "width": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+        r"0.weight has shape \(5, 4\), .* \(6, 4\)",
+    ),
+    "outputs": (lambda: mlp(outputs=2), r"2.weight has shape \(2, 6\), the run has \(3, 6\)"),
+    "activation": (lambda: mlp(activation=nn.ReLU), "its outputs at the initial state differ .*activation functions"),
+    "extra_layer": (lambda: nn.Sequential(*mlp(), nn.Linear(3, 3)), "'3.bias' is a parameter or buffer in only one"),
+    "extra_buffer": (with_buffer, "'extra' is a parameter or buffer in only one"),
+    "fewer_layers": (lambda: nn.Sequential(mlp()[0]), "'2.weight' is missing"),
+    "failing": (lambda: sequential(Failing, nn.Tanh()), "same weights, but fails on the recorded inputs"),
+    "two_outputs": (lambda: sequential(Tuple, nn.Tanh()), "to a tensor of shape .n, C.: got tuple"),
+}
+
+
+@pytest.mark.parametrize(("make", "says"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_network_is_refused(run, make, says):
+    refused(run, ValueError, says, make())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_network_is_refused(run):
+    with pytest.raises(TypeError, match="net must be a torch.nn.Module: got str"):
+        epk.load_trajectory(run, "net")
+
+
+@pytest.fixture
+def own_loss_run(tmp_path):
+    trained(CASES["own_loss"], tmp_path / "own")
+    return tmp_path / "own"
+
+
+def test_a_loss_function_must_be_given_again(own_loss_run):
+    refused(own_loss_run, ValueError, "the user's own loss 'huber': pass it as loss=")
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (epk.CrossEntropy(), "must be the one the run was recorded with"),
+        (epk.PerSampleLoss(CASES["own_loss"].losses, name="another"), "must be the one the run was recorded with"),
+        (epk.PerSampleLoss(CASES["own_loss"].losses, "sum", name="huber"), "must be the one the run was recorded with"),
+        (epk.PerSampleLoss(squares, name="huber"), "step 0 is not a step on the given 'huber'"),
+    ],
+    ids=["kind", "name", "reduction", "function"],
+)
+def test_another_loss_function_is_refused(own_loss_run, loss, says):
+    with pytest.raises(ValueError, match=says):
+        epk.load_trajectory(own_loss_run, mlp(), loss=loss)
+
+
+def test_another_loss_than_the_recorded_one_is_refused(run):
+    assert epk.load_trajectory(run, mlp(), loss=epk.CrossEntropy()).loss == epk.CrossEntropy()
+    with pytest.raises(ValueError, match="must be the one the run was recorded with"):
+        epk.load_trajectory(run, mlp(), loss=epk.CrossEntropy("sum"))

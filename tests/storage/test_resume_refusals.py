@@ -1,0 +1,75 @@
+"""Only the same run is resumed: another network, data set, loss or optimizer is an error, and no file changes."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import epk_gp as epk
+from loops import data, file_hashes, mlp, sgd
+from stored_runs import resumed
+
+
+def wider():
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+OTHERS = {
+    "width": ({"net": wider()}, "network must have weights of the recorded shapes"),
+    "layers": ({"net": nn.Sequential(mlp()[0], mlp()[1], nn.Sequential(mlp()[2]))}, "network must train the recorded"),
+    "activation": ({"net": mlp(activation=nn.ReLU)}, "its outputs at the initial state differ"),
+    "inputs": ({"X": data()[0] + 1e-15}, "data must be the recorded ones, bit for bit"),
+    "labels": ({"y": data()[1].flip(0)}, "data must be the recorded ones, bit for bit"),
+    "fewer": ({"X": data(9)[0], "y": data(9)[1]}, "data must be the recorded ones, with as many points"),
+    "loss": ({"loss": epk.CrossEntropy("sum")}, "loss must be the recorded one"),
+    "law": ({"optimizer": lambda net: torch.optim.Adam(net.parameters())}, "optimizer must be the recorded one"),
+    "rate": ({"optimizer": lambda net: sgd(net, 0.2)}, "optimizer must have the recorded options"),
+    "momentum": ({"optimizer": lambda net: sgd(net, momentum=0.1)}, "optimizer must have the recorded options"),
+    "compression": ({"storage": epk.Storage(compression="deltas")}, "compression must be the recorded one"),
+    "checks": ({"check_every": 3}, "check_every must be the recorded one"),
+    "stateful": ({"stateful": {"g": torch.Generator()}}, r"stateful must have the names .*\[\]: got \['g'\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_run_is_refused_and_nothing_changes(tmp_path, change, says):
+    net, (X, y) = mlp(), data()
+    epk.train(net, X, y, optimizer=sgd(net), steps=2, path=tmp_path / "run")
+    before = file_hashes(tmp_path / "run")
+    with pytest.raises(ValueError, match=says):
+        resumed(tmp_path / "run", **change)
+    assert file_hashes(tmp_path / "run") == before
+    assert resumed(tmp_path / "run").num_steps == 2  # the control, and the lock was given back
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_could_not_be_resumed_to_the_same_end_is_refused_before_it_starts(tmp_path):
+    net, (X, y) = mlp(), data()
+    optimizer = sgd(net)
+    lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(ValueError, match=r"learning-rate schedule: pass stateful=\{'scheduler': scheduler\}"):
+        epk.Recorder(net, optimizer, X, y, path=tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="resume=True needs path="):
+        epk.Recorder(net, sgd(net), X, y, resume=True)
+    with pytest.raises(TypeError, match="stateful must hold torch.Generators and objects with state_dict"):
+        epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"random": random.Random(0)})
+    recorder = epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"g": torch.Generator()})
+    with recorder, pytest.raises(RuntimeError, match=r"the loop must be 'for step in recorder.until\(steps\):'"):
+        recorder.batch(None)
+
+
+class Strange:
+    def state_dict(self):
+        return {"function": print}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def test_a_state_that_only_a_pickle_could_hold_is_refused(tmp_path):
+    net, (X, y) = mlp(), data()
+    with pytest.raises(TypeError, match=r"must consist of numbers, texts, .*: got builtin_function_or_method"):
+        epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"strange": Strange()})
+    assert not (tmp_path / "run").exists()
