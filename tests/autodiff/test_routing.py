@@ -94,6 +94,7 @@ def check(trajectory: epk.Trajectory, X: Tensor, head: str, *, mixed: bool = Tru
     assert epk.attribute(trajectory, X, head=head).max_error < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("build", [Experts, OnlyAsked, Sorted, ScaledSometimes])
 def test_rows_that_go_different_ways_are_differentiated_row_by_row(build: Callable[[], nn.Module], head: str) -> None:

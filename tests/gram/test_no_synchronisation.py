@@ -57,6 +57,7 @@ def waits(name: str, block: str, right: bool, rule: QuadratureRule | AdaptiveRul
     return waiting.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_host_waits_as_often_for_many_steps_as_for_few(name: str, block: str) -> None:

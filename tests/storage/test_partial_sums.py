@@ -247,6 +247,7 @@ def routed():
     return epk.train(net, X, torch.arange(9) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.2), steps=3), x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1 << 20, 4 << 20, 1 << 30])
 def test_a_second_plan_does_not_resume_from_the_firsts_sums(routed, tmp_path, monkeypatch, budget):
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
