@@ -78,6 +78,7 @@ def test_thinning_refuses_what_means_nothing(run):
             thin_path(run, every, run.inputs)
 
 
+@pytest.mark.slow
 def test_float32_products_summed_in_float64_are_closer(points):
     run = recorded(steps=100, dtype=torch.float32)
     X = points.X.float()
