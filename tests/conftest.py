@@ -3,17 +3,8 @@ import matplotlib
 import pytest
 import torch
 
-from slow_tests import SLOW_TOGETHER
-
 matplotlib.use("Agg")
 torch.set_num_threads(1)  # sums in one order, and one core for each pytest worker
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `slow_tests.py` as slow."""
-    for item in items:
-        if isinstance(item, pytest.Function) and item.originalname in SLOW_TOGETHER:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -103,6 +103,22 @@ def test_the_package_names_what_it_exports():
         assert hasattr(epk_gp, name)
 
 
+def test_no_file_is_longer_than_400_lines():
+    for folder in ("epk_gp", "tests", "experiments", "benchmarks"):
+        for file in (ROOT.parent / folder).rglob("*.py"):
+            assert len(file.read_text().splitlines()) <= 400, file
+
+
+def test_private_functions_have_at_most_six_positional_parameters(module):
+    """More of them mean that a type is missing. Keyword-only parameters name themselves where they are passed."""
+    name, file = module
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("_"):
+            positional = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+            bound = positional[:1] in (["self"], ["cls"])
+            assert len(positional) - bound <= 6, f"{name}.{node.name}"
+
+
 @pytest.mark.parametrize(
     ("source", "names"),
     [

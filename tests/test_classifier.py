@@ -50,12 +50,14 @@ def test_predictions_are_the_recorded_networks(data, fitted):
     assert (fitted.classes_[untrained.argmax(1)] == y[45:]).mean() < fitted.score(X[45:], y[45:])  # negative control
 
 
+@pytest.mark.slow
 def test_the_record_serves_the_rest_of_the_package(data, fitted):
     X_test = torch.as_tensor(data[0][45:50].copy())
     assert epk.reconstruct(fitted.trajectory_, X_test).max_error < 1e-12
     assert epk.attribute(fitted.trajectory_, X_test).samples.shape == (5, 3, 45)
 
 
+@pytest.mark.slow
 def test_the_uncertainty_is_that_of_the_logit_gp(data, fitted):
     X = data[0][45:]
     u = fitted.predict_uncertainty(X, 256, method=QuasiMonteCarlo(4))

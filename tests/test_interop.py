@@ -260,6 +260,7 @@ def test_a_posterior_over_b_batches_of_q_points_is_that_of_each_batch(case, boto
             )
 
 
+@pytest.mark.slow
 def test_expected_improvement_climbs_and_leaves_the_copy_column_alone(case, botorch_gp):
     D = case.trajectory.inputs.shape[1]
     acquisition = LogExpectedImprovement(botorch_gp, best_f=botorch_gp.train_targets.max())

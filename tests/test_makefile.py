@@ -1,4 +1,4 @@
-"""The Makefile: which interpreter makes the environment, and which tests `make test-fast` leaves out."""
+"""The Makefile: which interpreter makes the environment, and what happens if another one has made it."""
 
 import shutil
 import subprocess
@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from slow_tests import SLOW_TOGETHER
 
 ROOT = Path(__file__).parents[1]
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -59,9 +57,3 @@ def test_the_environment_is_used_otherwise(clone: Path, arguments: tuple[str, ..
 
 def test_an_environment_can_be_removed_with_any_python(clone: Path) -> None:
     assert dry_run(clone, "clean", f"PYTHON={sys.executable}")[0] == 0
-
-
-def test_the_tests_that_are_slow_together_exist() -> None:
-    source = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
-    for name in SLOW_TOGETHER:
-        assert f"def {name}(" in source, name

@@ -213,6 +213,7 @@ def test_momentum_from_before_the_recording_is_refused():
         epk.Recorder(net, optimizer, X, y)
 
 
+@pytest.mark.slow
 def test_float32_adam_is_no_false_alarm():
     """Gradients that cancel to rounding are blown up by the preconditioner: not a fault."""
     torch.manual_seed(0)

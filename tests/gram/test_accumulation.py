@@ -76,6 +76,7 @@ def test_products_of_several_steps_may_be_joined(name: str, monkeypatch: pytest.
                 assert_close(block(case.trajectory, a, b, head=head, rule=RULE), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu", "wide", "wide_conv", "twice"])
 @pytest.mark.parametrize("is_train", [True, False])
 def test_a_symmetric_tile_is_computed_in_halves(name: str, is_train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +159,7 @@ def test_outputs_may_be_taken_back_one_by_one(name: str, monkeypatch: pytest.Mon
     assert_close(one_by_one, together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wide", "cnn", "transformer"])
 def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, _ = blocks_and_passes(name, monkeypatch)

@@ -57,6 +57,7 @@ def waits(name: str, block: str, right: bool, rule: QuadratureRule | AdaptiveRul
     return waiting.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_host_waits_as_often_for_many_steps_as_for_few(name: str, block: str) -> None:
@@ -65,6 +66,7 @@ def test_the_host_waits_as_often_for_many_steps_as_for_few(name: str, block: str
         assert few == many
 
 
+@pytest.mark.slow
 def test_an_adaptive_rule_waits_at_every_step() -> None:
     """The control: it has to know where its nodes are."""
     few, many = (waits("relu", "gram_block", True, epk.adaptive(1e-8), steps) for steps in (2, 5))

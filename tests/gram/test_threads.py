@@ -49,6 +49,7 @@ WORK: dict[str, Callable[[Case], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu", "cnn", "cosine", "transformer"])
 @pytest.mark.parametrize("work", WORK)
 def test_threads_change_nothing(name: str, work: str) -> None:

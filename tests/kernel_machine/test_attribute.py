@@ -37,6 +37,7 @@ def run(request) -> tuple[epk.Trajectory, torch.Tensor]:
     return epk.train(net, X, y, optimizer=optimizer, steps=8, batch_size=4), torch.randn(3, 4).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [names for k in (1, 2, 3) for names in itertools.permutations(AXES, k)][::3])
 def test_every_combination_of_axes_is_a_sum_of_the_finest(run, names):
     trajectory, X = run
@@ -76,10 +77,11 @@ def test_the_two_ways_to_accumulate_agree():
         total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
 
     groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
-    adjoint_pass(problem, groups, emit, PassProgress(None, [total], total))
+    adjoint_pass(problem, groups, emit, PassProgress(None, [total], total), points_per_block=2)
     assert_close(total, epk.attribute(case.trajectory, case.test, rule=epk.gauss_legendre(2)).samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     case = make_case(name)
@@ -96,6 +98,7 @@ def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     assert not parts.values[:, :, still].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])
 @pytest.mark.parametrize("name", ["relu", "cnn", "transformer"])
 def test_one_class_per_point_is_a_column_of_all(name, head):

@@ -59,6 +59,7 @@ def test_blocks_and_coefficients_are_those_of_the_definitions(case, head, rule):
     assert_close(found.outputs, other.outputs)  # the same sum, written in two ways
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [chen_machine, domingos_machine])
 def test_the_error_is_reported_and_falls_with_the_step(machine):
     """Both take the steps for gradient flow. The exact ensemble on the same run is the control."""

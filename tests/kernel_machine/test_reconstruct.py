@@ -56,6 +56,7 @@ def test_contributions_and_initial_output_sum_to_the_network(case: Case) -> None
         assert parts.samples.shape == (*wanted.shape, 7)
 
 
+@pytest.mark.slow
 def test_contributions_equal_the_definition(case: Case) -> None:
     rule = epk.gauss_legendre(3)
     for head in case.heads:

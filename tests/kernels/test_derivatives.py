@@ -112,6 +112,7 @@ def test_values_with_and_without_a_graph_are_the_same_block():
         assert not kernel.forward(x, x).requires_grad
 
 
+@pytest.mark.slow
 def test_the_memory_budget_does_not_change_the_gradient():
     case = make_case("tanh", steps=1)
     gradients = []

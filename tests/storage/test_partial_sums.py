@@ -78,6 +78,7 @@ def test_thinning_refuses_what_means_nothing(run):
             thin_path(run, every, run.inputs)
 
 
+@pytest.mark.slow
 def test_float32_products_summed_in_float64_are_closer(points):
     run = recorded(steps=100, dtype=torch.float32)
     X = points.X.float()
@@ -247,6 +248,7 @@ def routed():
     return epk.train(net, X, torch.arange(9) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.2), steps=3), x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1 << 20, 4 << 20, 1 << 30])
 def test_a_second_plan_does_not_resume_from_the_firsts_sums(routed, tmp_path, monkeypatch, budget):
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
