@@ -17,7 +17,9 @@ from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head, apply_head
 from epk_gp.core.model import FunctionalModel
 
-_FEW_POINTS = 8  # of a segment: up to so many, rows are grouped by their point instead of mapped over
+# Up to so many different points of a segment, rows are grouped by their point, one pass for each, instead of being
+# mapped over. A choice, not a measurement.
+_FEW_POINTS = 8
 
 # torch has one level of forward-mode derivatives in a process: a second thread would fail, or end the first one's.
 _FORWARD_MODE = threading.RLock()

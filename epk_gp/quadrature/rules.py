@@ -7,7 +7,7 @@ import numpy as np
 
 from epk_gp.core.validation import validate_count, validate_positive
 
-_TYPICAL_INTERVALS = 16
+_TYPICAL_INTERVALS = 16  # of a point and step under the adaptive rule, for block sizes only: a choice, not a bound
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from epk_gp.core import losses
+from epk_gp.core.forward_fingerprint import fingerprint_outputs
 from epk_gp.core.gradients import batch_gradient, step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.core.model import FunctionalModel, functionalize
-from epk_gp.core.probe import fingerprint_outputs
 from epk_gp.core.trajectory import Trajectory, batch_of
 from epk_gp.core.update_rules import predict_step
 from epk_gp.storage.schema import WEIGHT_DTYPES, describe_loss

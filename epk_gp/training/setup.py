@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
+from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.losses import Loss, validate_loss_row_independence, validate_output_scale, validate_targets
 from epk_gp.core.model import FunctionalModel, functionalize
-from epk_gp.core.probe import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.update_rules import UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
 from epk_gp.core.validation import validate_count, validate_finite
 from epk_gp.storage.schema import run_header

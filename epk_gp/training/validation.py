@@ -7,8 +7,8 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from epk_gp.core.forward_fingerprint import fingerprint_outputs, perturbed_initial
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.probe import fingerprint_outputs, perturbed_initial
 from epk_gp.core.validation import validate_finite
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
