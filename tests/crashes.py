@@ -1,4 +1,4 @@
-"""Recording processes that are killed: run as `python crashes.py MODE FOLDER SEED`, prints what was found as JSON.
+"""Recording processes that are killed: run as `python crashes.py MODE FOLDER SEED`, prints the result as JSON.
 
 torch is imported once; each recording is a fork of this process. Modes: "random" kills at random moments, "operations"
 after each single file operation of a recording (and in the middle of each write), "readers" reads while others write.
@@ -36,9 +36,9 @@ def record(path: Path, report: Callable[[epk.Recorder], None]) -> str:
     X, y = torch.randn(POINTS, 3, generator=generator).double(), torch.arange(POINTS) % 2
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    keep, storage = {"schedule": scheduler, "batches": generator}, epk.Storage(steps=2)
+    stateful, storage = {"schedule": scheduler, "batches": generator}, epk.Storage(steps=2)
     torch.manual_seed(3)
-    with epk.Recorder(net, optimizer, X, y, path=path, resume=True, stateful=keep, storage=storage) as recorder:
+    with epk.Recorder(net, optimizer, X, y, path=path, resume=True, stateful=stateful, storage=storage) as recorder:
         for _ in recorder.until(STEPS):
             report(recorder)
             batch = torch.randperm(POINTS, generator=generator)[: 3 + int(torch.randint(3, ()))]
@@ -52,7 +52,7 @@ def record(path: Path, report: Callable[[epk.Recorder], None]) -> str:
 
 
 def fork(work: Callable[[int], None]) -> tuple[int, int]:
-    """Work in a process of its own; it gets the end of a pipe to write to."""
+    """Call a function in a process of its own, with the end of a pipe to write to."""
     end, start = os.pipe()
     pid = os.fork()
     if pid:
@@ -73,9 +73,9 @@ def reporter(pipe: int) -> Callable[[epk.Recorder], None]:
 
 
 def last_report(pipe: int) -> int:
-    said = os.read(pipe, 1 << 16)
+    reports = os.read(pipe, 1 << 16)
     os.close(pipe)
-    return said[-1] if said else 0
+    return reports[-1] if reports else 0
 
 
 def reference(folder: Path) -> dict[int, str]:
@@ -110,7 +110,7 @@ def check(path: Path, reported: int, digests: dict[int, str], problems: list[str
 
 
 def finish(path: Path, digests: dict[int, str], problems: list[str]) -> None:
-    """Go on to the end without being killed."""
+    """Resume a run to its end without being killed."""
     pid, pipe = fork(lambda pipe: record(path, reporter(pipe)) and None)
     _, status = os.waitpid(pid, 0)
     if status or check(path, last_report(pipe), digests, problems) != STEPS or not check_run(path).finished:
@@ -217,13 +217,13 @@ def warm_up() -> None:
 def main(mode: str, folder: str, seed: str) -> None:
     torch.set_num_threads(1)
     warm_up()
-    here = Path(folder)
-    found = {
-        "random": lambda: kill_at_random(here, int(seed), 200),
-        "operations": lambda: kill_after_each_operation(here),
-        "readers": lambda: read_while_others_write(here, 15),
+    path = Path(folder)
+    result = {
+        "random": lambda: kill_at_random(path, int(seed), 200),
+        "operations": lambda: kill_after_each_operation(path),
+        "readers": lambda: read_while_others_write(path, 15),
     }[mode]()
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps(result))
 
 
 if __name__ == "__main__":

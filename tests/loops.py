@@ -1,4 +1,4 @@
-"""Training loops without the package, and the small runs that the recording's tests share."""
+"""Training loops without the package, and the small runs that the tests of recording share."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ class Tokens(nn.Module):
 
 @dataclass(frozen=True)
 class RunCase:
-    """One way to train, said twice: for the package, and for a loop that knows nothing of it."""
+    """One way to train, described twice: for the package, and for a loop without it."""
 
     name: str
     loss: Any = epk.CrossEntropy()  # noqa: RUF009  # a frozen value
@@ -78,7 +78,7 @@ class RunCase:
 def by_hand(
     case: RunCase, recording: Callable[[Any, Any, Tensor, Tensor], Any] | None = None
 ) -> tuple[Any, list[Tensor]]:
-    """Train in a loop of one's own, with or without a recorder; return it and the weights after every step."""
+    """Train in one's own loop, with or without a recorder; return the recorder and the weights after every step."""
     net, (X, y) = case.make_net(), case.make_data()
     optimizer = case.make_optimizer(net)
     scheduler = None if case.make_scheduler is None else case.make_scheduler(optimizer)

@@ -22,9 +22,10 @@ class ContractionCost:
     Attributes:
         num_output_pairs: K K', pairs of outputs in the block.
         num_contractions: Inner products that a step costs if the layer is factored and its factors cannot be averaged
-            over t: Q for a rule of Q nodes, or 1.
+            over t: Q for a fixed rule, the order of an adaptive one, or 1.
         cotangents_are_constant: The test side's cotangents do not depend on the weights (the logits head).
-        all_dense: Every parameter takes the dense representation (networks without `supports_interpolation`).
+        all_dense: Every parameter takes the dense representation: where the plan does not support interpolation, in
+            Gram blocks under an adaptive rule, and in attributions under any rule.
     """
 
     num_output_pairs: int

@@ -18,7 +18,7 @@ def dense_jacobian(
     names: tuple[str, ...],
     w: Float[Tensor, " P"],
     X: Shaped[Tensor, "E ..."],
-    seeds: Float[Tensor, "K E C"],
+    cotangents: Float[Tensor, "K E C"],
     *,
     d: Float[Tensor, " P"] | None = None,
     t: Float[Tensor, " E"] | None = None,
@@ -31,35 +31,40 @@ def dense_jacobian(
         names: The parameters.
         w: Flat weights.
         X: E inputs.
-        seeds: K cotangents of each sample's logits.
+        cotangents: K cotangents of each sample's logits.
         d: Flat direction, if row e is evaluated at w + t_e d.
         t: (E,) with `d`.
         create_graph: Keep the result differentiable with respect to X.
     """
-    places = torch.zeros(len(X), dtype=w.dtype, device=X.device) if t is None else t
+    t_of_rows = torch.zeros(len(X), dtype=w.dtype, device=X.device) if t is None else t
     with disable_fused_attention():
         if not net.plan.supports_vmap:
             rows = [
                 _jacobian_of_sample(
-                    net, names, _parameters_at(net, w, d, places[e]), X[e : e + 1], seeds[:, e : e + 1], create_graph
+                    net,
+                    names,
+                    _parameters_at(net, w, d, t_of_rows[e]),
+                    X[e : e + 1],
+                    cotangents[:, e : e + 1],
+                    create_graph,
                 )
                 for e in range(len(X))
             ]
             return DenseJacobian(torch.stack(rows, dim=1))
 
-        def pull_back(x: Tensor, seed: Tensor, place: Tensor) -> Tensor:
-            here = _parameters_at(net, w, d, place)
+        def pull_back(x: Tensor, cotangent: Tensor, t_of_row: Tensor) -> Tensor:
+            here = _parameters_at(net, w, d, t_of_row)
             others = {name: value for name, value in here.items() if name not in names}
 
             def outputs(inner: Mapping[str, Tensor]) -> Any:
                 return net.model.evaluate({**others, **inner}, x.unsqueeze(0)).squeeze(0)
 
             pull = vjp(outputs, {name: here[name] for name in names})[1]
-            (columns,) = vmap(pull)(seed)
+            (columns,) = vmap(pull)(cotangent)
             return torch.cat([columns[name].flatten(1) for name in names], dim=1)
 
         chunk = net.plan.vmap_chunk_size
-        values = vmap(pull_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=chunk)(X, seeds, places)
+        values = vmap(pull_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=chunk)(X, cotangents, t_of_rows)
         return DenseJacobian(values if create_graph else values.detach())
 
 
@@ -76,7 +81,7 @@ def _jacobian_of_sample(
     names: tuple[str, ...],
     params: Mapping[str, Tensor],
     x: Tensor,
-    seeds: Tensor,
+    cotangents: Tensor,
     create_graph: bool,
 ) -> Tensor:
     """Differentiate one sample by one backward pass per cotangent: works wherever training does."""
@@ -87,12 +92,12 @@ def _jacobian_of_sample(
             torch.autograd.grad(
                 z,
                 [leaves[name] for name in names],
-                seed,
+                cotangent,
                 retain_graph=True,
                 create_graph=create_graph,
                 allow_unused=True,
                 materialize_grads=True,
             )
-            for seed in seeds
+            for cotangent in cotangents
         ]
-    return torch.stack([torch.cat([g.reshape(-1) for g in of_seed]) for of_seed in grads])
+    return torch.stack([torch.cat([g.reshape(-1) for g in of_cotangent]) for of_cotangent in grads])

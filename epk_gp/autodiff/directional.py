@@ -15,7 +15,6 @@ from epk_gp.autodiff.interception import InterpolatedWeights
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head, apply_head
-from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.model import FunctionalModel
 
 _FEW_POINTS = 8  # of a segment: up to so many, rows are grouped by their point instead of mapped over
@@ -50,10 +49,14 @@ class WeightSegment:
     memory_budget: int
 
     @property
+    def rows_per_kink_search(self) -> int:
+        """Number of rows that are searched for kinks at a time."""
+        return self.net.memory_plan(self.memory_budget).kink_search_rows()
+
+    @property
     def rows_per_block(self) -> int:
         """Number of rows that are evaluated at a time."""
-        memory = MemoryPlan(self.memory_budget, self.net.itemsize, self.net.plan, self.net.model.num_weights)
-        return memory.directional_rows()
+        return self.net.memory_plan(self.memory_budget).directional_rows()
 
     def interpolated(
         self, t: Float[Tensor, " E"], params: dict[str, Tensor] | None = None

@@ -86,24 +86,24 @@ def layer_jacobians(
     params = {name: value.detach().requires_grad_() for name, value in model.unflatten(at.w).items()}
     if cost.all_dense:
         with torch.set_grad_enabled(create_graph), disable_fused_attention():
-            seeds = cotangents.of_logits(_logits_row_by_row(net, at, X))
-        return [dense_jacobian(net, model.names, at.w, X, seeds, d=at.d, t=at.t, create_graph=create_graph)]
+            values = cotangents.of_logits(_logits_row_by_row(net, at, X))
+        return [dense_jacobian(net, model.names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph)]
     with torch.enable_grad(), disable_fused_attention():
         recorder = LayerIORecorder(params, plan.bias_of, len(X), keep_graph=create_graph)
         with _moved_weights(net, params, at), recorder:
             z = model(params, X)
-        seeds = cotangents.of_logits(z if create_graph else z.detach())
-        tape = _Tape(net, recorder.calls, z, seeds, cotangents)
-        layers = [tape.start_layer(name, params[name].shape, cost) for name in plan.bias_of]
+        values = cotangents.of_logits(z if create_graph else z.detach())
+        recorded = _RecordedForward(net, recorder.calls, z, values, cotangents)
+        layers = [recorded.start_layer(name, params[name].shape, cost) for name in plan.bias_of]
         builders = [layer for layer in layers if isinstance(layer, LayerJacobianBuilder)]
         skips_last = at.is_one_point and not create_graph
-        for output_grads in tape.backward(params, skips_last=skips_last, create_graph=create_graph):
+        for output_grads in recorded.backward(params, skips_last=skips_last, create_graph=create_graph):
             for builder in builders:
                 builder.add_cotangents(output_grads)
     jacobians = [layer.build() if isinstance(layer, LayerJacobianBuilder) else layer for layer in layers]
     if plan.dense_params:
         names = plan.dense_params
-        jacobians.append(dense_jacobian(net, names, at.w, X, seeds, d=at.d, t=at.t, create_graph=create_graph))
+        jacobians.append(dense_jacobian(net, names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph))
     return jacobians
 
 
@@ -154,13 +154,21 @@ def layer_jacobians_at_weights(
 
 
 @dataclass(frozen=True, eq=False)
-class _Tape:
-    """One recorded forward pass, and the cotangents of its logits."""
+class _RecordedForward:
+    """One recorded forward pass, and the cotangents of its logits.
+
+    Attributes:
+        net: The network.
+        calls: Its layers' calls.
+        z: Its logits, (E, C).
+        values: The cotangents of the logits, (K, E, C).
+        cotangents: What they are the cotangents of.
+    """
 
     net: PlannedModel
     calls: Sequence[LayerIO]
     z: Tensor
-    seeds: Tensor
+    values: Tensor
     cotangents: Cotangents
 
     def start_layer(self, name: str, shape: torch.Size, cost: ContractionCost) -> LayerJacobianBuilder | LayerJacobian:
@@ -193,21 +201,21 @@ class _Tape:
             skips_last: A last, linear layer may be passed without a matrix product, where there is one.
             create_graph: Keep the result differentiable.
         """
-        calls, outputs, seeds, known = self.calls, self.z, self.seeds, list[Tensor]()
+        calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
         if skips_last and self.cotangents.head is not None and ends_in_linear(self.z, calls):
             weight = params[calls[-1].weight]
-            seeds, known = cotangents_before_last_linear(weight, self.z, self.cotangents.head), [seeds]
+            values, known = cotangents_before_last_linear(weight, self.z, self.cotangents.head), [values]
             calls, outputs = calls[:-1], calls[-1].source
         plan = self.net.plan
-        size = cotangents_per_pass(plan, self.net.itemsize, len(self.z), len(seeds))
-        for start in range(0, len(seeds), size):
+        size = cotangents_per_pass(plan, self.net.itemsize, len(self.z), len(values))
+        for start in range(0, len(values), size):
             part = slice(start, start + size)
             grads = propagate_cotangents(
                 outputs,
                 calls,
-                seeds[part],
+                values[part],
                 batched=plan.supports_batched_vjp,
-                frees_graph=part.stop >= len(seeds),
+                frees_graph=part.stop >= len(values),
                 create_graph=create_graph,
             )
             yield [*grads, *(grad[part] for grad in known)]
@@ -216,7 +224,7 @@ class _Tape:
         inputs = append_bias_column(last.input) if has_bias else last.input
         if head == "logits":
             return LogitsLastLayer(inputs, self.z.shape[1])
-        return SoftmaxLastLayer(inputs, self.seeds, self.z.detach().softmax(dim=1), last.input_is_constant)
+        return SoftmaxLastLayer(inputs, self.values, self.z.detach().softmax(dim=1), last.input_is_constant)
 
 
 def ends_in_linear(z: Tensor, calls: Sequence[LayerIO]) -> bool:
@@ -235,7 +243,7 @@ def cotangents_before_last_linear(weight: Tensor, z: Tensor, head: Head) -> Tens
 def propagate_cotangents(
     outputs: Float[Tensor, "E ..."],
     calls: Sequence[LayerIO],
-    seeds: Float[Tensor, "K E ..."],
+    cotangents: Float[Tensor, "K E ..."],
     *,
     batched: bool,
     frees_graph: bool = True,
@@ -246,7 +254,7 @@ def propagate_cotangents(
     Args:
         outputs: What the cotangents belong to, usually the logits.
         calls: The layer calls.
-        seeds: The cotangents.
+        cotangents: The cotangents.
         batched: Propagate them in one call.
         frees_graph: The graph is not used again.
         create_graph: Keep the result differentiable.
@@ -255,9 +263,9 @@ def propagate_cotangents(
         return []
     edges = [call.edge for call in calls]
     columns: list[Tensor | None]
-    if batched and len(seeds) > 1 and not create_graph:
+    if batched and len(cotangents) > 1 and not create_graph:
         grads = torch.autograd.grad(
-            outputs, edges, seeds, is_grads_batched=True, retain_graph=not frees_graph, allow_unused=True
+            outputs, edges, cotangents, is_grads_batched=True, retain_graph=not frees_graph, allow_unused=True
         )
         columns = [None if grad is None else grad.detach() for grad in grads]
     else:
@@ -265,19 +273,19 @@ def propagate_cotangents(
             torch.autograd.grad(
                 outputs,
                 edges,
-                seed,
-                retain_graph=create_graph or not frees_graph or k + 1 < len(seeds),
+                cotangent,
+                retain_graph=create_graph or not frees_graph or k + 1 < len(cotangents),
                 create_graph=create_graph,
                 allow_unused=True,
             )
-            for k, seed in enumerate(seeds)
+            for k, cotangent in enumerate(cotangents)
         ]
         columns = [
             None if own[0] is None else own[0][None] if len(own) == 1 else torch.stack(own)
             for own in zip(*rows, strict=True)
         ]
     return [
-        outputs.new_zeros(len(seeds), *call.shape) if column is None else column
+        outputs.new_zeros(len(cotangents), *call.shape) if column is None else column
         for call, column in zip(calls, columns, strict=True)
     ]
 

@@ -34,7 +34,8 @@ class LayerJacobianBuilder:
         has_bias: A trained bias goes with it.
         cost: Decides between factored and dense.
         cotangent_is_constant: The output gradients do not depend on the weights.
-        ends_network: The layer is the network's last one, and its cotangents can be averaged over t.
+        ends_network: The last layer, under a head whose test-side cotangents are constant, so that its inputs can be
+            averaged over t. Also true on the training side, whose cotangents may vary: both sides must choose alike.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-# Inner dimension from which products of several steps are not joined into one with a longer inner dimension. Measured on
-# one thread (AMD EPYC), blocks of 8 to 1000 points, 16 to 100 steps: joined, layers of 32 and 64 outputs take 0.94 to 1.03
-# of the time of one product per step; layers of 200 to 300 outputs 0.99 to 1.07, once 1.35.
+# Inner dimension from which products of several steps are not joined into one with a longer inner dimension. Measured
+# on one thread (AMD EPYC), blocks of 8 to 1000 points, 16 to 100 steps: joined, layers of 32 and 64 outputs take 0.94
+# to 1.03 of the time of one product per step; layers of 200 to 300 outputs 0.99 to 1.07, once 1.35.
 LONG_INNER_DIM = 256
 
 J = TypeVar("J", bound="LeftFactor")
@@ -27,13 +27,13 @@ class ProductSum(Protocol):
     """A sum of inner products of N points with M points; `gram.accumulator.GramAccumulator` is one."""
 
     def add_products(self, x: Tensor, y: Tensor, weight: float) -> None:
-        """Add weight * <x[k, n], y[l, m]>, from (K, N, P) and (L, M, P)."""
+        """Add weight * <x[k, n], y[j, m]>, from (K, N, P) and (J, M, P)."""
 
     def add_scaled_products(self, x: Tensor, y: Tensor, scale: Tensor) -> None:
-        """Add <x[k, n], y[l, m]> * scale[n, m]."""
+        """Add <x[k, n], y[j, m]> * scale[n, m]."""
 
     def add_deferred_products(self, layer: int, x: Tensor, y: Tensor, weight: float, scale: InputProducts) -> None:
-        """Add weight * <x[k, n], y[l, m]> to a sum of the layer's own, which is multiplied by its scale at the end."""
+        """Add weight * <x[k, n], y[j, m]> to a sum of the layer's own, which is multiplied by its scale at the end."""
 
     def add_same_class(self, products: Tensor) -> None:
         """Add products[n, m] to every pair of equal outputs."""
@@ -183,7 +183,7 @@ def to_flat_order(jacobians: Sequence[LayerJacobian], columns: Int64[Tensor, " P
 
     Args:
         jacobians: One per layer.
-        columns: Place in the flat weights of each entry (`autodiff.jacobians.flat_columns`).
+        columns: Place in the flat weights of each entry (`autodiff.planned_model.flat_columns`).
     """
     rows = [jacobian.to_dense() for jacobian in jacobians]
     out = rows[0].new_empty(*rows[0].shape[:2], len(columns))

@@ -7,6 +7,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.model import FunctionalModel
 
 
@@ -21,6 +22,10 @@ class PlannedModel:
 
     model: FunctionalModel
     plan: DifferentiationPlan
+
+    def memory_plan(self, budget: int) -> MemoryPlan:
+        """Return what turns a budget of bytes into block sizes for this network."""
+        return MemoryPlan(budget, self.itemsize, self.plan, self.model.num_weights)
 
     @property
     def itemsize(self) -> int:

@@ -23,8 +23,7 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
     with cache.lock:
         key = (model.spec, cache.needs_dense_plan)
         if key not in cache.plans:
-            X = probe_rows(trajectory.inputs).to(model.spec.device)
-            X = X.to(model.spec.dtype) if X.is_floating_point() else X
+            X = model.spec.cast(probe_rows(trajectory.inputs))
             w = flat_weights(trajectory, trajectory.num_steps, X)
             cache.plans[key] = build_plan(model, w, X, all_dense=cache.needs_dense_plan)
         return PlannedModel(model, cache.plans[key])

@@ -71,6 +71,7 @@ def build_plan(
             "rows one by one (statistics of the batch?)."
         )
     activations = max(1, recorder.num_activations // len(X))
+    # hypotheses, of which validate_plan keeps what holds
     plan = DifferentiationPlan(
         bias_of={} if all_dense else _layers(recorder.usages),
         dense_params=(),
@@ -113,14 +114,14 @@ class _Trial:
         model: The network.
         w: Flat weights off the trained ones, where a zero could hide a mistake.
         X: Inputs.
-        seeds: Two random cotangents of each sample's logits.
+        cotangents: Two random cotangents of each sample's logits.
         expected: The Jacobian of every parameter, by backward passes sample by sample.
     """
 
     model: FunctionalModel
     w: Tensor
     X: Tensor
-    seeds: Tensor
+    cotangents: Tensor
     expected: dict[str, Tensor]
 
     @property
@@ -149,7 +150,8 @@ def validate_plan(
     _load_forward_mode_rules()
     plan = replace(plan, supports_jvp=passes_check(lambda: _jvp(trial)))
     plan = replace(plan, supports_double_backward=passes_check(lambda: _double_vjp(trial)))
-    names = plan.dense_params if plan.supports_interpolation else model.names
+    # all parameters are mapped over where derivatives along a segment can be had in no other way
+    names = plan.dense_params if plan.supports_interpolation and plan.supports_jvp else model.names
     return replace(plan, supports_vmap=passes_check(lambda: _mapped_jacobian(trial, plan, names))) if names else plan
 
 
@@ -159,16 +161,16 @@ def _make_trial(model: FunctionalModel, w: Tensor, X: Tensor, plan: Differentiat
     with torch.no_grad():
         z = model(model.unflatten(here), X)
     generator = torch.Generator().manual_seed(0)
-    seeds = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64).to(z)
+    cotangents = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64).to(z)
     loop = PlannedModel(model, replace(plan, supports_vmap=False))
-    truth = dense_jacobian(loop, model.names, here, X, seeds).values
+    truth = dense_jacobian(loop, model.names, here, X, cotangents).values
     pieces = truth.split([shape.numel() for shape in model.shapes], dim=2)
-    return _Trial(model, here, X, seeds, dict(zip(model.names, pieces, strict=True)))
+    return _Trial(model, here, X, cotangents, dict(zip(model.names, pieces, strict=True)))
 
 
 def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan) -> Pair:
     net = PlannedModel(trial.model, replace(plan, dense_params=()))
-    fixed = Cotangents(lambda _: trial.seeds)
+    fixed = Cotangents(lambda _: trial.cotangents)
     jacobians = layer_jacobians(net, WeightLocation(trial.w), trial.X, fixed, ContractionCost(1, 1))
     expected = []
     for name, bias in plan.bias_of.items():
@@ -177,7 +179,7 @@ def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan) -> Pair:
             bias_rows = trial.expected[bias]
             rows = torch.cat([rows.unflatten(2, (bias_rows.shape[2], -1)), bias_rows.unsqueeze(3)], dim=3)
         expected.append(rows.flatten(2))
-    empty = trial.seeds.new_zeros(*trial.seeds.shape[:2], 0)
+    empty = trial.cotangents.new_zeros(*trial.cotangents.shape[:2], 0)
     computed = [jacobian.to_dense() for jacobian in jacobians]
     return torch.cat([empty, *computed], dim=2), torch.cat([empty, *expected], dim=2)
 
@@ -229,7 +231,7 @@ def _expected_jvp(trial: _Trial) -> Tensor:
 
 
 def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str, ...]) -> Pair:
-    mapped = dense_jacobian(PlannedModel(trial.model, plan), names, trial.w, trial.X, trial.seeds)
+    mapped = dense_jacobian(PlannedModel(trial.model, plan), names, trial.w, trial.X, trial.cotangents)
     return mapped.values, torch.cat([trial.expected[name] for name in names], dim=2)
 
 

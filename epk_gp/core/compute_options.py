@@ -13,7 +13,9 @@ MEMORY_BUDGET = 1 << 30
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """How a long computation is carried out. Only `accumulate` changes the numbers.
+    """How a long computation is carried out.
+
+    Only `accumulate` changes the numbers beyond rounding; budget and checkpoint change the order of sums.
 
     Every long call takes these fields as keyword arguments, `gram_block(..., memory_budget=1 << 28, progress=True)`;
     a `PathKernel` takes them as one value.

@@ -6,6 +6,7 @@ from threading import RLock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,10 @@ class TensorSpec:
 
     dtype: torch.dtype
     device: torch.device
+
+    def cast(self, X: Tensor) -> Tensor:
+        """Bring inputs to the computation: floating ones to its dtype, all to its device."""
+        return X.to(device=self.device, dtype=self.dtype) if X.is_floating_point() else X.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,8 @@ class DifferentiationPlan:
 class ModelCache:
     """What was found out about a network, shared by all its variants and by all runs that have it.
 
-    Nothing in the cache depends on the weights, so runs that share a network (`ntk_trajectory`, `thin_path`) share it.
-    A pickled or copied cache is empty.
+    Nothing in the cache depends on the weights, so runs that share a network (`tangent_trajectory`, `thin_path`) share
+    it too. A pickled or copied cache is empty.
 
     Attributes:
         needs_dense_plan: Some inputs use a parameter in a way that no layer-wise Jacobian covers: the plan treats every

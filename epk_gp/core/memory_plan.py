@@ -137,6 +137,13 @@ class MemoryPlan:
         elements = self.budget // (PASSES_PER_DIRECTIONAL_DERIVATIVE * self.itemsize)
         return max(1, min(elements // self.plan.activations_per_sample, rows_per_pass(self.plan, self.itemsize)))
 
+    def kink_search_rows(self) -> int:
+        """Count the rows that are searched for kinks at a time.
+
+        Inputs and gradients of every piecewise operation stay in memory: a quarter of the rows of `directional_rows`.
+        """
+        return max(1, self.directional_rows() // 4)
+
     @property
     def _activation_bytes(self) -> int:
         return self.plan.activations_per_sample * self.itemsize

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from epk_gp.core import losses
 from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.head import Head, apply_head, validate_head
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
@@ -235,5 +236,4 @@ def batch_of(
         rows = step.batch.to(X.device)
         X, y = X[rows], y[rows]
     c = losses.sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
-    X = X.to(device=reference.device, dtype=reference.dtype) if X.is_floating_point() else X.to(reference.device)
-    return X, y.to(reference.device), c.to(reference)
+    return TensorSpec(reference.dtype, reference.device).cast(X), y.to(reference.device), c.to(reference)

@@ -62,14 +62,19 @@ def _add_train_train(context: ExecutionContext, steps: Steps, tile: GramAccumula
 
 
 def _add_test_train(context: ExecutionContext, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
-    """Add (sum_q w_q J_sq(x)) J_s(y)^T for each step: the left side is averaged over nodes before any product."""
+    """Add (sum_q w_q J_sq(x)) J_s(y)^T for each step.
+
+    The left side is averaged over nodes before any product; layers without an average are multiplied node by node by
+    `StepAverage.accumulate`.
+    """
     right = list(jacobians_at_nodes(context, [(s, 0.0) for s, _ in steps], Y))
     averages = []
     for (_, eta), other, nodes in zip(steps, right, nodes_of_points(context, [s for s, _ in steps], X), strict=True):
-        average = StepAverage(tile, other, eta, same_points=True)
+        average = StepAverage(tile, other, eta)
         for batch in nodes:
             average.accumulate(batch)
         averages.append(average.averages)
+    # averages are joined over steps before they are multiplied; `StepAverage.finalize` would multiply step by step
     layers = sorted(averages[0])
     tile.add_steps(
         [[of_step[layer] for layer in layers] for of_step in averages],
@@ -83,9 +88,9 @@ def _add_test_test(context: ExecutionContext, steps: Steps, tile: GramAccumulato
     every = X if tile.is_symmetric else torch.cat([X, Y])
     nodes = [(s, t, eta * weight) for s, eta in steps for t, weight in shared_nodes(context, s, every)]
     for batch in _batches(nodes, _batch_size(context, len(X) + len(Y))):
-        places = [(s, t) for s, t, _ in batch]
-        left = list(jacobians_at_nodes(context, places, X))
-        right = left if tile.is_symmetric else list(jacobians_at_nodes(context, places, Y))
+        at_nodes = [(s, t) for s, t, _ in batch]
+        left = list(jacobians_at_nodes(context, at_nodes, X))
+        right = left if tile.is_symmetric else list(jacobians_at_nodes(context, at_nodes, Y))
         tile.add_steps(left, right, [weight for *_, weight in batch])
 
 

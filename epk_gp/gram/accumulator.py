@@ -24,7 +24,7 @@ _MAIN = -1  # the sum of everything that is not deferred
 @final
 @dataclass(eq=False)
 class GramAccumulator:
-    """A tile of the Gram matrix, class-major: (K, N, L, M), or (K, N, M) for equal classes only.
+    """A tile of the Gram matrix, class-major: (K, N, J, M), or (K, N, M) for equal classes only.
 
     Sums over steps are kept apart where that saves products (docs/engine.md, section 6):
 
@@ -84,20 +84,20 @@ class GramAccumulator:
         """Add values to some points on the left, to a point as often as it occurs."""
         self._started_main().index_add_(1, rows, values)
 
-    def add_products(self, x: Float[Tensor, "K N P"], y: Float[Tensor, "L M P"], weight: float) -> None:
-        """Add weight * <x[k, n], y[l, m]>."""
+    def add_products(self, x: Float[Tensor, "K N P"], y: Float[Tensor, "J M P"], weight: float) -> None:
+        """Add weight * <x[k, n], y[j, m]>."""
         out, beta = self._buffer(_MAIN)
         self._multiply(out, x, y, weight, beta)
 
     def add_deferred_products(self, layer: int, x: Tensor, y: Tensor, weight: float, scale: InputProducts) -> None:
-        """Add weight * <x[k, n], y[l, m]> to the layer's own sum; its scale is computed when the layer first comes."""
+        """Add weight * <x[k, n], y[j, m]> to the layer's own sum; its scale is computed when the layer first comes."""
         if layer not in self._scales:
             self._scales[layer] = scale()
         out, beta = self._buffer(layer)
         self._multiply(out, x, y, weight, beta)
 
     def add_scaled_products(self, x: Tensor, y: Tensor, scale: Float[Tensor, "N M"]) -> None:
-        """Add <x[k, n], y[l, m]> * scale[n, m]."""
+        """Add <x[k, n], y[j, m]> * scale[n, m]."""
         factor = self._broadcast_outputs(scale)
         out, beta = self._buffer(_MAIN)
         if not beta:
@@ -147,7 +147,7 @@ class GramAccumulator:
 
         Args:
             inputs: Of both sides, (N, L, n_in) and (M, R, n_in), with the 1 of a bias.
-            output_grads: Of both sides, (K, N, L, n_out) and (K', M, R, n_out).
+            output_grads: Of both sides, (K, N, L, n_out) and (J, M, R, n_out).
             weight: Factor eta_s omega_q.
         """
         (a, b), (x, y) = inputs, output_grads

@@ -41,7 +41,7 @@ class ExecutionContext:
     prefetcher: WeightPrefetcher = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start to read the weight states."""
+        """Make the reader of weight states; nothing is read yet."""
         object.__setattr__(self, "prefetcher", WeightPrefetcher(self.trajectory, self.reference))
 
     @property
@@ -78,9 +78,4 @@ class ExecutionContext:
     @property
     def memory(self) -> MemoryPlan:
         """Turns the budget into block sizes."""
-        return memory_plan(self.net, self.options.memory_budget)
-
-
-def memory_plan(net: PlannedModel, budget: int) -> MemoryPlan:
-    """Return the memory plan of a network."""
-    return MemoryPlan(budget, net.itemsize, net.plan, net.model.num_weights)
+        return self.net.memory_plan(self.options.memory_budget)

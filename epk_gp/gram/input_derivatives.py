@@ -17,6 +17,7 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import LayerJacobian
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
+from epk_gp.autodiff.verification import allclose
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.accumulation import CopyBatch
@@ -54,12 +55,11 @@ class _Derivative:
         """Compute layer Jacobians without a graph, in the representations that those with one take."""
         return [jacobian.detach() for jacobian in self.jacobians(s, t, X.detach())]
 
-    def points_per_panel(self) -> int:
+    def points_per_block(self) -> int:
         """Count the points on each side of a block that is differentiated at a time."""
         size = 0
         if self.context.trajectory.num_steps:
-            X = self.context.trajectory.inputs[:1].to(self.net.model.spec.device)
-            X = X.to(self.net.model.spec.dtype) if X.is_floating_point() else X
+            X = self.net.model.spec.cast(self.context.trajectory.inputs[:1])
             size = sum(jacobian.nbytes for jacobian in self.jacobians(0, 0.0, X.detach()))
         return self.context.memory.derivative_points(self.cost.num_output_pairs, size)
 
@@ -73,7 +73,7 @@ def block_input_gradient(
     context: ExecutionContext,
     a: Points,
     b: Points,
-    weights: Float[Tensor, "K N L M"] | Float[Tensor, "K N M"],
+    weights: Float[Tensor, "K N J M"] | Float[Tensor, "K N M"],
     *,
     is_summed: bool,
 ) -> Shaped[Tensor, "N ..."]:
@@ -82,9 +82,9 @@ def block_input_gradient(
     result = torch.zeros_like(a.X)
     with torch.enable_grad():
         derivative = _prepare(context, pairs, summed_outputs(context.head) if is_summed else all_outputs(context.head))
-        size = derivative.points_per_panel()
-        for rows, x_is_train in _panels(a, size):
-            for columns, y_is_train in _panels(b, size):
+        size = derivative.points_per_block()
+        for rows, x_is_train in _blocks_of_points(a, size):
+            for columns, y_is_train in _blocks_of_points(b, size):
                 x, y = CopyBatch(a.X[rows], x_is_train), CopyBatch(b.X[columns], y_is_train)
                 result[rows] += _block(derivative, x, y, weights[:, rows][..., columns])
     return result
@@ -97,7 +97,7 @@ def diagonal_input_gradient(
     result = torch.zeros_like(a.X)
     with torch.enable_grad():
         derivative = _prepare(context, weights.shape[1] ** 2, all_outputs(context.head))
-        for rows, is_train in _panels(a, derivative.points_per_panel()):
+        for rows, is_train in _blocks_of_points(a, derivative.points_per_block()):
             for s, eta in context.steps:
                 for t, omega in _nodes(context, is_train):
                     X, jacobians = derivative.with_input_grad(s, t, a.X[rows])
@@ -130,19 +130,17 @@ def _with_verified_vmap(derivative: _Derivative) -> PlannedModel:
                 values = jacobians[-1].to_dense()
                 wave = torch.arange(values.numel(), device=X.device).to(values).sin().view_as(values)
                 gradients.append(_gradient((values * wave).sum(), point))
-            error = (gradients[0] - gradients[1]).abs().max()
-            bound = torch.finfo(model.spec.dtype).eps ** 0.65 * gradients[1].abs().max()
-            cache.vmap_second_derivatives[model.spec] = bool(error <= bound)
+            cache.vmap_second_derivatives[model.spec] = allclose(gradients[0], gradients[1])
         return PlannedModel(model, replace(net.plan, supports_vmap=cache.vmap_second_derivatives[model.spec]))
 
 
-def _panels(points: Points, size: int) -> Iterator[tuple[Tensor, bool]]:
+def _blocks_of_points(points: Points, size: int) -> Iterator[tuple[Tensor, bool]]:
     for is_train in (True, False):
         yield from ((rows, is_train) for rows in points.copies(is_train).split(size) if len(rows))
 
 
 def _block(derivative: _Derivative, x: CopyBatch, y: CopyBatch, weights: Tensor) -> Tensor:
-    """Differentiate one panel, all of one copy, against points of one copy."""
+    """Differentiate one block of points, all of one copy, against points of one copy."""
     total = torch.zeros_like(x.X)
     is_per_class = weights.ndim == 3
     for s, eta in derivative.context.steps:

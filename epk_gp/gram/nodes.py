@@ -37,8 +37,7 @@ def feature_bytes(context: ExecutionContext) -> int:
     key = (context.head, cost, tuple(net.plan.bias_of), net.model.spec)
     measured = net.model.cache.feature_bytes
     if key not in measured:
-        X = context.trajectory.inputs[:1].to(net.model.spec.device)
-        X = X.to(net.model.spec.dtype) if X.is_floating_point() else X
+        X = net.model.spec.cast(context.trajectory.inputs[:1])
         measured[key] = sum(jacobian.nbytes for jacobian in next(jacobians_at_nodes(context, [(0, 0.0)], X)))
     return measured[key]
 

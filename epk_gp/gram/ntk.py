@@ -3,10 +3,10 @@
 import hashlib
 from dataclasses import replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.fingerprint import tensor_bytes
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
@@ -44,7 +44,7 @@ def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"]) -> Trajectory:
         w: Flat weights.
     """
     hasher = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
-    hasher.update(w.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    hasher.update(tensor_bytes(w))
     sizes = trajectory.model.sizes
     return replace(
         trajectory,

@@ -64,14 +64,14 @@ class PathKernel:
         self,
         a: Points,
         b: Points,
-        weights: Float[Tensor, "K N L M"] | Float[Tensor, "K N M"],
+        weights: Float[Tensor, "K N J M"] | Float[Tensor, "K N M"],
         options: ComputeOptions = ComputeOptions(),
         *,
         summed: bool = False,
     ) -> Shaped[Tensor, "N ..."]:
         """Differentiate a weighted sum of kernel values with respect to the points on the left.
 
-            d/da_n  sum_{k,n,l,m} weights[k, n, l, m] K(a_n, b_m)[k, l]
+            d/da_n  sum_{k,n,j,m} weights[k, n, j, m] K(a_n, b_m)[k, j]
 
         Args:
             a: N points; b is held fixed, also where it is the same.

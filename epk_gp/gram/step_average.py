@@ -33,16 +33,15 @@ class NodeBatch:
 class StepAverage:
     """One step's average against fixed training-side Jacobians, accumulated node by node and finalized into a tile."""
 
-    def __init__(self, tile: GramAccumulator, right: Sequence[LayerJacobian], eta: float, *, same_points: bool) -> None:
+    def __init__(self, tile: GramAccumulator, right: Sequence[LayerJacobian], eta: float) -> None:
         """Start a step.
 
         Args:
             tile: Where the step is added.
             right: Training-side layer Jacobians of the step.
             eta: The step's factor.
-            same_points: See `LeftFactor.add_inner`.
         """
-        self.tile, self.right, self.eta, self.same_points = tile, right, eta, same_points
+        self.tile, self.right, self.eta = tile, right, eta
         self.averages: dict[int, LeftFactor] = {}
 
     def accumulate(self, batch: NodeBatch) -> None:
@@ -66,7 +65,7 @@ class StepAverage:
     def finalize(self) -> None:
         """Add the averaged layers to the tile."""
         for layer, average in self.averages.items():
-            average.add_inner(self.right[layer], self.tile, self.eta, layer=layer, same_points=self.same_points)
+            average.add_inner(self.right[layer], self.tile, self.eta, layer=layer, same_points=False)
 
 
 def averaged_jacobian(batches: Iterable[NodeBatch], columns: Int64[Tensor, " P"]) -> Float[Tensor, "K N P"]:

@@ -30,11 +30,11 @@ def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor,
         and len(a.copies(x_is_train))
         and len(b.copies(y_is_train))
     ]
-    plan = fingerprint(context.net.plan, size)  # partial sums of another plan are other sums
+    plan_fingerprint = fingerprint(context.net.plan, size)  # partial sums of another plan are other sums
     if len(combinations) == 1 and max(len(a), len(b)) <= size:
         ((x_is_train, y_is_train),) = combinations
         x, y = CopyBatch(a.X, x_is_train), CopyBatch(b.X, y_is_train)
-        return _tile(context, sums, f"{plan}-{x_is_train:d}{y_is_train:d}-0-0", x, y, is_symmetric=same)
+        return _tile(context, sums, f"{plan_fingerprint}-{x_is_train:d}{y_is_train:d}-0-0", x, y, is_symmetric=same)
     shape = (K, len(a), len(b)) if context.is_per_class else (K, len(a), K, len(b))
     result = empty_huge_pages(shape, context.reference.new_empty(0, dtype=sum_dtype(context)))
     for x_is_train, y_is_train in combinations:
@@ -43,7 +43,7 @@ def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor,
         for (i, n), (j, m) in product(enumerate(rows), enumerate(columns)):
             if mirrored and j < i:
                 continue
-            name = f"{plan}-{x_is_train:d}{y_is_train:d}-{i}-{j}"
+            name = f"{plan_fingerprint}-{x_is_train:d}{y_is_train:d}-{i}-{j}"
             x, y = CopyBatch(a.X[n], x_is_train), CopyBatch(b.X[m], y_is_train)
             tile = _tile(context, sums, name, x, y, is_symmetric=mirrored and i == j)
             scatter_block(tile, result, n, m)
@@ -115,8 +115,8 @@ def _sum_tile(
     stored, done = ({}, 0) if sums is None else sums.load(name)
     total = stored["total"].to(context.reference.device) if stored else None
     steps, dtype = context.steps, sum_dtype(context)
-    sums_apart = sums is not None or dtype is not context.reference.dtype
-    size = MAX_STEP_BATCH if sums_apart else max(1, len(steps))
+    sums_in_blocks = sums is not None or dtype is not context.reference.dtype
+    size = MAX_STEP_BATCH if sums_in_blocks else max(1, len(steps))
     C = context.num_outputs
     shape = (C, len(x), len(y)) if context.is_per_class else (C, len(x), C, len(y))
     with tqdm(

@@ -70,7 +70,14 @@ class _StepAdjoints:
     of_h: Float[Tensor, "K N P"]
 
 
-def adjoint_pass(problem: AttributionProblem, groups: Int64[Tensor, " L"], emit: Emit, progress: PassProgress) -> None:
+def adjoint_pass(
+    problem: AttributionProblem,
+    groups: Int64[Tensor, " L"],
+    emit: Emit,
+    progress: PassProgress,
+    *,
+    points_per_block: int,
+) -> None:
     """Go through the run from its last step to its first and emit every contribution.
 
     With Phi the averaged gradients of the outputs, the adjoint of the momentum buffer is
@@ -82,18 +89,18 @@ def adjoint_pass(problem: AttributionProblem, groups: Int64[Tensor, " L"], emit:
         groups: Group of each of the L parameters.
         emit: Called with every contribution; weight decay that is zero is left out.
         progress: How far the pass is; what is done is left out.
+        points_per_block: Points whose adjoints are carried at a time.
     """
     trajectory, sizes = problem.trajectory, problem.net.model.sizes
-    points_per_panel = problem.memory.adjoint_points(problem.num_outputs)
-    panels = torch.arange(len(problem.X), device=problem.X.device).split(points_per_panel)
+    blocks = torch.arange(len(problem.X), device=problem.X.device).split(points_per_block)
     S = trajectory.num_steps
-    work_items = len(panels) * S
+    work_items = len(blocks) * S
     with tqdm(total=work_items, initial=progress.done, desc="steps", disable=not problem.options.progress) as bar:
-        for number, rows in enumerate(panels):
+        for number, rows in enumerate(blocks):
             for position in range(max(0, progress.done - number * S), S):
                 step = trajectory.steps[S - 1 - position]
                 adjoint_state = progress.adjoint_state if position else None  # beta_{s+1} M_{s+1}
-                integral, batches = integrate_step(problem, step, rows, points_per_panel)
+                integral, batches = integrate_step(problem, step, rows, points_per_block)
                 Phi = averaged_jacobian(batches, problem.columns)
                 del batches
                 w = flat_weights(trajectory, step.index, problem.X)
@@ -149,23 +156,25 @@ def _emit_samples(
     for part in torch.arange(len(X), device=X.device).split(problem.memory.adjoint_samples()):
         cotangents = weighted_loss(trajectory.loss, y[part], c[part])
         jacobians = layer_jacobians(net, WeightLocation(adjoints.w), X[part], cotangents, cost)
-        G = to_flat_order(jacobians, problem.columns)[0]  # B P
-        contributions = -_grouped_products(H, G, groups, net.model.sizes)
+        loss_grads = to_flat_order(jacobians, problem.columns)[0]  # B P
+        contributions = -_grouped_products(H, loss_grads, groups, net.model.sizes)
         emit(SampleContributions(step.index, adjoints.rows, samples[part], contributions))
 
 
 def _grouped_products(
-    H: Float[Tensor, "K N P"], G: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
+    H: Float[Tensor, "K N P"], loss_grads: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
 ) -> Float[Tensor, "N K B G"]:
     """Compute inner products, summed over each group of parameters separately."""
     count = int(groups.max()) + 1
     K, N = H.shape[:2]
     if count == 1:
-        return (H.flatten(0, 1) @ G.T).view(K, N, len(G)).transpose(0, 1).unsqueeze(3)
-    out = H.new_zeros(N, K, len(G), count)
+        return (H.flatten(0, 1) @ loss_grads.T).view(K, N, len(loss_grads)).transpose(0, 1).unsqueeze(3)
+    out = H.new_zeros(N, K, len(loss_grads), count)
     first = 0
     for group, size in zip(groups.tolist(), sizes, strict=True):
         part = slice(first, first + size)
-        out[..., group] += (H[..., part].flatten(0, 1) @ G[:, part].T).view(K, N, len(G)).transpose(0, 1)
+        out[..., group] += (
+            (H[..., part].flatten(0, 1) @ loss_grads[:, part].T).view(K, N, len(loss_grads)).transpose(0, 1)
+        )
         first += size
     return out

@@ -285,11 +285,11 @@ def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -
     stored = None if folder is None else PartialSums(folder, _identity(problem, groupings))
     progress = PassProgress(stored, sums, initial, name)
     if is_vanilla:
-        vanilla_gd_pass(problem, emit, progress)
+        vanilla_gd_pass(problem, emit, progress, points_per_block=points)
     else:
         count = len(trajectory.model.names)
         groups = torch.zeros(count, dtype=torch.int64) if is_whole else torch.arange(count)
-        adjoint_pass(problem, groups, emit, progress)
+        adjoint_pass(problem, groups, emit, progress, points_per_block=points)
     return tuple(
         GroupedAttribution(
             initial=initial,

@@ -17,7 +17,6 @@ from epk_gp.core.head import Head, validate_head
 from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
-from epk_gp.gram.context import memory_plan
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.rules import Rule, validate_rule
@@ -57,7 +56,7 @@ class AttributionProblem:
     @property
     def memory(self) -> MemoryPlan:
         """Turns the budget into block sizes."""
-        return memory_plan(self.net, self.options.memory_budget)
+        return self.net.memory_plan(self.options.memory_budget)
 
     def select_outputs(self, f: Float[Tensor, "n C"]) -> Float[Tensor, "n K"]:
         """Keep the outputs that are asked for: (n, C) to (n, K)."""

@@ -99,12 +99,12 @@ def _reconstruct(
     max_residual, mismatch = total.new_zeros(()), total.new_zeros(())  # tensors: Python's max() would drop a NaN
     evaluations = 0.0
     size = integration_points(options.memory_budget, rule.typical_nodes, X[0].nbytes, initial[0].nbytes)
-    panels = torch.arange(len(X), device=X.device).split(size)
+    blocks = torch.arange(len(X), device=X.device).split(size)
     updates = replayed_updates(trajectory, net.model, X)
     for step, w, d in tqdm(updates, desc="steps", total=trajectory.num_steps, disable=not options.progress):
         end = flat_weights(trajectory, step.index + 1, X)
-        segment = WeightSegment(net, w, d, head, options.memory_budget // 2)  # the other half is the panel's
-        for rows in panels:
+        segment = WeightSegment(net, w, d, head, options.memory_budget // 2)  # the other half is the block's
+        for rows in blocks:
             integral = integrate(segment, X[rows], rule, trajectory.num_steps)
             total[rows] += integral.total
             residuals[rows] += integral.residual

@@ -54,7 +54,7 @@ def single_machine(
     Args:
         trajectory: Training run.
         X: n inputs, taken as test copies.
-        head: Must be "log_softmax".
+        head: Must be "log_softmax" for cross entropy; either for `NegativeLogLikelihood`.
         rule: How each step's integral is taken.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
@@ -71,8 +71,7 @@ def single_machine(
     C, itemsize = trajectory.num_outputs, initial.element_size()
     size = single_machine_samples(parsed.memory_budget, C, itemsize, len(X))
     kernel = PathKernel(trajectory, head, rule)
-    training = trajectory.inputs.to(device=X.device)
-    training = training.to(X.dtype) if training.is_floating_point() else training
+    training = trajectory.model.spec_for(X).cast(trajectory.inputs)
     for part in torch.arange(len(training), device=X.device).split(size):
         K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)
         outputs += torch.einsum("ncmd,md->nc", K, coefficients[part])
@@ -110,6 +109,6 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
                 f"step {step.index} of {trajectory.update_rule} has momentum, decay, clipping, accumulated batches or "
                 f"preconditioned gradients. {advice}"
             )
-    like = trajectory.inputs.new_zeros(0, trajectory.num_outputs, dtype=dtype)
-    q = soft_targets(loss, trajectory.targets, like)
+    reference = trajectory.inputs.new_zeros(0, trajectory.num_outputs, dtype=dtype)
+    q = soft_targets(loss, trajectory.targets, reference)
     return sample_weights(loss, trajectory.targets).to(q)[:, None] * q

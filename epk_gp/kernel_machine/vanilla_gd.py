@@ -34,7 +34,7 @@ def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     return float(u.lr[0]) * float(u.grad_scale[0])
 
 
-def vanilla_gd_pass(problem: AttributionProblem, emit: Emit, progress: PassProgress) -> None:
+def vanilla_gd_pass(problem: AttributionProblem, emit: Emit, progress: PassProgress, *, points_per_block: int) -> None:
     """Go through the run and emit every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>, as `adjoint_pass`.
 
     Raises:
@@ -42,10 +42,9 @@ def vanilla_gd_pass(problem: AttributionProblem, emit: Emit, progress: PassProgr
     """
     trajectory = problem.trajectory
     validate_vanilla_gd(trajectory, "factored contributions")
-    points_per_panel = vanilla_gd_points(problem)
-    panels = torch.arange(len(problem.X), device=problem.X.device).split(points_per_panel)
-    work_items = len(panels) * trajectory.num_steps
-    first = progress.done // len(panels)
+    blocks = torch.arange(len(problem.X), device=problem.X.device).split(points_per_block)
+    work_items = len(blocks) * trajectory.num_steps
+    first = progress.done // len(blocks)
     steps = tqdm(
         trajectory.steps[first:],
         desc="steps",
@@ -54,15 +53,16 @@ def vanilla_gd_pass(problem: AttributionProblem, emit: Emit, progress: PassProgr
         disable=not problem.options.progress,
     )
     for step in steps:
-        for rows in panels[progress.done % len(panels) :]:
-            integral, batches = integrate_step(problem, step, rows, points_per_panel)
-            block = problem.memory.vanilla_gd_samples(points_per_panel, len(rows), problem.num_outputs)
-            _emit_step(problem, step, rows, batches, block, emit)
+        for rows in blocks[progress.done % len(blocks) :]:
+            integral, batches = integrate_step(problem, step, rows, points_per_block)
+            samples_per_block = problem.memory.vanilla_gd_samples(points_per_block, len(rows), problem.num_outputs)
+            _emit_step(problem, step, rows, batches, samples_per_block, emit)
             progress.advance(integral, None, is_last=progress.done + 1 == work_items)
 
 
 def vanilla_gd_points(problem: AttributionProblem) -> int:
     """Count the points whose contributions are computed at a time."""
+    # an upper bound: all C outputs, also where one is asked for
     every = Cotangents(all_outputs("logits").of_logits, are_constant=True)
     at = WeightLocation(flat_weights(problem.trajectory, 0, problem.X))
     jacobians = layer_jacobians(problem.net, at, problem.X[:1], every, problem.cost)
@@ -70,7 +70,7 @@ def vanilla_gd_points(problem: AttributionProblem) -> int:
 
 
 def _emit_step(
-    problem: AttributionProblem, step: Step, rows: Tensor, batches: list[NodeBatch], block: int, emit: Emit
+    problem: AttributionProblem, step: Step, rows: Tensor, batches: list[NodeBatch], samples_per_block: int, emit: Emit
 ) -> None:
     """Emit the contributions of one step's samples, some of them at a time."""
     trajectory, K = problem.trajectory, problem.num_outputs
@@ -78,11 +78,11 @@ def _emit_step(
     X, y, c = batch_of(trajectory, step, w)
     samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
     eta = -vanilla_lr(trajectory, step)
-    for part in torch.arange(len(X), device=X.device).split(block):
+    for part in torch.arange(len(X), device=X.device).split(samples_per_block):
         cotangents = weighted_loss(trajectory.loss, y[part], c[part])
         right = layer_jacobians(problem.net, WeightLocation(w), X[part], cotangents, problem.cost)
         tile = GramAccumulator((K, len(rows), 1, len(part)), w)
-        average = StepAverage(tile, right, eta, same_points=False)
+        average = StepAverage(tile, right, eta)
         for batch in batches:
             average.accumulate(batch)
         average.finalize()

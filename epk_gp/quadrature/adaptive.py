@@ -47,7 +47,7 @@ class Integral:
         start: f at t = 0, (n, C).
         end: f at t = 1, (n, C).
         residual: Sum over a point's intervals of |f(b) - f(a) - integral|, largest output, (n,).
-        evaluations: Gradients evaluated per point, rejected intervals included, (n,).
+        evaluations: Gradients evaluated per point, rejected intervals included, and 2 for each search for kinks, (n,).
         point: Which point each of the E accepted nodes belongs to, (E,).
         t: Their positions, (E,).
         weight: Their weights, (E,); for every point they sum to 1.
@@ -152,14 +152,14 @@ def union_mesh(
     segment: WeightSegment, X: Shaped[Tensor, "n ..."], rule: AdaptiveRule, num_steps: int
 ) -> list[tuple[float, float]]:
     """Choose one composite rule that is fine enough for all n points: the union of every point's breakpoints."""
-    base, breakpoints = rule.interval_rule, integrate(segment, X, rule, num_steps).breakpoints
+    interval_rule, breakpoints = rule.interval_rule, integrate(segment, X, rule, num_steps).breakpoints
     edges = torch.cat([breakpoints, breakpoints.new_tensor([0.0, 1.0])]).unique().tolist()
     merged = [edges[0]]
     for edge in edges[1:]:
         if edge - merged[-1] > _MERGE_DISTANCE:
             merged.append(edge)
     merged[-1] = 1.0
-    return [(a + (b - a) * t, (b - a) * weight) for a, b in pairwise(merged) for t, weight in base]
+    return [(a + (b - a) * t, (b - a) * weight) for a, b in pairwise(merged) for t, weight in interval_rule]
 
 
 def _nodes(intervals: Intervals, low: QuadratureRule, high: QuadratureRule) -> tuple[Tensor, Tensor, Tensor]:

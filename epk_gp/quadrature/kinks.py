@@ -60,9 +60,8 @@ def locate_kinks(
     """
     if not segment.net.plan.supports_interpolation:
         return torch.zeros(0, dtype=torch.int64, device=X.device), a[:0]
-    rows_per_block = max(1, segment.rows_per_block // 4)  # inputs and gradients of every piecewise operation are kept
     intervals, positions = [], []
-    for rows in torch.arange(len(X), device=X.device).split(rows_per_block):
+    for rows in torch.arange(len(X), device=X.device).split(segment.rows_per_kink_search):
         events = _bracket_events(segment, X[rows], a[rows], b[rows])
         intervals.append(rows[events.interval])
         positions.append(_solve(segment, X[rows], a[rows], b[rows], events))
@@ -153,16 +152,16 @@ def _event_values(segment: WeightSegment, X: Tensor, t: Tensor, events: Brackete
     for part in events.call[active].argsort().split(segment.rows_per_block):
         chosen = active[part]
         calls = events.call[chosen]
-        wanted: dict[int, tuple[Tensor, Tensor]] = {}
+        requested: dict[int, tuple[Tensor, Tensor]] = {}
         for number in calls.unique().tolist():
             rows = (calls == number).nonzero().squeeze(1)
             first, second = events.first[chosen[rows]], events.second[chosen[rows]]
-            wanted[number] = rows.repeat(2), torch.cat([first, second.clamp(min=0)])
-        reader = EventReader(len(chosen), wanted)
+            requested[number] = rows.repeat(2), torch.cat([first, second.clamp(min=0)])
+        reader = EventReader(len(chosen), requested)
         params, moved = segment.interpolated(t[part])
         with suppress(StopForwardError), torch.no_grad(), disable_fused_attention(), moved, reader:
             model(params, X[events.interval[chosen]])
-        for number, (rows, _) in wanted.items():
+        for number, (rows, _) in requested.items():
             mine = part[rows[: len(rows) // 2]]
             level, other = reader.values[number].chunk(2)
             value[mine] = torch.where(events.second[active[mine]] >= 0, level - other, level)

@@ -151,17 +151,17 @@ class PreactivationRecorder(TorchFunctionMode):
 class EventReader(TorchFunctionMode):
     """Read the inputs of given units in a forward pass, and stop it (`StopForwardError`) after the last of them."""
 
-    def __init__(self, num_rows: int, wanted: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, num_rows: int, requested: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Start without a value.
 
         Args:
             num_rows: E.
-            wanted: Rows and units, each (B,), by number of the call in `PreactivationRecorder.calls`.
+            requested: Rows and units, each (B,), by number of the call in `PreactivationRecorder.calls`.
         """
         super().__init__()
-        self.num_rows, self.wanted = num_rows, wanted
+        self.num_rows, self.requested = num_rows, requested
         self.values: dict[int, Tensor] = {}
-        self._number, self._last = 0, max(wanted)
+        self._number, self._last = 0, max(requested)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Read the call's inputs, then make it."""
@@ -175,8 +175,9 @@ class EventReader(TorchFunctionMode):
                 self._read(x, threshold)
             return func(*args, **kwargs)
         if sees_all_rows and func in POOLS:
-            sure = len(args) <= 2 and not rest.get("return_indices")  # it gives a tensor, and need not be made
-            result = None if sure and self._number == self._last else func(*args, **kwargs)
+            # the last unit's inputs are read before the call, whose result is not needed then
+            returns_tensor = len(args) <= 2 and not rest.get("return_indices")
+            result = None if returns_tensor and self._number == self._last else func(*args, **kwargs)
             if result is None or isinstance(result, Tensor):
                 self._read(x, 0.0)
             return result
@@ -189,8 +190,8 @@ class EventReader(TorchFunctionMode):
         return result
 
     def _read(self, x: Tensor, threshold: float) -> None:
-        if self._number in self.wanted:
-            rows, units = self.wanted[self._number]
+        if self._number in self.requested:
+            rows, units = self.requested[self._number]
             self.values[self._number] = x.detach().flatten(1)[rows, units] - threshold
         if self._number == self._last:
             raise StopForwardError

@@ -73,9 +73,9 @@ class AdaptiveRule:
     See docs/theory.md, section 3.
 
     Attributes:
-        tol: Aim for the absolute error of an output over all S steps: each segment of a step may leave tol / S. A step
+        tol: Aim for the absolute error of an output over all S steps: each interval of a step may leave tol / S. A step
             cut into several can leave more than its share; the certificate says what came out.
-        order: Gauss-Legendre nodes per segment.
+        order: Gauss-Legendre nodes per interval.
     """
 
     tol: float

@@ -30,13 +30,7 @@ from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.history import RunHistory
 from epk_gp.training.setup import make_setup, parse_step_rules
-from epk_gp.training.step_check import (
-    ObservedStep,
-    check_against_exact_gradient,
-    check_against_used_gradient,
-    read_coefficients,
-    used_gradient,
-)
+from epk_gp.training.step_check import check_against_exact_gradient, check_against_used_gradient, observe_step
 from epk_gp.training.validation import parse_batch, validate_layer_modes
 
 
@@ -162,7 +156,8 @@ class Recorder:
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
         ]
-        self._phase = Phase.RECORDING
+        if self._phase is Phase.READY:  # a closed recorder stays closed: its folder is released
+            self._phase = Phase.RECORDING
         return self
 
     def __exit__(
@@ -320,13 +315,14 @@ class Recorder:
             step = join_batches(index, learning_rate(self.optimizer), announced, self.loss, self.y)
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
-        observed = ObservedStep(
-            step=step,
+        observed = observe_step(
+            setup,
+            optimizer,
+            step,
             start=self._history.last.end,
             end=end,
-            gradient=used_gradient(setup),
-            update=read_coefficients(setup, optimizer, self._state_uninitialised),
             momentum=self._training.momentum,
+            state_uninitialised=self._state_uninitialised,
         )
         if is_recomputed(index, setup.rules.check_every):
             checked = check_against_exact_gradient(setup, observed)

@@ -31,7 +31,8 @@ class ObservedStep:
         step: Its learning rate and batch.
         start: The weights before it.
         end: The weights after it.
-        gradient: The gradient that the optimizer used.
+        gradient: The gradient that the optimizer used; zero for a parameter without one.
+        without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
         update: The coefficients of the step, read from the optimizer, without gradient clipping.
         momentum: The momentum buffer before the step, as the recorder follows it.
     """
@@ -40,6 +41,7 @@ class ObservedStep:
     start: Float[Tensor, " P"]
     end: Float[Tensor, " P"]
     gradient: Float[Tensor, " P"]
+    without_gradient: Set[str]
     update: UpdateCoefficients
     momentum: Float[Tensor, " P"]
 
@@ -57,31 +59,47 @@ class CheckedStep:
     momentum: Float[Tensor, " P"]
 
 
-def used_gradient(setup: TrainingSetup) -> Float[Tensor, " P"]:
-    """Return the gradient that the optimizer used; it is zero for a parameter without one."""
-    parameters = dict(setup.net.named_parameters())
-    return setup.model.flatten({name: _dense_gradient(parameters[name]) for name in setup.model.names})
-
-
-def read_coefficients(setup: TrainingSetup, optimizer: Optimizer, state_uninitialised: Set[str]) -> UpdateCoefficients:
-    """Read the coefficients of the optimizer's last step.
+def observe_step(
+    setup: TrainingSetup,
+    optimizer: Optimizer,
+    step: Step,
+    *,
+    start: Float[Tensor, " P"],
+    end: Float[Tensor, " P"],
+    momentum: Float[Tensor, " P"],
+    state_uninitialised: Set[str],
+) -> ObservedStep:
+    """Read gradient and coefficients of a step from the network and its optimizer, right after it.
 
     Args:
         setup: The training.
-        optimizer: Its optimizer, right after the step.
+        optimizer: Its optimizer.
+        step: Learning rate and batch of the step.
+        start: The weights before the step.
+        end: The weights after the step.
+        momentum: The momentum buffer before the step.
         state_uninitialised: Names of the parameters of which the optimizer had no state before the step.
     """
-    parameters, rule = dict(setup.net.named_parameters()), setup.rules.update_rule
+    model, named = setup.model, dict(setup.net.named_parameters())
+    parameters = {name: named[name] for name in model.names}
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
-    def coefficients(name: str) -> LinearStep:
-        parameter = parameters[name]
+    def coefficients(name: str, parameter: nn.Parameter) -> LinearStep:
         if parameter.grad is None:
             return NO_UPDATE
         state = optimizer.state.get(parameter, {})
-        return rule.coefficients(parameter, groups[id(parameter)], state, name in state_uninitialised)
+        is_first = name in state_uninitialised
+        return setup.rules.update_rule.coefficients(parameter, groups[id(parameter)], state, is_first)
 
-    return stack_coefficients([coefficients(name) for name in setup.model.names], setup.model.sizes)
+    return ObservedStep(
+        step=step,
+        start=start,
+        end=end,
+        gradient=model.flatten({name: _dense_gradient(parameter) for name, parameter in parameters.items()}),
+        without_gradient={name for name, parameter in parameters.items() if parameter.grad is None},
+        update=stack_coefficients([coefficients(*item) for item in parameters.items()], model.sizes),
+        momentum=momentum,
+    )
 
 
 def check_against_exact_gradient(setup: TrainingSetup, observed: ObservedStep) -> CheckedStep:
@@ -138,10 +156,9 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
     X, y = setup.X[rows], setup.y[rows]
     c = sample_weights(setup.loss, y) if step.sample_weights is None else step.sample_weights.to(start)
     gradient = batch_gradient(setup.model, start, X, y, setup.loss, c)
-    parameters = dict(setup.net.named_parameters())
-    for name, part in setup.model.unflatten(gradient).items():
-        if parameters[name].grad is None:  # frozen for this step: torch neither clips nor moves it
-            part.zero_()
+    parts = setup.model.unflatten(gradient)
+    for name in observed.without_gradient:
+        parts[name].zero_()
     return StepCheck(
         start=start,
         used=observed.gradient,

@@ -158,3 +158,37 @@ def test_one_backward_pass_is_enough(head: str) -> None:
     assert not plan.supports_interpolation
     assert not plan.supports_double_backward
     assert not plan.supports_jvp
+
+
+class Cubed(torch.autograd.Function):
+    """A function of one's own that torch can differentiate backwards only, and cannot map over samples."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+class OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(Cubed.apply(self.hidden(x))))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_function_of_ones_own_may_lack_forward_mode_and_vmap(head: str) -> None:
+    """All of its weights are layers', and still nothing may be mapped over samples."""
+    trajectory = trained(OwnFunction().double(), inputs(8))
+    check(trajectory, inputs(12), head)
+    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan
+    assert plan.supports_interpolation
+    assert not plan.supports_jvp
+    assert not plan.supports_vmap

@@ -95,16 +95,16 @@ def test_contributions_are_those_of_per_sample_buffers(made):
         simulation.step(batch)
         schedule.step()
     rule = epk.gauss_legendre(6)
-    wanted = torch.zeros(len(X_test), 3, len(X) + 1, dtype=torch.float64)
+    expected = torch.zeros(len(X_test), 3, len(X) + 1, dtype=torch.float64)
     for s, share in enumerate(simulation.shares):
         assert_close(simulation.states[s], trajectory.states[s])
         for n, x in enumerate(X_test):
             phi = sum(w * reference.jacobian(trajectory, s, t, x, "log_softmax") for t, w in rule)
-            wanted[n] += phi @ share.T
+            expected[n] += phi @ share.T
     parts = epk.attribute(trajectory, X_test, rule=rule)
-    scale = wanted.abs().max()
-    assert (parts.samples - wanted[:, :, :-1]).abs().max() <= 1e-9 * scale
-    assert (parts.decay - wanted[:, :, -1]).abs().max() <= 1e-9 * scale
+    scale = expected.abs().max()
+    assert (parts.samples - expected[:, :, :-1]).abs().max() <= 1e-9 * scale
+    assert (parts.decay - expected[:, :, -1]).abs().max() <= 1e-9 * scale
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "rmsprop_momentum"])
@@ -121,8 +121,8 @@ def test_memory_and_disk_hold_the_same_numbers(tmp_path, name):
     assert loaded.digest == runs[0].digest == runs[1].digest
     assert loaded.update_rule == runs[0].update_rule
     for s in range(7):
-        for found, wanted in zip(loaded.updates[s], runs[0].updates[s], strict=True):
-            assert torch.equal(found, wanted)
+        for loaded_value, value in zip(loaded.updates[s], runs[0].updates[s], strict=True):
+            assert torch.equal(loaded_value, value)
     assert torch.equal(epk.attribute(loaded, X_test).samples, epk.attribute(runs[0], X_test).samples)
 
 
@@ -156,7 +156,7 @@ def test_stated_clipping_is_part_of_the_coefficients():
 
 
 @pytest.mark.parametrize(
-    ("told", "done", "says"),
+    ("stated", "done", "message"),
     [
         (ClipNorm(0.01), None, "it was not clipped as the recorder was told"),
         (ClipNorm(0.01), lambda p: nn.utils.clip_grad_norm_(p, 0.02), "clipped or scaled down"),
@@ -164,15 +164,15 @@ def test_stated_clipping_is_part_of_the_coefficients():
     ],
     ids=["not_done", "another_bound", "not_told"],
 )
-def test_clipping_other_than_stated_is_named(told, done, says):
+def test_clipping_other_than_stated_is_named(stated, done, message):
     net, X, y, _ = problem()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with epk.Recorder(net, optimizer, X, y, clip=told) as recorder:
+    with epk.Recorder(net, optimizer, X, y, clip=stated) as recorder:
         F.cross_entropy(net(X), y).backward()
         if done is not None:
             done(net.parameters())
         recorder.batch(None)
-        with pytest.raises(epk.StepMismatchError, match=f"^step 0: .*{says}"):
+        with pytest.raises(epk.StepMismatchError, match=f"^step 0: .*{message}"):
             optimizer.step()
 
 

@@ -77,7 +77,7 @@ def test_the_two_ways_to_accumulate_agree():
         total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
 
     groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
-    adjoint_pass(problem, groups, emit, PassProgress(None, [total], total))
+    adjoint_pass(problem, groups, emit, PassProgress(None, [total], total), points_per_block=2)
     assert_close(total, epk.attribute(case.trajectory, case.test, rule=epk.gauss_legendre(2)).samples)
 
 

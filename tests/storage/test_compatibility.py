@@ -54,9 +54,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("make", "says"), OTHERS.values(), ids=OTHERS.keys())
-def test_another_network_is_refused(run, make, says):
-    refused(run, ValueError, says, make())
+@pytest.mark.parametrize(("make", "message"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_network_is_refused(run, make, message):
+    refused(run, ValueError, message, make())
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -76,7 +76,7 @@ def test_a_loss_function_must_be_given_again(own_loss_run):
 
 
 @pytest.mark.parametrize(
-    ("loss", "says"),
+    ("loss", "message"),
     [
         (epk.CrossEntropy(), "must be the one the run was recorded with"),
         (epk.PerSampleLoss(CASES["own_loss"].losses, name="another"), "must be the one the run was recorded with"),
@@ -85,8 +85,8 @@ def test_a_loss_function_must_be_given_again(own_loss_run):
     ],
     ids=["kind", "name", "reduction", "function"],
 )
-def test_another_loss_function_is_refused(own_loss_run, loss, says):
-    with pytest.raises(ValueError, match=says):
+def test_another_loss_function_is_refused(own_loss_run, loss, message):
+    with pytest.raises(ValueError, match=message):
         epk.load_trajectory(own_loss_run, mlp(), loss=loss)
 
 

@@ -68,9 +68,9 @@ def test_every_flipped_bit_and_every_lost_byte_is_found_and_its_file_is_named(ru
     for number in range(400):
         file = copy / files[number % len(files)]
         damage(file, draw)
-        found = opened(copy)
-        if not isinstance(found, Exception) or not names(found, file):
-            missed.append((file.name, file.read_bytes(), str(found)))
+        result = opened(copy)
+        if not isinstance(result, Exception) or not names(result, file):
+            missed.append((file.name, file.read_bytes(), str(result)))
         shutil.copy(run / file.name, file)
     assert opened(copy) == whole
     assert missed == []
@@ -78,11 +78,11 @@ def test_every_flipped_bit_and_every_lost_byte_is_found_and_its_file_is_named(ru
 
 def names(error: Exception, file: Path) -> bool:
     """Whether an error names a file; a chunk or what follows it, with its states or steps."""
-    said = str(error)
-    if file.name == "finished.json" and "journal.jsonl" in said:
+    message = str(error)
+    if file.name == "finished.json" and "journal.jsonl" in message:
         return True  # two records disagree
     steps = "(states " if file.name.startswith("chunk") else "(at state " if file.name.startswith(RESUME) else ""
-    return file.name in said and steps in said and "\n" not in said
+    return file.name in message and steps in message and "\n" not in message
 
 
 @pytest.mark.parametrize("position", range(0, 60, 7))

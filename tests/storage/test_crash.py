@@ -31,16 +31,16 @@ def run(mode, folder):
     command = [sys.executable, str(CRASHES), mode, str(folder), "7"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["problems"] == [], done.stderr
-    return found
+    result = json.loads(done.stdout)
+    assert result["problems"] == [], done.stderr
+    return result
 
 
 @pytest.mark.slow
 def test_a_recording_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_not_been(folder):
-    found = run("random", folder)
-    assert found["kills"] == 200
-    assert {0, 2, 4, 6} <= set(found["left_at"])  # the kills were spread over the run
+    result = run("random", folder)
+    assert result["kills"] == 200
+    assert {0, 2, 4, 6} <= set(result["left_at"])  # the kills were spread over the run
 
 
 @pytest.mark.slow
@@ -50,6 +50,6 @@ def test_a_recording_killed_after_each_file_operation_is_resumed(folder):
 
 @pytest.mark.slow
 def test_readers_see_a_consistent_prefix_of_a_run_that_is_being_written(folder):
-    found = run("readers", folder)
-    assert found["reads"] > 40
-    assert len(found["seen"]) > 2
+    result = run("readers", folder)
+    assert result["reads"] > 40
+    assert len(result["seen"]) > 2

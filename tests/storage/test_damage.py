@@ -156,10 +156,10 @@ CHANGES = {
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("change", "says"), CHANGES.values(), ids=CHANGES.keys())
-def test_a_journal_line_that_was_edited_with_new_checksums_is_found(crashed, change, says):
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_journal_line_that_was_edited_with_new_checksums_is_found(crashed, change, message):
     rewritten(crashed, change)
-    refused(crashed, ValueError, says)
+    refused(crashed, ValueError, message)
 
 
 @pytest.mark.parametrize("change", [change for change, _ in CHANGES.values()], ids=CHANGES.keys())

@@ -65,12 +65,12 @@ def replace_header(run, **changes):
     (run / HEADER).write_bytes(checksummed_json(header))
 
 
-def refused(run, says, seconds=2.0, mebibytes=24):
+def refused(run, message, seconds=2.0, mebibytes=24):
     """Refused by both functions that open a run, by a message, soon, and without taking much memory."""
     tracemalloc.start()
     start = time.perf_counter()
     for opening in (check_run, lambda path: epk.load_trajectory(path, mlp())):
-        with pytest.raises((ValueError, FileNotFoundError), match=says) as error:
+        with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
             opening(run)
         assert len(str(error.value)) < 2000
     taken, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
@@ -241,10 +241,10 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize(("change", "says"), TENSORS.values(), ids=TENSORS.keys())
-def test_a_chunk_that_holds_something_else_is_refused_with_its_states(plain, change, says):
+@pytest.mark.parametrize(("change", "message"), TENSORS.values(), ids=TENSORS.keys())
+def test_a_chunk_that_holds_something_else_is_refused_with_its_states(plain, change, message):
     replace_chunk(plain, save(change(load_file(plain / CHUNK))))
-    refused(plain, rf"{CHUNK} \(states 1..4\) .*{says}")
+    refused(plain, rf"{CHUNK} \(states 1..4\) .*{message}")
 
 
 def packed(parts):
@@ -267,10 +267,10 @@ PACKED = {
 
 
 @pytest.mark.parametrize("run", ["deltas"], indirect=True)
-@pytest.mark.parametrize(("change", "says"), PACKED.values(), ids=PACKED.keys())
-def test_bytes_that_are_not_packed_rows_are_refused(run, change, says):
+@pytest.mark.parametrize(("change", "message"), PACKED.values(), ids=PACKED.keys())
+def test_bytes_that_are_not_packed_rows_are_refused(run, change, message):
     replace_chunk(run, save(change(load_file(run / CHUNK))))
-    refused(run, rf"{CHUNK} \(states 1..4\).*{says}")
+    refused(run, rf"{CHUNK} \(states 1..4\).*{message}")
 
 
 @pytest.mark.parametrize("name", ["inputs", "targets", "probe"])

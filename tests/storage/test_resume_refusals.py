@@ -33,12 +33,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=OTHERS.keys())
-def test_another_run_is_refused_and_nothing_changes(tmp_path, change, says):
+@pytest.mark.parametrize(("change", "message"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_run_is_refused_and_nothing_changes(tmp_path, change, message):
     net, (X, y) = mlp(), data()
     epk.train(net, X, y, optimizer=sgd(net), steps=2, path=tmp_path / "run")
     before = file_hashes(tmp_path / "run")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         resumed(tmp_path / "run", **change)
     assert file_hashes(tmp_path / "run") == before
     assert resumed(tmp_path / "run").num_steps == 2  # the control, and the lock was given back

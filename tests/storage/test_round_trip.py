@@ -72,18 +72,20 @@ def test_what_is_written_is_what_is_read(
     assert torch.equal(read_training_state(path, len(chunks) - 1, chunks[-1])["state"], kept["state"])
     read = [step for chunk in chunks for step in read_steps(path, writer.schema, chunk)]
     assert [(step.index, step.lr) for step in read] == [(step.index, step.lr) for step in steps]
-    for found, written in zip(read, batches, strict=True):
-        assert (found.batch is None) == (written is None)
-        assert written is None or torch.equal(found.batch, written)
-    for found, written in zip(read, weights, strict=True):
-        assert (found.sample_weights is None) == (written is None)
-        assert written is None or torch.equal(found.sample_weights, written)
+    for loaded, written in zip(read, batches, strict=True):
+        assert (loaded.batch is None) == (written is None)
+        assert written is None or torch.equal(loaded.batch, written)
+    for loaded, written in zip(read, weights, strict=True):
+        assert (loaded.sample_weights is None) == (written is None)
+        assert written is None or torch.equal(loaded.sample_weights, written)
     stored = StoredUpdates(path, writer.schema, chunks)
     assert len(stored) == len(updates)
     like, sizes_of = torch.zeros(num_weights, dtype=dtype), writer.schema.sizes
     for s in torch.randperm(len(updates)).tolist():
-        for found, written in zip(stored[s], updates[s], strict=True):
-            assert torch.equal(broadcast_to_params(found, sizes_of, like), broadcast_to_params(written, sizes_of, like))
+        for loaded, written in zip(stored[s], updates[s], strict=True):
+            assert torch.equal(
+                broadcast_to_params(loaded, sizes_of, like), broadcast_to_params(written, sizes_of, like)
+            )
     in_order = StoredStates(path, writer.schema, chunks)
     for chunk in chunks:
         for state in range(chunk.first, chunk.last + 1):

@@ -179,7 +179,7 @@ def test_a_start_that_a_crash_cut_short_is_started_anew(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"chunk_bytes": 0}, ValueError, "chunk_bytes must be at least 1"),
         ({"seconds": 0}, ValueError, "seconds must be positive"),
@@ -189,6 +189,6 @@ def test_a_start_that_a_crash_cut_short_is_started_anew(tmp_path):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 @pytest.mark.usefixtures("unchecked")
-def test_storage_options_out_of_range_are_refused(options, error, says):
-    with pytest.raises(error, match=says):
+def test_storage_options_out_of_range_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
         epk.Storage(**options)

@@ -31,11 +31,11 @@ class Fault:
     """What goes wrong, where it is seen, and what the message must say."""
 
     loop: type[Loop]
-    says: str
+    message: str
     step: int = FAULTY_STEP
 
 
-def fault(says: str, base: type[Loop] = Loop, step: int = FAULTY_STEP, **parts: Any) -> Fault:
+def fault(message: str, base: type[Loop] = Loop, step: int = FAULTY_STEP, **parts: Any) -> Fault:
     def late(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
         def replaced(self: Loop, *args: Any) -> Any:
             at = next(a for a in args if isinstance(a, int))
@@ -45,7 +45,7 @@ def fault(says: str, base: type[Loop] = Loop, step: int = FAULTY_STEP, **parts: 
 
     fixed = {k: v for k, v in parts.items() if k.startswith("make_") or not callable(v)}
     parts = {k: late(k, v) for k, v in parts.items() if k not in fixed}
-    return Fault(type("Faulty", (base,), {**fixed, **parts}), says, step)
+    return Fault(type("Faulty", (base,), {**fixed, **parts}), message, step)
 
 
 class WithAuxiliary(Loop):
@@ -183,7 +183,7 @@ FAULTS = {
 @pytest.mark.parametrize("planted", FAULTS.values(), ids=FAULTS.keys())
 def test_a_planted_fault_is_found_and_named(planted):
     loop = planted.loop()
-    with pytest.raises(epk.StepMismatchError, match=rf"^step {planted.step}: .*{planted.says}"):
+    with pytest.raises(epk.StepMismatchError, match=rf"^step {planted.step}: .*{planted.message}"):
         loop.run()
     assert loop.recorder.num_steps == planted.step
     assert not loop.optimizer._optimizer_step_post_hooks
@@ -212,4 +212,6 @@ def test_a_batch_outside_the_recorder_is_refused():
     with recorder:
         pass
     with pytest.raises(RuntimeError, match="inside 'with Recorder"):
+        recorder.batch(None)
+    with recorder, pytest.raises(RuntimeError, match="inside 'with Recorder"):
         recorder.batch(None)

@@ -46,12 +46,12 @@ def test_memory_and_disk_hold_the_same_run(case, tmp_path):
         assert torch.equal(stored.step_sizes, in_memory.step_sizes)
         assert torch.equal(stored.inputs, in_memory.inputs)
         assert torch.equal(stored.targets, in_memory.targets)
-        for mine, theirs in zip(states_of(stored), states_of(in_memory), strict=True):
-            assert torch.equal(mine, theirs)
-        for mine, theirs in zip(stored.steps, in_memory.steps, strict=True):
-            assert (mine.index, mine.lr) == (theirs.index, theirs.lr)
-            assert (mine.batch is None) == (theirs.batch is None)
-            assert mine.batch is None or torch.equal(mine.batch, theirs.batch)
+        for actual, expected in zip(states_of(stored), states_of(in_memory), strict=True):
+            assert torch.equal(actual, expected)
+        for actual, expected in zip(stored.steps, in_memory.steps, strict=True):
+            assert (actual.index, actual.lr) == (expected.index, expected.lr)
+            assert (actual.batch is None) == (expected.batch is None)
+            assert actual.batch is None or torch.equal(actual.batch, expected.batch)
 
 
 def test_runs_have_one_digest_exactly_if_they_are_the_same_run():
@@ -87,8 +87,8 @@ def test_full_batch_steps_say_so_without_indices():
 
 
 def test_step_sizes_follow_the_schedule():
-    wanted = 0.1 * 0.7 ** torch.arange(5, dtype=torch.float64)
-    torch.testing.assert_close(trained(CASES["schedule"]).step_sizes, wanted, rtol=1e-15, atol=0)
+    expected = 0.1 * 0.7 ** torch.arange(5, dtype=torch.float64)
+    torch.testing.assert_close(trained(CASES["schedule"]).step_sizes, expected, rtol=1e-15, atol=0)
 
 
 def test_frozen_parameters_are_constants_and_not_weights():
@@ -222,13 +222,13 @@ def test_what_the_user_does_to_his_data_afterwards_does_not_reach_the_run():
     trajectory = epk.train(net, X, y, optimizer=sgd(net), steps=2)
     X.zero_()
     y.zero_()
-    wanted_X, wanted_y = data()
-    assert torch.equal(trajectory.inputs, wanted_X)
-    assert torch.equal(trajectory.targets, wanted_y)
+    expected_X, expected_y = data()
+    assert torch.equal(trajectory.inputs, expected_X)
+    assert torch.equal(trajectory.targets, expected_y)
 
 
 def test_a_trajectory_taken_during_training_does_not_grow():
-    found = {}
+    taken = {}
     for steps in (2, 4):
         net, (X, y) = mlp(), data()
         optimizer = sgd(net)
@@ -239,10 +239,10 @@ def test_a_trajectory_taken_during_training_does_not_grow():
                 recorder.batch(None)
                 optimizer.step()
                 if step == 1:
-                    found[steps] = recorder.trajectory
-    assert found[4].num_steps == 2
-    assert len(found[4].states) == 3
-    assert found[4].digest == found[2].digest != recorder.trajectory.digest
+                    taken[steps] = recorder.trajectory
+    assert taken[4].num_steps == 2
+    assert len(taken[4].states) == 3
+    assert taken[4].digest == taken[2].digest != recorder.trajectory.digest
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
@@ -264,11 +264,11 @@ def test_steps_before_an_error_are_kept(where, tmp_path):
 
     with pytest.raises(epk.StepMismatchError, match="step 3"):
         loop()
-    wanted = trained(RunCase("three", steps=3))
+    three_steps = trained(RunCase("three", steps=3))
     kept = recorder.trajectory if path is None else epk.load_trajectory(path, mlp())
     assert kept.num_steps == 3
-    for mine, theirs in zip(states_of(kept), states_of(wanted), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for actual, expected in zip(states_of(kept), states_of(three_steps), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_run_that_diverges_keeps_its_finite_steps_on_disk(tmp_path):

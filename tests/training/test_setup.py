@@ -22,10 +22,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("make", "says"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_an_optimizer_whose_update_rule_is_not_known_is_refused(make, says):
+@pytest.mark.parametrize(("make", "message"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_an_optimizer_whose_update_rule_is_not_known_is_refused(make, message):
     net, (X, y) = mlp(), data()
-    with pytest.raises(ValueError, match=f"update rule must be known: {says}"):
+    with pytest.raises(ValueError, match=f"update rule must be known: {message}"):
         epk.train(net, X, y, optimizer=make(net.parameters()), steps=1)
 
 
@@ -57,10 +57,10 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize(("make", "says"), NETWORKS.values(), ids=NETWORKS.keys())
-def test_a_random_or_coupled_network_is_refused(make, says):
+@pytest.mark.parametrize(("make", "message"), NETWORKS.values(), ids=NETWORKS.keys())
+def test_a_random_or_coupled_network_is_refused(make, message):
     net, (X, y) = make(), data()
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         epk.train(net, X, y, optimizer=sgd(net), steps=1)
 
 
