@@ -1,6 +1,5 @@
 """The scikit-learn face: its own checks, the recorded network behind it, and precomputed kernels."""
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -23,8 +22,7 @@ from epk_gp.kernels.precomputed import epk_gram
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # scikit-learn's checks provoke warnings on purpose
 @parametrize_with_checks([EPKClassifier(steps=60)])
-def test_scikit_learns_own_checks_pass(estimator, check, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # users' calls, with wrong types on purpose
+def test_scikit_learns_own_checks_pass(estimator, check, unchecked):
     check(estimator)
 
 
