@@ -126,17 +126,29 @@ class PathKernel:
             self.trajectory, model, lambda net: gram_tiles(self._context(net, options, is_per_class=is_per_class), a, b)
         )
 
+    def validate_inputs(self, X: Shaped[Tensor, "n ..."], name: str = "X") -> None:
+        """Raise if the kernel cannot be evaluated at inputs.
+
+        Args:
+            X: n inputs.
+            name: Name of the inputs in a message.
+
+        Raises:
+            TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
+        """
+        validate_inputs(self.trajectory, X, name)
+        validate_head(self.head, self.trajectory.num_outputs)
+        validate_rule(self.rule)
+
     def _validate(self, a: Points, b: Points) -> None:
         for name, points in (("a", a), ("b", b)):
             validate_points(points, name)
-            validate_inputs(self.trajectory, points.X, f"{name}.X")
+            self.validate_inputs(points.X, f"{name}.X")
         if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
             raise ValueError(
                 "both sets of points must share dtype and device: "
                 f"got {a.X.dtype} on {a.X.device} and {b.X.dtype} on {b.X.device}."
             )
-        validate_head(self.head, self.trajectory.num_outputs)
-        validate_rule(self.rule)
 
     def _validate_fixed_rule(self) -> None:
         if not isinstance(self.rule, QuadratureRule):

@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import SampleContributions, WeightDecayContribution, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, validate_problem
@@ -122,9 +122,9 @@ def attribute(
             of range.
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
-    validate_problem(trajectory, X, head, rule, classes)
-    groupings = [(by_sample(trajectory),)]
-    (parts,) = _attribute(trajectory, X, groupings, head=head, rule=rule, classes=classes, options=parsed)
+    kernel = PathKernel(trajectory, head, rule)
+    validate_problem(kernel, X, classes)
+    (parts,) = _attribute(kernel, X, [(by_sample(trajectory),)], classes, parsed)
     return Attribution(
         initial=parts.initial,
         samples=parts.values,
@@ -192,26 +192,24 @@ def attribute_many(
     for by in groupings:
         validate_axes(trajectory, by)
     parsed = parse_options("attribute_many", ("accumulate",), **options)
-    validate_problem(trajectory, X, head, rule, classes)
-    chosen = list(map(tuple, groupings))
-    return _attribute(trajectory, X, chosen, head=head, rule=rule, classes=classes, options=parsed)
+    kernel = PathKernel(trajectory, head, rule)
+    validate_problem(kernel, X, classes)
+    return _attribute(kernel, X, list(map(tuple, groupings)), classes, parsed)
 
 
 def _attribute(
-    trajectory: Trajectory,
+    kernel: PathKernel,
     X: Tensor,
     groupings: Sequence[tuple[Axis, ...]],
-    *,
-    head: Head,
-    rule: Rule,
     classes: Tensor | None,
     options: ComputeOptions,
 ) -> tuple[GroupedAttribution, ...]:
-    def compute(net: PlannedModel) -> tuple[GroupedAttribution, ...]:
-        problem = make_problem(net, trajectory, X, head=head, rule=rule, classes=classes, options=options)
-        return _split(problem, groupings)
-
-    return with_plan(trajectory, trajectory.model_for(X), compute)
+    trajectory = kernel.trajectory
+    return with_plan(
+        trajectory,
+        trajectory.model_for(X),
+        lambda net: _split(make_problem(net, kernel, X, classes, options), groupings),
+    )
 
 
 class _Collector:
@@ -267,7 +265,7 @@ class _Collector:
 
 
 def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -> tuple[GroupedAttribution, ...]:
-    trajectory, X, head, folder = problem.trajectory, problem.X, problem.head, problem.options.checkpoint
+    trajectory, X, head, folder = problem.trajectory, problem.X, problem.kernel.head, problem.options.checkpoint
     initial = problem.select_outputs(network_outputs(trajectory, X, state=0, head=head))
     network = problem.select_outputs(network_outputs(trajectory, X, state=-1, head=head))
     collectors = [_Collector(problem, axes, initial) for axes in groupings]
@@ -307,7 +305,8 @@ def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -
 def _identity(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -> str:
     axes = [axis for grouping in groupings for axis in grouping]
     kinds = [[axis.kind for axis in grouping] for grouping in groupings]
+    kernel = problem.kernel
     return fingerprint(
-        problem.trajectory.digest, problem.head, problem.rule, problem.options.memory_budget, kinds, problem.X,
+        kernel.trajectory.digest, kernel.head, kernel.rule, problem.options.memory_budget, kinds, problem.X,
         problem.classes, *(axis.group for axis in axes), [axis.names for axis in axes],
     )  # fmt: skip

@@ -13,13 +13,12 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import NodeWeights
 from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
 from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.head import Head, validate_head
 from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
+from epk_gp.core.trajectory import Trajectory, flat_weights
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
-from epk_gp.quadrature.rules import Rule, validate_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +26,8 @@ class AttributionProblem:
     """Predictions that are to be split into contributions.
 
     Attributes:
-        trajectory: The run.
+        kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
-        head: "logits" or "log_softmax".
-        rule: How each step's integral is taken.
         classes: One output per input, or None for all C.
         options: How to compute.
         net: The network in the computation's dtype, with its plan.
@@ -38,15 +35,18 @@ class AttributionProblem:
         columns: Place in the flat weights of each entry of dense layer Jacobians, (P,).
     """
 
-    trajectory: Trajectory
+    kernel: PathKernel
     X: Shaped[Tensor, "n ..."]
-    head: Head
-    rule: Rule
     classes: Int64[Tensor, " n"] | None
     options: ComputeOptions
     net: PlannedModel
     cost: ContractionCost
     columns: Int64[Tensor, " P"]
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The run."""
+        return self.kernel.trajectory
 
     @property
     def num_outputs(self) -> int:
@@ -63,21 +63,17 @@ class AttributionProblem:
         return f if self.classes is None else f.gather(1, self.classes[:, None])
 
 
-def validate_problem(
-    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], head: Head, rule: Rule, classes: object
-) -> None:
+def validate_problem(kernel: PathKernel, X: Shaped[Tensor, "n ..."], classes: object) -> None:
     """Raise if a prediction cannot be attributed.
 
     Raises:
         TypeError, ValueError: The network cannot take the inputs; the head or the rule is unknown; `classes` are not
             one output per input.
     """
-    validate_inputs(trajectory, X)
-    validate_head(head, trajectory.num_outputs)
-    validate_rule(rule)
+    kernel.validate_inputs(X)
     if classes is None:
         return
-    C = trajectory.num_outputs
+    C = kernel.trajectory.num_outputs
     if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != X.shape[:1]:
         got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
         raise ValueError(f"classes must be an int64 tensor with one output per point, ({len(X)},): got {got}.")
@@ -87,24 +83,21 @@ def validate_problem(
 
 def make_problem(
     net: PlannedModel,
-    trajectory: Trajectory,
+    kernel: PathKernel,
     X: Shaped[Tensor, "n ..."],
-    *,
-    head: Head,
-    rule: Rule,
     classes: Int64[Tensor, " n"] | None,
     options: ComputeOptions,
 ) -> AttributionProblem:
     """Prepare an attribution; the arguments were validated by `validate_problem`."""
     cost = ContractionCost(
-        num_output_pairs=trajectory.num_outputs if classes is None else 1,
-        num_contractions=rule.num_contractions,
-        cotangents_are_constant=head == "logits",
+        num_output_pairs=kernel.trajectory.num_outputs if classes is None else 1,
+        num_contractions=kernel.rule.num_contractions,
+        cotangents_are_constant=kernel.head == "logits",
         all_dense=not net.plan.supports_interpolation,
     )
     columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
     classes = None if classes is None else classes.to(X.device)
-    return AttributionProblem(trajectory, X.detach(), head, rule, classes, options, net, cost, columns)
+    return AttributionProblem(kernel, X.detach(), classes, options, net, cost, columns)
 
 
 def integrate_step(
@@ -120,8 +113,8 @@ def integrate_step(
     """
     X, net = problem.X[rows], problem.net
     w, end = (flat_weights(problem.trajectory, s, X) for s in (step.index, step.index + 1))
-    segment = WeightSegment(net, w, end - w, problem.head, problem.options.memory_budget)
-    integral = integrate(segment, X, problem.rule, problem.trajectory.num_steps)
+    segment = WeightSegment(net, w, end - w, problem.kernel.head, problem.options.memory_budget)
+    integral = integrate(segment, X, problem.kernel.rule, problem.trajectory.num_steps)
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
     batches = []
     for part in torch.arange(len(integral.point), device=X.device).split(size):
@@ -139,5 +132,5 @@ def _cotangents(problem: AttributionProblem, points: Tensor) -> Cotangents:
     Jacobian is multiplied with.
     """
     if problem.classes is None:
-        return replace(all_outputs(problem.head), head=None)
-    return chosen_outputs(problem.head, problem.classes[points])
+        return replace(all_outputs(problem.kernel.head), head=None)
+    return chosen_outputs(problem.kernel.head, problem.classes[points])

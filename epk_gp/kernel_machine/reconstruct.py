@@ -13,11 +13,12 @@ from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.gradients import replayed_updates
-from epk_gp.core.head import Head, validate_head
+from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import integration_points
-from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, validate_inputs
+from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
+from epk_gp.quadrature.rules import Rule, adaptive
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,19 +80,13 @@ def reconstruct(
         TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
     """
     parsed = parse_options("reconstruct", ("checkpoint", "accumulate"), **options)
-    validate_inputs(trajectory, X)
-    validate_head(head, trajectory.num_outputs)
-    validate_rule(rule)
-    return with_plan(
-        trajectory,
-        trajectory.model_for(X),
-        lambda net: _reconstruct(net, trajectory, X, head=head, rule=rule, options=parsed),
-    )
+    kernel = PathKernel(trajectory, head, rule)
+    kernel.validate_inputs(X)
+    return with_plan(trajectory, trajectory.model_for(X), lambda net: _reconstruct(net, kernel, X, parsed))
 
 
-def _reconstruct(
-    net: PlannedModel, trajectory: Trajectory, X: Tensor, *, head: Head, rule: Rule, options: ComputeOptions
-) -> Reconstruction:
+def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> Reconstruction:
+    trajectory, head, rule = kernel.trajectory, kernel.head, kernel.rule
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
     total = torch.zeros_like(initial, dtype=torch.float64)

@@ -9,7 +9,6 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.autodiff.planned_model import flat_columns
 from epk_gp.autodiff.planning import plan_for
-from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.kernel_machine.adjoint import adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
@@ -67,10 +66,8 @@ def test_the_two_ways_to_accumulate_agree():
     """Plain gradient descent factored, and by adjoints."""
     case = make_case("cnn")
     net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
-    rule, options = epk.gauss_legendre(2), ComputeOptions(memory_budget=1 << 28)
-    problem = make_problem(
-        net, case.trajectory, case.test, head="log_softmax", rule=rule, classes=None, options=options
-    )
+    kernel = epk.PathKernel(case.trajectory, rule=epk.gauss_legendre(2))
+    problem = make_problem(net, kernel, case.test, None, epk.ComputeOptions(memory_budget=1 << 28))
     total = torch.zeros(len(case.test), 3, case.trajectory.num_points, dtype=torch.float64)
 
     def emit(term) -> None:
