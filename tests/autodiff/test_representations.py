@@ -1,0 +1,162 @@
+"""Every representation of a layer's Jacobian does what its dense form does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer, SoftmaxLastLayerAverage
+from epk_gp.autodiff.layer_jacobian import LayerJacobian, LeftFactor, NodeWeights, concat_rows, to_flat_order
+from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
+from epk_gp.gram.accumulator import GramAccumulator
+from helpers import assert_close
+
+C, IN = 3, 5
+LEFT, RIGHT = 4, 6
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def outer(n: int, *, positions: int = 1, bias: bool = False, constant: str = "") -> OuterProductJacobian:
+    """With the same inputs (`constant="input"`) or output gradients for all points of one size."""
+    inputs, grads = normal(n, positions, IN), normal(C, n, positions, 2)
+    if constant == "input":
+        inputs = torch.arange(n * positions * IN, dtype=torch.float64).sin().view(n, positions, IN)
+    if constant == "cotangent":
+        grads = torch.arange(C * n * positions * 2, dtype=torch.float64).cos().view(C, n, positions, 2)
+    return OuterProductJacobian(inputs, grads, bias, constant == "input", constant == "cotangent")
+
+
+def softmax(n: int) -> SoftmaxLastLayer:
+    p = normal(n, C).softmax(1)
+    grads = torch.eye(C, dtype=torch.float64)[:, None] - p
+    return SoftmaxLastLayer(normal(n, IN), grads, p, False)
+
+
+MAKE: dict[str, Callable[[int], LayerJacobian]] = {
+    "dense": lambda n: DenseJacobian(normal(C, n, 7)),
+    "outer": outer,
+    "outer_bias": lambda n: outer(n, bias=True),
+    "outer_positions": lambda n: outer(n, positions=3, bias=True),
+    "outer_constant_input": lambda n: outer(n, bias=True, constant="input"),
+    "outer_constant_cotangent": lambda n: outer(n, constant="cotangent"),
+    "logits": lambda n: LogitsLastLayer(normal(n, IN), C),
+    "softmax": softmax,
+}
+AVERAGED = [name for name in MAKE if name not in ("outer", "outer_bias", "outer_positions")]
+
+
+def inner(left: LeftFactor, right: LayerJacobian, n: int, *, per_class: bool, weight: float = 1.0) -> Tensor:
+    tile = GramAccumulator((C, n, RIGHT) if per_class else (C, n, C, RIGHT), normal(0))
+    left.add_inner(right, tile, weight, layer=0, same_points=True)
+    return tile.result()
+
+
+def dense_inner(left: Tensor, right: Tensor, *, per_class: bool) -> Tensor:
+    return torch.einsum("knp,kmp->knm" if per_class else "knp,lmp->knlm", left, right)
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+@pytest.mark.parametrize("name", MAKE)
+def test_inner_products_are_those_of_the_dense_form(name: str, per_class: bool) -> None:
+    left, right = MAKE[name](LEFT), MAKE[name](RIGHT)
+    expected = 0.7 * dense_inner(left.to_dense(), right.to_dense(), per_class=per_class)
+    assert_close(inner(left, right, LEFT, per_class=per_class, weight=0.7), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE if name != "outer_positions"])
+def test_differentiable_products_are_those_of_the_dense_form(name: str) -> None:
+    left, right = MAKE[name](LEFT), MAKE[name](RIGHT)
+    for per_class in (False, True):
+        expected = dense_inner(left.to_dense(), right.to_dense(), per_class=per_class)
+        assert_close(left.products(right, per_class=per_class), expected)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_pointwise_products_are_the_diagonal_blocks(name: str) -> None:
+    left, other = MAKE[name](LEFT), MAKE[name](LEFT)
+    expected = torch.einsum("knp,lnp->nkl", left.to_dense(), other.to_dense())
+    assert_close(left.pointwise_products(other), expected)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_rows_that_are_taken_apart_join_again(name: str) -> None:
+    whole = MAKE[name](LEFT)
+    parts = [[whole.rows(slice(0, 1))], [whole.rows(slice(1, 3))], [whole.rows(slice(3, LEFT))]]
+    assert torch.equal(concat_rows(parts)[0].to_dense(), whole.to_dense())
+    assert torch.equal(parts[1][0].to_dense(), whole.to_dense()[:, 1:3])
+    assert whole.nbytes >= sum(part[0].nbytes for part in parts) > 0
+
+
+@pytest.mark.parametrize("per_class", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("name", AVERAGED)
+def test_an_average_is_that_of_the_dense_form(name: str, ragged: bool, per_class: bool) -> None:
+    right = MAKE[name](RIGHT)
+    assert right.commutes_with_average
+    nodes, weights = [MAKE[name](LEFT) for _ in range(2)], (0.3, 0.7)
+    expected = sum(w * node.to_dense() for w, node in zip(weights, nodes, strict=True))
+    average: LeftFactor | None = None
+    for weight, node in zip(weights, nodes, strict=True):
+        whole = NodeWeights(weight, None, LEFT)
+        rows = NodeWeights(torch.full((LEFT,), weight, dtype=torch.float64), torch.arange(LEFT), LEFT)
+        average = node.average(average, rows if ragged else whole)
+    assert average is not None
+    assert isinstance(average, SoftmaxLastLayerAverage if name == "softmax" else type(right))
+    found = inner(average, right, LEFT, per_class=per_class)
+    assert_close(found, dense_inner(torch.as_tensor(expected), right.to_dense(), per_class=per_class))
+
+
+def test_points_may_have_nodes_of_their_own() -> None:
+    """Point 0 has two nodes, point 1 one; the rows come in any order."""
+    rows = outer(3, constant="cotangent")
+    points, weights = torch.tensor([1, 0, 0]), torch.tensor([1.0, 0.25, 0.75], dtype=torch.float64)
+    same = OuterProductJacobian(rows.inputs, rows.output_grads[:, [0, 1, 1]], False, False, True)
+    average = same.average(None, NodeWeights(weights, points, 2))
+    dense = same.to_dense()
+    expected = torch.stack([0.25 * dense[:, 1] + 0.75 * dense[:, 2], dense[:, 0]], dim=1)
+    assert_close(average.to_dense(), expected)
+
+
+@pytest.mark.parametrize("name", ["dense", "outer_constant_input", "logits"])
+def test_steps_that_are_joined_are_summed(name: str) -> None:
+    left, right = ([MAKE[name](n) for _ in range(3)] for n in (LEFT, RIGHT))
+    weights = [0.5, 2.0, 1.0]
+    assert left[0].fits_concatenation
+    joined, others = left[0].concat_steps(left[1:], weights), right[0].concat_steps(right[1:], [1.0] * 3)
+    expected = sum(
+        w * dense_inner(a.to_dense(), b.to_dense(), per_class=False)
+        for w, a, b in zip(weights, left, right, strict=True)
+    )
+    assert_close(inner(joined, others, LEFT, per_class=False), torch.as_tensor(expected))
+
+
+@pytest.mark.parametrize("name", ["outer", "outer_positions", "softmax"])
+def test_what_cannot_be_joined_says_so(name: str) -> None:
+    """The control: its factors both change from step to step."""
+    jacobian = MAKE[name](LEFT)
+    assert not jacobian.fits_concatenation
+    assert name == "softmax" or not jacobian.commutes_with_average
+    if name == "softmax":
+        with pytest.raises(TypeError, match="SoftmaxLastLayer has no common inner dimension"):
+            jacobian.concat_steps([jacobian], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_detached_jacobian_has_no_graph(name: str) -> None:
+    jacobian = MAKE[name](LEFT)
+    for value in vars(jacobian).values():
+        if isinstance(value, Tensor):
+            value.requires_grad_()
+    assert jacobian.to_dense().requires_grad
+    assert not jacobian.detach().to_dense().requires_grad
+
+
+def test_flat_order_puts_columns_into_their_places() -> None:
+    first, second = DenseJacobian(normal(C, LEFT, 2)), DenseJacobian(normal(C, LEFT, 3))
+    columns = torch.tensor([4, 0, 2, 3, 1])
+    flat = to_flat_order([first, second], columns)
+    assert torch.equal(flat[:, :, columns], torch.cat([first.values, second.values], dim=2))
