@@ -44,7 +44,7 @@ def test_redrawing_needs_a_saved_result(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gallery_holds_the_full_run_and_it_is_small(name):
-    """The control of the sizes: a smoke run is not what is shown."""
+    """The negative control of the sizes: a smoke run is not what is shown."""
     experiment = importlib.import_module(name).EXPERIMENT
     saved = json.loads((GALLERY / f"{name}.json").read_text())
     assert saved["config"] != json.loads(json.dumps(experiment.smoke, default=vars))

@@ -63,7 +63,7 @@ def test_a_former_name_can_be_imported():
 
 
 def test_names_at_the_top_do_not_warn():
-    """The control."""
+    """The negative control."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in PUBLIC:

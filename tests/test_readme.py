@@ -36,7 +36,7 @@ def test_the_readme_s_code_runs_as_it_stands(capsys):
 
 
 def test_the_readme_s_command_lines_are_understood():
-    """All options are parsed before --help is answered; the control is an option that does not exist."""
+    """All options are parsed before --help is answered; the negative control is an option that does not exist."""
     lines = [line.partition("#")[0] for block in code("sh") for line in block.splitlines()]
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("epk-gp")]
     assert len(commands) >= 6

@@ -1,6 +1,6 @@
 """The exact path kernel of a training run, and its Gram blocks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Unpack
 
 import torch
@@ -40,7 +40,7 @@ class PathKernel:
     trajectory: Trajectory
     head: Head = "log_softmax"
     rule: Rule = gauss_legendre(4)
-    step_weights: Float[Tensor, " S"] | None = None
+    step_weights: Float[Tensor, " S"] | None = field(default=None, kw_only=True)
 
     def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
@@ -194,7 +194,9 @@ def gram_block(
         TypeError, ValueError: The network cannot take the points, the points have different dtypes, the head is
             unknown, a step weight is negative, or the checkpoint belongs to another computation.
     """
-    return PathKernel(trajectory, head, rule, step_weights).block(a, b, parse_options("gram_block", **options))
+    return PathKernel(trajectory, head, rule, step_weights=step_weights).block(
+        a, b, parse_options("gram_block", **options)
+    )
 
 
 def gram_block_per_class(
@@ -213,7 +215,7 @@ def gram_block_per_class(
 
     Arguments, errors: as `gram_block`.
     """
-    kernel = PathKernel(trajectory, head, rule, step_weights)
+    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights)
     return kernel.block_per_class(a, b, parse_options("gram_block_per_class", **options))
 
 
@@ -231,7 +233,7 @@ def gram_diagonal_blocks(
     Arguments, errors: as `gram_block`; `checkpoint` and `accumulate` have no meaning here.
     """
     parsed = parse_options("gram_diagonal_blocks", ("checkpoint", "accumulate"), **options)
-    return PathKernel(trajectory, head, rule, step_weights).diagonal_blocks(a, parsed)
+    return PathKernel(trajectory, head, rule, step_weights=step_weights).diagonal_blocks(a, parsed)
 
 
 def _parse_step_weights(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:

@@ -94,7 +94,7 @@ def test_at_the_start_of_a_step_the_discrete_kernel_is_exact_and_later_it_is_not
 
 
 def test_all_kernels_point_the_same_way_for_a_linear_network():
-    """The control: its logits' gradient does not depend on the weights."""
+    """The negative control: its logits' gradient does not depend on the weights."""
     case = make_case("linear")
     found = gradient_alignment(case.trajectory, case.test, torch.arange(5) % 3, steps=[1], times=[0.7], head="logits")
     assert max(float(found.angle_dpk_to_exact.max()), float(found.angle_ntk_to_exact.max())) < 1e-12
@@ -135,7 +135,7 @@ def test_a_retrained_machine_classifies_as_the_network_does(toy):
 
 
 def test_a_machine_on_shuffled_labels_is_at_chance(toy):
-    """The control."""
+    """The negative control."""
     trajectory, test = toy
     train = epk.Points(trajectory.inputs, is_train=True)
     gram = gram_block_per_class(trajectory, train, train)
@@ -241,7 +241,7 @@ def test_the_rank_of_a_projection_is_counted_in_all_three_ways():
 
 
 def test_one_strong_direction_hides_the_others():
-    """The control: the matrix has full rank."""
+    """The negative control: the matrix has full rank."""
     found = gram_spectrum(torch.diag(torch.tensor([1000.0, 1, 1, 1], dtype=torch.float64)))
     assert found.num_principal == 1
     assert 1 < found.participation_ratio < found.effective_rank < 1.1
@@ -292,7 +292,7 @@ def test_input_gradients_are_finite_differences_of_the_contributions():
     down[i, j] -= h
     difference = (contribution(t, x, up, i, 1) - contribution(t, x, down, i, 1)) / (2 * h)
     assert float(found[i, j]) == pytest.approx(difference, rel=1e-6)
-    assert float(found[i, j - 1]) != pytest.approx(difference, rel=1e-2)  # the control
+    assert float(found[i, j - 1]) != pytest.approx(difference, rel=1e-2)  # the negative control
 
 
 def test_a_network_that_sees_one_direction_has_a_signal_of_one_dimension():
@@ -311,7 +311,7 @@ def test_a_network_that_sees_one_direction_has_a_signal_of_one_dimension():
     trajectory = epk.train(net, X, torch.arange(12) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.2), steps=3)
     energies = signal_energies(input_gradients(trajectory, X[:1], 0))
     assert principal_directions(energies, share=1 - 1e-12) == 1
-    case = make_case("tanh")  # the control
+    case = make_case("tanh")  # the negative control
     assert principal_directions(signal_energies(input_gradients(case.trajectory, case.test[:1], 0)), share=0.999) > 2
 
 
@@ -371,8 +371,8 @@ def test_detection_is_perfect_for_separate_scores_and_at_chance_for_equal_ones()
 
 def test_detection_is_scikit_learn_s():
     inside, outside = torch.randn(50).round(decimals=1), torch.randn(70).round(decimals=1) + 0.5
-    wanted = roc_auc_score([0] * 50 + [1] * 70, torch.cat([inside, outside]).numpy())
-    assert ood_metrics(inside, outside).auroc == pytest.approx(wanted)
+    expected = roc_auc_score([0] * 50 + [1] * 70, torch.cat([inside, outside]).numpy())
+    assert ood_metrics(inside, outside).auroc == pytest.approx(expected)
 
 
 def test_calibration_error_is_the_gap_between_confidence_and_accuracy():

@@ -136,7 +136,7 @@ def test_steps_that_are_joined_are_summed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["outer", "outer_positions", "softmax"])
 def test_what_cannot_be_joined_says_so(name: str) -> None:
-    """The control: its factors both change from step to step."""
+    """The negative control: its factors both change from step to step."""
     jacobian = MAKE[name](LEFT)
     assert not jacobian.fits_concatenation
     assert name == "softmax" or not jacobian.commutes_with_average

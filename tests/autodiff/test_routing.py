@@ -117,15 +117,15 @@ def test_only_the_questions_own_rows_go_another_way(build: Callable[[], nn.Modul
     assert plan.bias_of
     if ask == "gram_block":
         a, b = epk.Points(T, False), epk.Points(X[:2], True)
-        wanted = reference.gram_block(trajectory, a, b, head, RULE)
-        assert_close(epk.gram_block(trajectory, a, b, head=head, rule=RULE), wanted)
+        expected = reference.gram_block(trajectory, a, b, head, RULE)
+        assert_close(epk.gram_block(trajectory, a, b, head=head, rule=RULE), expected)
     elif ask == "gram_diagonal_blocks":
         block = reference.gram_block(trajectory, epk.Points(T, False), epk.Points(T, False), head, RULE)
         found = gram_diagonal_blocks(trajectory, epk.Points(T, False), head=head, rule=RULE)
         assert_close(found, torch.einsum("ncnd->ncd", block).contiguous())
     elif ask == "attribute":
-        wanted = reference.contributions(trajectory, T, head, RULE)
-        assert_close(epk.attribute(trajectory, T, head=head, rule=RULE).samples, wanted)
+        expected = reference.contributions(trajectory, T, head, RULE)
+        assert_close(epk.attribute(trajectory, T, head=head, rule=RULE).samples, expected)
         assert epk.attribute(trajectory, T, head=head).max_error < 1e-12
     else:
         assert epk.reconstruct(trajectory, T, head=head).max_error < 1e-12

@@ -26,7 +26,7 @@ def test_verify_passes_on_a_whole_run(recorded, tmp_path, capsys):
 
 
 def test_verify_fails_where_the_rule_is_not_good_enough(recorded, capsys):
-    """The control: one left node is not the integral."""
+    """The negative control: one left node is not the integral."""
     line = refused(capsys, "verify", recorded, "--rule", "left-endpoint", "--quiet")
     assert "must equal the network to within 1e-09: it differs by" in line
     assert run("verify", recorded, "--rule", "left-endpoint", "--tol", 10, "--quiet") == 0
@@ -38,7 +38,7 @@ def test_attribute_writes_terms_that_sum_to_the_network(recorded, tmp_path):
     assert arrays["samples"].shape == (4, 3, 24)
     total = arrays["initial"] + arrays["samples"].sum(2) + arrays["decay"]
     assert (total - arrays["network"]).abs().max() < 1e-12
-    assert (arrays["initial"] - arrays["network"]).abs().max() > 1e-2  # the control: the samples say something
+    assert (arrays["initial"] - arrays["network"]).abs().max() > 1e-2  # the negative control: the samples say something
     summary = json.loads((tmp_path / "attribution.json").read_text())["results"]
     assert len(summary["points"]) == 4
     strongest = summary["points"][0]["most_raising"][0]
@@ -122,7 +122,7 @@ def test_the_demo_shows_a_network_that_is_its_kernel_machine(tmp_path, capsys):
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     errors = {row["rule"]: row["max_error"] for row in results["reconstruction"]}
     assert errors["adaptive Gauss-Legendre 4, tol 1e-12"] < 1e-12
-    assert errors["left Riemann 1"] > 1e-3  # the control
+    assert errors["left Riemann 1"] > 1e-3  # the negative control
     assert results["attribution"]["max_error"] < 1e-12
     out = capsys.readouterr().out
     for picture in ("reconstruction", "error_vs_evaluations", "attribution", "uncertainty"):

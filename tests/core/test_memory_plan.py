@@ -54,7 +54,7 @@ def test_a_tile_takes_half_of_the_budget_and_its_points_a_quarter(budget: int) -
     n = SIZES["tile_points"](memory_of(budget))
     assert n**2 * 8 * (3 * 9 + 1) <= budget / 2
     assert n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) <= budget / 4
-    n += 1  # the control: one more point does not fit
+    n += 1  # the negative control: one more point does not fit
     assert n**2 * 8 * (3 * 9 + 1) > budget / 2 or n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) > budget / 4
 
 
@@ -74,7 +74,7 @@ def test_convolutions_take_one_cotangent_once_a_pass_is_large() -> None:
     large = -(-memory_plan.SINGLE_COTANGENT_BYTES // (500 * 8))
     assert cotangents_per_pass(convolutions, 8, large - 1, 3) == 3
     assert cotangents_per_pass(convolutions, 8, large, 3) == 1
-    assert cotangents_per_pass(PLAN, 8, large, 3) == 3  # the control: other networks batch them
+    assert cotangents_per_pass(PLAN, 8, large, 3) == 3  # the negative control: other networks batch them
 
 
 def test_few_weight_states_are_not_stacked() -> None:

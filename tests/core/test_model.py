@@ -32,7 +32,7 @@ def test_calling_with_the_networks_own_weights_is_calling_the_network(named):
 
 
 def test_the_skeletons_own_weights_do_not_matter(named):
-    """The control: they are replaced in every call, also those that are used twice or tied."""
+    """The negative control: they are replaced in every call, also those that are used twice or tied."""
     net, X = named
     model = functionalize(net)
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}

@@ -34,14 +34,14 @@ RULE = epk.gauss_legendre(3)
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_which_networks_take_several_weights_at_once(name: str) -> None:
-    """The control for the next test: a plan that never does so would pass it."""
+    """The negative control for the next test: a plan that never does so would pass it."""
     case = make_case(name, steps=1)
     assert plan_for(case.trajectory, case.trajectory.model_for(case.test)).plan.supports_stacking == (name in STACKED)
 
 
 @pytest.mark.parametrize("name", ["norms", "cnn", "conv3d", "frozen_batch_norm"])
 def test_convolutions_and_normalisations_are_layers(name: str) -> None:
-    """The control for all tests of these networks: nothing of them is left to dense Jacobians."""
+    """The negative control for all tests of these networks: nothing of them is left to dense Jacobians."""
     case = make_case(name, steps=1)
     plan = plan_for(case.trajectory, case.trajectory.model_for(case.test)).plan
     assert plan.dense_params == ()
@@ -72,8 +72,8 @@ def test_products_of_several_steps_may_be_joined(name: str, monkeypatch: pytest.
         joined = [block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
         with monkeypatch.context() as patched:
             patched.setattr("epk_gp.autodiff.layer_jacobian.LONG_INNER_DIM", 0)
-            for head, wanted in zip(case.heads, joined, strict=True):
-                assert_close(block(case.trajectory, a, b, head=head, rule=RULE), wanted)
+            for head, expected in zip(case.heads, joined, strict=True):
+                assert_close(block(case.trajectory, a, b, head=head, rule=RULE), expected)
 
 
 @pytest.mark.slow
@@ -97,19 +97,19 @@ def test_what_memory_held_before_is_not_read(monkeypatch: pytest.MonkeyPatch) ->
     """Sums begin in memory that was never written."""
     case = make_case("wide")
     points = epk.Points(torch.cat([case.test, case.trajectory.inputs]), torch.arange(12) < 5)
-    wanted = epk.gram_block(case.trajectory, points, points, rule=RULE)
+    expected = epk.gram_block(case.trajectory, points, points, rule=RULE)
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(float("nan"))
     )
-    assert torch.equal(epk.gram_block(case.trajectory, points, points, rule=RULE), wanted)
+    assert torch.equal(epk.gram_block(case.trajectory, points, points, rule=RULE), expected)
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
 def test_large_sums_lie_in_huge_pages_and_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("wide")
     points = epk.Points(torch.cat([case.test, case.trajectory.inputs]), torch.arange(12) < 5)
-    wanted = epk.gram_block(case.trajectory, points, points, rule=RULE)
+    expected = epk.gram_block(case.trajectory, points, points, rule=RULE)
     monkeypatch.setattr(huge_pages, "_LARGE", 0)
     made: list[int] = []
     plain = mmap.mmap
@@ -120,10 +120,10 @@ def test_large_sums_lie_in_huge_pages_and_are_given_back(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mmap, "mmap", counted)
     found = epk.gram_block(case.trajectory, points, points, rule=RULE)
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
     assert made
     assert all(size % (2 << 20) == 0 for size in made)
-    assert torch.equal(pickle.loads(pickle.dumps(found)), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(found)), expected)
     before = resident_bytes()
     large = huge_pages.empty_huge_pages((100, 1 << 20), torch.zeros(0)).fill_(1)
     assert resident_bytes() - before > 300 << 20

@@ -63,7 +63,7 @@ def test_reconstruct_keeps_to_its_budget() -> None:
     bounded = increase(work.format(budget=64 * MIB), **sizes)
     assert bounded < 64 * MIB
     loose = increase(work.format(budget=4096 * MIB), **sizes)
-    assert loose > bounded + 64 * MIB  # the control: without it the work takes more
+    assert loose > bounded + 64 * MIB  # the negative control: without it the work takes more
 
 
 @pytest.mark.slow

@@ -68,6 +68,6 @@ def test_the_host_waits_as_often_for_many_steps_as_for_few(name: str, block: str
 
 @pytest.mark.slow
 def test_an_adaptive_rule_waits_at_every_step() -> None:
-    """The control: it has to know where its nodes are."""
+    """The negative control: it has to know where its nodes are."""
     few, many = (waits("relu", "gram_block", True, epk.adaptive(1e-8), steps) for steps in (2, 5))
     assert few < many

@@ -28,10 +28,10 @@ def test_gram_block_equals_dense_jacobians(case: Case, mix: str) -> None:
     left, right = MIXES[mix]
     a, b = epk.Points(case.test, left), epk.Points(case.trajectory.inputs[:3], right)
     for head in case.heads:
-        wanted = reference.gram_block(case.trajectory, a, b, head, RULE)
-        assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), wanted)
+        expected = reference.gram_block(case.trajectory, a, b, head, RULE)
+        assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), expected)
         per_class = gram_block_per_class(case.trajectory, a, b, head=head, rule=RULE)
-        assert_close(per_class, torch.einsum("ncmc->cnm", wanted).contiguous())
+        assert_close(per_class, torch.einsum("ncmc->cnm", expected).contiguous())
 
 
 def test_gram_over_both_copies_is_a_kernel(case: Case) -> None:
@@ -63,11 +63,13 @@ def test_an_adaptive_gram_is_a_kernel_to_its_tolerance_only(monkeypatch: pytest.
         eigenvalues = torch.linalg.eigvalsh((K + K.T) / 2)
         assert eigenvalues.min() >= -tol * eigenvalues.max()
         blocks[tol] = K / eigenvalues.max()
-    assert (blocks[0.1] - blocks[1e-10]).abs().max() > 1e-6  # the control: a loose tolerance is seen in the entries
+    assert (
+        blocks[0.1] - blocks[1e-10]
+    ).abs().max() > 1e-6  # the negative control: a loose tolerance is seen in the entries
 
 
 def test_copies_of_one_input_are_different_points() -> None:
-    """The control: freezing the gradient or not changes the kernel."""
+    """The negative control: freezing the gradient or not changes the kernel."""
     case = make_case("tanh")
     X = case.trajectory.inputs
     train, test = (gram_diagonal_blocks(case.trajectory, epk.Points(X, is_train)) for is_train in (True, False))
@@ -75,7 +77,7 @@ def test_copies_of_one_input_are_different_points() -> None:
 
 
 def test_averaged_jacobians_understate_the_test_variance() -> None:
-    """The control: <Phi, Phi> is not the test x test block (docs/theory.md, section 2)."""
+    """The negative control: <Phi, Phi> is not the test x test block (docs/theory.md, section 2)."""
     case = make_case("tanh", lr=1.0)
     rule, s = epk.gauss_legendre(8), 0
     only_first = torch.zeros(case.trajectory.num_steps, dtype=torch.float64)

@@ -16,6 +16,7 @@ from epk_gp.core.differentiation_plan import TensorSpec
 from helpers import Case, make_case
 
 THREADS = 8
+NAMES = ("relu", "cnn", "cosine", "transformer")
 
 
 def in_threads(work: Callable[[], Tensor], count: int = THREADS) -> list[Tensor]:
@@ -50,7 +51,7 @@ WORK: dict[str, Callable[[Case], Tensor]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["relu", "cnn", "cosine", "transformer"])
+@pytest.mark.parametrize("name", ["tanh", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES)])
 @pytest.mark.parametrize("work", WORK)
 def test_threads_change_nothing(name: str, work: str) -> None:
     """From a plan that is not made yet: all threads need it at once."""
@@ -61,7 +62,7 @@ def test_threads_change_nothing(name: str, work: str) -> None:
 
 
 def test_one_module_in_several_threads_gives_wrong_numbers() -> None:
-    """The control: `functional_call` writes the parameters into the module that it is given."""
+    """The negative control: `functional_call` writes the parameters into the module that it is given."""
     case = make_case("relu", steps=1)
     module, X = copy.deepcopy(case.trajectory.model.module), case.test
     params = [case.trajectory.weights(s) for s in (0, 1)]

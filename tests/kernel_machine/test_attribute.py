@@ -45,11 +45,11 @@ def test_every_combination_of_axes_is_a_sum_of_the_finest(run, names):
     finest = (by_sample(trajectory), by_step(trajectory), by_parameter(trajectory))
     whole = attribute_by(trajectory, X, finest, head="logits", rule=epk.gauss_legendre(3))
     kinds = ["sample", "step", "parameter"]
-    wanted = whole.values.new_zeros(3, 3, *(len(axis.names) for axis in by))
+    expected = whole.values.new_zeros(3, 3, *(len(axis.names) for axis in by))
     for place in itertools.product(*(range(n) for n in whole.values.shape[2:])):
         groups = tuple(int(axis.group[place[kinds.index(axis.kind)]]) for axis in by)
-        wanted[(slice(None), slice(None), *groups)] += whole.values[(slice(None), slice(None), *place)]
-    assert_close(parts.values, wanted)
+        expected[(slice(None), slice(None), *groups)] += whole.values[(slice(None), slice(None), *place)]
+    assert_close(parts.values, expected)
     assert parts.decay.shape[2:] == tuple(1 if axis.kind == "sample" else len(axis.names) for axis in by)
     assert_close(parts.decay.reshape(3, 3, -1).sum(2), whole.decay.reshape(3, 3, -1).sum(2), rounding=1e5)
 

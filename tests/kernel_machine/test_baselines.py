@@ -62,7 +62,7 @@ def test_blocks_and_coefficients_are_those_of_the_definitions(case, head, rule):
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [chen_machine, domingos_machine])
 def test_the_error_is_reported_and_falls_with_the_step(machine):
-    """Both take the steps for gradient flow. The exact ensemble on the same run is the control."""
+    """Both take the steps for gradient flow. The exact ensemble on the same run is the negative control."""
     coarse, fine = full_batch(0.4, 5), full_batch(0.04, 50)
     errors = [machine(c.trajectory, c.test).max_error for c in (coarse, fine)]
     assert errors[0] > 1e-3
@@ -83,7 +83,7 @@ def test_chens_block_is_not_symmetric():
     run = case.trajectory
     K = chen_machine(run, run.inputs).block
     assert (K - K.permute(2, 3, 0, 1)).abs().max() > 0.1 * K.abs().max()
-    path = domingos_machine(run, run.inputs).block  # the control: without the weights it is
+    path = domingos_machine(run, run.inputs).block  # the negative control: without the weights it is
     assert_close(path, path.permute(2, 3, 0, 1))
 
 
@@ -135,7 +135,7 @@ def test_standing_still_gives_the_tangent_kernel(case, state):
         found = epk.gram_block(run, epk.Points(rows[0], copies), epk.Points(rows[1], True))
         assert_close(found, expected)
     other = epk.gram_block(tangent_trajectory(case.trajectory, 1), epk.Points(rows[0], True), epk.Points(rows[1], True))
-    assert (other - expected).abs().max() > 1e-3 * expected.abs().max()  # the control: another state
+    assert (other - expected).abs().max() > 1e-3 * expected.abs().max()  # the negative control: another state
 
 
 def test_tangent_runs_serve_kernels_and_processes(case):
@@ -152,7 +152,7 @@ def test_tangent_runs_serve_kernels_and_processes(case):
 
 
 def test_the_discrete_path_kernel_is_a_sum_of_tangent_kernels(case):
-    """DPK = sum_s eps_s NTK_s; with more nodes (the control) it is not."""
+    """DPK = sum_s eps_s NTK_s; with more nodes (the negative control) it is not."""
     A = epk.Points(case.test, False)
     parts = [
         step.lr * epk.gram_block(tangent_trajectory(case.trajectory, step.index), A, A)

@@ -32,15 +32,15 @@ def test_kernel_machine_equals_the_network(case: Case) -> None:
     """Theorem 3.6."""
     for head in case.heads:
         result = epk.reconstruct(case.trajectory, case.test, head=head, rule=epk.adaptive(1e-13))
-        wanted = epk.network_outputs(case.trajectory, case.test, head=head)
-        assert_close(result.network, wanted)
-        assert (result.outputs - wanted).abs().max() <= 1e-12
+        expected = epk.network_outputs(case.trajectory, case.test, head=head)
+        assert_close(result.network, expected)
+        assert (result.outputs - expected).abs().max() <= 1e-12
         assert result.max_error <= 1e-12
         assert result.max_residual <= result.total_residual <= 1e-12
 
 
 def test_one_node_does_not_equal_the_network(case: Case) -> None:
-    """The control: without the integral the same sum is off (Figure 7)."""
+    """The negative control: without the integral the same sum is off (Figure 7)."""
     if case.name == "linear":
         pytest.skip("the logits of a linear network are linear in t: one node is exact")
     result = epk.reconstruct(case.trajectory, case.test, head=case.heads[-1], rule=epk.left_endpoint())
@@ -50,10 +50,10 @@ def test_one_node_does_not_equal_the_network(case: Case) -> None:
 def test_contributions_and_initial_output_sum_to_the_network(case: Case) -> None:
     for head in case.heads:
         parts = epk.attribute(case.trajectory, case.test, head=head, rule=epk.adaptive(1e-13))
-        wanted = epk.network_outputs(case.trajectory, case.test, head=head)
-        assert (parts.total - wanted).abs().max() <= 1e-12
+        expected = epk.network_outputs(case.trajectory, case.test, head=head)
+        assert (parts.total - expected).abs().max() <= 1e-12
         assert parts.max_error <= 1e-12
-        assert parts.samples.shape == (*wanted.shape, 7)
+        assert parts.samples.shape == (*expected.shape, 7)
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_single_machine_is_refused_where_coefficients_move() -> None:
 
 
 def test_wrong_coefficients_do_not_equal_the_network() -> None:
-    """The control: 1/M in place twice, as the theorem is printed, is off."""
+    """The negative control: 1/M in place twice, as the theorem is printed, is off."""
     case = make_case("tanh", batch_size=None)
     result = single_machine(case.trajectory, case.test)
     twice = result.initial + (result.outputs - result.initial) / 7
@@ -157,7 +157,7 @@ def test_float32_run_is_explained_up_to_float32_rounding() -> None:
 
 @pytest.mark.slow
 def test_located_kinks_cost_less_than_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control for `kinks.locate_kinks`: blind bisection of the same run takes several times as many evaluations."""
+    """The negative control for `kinks.locate_kinks`: blind bisection of the same run takes far more evaluations."""
     case = make_case("cnn", lr=0.5, steps=6)
     located = epk.reconstruct(case.trajectory, case.test, rule=epk.adaptive(1e-13))
     monkeypatch.setattr(

@@ -32,7 +32,7 @@ def test_a_huge_point_does_not_loosen_anothers_tolerance() -> None:
     joined = integrate(line, torch.cat([X, 1e9 * X[:1]]), rule, 1)
     assert torch.equal(joined.evaluations[:5], alone.evaluations)
     assert torch.equal(joined.residual[:5], alone.residual)
-    assert alone.evaluations.max() > 4  # the control: there was something to be loose about
+    assert alone.evaluations.max() > 4  # the negative control: there was something to be loose about
     assert alone.residual.max() < 1e-13
 
 
@@ -109,6 +109,6 @@ def test_gradients_that_are_not_finite_stay_visible(rule: AdaptiveRule | Quadrat
 
 
 def test_the_certificate_of_points_that_are_fine_is_a_number() -> None:
-    """The control."""
+    """The negative control."""
     machine = epk.reconstruct(trained(Root()), torch.ones(1, 2, dtype=torch.float64))
     assert all(math.isfinite(value) for value in dataclasses.astuple(machine)[3:])

@@ -98,7 +98,7 @@ def test_a_lost_file_of_any_name_is_found(run, tmp_path, position):
 
 
 def test_what_is_not_the_run_s_does_not_matter(run, tmp_path):
-    """The control."""
+    """The negative control."""
     copy = shutil.copytree(run, tmp_path / "copy")
     (copy / "notes.txt").write_text(json.dumps("mine"))
     (copy / "chunk-000009.safetensors.part").write_bytes(b"torn")

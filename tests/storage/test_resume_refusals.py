@@ -41,7 +41,7 @@ def test_another_run_is_refused_and_nothing_changes(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         resumed(tmp_path / "run", **change)
     assert file_hashes(tmp_path / "run") == before
-    assert resumed(tmp_path / "run").num_steps == 2  # the control, and the lock was given back
+    assert resumed(tmp_path / "run").num_steps == 2  # the negative control, and the lock was given back
 
 
 @pytest.mark.usefixtures("unchecked")

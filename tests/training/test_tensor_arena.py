@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.training import tensor_arena as shelf
+from epk_gp.training import tensor_arena
 from epk_gp.training.tensor_arena import TensorArena
 
 
 def test_what_is_put_is_what_is_kept(monkeypatch):
-    monkeypatch.setattr(shelf, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensor_arena, "_BLOCK_BYTES", 64)
     place = TensorArena()
     values = [torch.randn(n, 2) for n in (1, 3, 30, 2)] + [torch.arange(5), torch.zeros(0), torch.tensor(2.0)]
     kept = [place.copy_in(value) for value in values]
