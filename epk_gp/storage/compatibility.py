@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from epk_gp.core import losses
+from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.forward_fingerprint import fingerprint_outputs
 from epk_gp.core.gradients import batch_gradient, step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
@@ -65,8 +66,7 @@ def recorded_model(header: Mapping[str, Any], data: Mapping[str, Tensor], net: n
             raise ValueError(
                 f"the network must be the recorded one: {name} has shape {tuple(shape)}, the run has {tuple(recorded)}."
             )
-    model.module.to(WEIGHT_DTYPES[header["dtype"]])
-    model.module.to("cpu")
+    model = model.variant(TensorSpec(WEIGHT_DTYPES[header["dtype"]], torch.device("cpu")))
     frozen_state = model.frozen_state()
     recorded_state = {
         key.removeprefix("constant."): value for key, value in data.items() if key.startswith("constant.")

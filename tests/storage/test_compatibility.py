@@ -1,5 +1,8 @@
 """A run opens with its own network and loss only."""
 
+import copy
+import pathlib
+
 import pytest
 import torch
 from torch import nn
@@ -94,3 +97,18 @@ def test_another_loss_than_the_recorded_one_is_refused(run):
     assert epk.load_trajectory(run, mlp(), loss=epk.CrossEntropy()).loss == epk.CrossEntropy()
     with pytest.raises(ValueError, match="must be the one the run was recorded with"):
         epk.load_trajectory(run, mlp(), loss=epk.CrossEntropy("sum"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_run_on_integers_is_computed_in_its_own_dtype(tmp_path: pathlib.Path, dtype: torch.dtype) -> None:
+    """Whatever the dtype of the network that it is opened with: integer inputs say nothing of it."""
+    torch.manual_seed(0)
+    tokens, labels = torch.arange(24).reshape(6, 4) % 7, torch.arange(6) % 3
+    layers = (torch.nn.Embedding(7, 5), torch.nn.Flatten(), torch.nn.Linear(20, 3))
+    net = torch.nn.Sequential(*layers).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = epk.train(net, tokens, labels, optimizer=optimizer, steps=3, path=tmp_path / "run")
+    opened = epk.load_trajectory(tmp_path / "run", copy.deepcopy(net).to(dtype))
+    assert opened.dtype == opened.model.spec.dtype == torch.float64
+    assert torch.equal(epk.network_outputs(opened, tokens), epk.network_outputs(run, tokens))
+    assert epk.reconstruct(opened, tokens).max_error < 1e-12
