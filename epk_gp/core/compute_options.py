@@ -44,6 +44,16 @@ class ComputeOptions:
         if self.accumulate not in (None, torch.float32, torch.float64):
             raise ValueError(f"accumulate must be torch.float64 or None: got {self.accumulate}.")
 
+    def require_unset(self, call: str, *names: str) -> None:
+        """Raise if a field is set that has no meaning for a call.
+
+        Raises:
+            ValueError: One of the named fields has another value than None.
+        """
+        for name in names:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{call} must be computed without {name}: got {getattr(self, name)!r}. Leave it out.")
+
 
 class ComputeSettings(TypedDict, total=False):
     """The fields of `ComputeOptions` as keyword arguments."""

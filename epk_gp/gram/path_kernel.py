@@ -54,6 +54,7 @@ class PathKernel:
 
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
+        options.require_unset("diagonal_blocks", "checkpoint", "accumulate")
         self._validate(a, a)
         model = self.trajectory.model_for(a.X)
         return with_plan(
@@ -83,6 +84,7 @@ class PathKernel:
         Returns:
             The derivative, in the shape of a.X.
         """
+        options.require_unset("block_input_gradient", "checkpoint", "accumulate")
         self._validate(a, b)
         self._validate_fixed_rule()
         model = self.trajectory.model_for(a.X)
@@ -107,6 +109,7 @@ class PathKernel:
         Returns:
             The derivative, in the shape of a.X.
         """
+        options.require_unset("diagonal_input_gradient", "checkpoint", "accumulate")
         self._validate(a, a)
         self._validate_fixed_rule()
         model = self.trajectory.model_for(a.X)

@@ -31,6 +31,10 @@ def test_an_option_without_a_meaning_is_refused() -> None:
         gram_diagonal_blocks(case.trajectory, points, checkpoint="folder")
     with pytest.raises(TypeError, match=r"reconstruct\(\) got an unexpected keyword argument 'accumulate'"):
         epk.reconstruct(case.trajectory, case.test, accumulate=torch.float64)
+    for field in ("checkpoint", "accumulate"):
+        options = epk.ComputeOptions(**{field: torch.float64 if field == "accumulate" else "folder"})
+        with pytest.raises(ValueError, match=f"diagonal_blocks must be computed without {field}: got"):
+            epk.PathKernel(case.trajectory).diagonal_blocks(points, options)
 
 
 @pytest.mark.parametrize(
