@@ -28,7 +28,7 @@ MIN_STACKED, MAX_STACKED = 8, 256
 # the direction, for an operation's input and its result.
 PASSES_PER_DIRECTIONAL_DERIVATIVE = 8
 
-# Smallest number of elements of a temporary when positions of two layers are multiplied pair by pair.
+# Number of elements of a temporary when positions of two layers are multiplied pair by pair.
 PAIR_ELEMENTS = 1 << 22
 
 # Numbers of a `vmap` call over samples: parameters and activations of every sample in it.

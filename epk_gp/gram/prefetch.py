@@ -9,7 +9,7 @@ from torch import Tensor
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.storage.stored import StoredStates
 
-_PREFETCH = 2  # states read ahead: the next step needs two, and one more hides the time of a read
+_PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
 
 
 class WeightPrefetcher:
