@@ -93,6 +93,16 @@ def relative_rounding(dtype: torch.dtype) -> float:
     return eps**0.5 if dtype == torch.float64 else 64 * eps
 
 
+def move_by_rounding(w: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+    """Return weights whose entries are moved by one eps of their size, up and down in turn, never twice the same way.
+
+    What a computation gives at both weights differs by its rounding: the change of its inputs that rounding stands for.
+    """
+    index = torch.arange(w.numel(), device=w.device, dtype=torch.float64)
+    signs = (index * index).sin().sign().to(w.dtype)
+    return w * (1 + torch.finfo(w.dtype).eps * signs)
+
+
 def allclose(a: Tensor, b: Tensor) -> bool:
     """Return whether two gradients agree up to the square root of eps, relative to the largest entry of b."""
     return bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max())

@@ -103,28 +103,31 @@ def observe_step(
 
 
 def check_against_exact_gradient(setup: TrainingSetup, observed: ObservedStep) -> CheckedStep:
-    """Compare a step with the step that the update rule predicts from the recomputed gradient.
+    """Compare a step with the update rule, and the gradient that it used with the recomputed one.
+
+    Both are needed: a learning rate of 0, or steps below the rounding of the weights, make any gradient fit the step,
+    and a wrong one would stay in the optimizer's momentum.
 
     Raises:
-        StepMismatchError: The step is not the predicted one; the message names the likeliest cause.
+        StepMismatchError: The step is not the predicted one, or the gradient is not that of the stated loss; the
+            message names the likeliest cause.
     """
     sizes, start = setup.model.sizes, observed.start
     check = _recompute(setup, observed)
-    predicted, _ = predict_step(observed.update, sizes, start, check.clipped, observed.momentum)
     # The buffer follows the gradient that the optimizer used, as the optimizer's own buffer does.
-    moved, momentum = predict_step(observed.update, sizes, start, check.used, observed.momentum)
-    change = observed.end - start
-    difference = float((change - predicted).abs().max())
-    follows_rule = float((change - moved).abs().max()) <= step_tolerance(start, moved)
-    if not (
-        difference <= step_tolerance(start, predicted)
-        or (follows_rule and consistent_up_to_rounding(setup.model, check))
-    ):
-        cause = explain_mismatch(setup.net, setup.model, check)
+    predicted, momentum = predict_step(observed.update, sizes, start, check.used, observed.momentum)
+    difference = float((observed.end - start - predicted).abs().max())
+    follows_rule = difference <= step_tolerance(start, predicted)
+    if not (follows_rule and consistent_up_to_rounding(setup.model, check)):
+        expected, _ = predict_step(observed.update, sizes, start, check.clipped, observed.momentum)
+        difference = float((observed.end - start - expected).abs().max())
+        cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule)
         raise StepMismatchError(
             f"step {observed.step.index}: the change of the weights must be {setup.rules.update_rule.name}'s step on "
             f"the gradient of {setup.loss} on the given batch: it differs by {difference:.2e} (largest predicted "
-            f"change {float(predicted.abs().max()):.2e}). Likely cause: {cause}."
+            f"change {float(expected.abs().max()):.2e}), the gradient by "
+            f"{float((check.used - check.clipped).abs().max()):.2e} (largest entry "
+            f"{float(check.clipped.abs().max()):.2e}). Likely cause: {cause}."
         )
     return CheckedStep(scale_gradient(observed.update, check.clip_factor, sizes), momentum)
 
