@@ -27,10 +27,16 @@ from epk_gp.storage.writer import Storage
 from epk_gp.training.announced_batch import AnnouncedBatch, join_batches
 from epk_gp.training.clipping import Clip
 from epk_gp.training.commits import CommitSchedule
+from epk_gp.training.derivative_probe import DerivativeProbe
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.history import RunHistory
-from epk_gp.training.setup import make_setup, parse_step_rules
-from epk_gp.training.step_check import check_against_exact_gradient, check_against_used_gradient, observe_step
+from epk_gp.training.setup import make_setup, parse_step_rules, validate_end
+from epk_gp.training.step_check import (
+    ObservedStep,
+    check_against_exact_gradient,
+    check_against_used_gradient,
+    observe_step,
+)
 from epk_gp.training.validation import parse_batch, validate_layer_modes
 
 
@@ -133,6 +139,10 @@ class Recorder:
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._announced: list[AnnouncedBatch] = []  # batches of the next step
         self._state_uninitialised: set[str] = set()  # parameters of which the optimizer had no state before its step
+        self._first = len(self._history.steps)  # the first step that this recorder makes; others are of a resumed run
+        self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
+        self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
+        self._probe = DerivativeProbe()
         self._hooks: list[Any] = []
 
     @property
@@ -299,6 +309,11 @@ class Recorder:
         }
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        self._has_refused = True
+        self._record_step(optimizer)
+        self._has_refused = False
+
+    def _record_step(self, optimizer: Optimizer) -> None:
         index, setup = self.num_steps, self._setup
         if not self._announced:
             raise StepMismatchError(
@@ -324,10 +339,11 @@ class Recorder:
             momentum=self._training.momentum,
             state_uninitialised=self._state_uninitialised,
         )
-        if is_recomputed(index, setup.rules.check_every):
-            checked = check_against_exact_gradient(setup, observed)
+        if index == self._first or is_recomputed(index, setup.rules.check_every):
+            checked, self._unchecked = check_against_exact_gradient(setup, observed), None
         else:
-            checked = check_against_used_gradient(setup, observed)
+            checked, self._unchecked = check_against_used_gradient(setup, observed), observed
+        self._probe.look_at(setup, observed)
         self._training.momentum = checked.momentum
         digest = fingerprint_step(self._history.last.digest, step, checked.update, end)
         self._history.append(step, end, checked.update, digest)
@@ -342,14 +358,18 @@ class Recorder:
         """Check that the recording ended as it must, and write the closing record of the run.
 
         Raises:
-            StepMismatchError: A batch was announced without its step, or the frozen state was changed.
+            StepMismatchError: A batch was announced without its step; weights, frozen state or forward function are
+                not those of the last step any more; or the last step's gradient is not that of the stated loss.
         """
         if self._announced:
             raise StepMismatchError(
                 "every recorder.batch() must be followed by optimizer.step(): "
                 f"the one of step {self.num_steps} was not."
             )
-        self._setup.validate_frozen_state(self._history.last.end, self.num_steps)
+        if not self._has_refused:
+            validate_end(self._setup, self._history.last.end, self.num_steps)
+        if self._unchecked is not None:
+            check_against_exact_gradient(self._setup, self._unchecked)
         if self._commits is not None:
             self._commits.mark_complete()
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_initial
+from epk_gp.core.gradients import relative_rounding
 from epk_gp.core.losses import Loss, validate_loss_row_independence, validate_output_scale, validate_targets
 from epk_gp.core.model import FunctionalModel, functionalize
 from epk_gp.core.update_rules import UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
@@ -17,7 +18,15 @@ from epk_gp.core.validation import validate_count, validate_finite
 from epk_gp.storage.schema import run_header
 from epk_gp.training.clipping import Clip, validate_clip
 from epk_gp.training.diagnosis import StepMismatchError
-from epk_gp.training.validation import parse_data, trained_names, validate_layer_modes, validated_fingerprint
+from epk_gp.training.validation import (
+    evenly_spread,
+    parse_data,
+    trained_names,
+    validate_layer_modes,
+    validated_fingerprint,
+)
+
+_NUM_END_ROWS = 64  # inputs on which the network at the end of a recording is compared with the recorded one
 
 
 @dataclass(frozen=True)
@@ -163,3 +172,39 @@ def make_setup(
     validate_output_scale(loss, fingerprint)
     validate_loss_row_independence(loss, fingerprint, y[: len(fingerprint)])
     return TrainingSetup(net, model, X, y, loss, rules, fingerprint)
+
+
+def validate_end(setup: TrainingSetup, weights: Float[Tensor, " P"], num_steps: int) -> None:
+    """Raise if the network at the end of the recording is not the one that the last step left.
+
+    Args:
+        setup: The training.
+        weights: The weights after the last recorded step.
+        num_steps: Number of recorded steps.
+
+    Raises:
+        StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
+    """
+    kept = f"The {num_steps} recorded steps are kept."
+    parameters = dict(setup.net.named_parameters())
+    is_complete = all(name in parameters for name in setup.model.names)
+    if not is_complete or not torch.equal(setup.weights().to(weights), weights):
+        raise StepMismatchError(
+            "the weights at the end of the recording must be those that the last step left: they were replaced after "
+            "it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them after the "
+            f"'with' statement. {kept}"
+        )
+    setup.validate_frozen_state(weights, num_steps)
+    model = setup.model
+    rows = evenly_spread(setup.X, _NUM_END_ROWS)
+    with torch.no_grad(), torch.random.fork_rng():
+        present = functionalize(setup.net, model.names)
+        for w in (weights, perturbed_initial(weights)):  # at the weights themselves a last layer of zeros hides all
+            params = model.unflatten(w)
+            recorded, found = model(params, rows), present(params, rows)
+            if (found - recorded).abs().max() > relative_rounding(w.dtype) * recorded.abs().max():
+                raise StepMismatchError(
+                    "the network's forward function must stay as it was when recording began: its outputs at the same "
+                    "weights are others now, so an attribute or a layer was changed. Change it after the 'with' "
+                    f"statement. {kept}"
+                )

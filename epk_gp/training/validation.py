@@ -113,6 +113,11 @@ def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) ->
     return batch.detach().to(torch.int64).clone()
 
 
+def evenly_spread(X: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "m ..."]:
+    """Return at most `count` of the rows, evenly spread."""
+    return X[torch.linspace(0, len(X) - 1, min(count, len(X)), device=X.device).long()]
+
+
 def validate_row_independence(
     model: FunctionalModel, weights: Mapping[str, Tensor], X: Shaped[Tensor, "n ..."]
 ) -> None:
@@ -126,7 +131,7 @@ def validate_row_independence(
     Raises:
         ValueError: Two evaluations differ, or 8 inputs evaluated together give other outputs than each alone.
     """
-    rows = X[torch.linspace(0, len(X) - 1, min(_NUM_ROWS, len(X)), device=X.device).long()]
+    rows = evenly_spread(X, _NUM_ROWS)
     with torch.no_grad():
         together, again = model(weights, rows), model(weights, rows)
         rounding = torch.finfo(together.dtype).eps ** 0.5 * together.abs().max()

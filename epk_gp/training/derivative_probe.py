@@ -1,0 +1,224 @@
+"""A probe of the network along recorded steps: is autograd's derivative the derivative of the outputs?
+
+A path integral of gradients is the change of the outputs only where it is. It is not for straight-through estimators,
+stop-gradients and gradient reversal, for outputs that jump (hard routing, rounding), and for outputs that are computed
+in less precision than the weights have.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.model import FunctionalModel
+from epk_gp.training.setup import TrainingSetup
+from epk_gp.training.step_check import ObservedStep
+from epk_gp.training.validation import evenly_spread
+
+_NUM_ROWS = 16  # rows of the batch that are looked at
+_NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared
+_POSITIONS = (0.21, 0.48, 0.83)  # on the step, away from its ends, where a kink is likelier than elsewhere
+_NUM_INTERVALS = 16  # of the step, in which jumps are looked for
+_NUM_SUSPECTS = 4  # of the intervals, those that are farthest from linear
+
+# Shares by which the outputs change between the two ends of a central difference. In float64 the fine one is exact to
+# some 1e-8 of the derivative; wrong derivatives differ by 5 % to 200 % in the cases measured (docs/reliability.md). A
+# network of float32 weights may compute in float32 whatever its inputs are: its rounding then spoils the fine
+# difference and not the medium one, where a wrong derivative stays as wrong. Where all is float32, kinks may lie in the
+# coarse one.
+_FINE_CHANGE, _MEDIUM_CHANGE, _COARSE_CHANGE = 1e-7, 1e-4, 3e-3
+_TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.1
+
+# Halvings of an interval in which a jump is looked for: tanh units of a diverging run switch within 1e-10 of a step.
+_HALVINGS = {torch.float64: 40, torch.float32: 8}
+
+# Outputs in float32 that differ from those in float64 by more than this share were computed in less than float32:
+# bfloat16 loses 2e-3, float16 and TF32 5e-4; float32 itself loses 1e-6 to 1e-5 in deep networks.
+_LOST_PRECISION = 2e-4
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """The network along a step, at some of the batch's rows."""
+
+    model: FunctionalModel
+    w: Float[Tensor, " P"]
+    d: Float[Tensor, " P"]
+    X: Shaped[Tensor, "n ..."]
+
+    def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
+        with torch.no_grad():
+            return self.model(self.model.unflatten(self.w + t * self.d), self.X if rows is None else rows)
+
+
+class DerivativeProbe:
+    """Looks at the first step that moves the weights, and at ever fewer of the later ones; warns at most once."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def look_at(self, setup: TrainingSetup, observed: ObservedStep) -> None:
+        """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs."""
+        index = observed.step.index
+        if index < self._next or torch.equal(observed.start, observed.end):
+            return
+        self._next = 4 * (index + 1) - 1
+        X = setup.X if observed.step.batch is None else setup.X[observed.step.batch]
+        with torch.random.fork_rng(), disable_fused_attention():
+            cause = _cause(setup.model, observed.start, observed.end, evenly_spread(X, _NUM_ROWS))
+        if cause is None:
+            return
+        self._next = 1 << 62
+        warnings.warn(
+            f"step {index}: {cause}. The path integral of the gradients is then not the change of the outputs: "
+            "contributions will not sum to the prediction, and results will not be certified.",
+            CertificateWarning,
+            stacklevel=2,
+        )
+
+
+def _cause(model: FunctionalModel, start: Tensor, end: Tensor, X: Tensor) -> str | None:
+    """Return why gradients along a step do not integrate to the change of the outputs, or None if they may."""
+    segment = _in_float64(model, start, end, X) or _Segment(model, start, end - start, X)
+    wrong = _derivative_error(segment, model.spec.dtype)
+    if wrong is not None:
+        return (
+            f"the network's derivative is not the derivative of its outputs: along the step they differ by {wrong:.1%} "
+            "(a straight-through estimator, a stop-gradient such as detach(), gradient reversal, rounding, or reduced "
+            "precision in forward)"
+        )
+    lost = _lost_precision(model, segment, start, X)
+    if lost is not None:
+        return (
+            f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of their "
+            "size (autocast, or a cast in forward)"
+        )
+    jump = _largest_jump(segment, 64 * torch.finfo(model.spec.dtype).eps)
+    if jump is not None:
+        return (
+            f"the network's outputs jump by {jump:.1e} along the step (hard routing such as top-1 experts, argmax, "
+            "rounding, or a training that diverges)"
+        )
+    return None
+
+
+def _in_float64(model: FunctionalModel, start: Tensor, end: Tensor, X: Tensor) -> _Segment | None:
+    """Return the step in float64, or None where the network runs in its own dtype only."""
+    spec = TensorSpec(torch.float64, start.device)
+    wide = model if model.spec == spec else model.variant(spec)
+    segment = _Segment(wide, start.double(), end.double() - start.double(), spec.cast(X))
+    try:
+        is_wide = segment.outputs(0.0).dtype == torch.float64
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return segment if is_wide else None
+
+
+def _derivative_error(segment: _Segment, own_dtype: torch.dtype) -> float | None:
+    """Return the relative difference of autograd's derivative from central differences, if it is no rounding."""
+    generator = torch.Generator().manual_seed(0)
+    f = segment.outputs(0.0)
+    shape = (_NUM_COMBINATIONS, *f.shape)
+    V = torch.randn(shape, generator=generator, dtype=torch.float64).to(f)
+    slopes = [_slopes(segment, V, t) for t in _POSITIONS]
+    if f.dtype != torch.float64:
+        error = _median_error(segment, V, slopes, _COARSE_CHANGE)
+        return error if error > _COARSE_TOLERANCE else None
+    error = _median_error(segment, V, slopes, _FINE_CHANGE)
+    if error <= _TOLERANCE or own_dtype == torch.float64:
+        return error if error > _TOLERANCE else None
+    wider = _median_error(segment, V, slopes, _MEDIUM_CHANGE)
+    return wider if wider > min(error / 10, 10 * _TOLERANCE) else None
+
+
+def _median_error(segment: _Segment, V: Tensor, slopes: list[Tensor], change: float) -> float:
+    """Return the error that half of the positions have; one of them may lie at a kink."""
+    errors = [_relative_error(segment, V, t, slope, change) for t, slope in zip(_POSITIONS, slopes, strict=True)]
+    return float(torch.tensor(errors).median())
+
+
+def _slopes(segment: _Segment, V: Float[Tensor, "r n C"], t: float) -> Float[Tensor, " r"]:
+    """Return autograd's derivatives, along the step, of some combinations of the outputs."""
+    params = segment.model.unflatten(segment.w + t * segment.d)
+    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    with torch.enable_grad():
+        f = segment.model(leaves, segment.X)
+        if not f.requires_grad:
+            return torch.zeros_like(V[:, 0, 0])
+        pulled = [
+            torch.autograd.grad(f, [*leaves.values()], v, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for v in V
+        ]
+    return torch.stack([torch.cat([g.reshape(-1) for g in parts]) @ segment.d for parts in pulled])
+
+
+def _relative_error(
+    segment: _Segment, V: Float[Tensor, "r n C"], t: float, slope: Float[Tensor, " r"], change: float
+) -> float:
+    """Return the distance of slopes from a central difference over some relative change of the outputs."""
+    size = float((V * segment.outputs(t)).sum(dim=(1, 2)).norm())
+    w = segment.w + t * segment.d
+    reach = (1e-3 * w.abs().max() + 1e-6) / segment.d.abs().max()  # weights may move by a thousandth of their size
+    h = float(min(change * size / max(float(slope.norm()), 1e-300), reach))
+    difference = (V * (segment.outputs(t + h) - segment.outputs(t - h))).sum(dim=(1, 2)) / (2 * h)
+    rounding = 64 * torch.finfo(V.dtype).eps * size / h
+    error = float((difference - slope).norm()) - rounding
+    return max(error, 0.0) / max(float(slope.norm()), float(difference.norm()), 1e-300)
+
+
+def _lost_precision(model: FunctionalModel, segment: _Segment, start: Tensor, X: Tensor) -> float | None:
+    """Return by how much the outputs in the weights' own dtype are off, if that is more than float32 loses."""
+    if segment.model is model:
+        return None
+    with torch.no_grad():
+        own = model(model.unflatten(start), X).double()
+    exact = segment.outputs(0.0)
+    lost = float((own - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
+    return lost if lost > _LOST_PRECISION else None
+
+
+def _largest_jump(segment: _Segment, rounding: float) -> float | None:
+    """Return the size of a jump of the outputs along the step, if there is one that is larger than their rounding.
+
+    Intervals in which the outputs are farthest from linear are halved: at a kink the distance from the line falls with
+    the interval's length, at a jump it does not.
+    """
+    grid = [k / _NUM_INTERVALS for k in range(_NUM_INTERVALS + 1)]
+    F = torch.stack([segment.outputs(t) for t in grid])
+    change = F.diff(dim=0)
+    smooth = (change.roll(1, 0) + change.roll(-1, 0)) / 2
+    smooth[0], smooth[-1] = change[1], change[-2]
+    distance = (change - smooth).abs().amax(dim=2)
+    largest = 0.0
+    for index in distance.flatten().topk(min(_NUM_SUSPECTS, distance.numel())).indices.tolist():
+        k, row = divmod(index, distance.shape[1])
+        slope = smooth[k, row] * _NUM_INTERVALS
+        largest = max(largest, _jump_inside(segment, row, (grid[k], grid[k + 1]), (F[k, row], F[k + 1, row]), slope))
+    return largest if largest > rounding * float(F.abs().max()) else None
+
+
+def _jump_inside(
+    segment: _Segment, row: int, ends: tuple[float, float], values: tuple[Tensor, Tensor], slope: Tensor
+) -> float:
+    """Return the size of a jump of one row's outputs between two ends; 0 if there is none."""
+    (a, b), (f_a, f_b) = ends, values
+
+    def distance(left: tuple[float, Tensor], right: tuple[float, Tensor]) -> float:
+        return float((right[1] - left[1] - (right[0] - left[0]) * slope).abs().max())
+
+    X, first = segment.X[row : row + 1], distance((a, f_a), (b, f_b))
+    last = first
+    for _ in range(_HALVINGS[f_a.dtype]):
+        middle = (a + b) / 2
+        f = segment.outputs(middle, X)[0]
+        left, right = distance((a, f_a), (middle, f)), distance((middle, f), (b, f_b))
+        last = max(left, right)
+        if last < first / 4:
+            return 0.0
+        a, f_a, b, f_b = (a, f_a, middle, f) if left > right else (middle, f, b, f_b)
+    return last
