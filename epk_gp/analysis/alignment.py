@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.head import Head, apply_head, validate_head
+from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
 
@@ -59,7 +59,7 @@ def gradient_alignment(
     steps: Sequence[int],
     times: Sequence[float],
     ntk_state: int = -1,
-    head: Head = "log_softmax",
+    head: Head | None = None,
 ) -> Alignment:
     """Measure the angles of test gradients along a run.
 
@@ -70,7 +70,7 @@ def gradient_alignment(
         steps: Steps to measure, in 0 … S − 1.
         times: Times t in [0, 1] within each step.
         ntk_state: Index of the weight state at which the NTK is taken: 0 … S, or negative to count from the end.
-        head: "logits" or "log_softmax".
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
 
     Raises:
         TypeError: The points are of a kind that the network cannot take.
@@ -78,7 +78,7 @@ def gradient_alignment(
             a gradient or step is zero and has no direction.
     """
     validate_inputs(trajectory, X)
-    validate_head(head, trajectory.num_outputs)
+    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     S, C = trajectory.num_steps, trajectory.num_outputs
     if not steps or not all(0 <= s < S for s in steps):
         raise ValueError(f"steps must lie in 0..{S - 1}: got {list(steps)}.")

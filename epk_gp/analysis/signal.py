@@ -6,7 +6,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.analysis.alignment import output_gradients
-from epk_gp.core.head import Head, validate_head
+from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.losses import per_sample_losses
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights, validate_inputs
@@ -19,7 +19,7 @@ def input_gradients(
     x: Shaped[Tensor, "1 ..."],
     output: int,
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: QuadratureRule = gauss_legendre(4),
     progress: bool = False,
 ) -> Float[Tensor, "M D"]:
@@ -34,7 +34,7 @@ def input_gradients(
         trajectory: A run of plain gradient descent on M points of floating-point entries.
         x: One test point.
         output: Index of the output.
-        head: "logits" or "log_softmax".
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: A fixed quadrature rule.
         progress: Show a progress bar.
 
@@ -48,7 +48,7 @@ def input_gradients(
             not plain gradient descent.
     """
     validate_inputs(trajectory, x)
-    validate_head(head, trajectory.num_outputs)
+    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     validate_rule(rule)
     if not trajectory.inputs.is_floating_point():
         raise TypeError(f"input gradients need floating-point inputs: got {trajectory.inputs.dtype}.")

@@ -14,7 +14,6 @@ from epk_gp.cli.data import PointSource, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import (
     PARTIAL,
-    HeadName,
     HeadOption,
     Memory,
     Network,
@@ -30,6 +29,7 @@ from epk_gp.cli.options import (
     parse_rule,
     torch_dtype,
 )
+from epk_gp.core.head import resolve_head
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.axes import by_sample
@@ -53,7 +53,7 @@ def attribute(
     out: Out = Path("attribution"),
     num_points: Annotated[int, typer.Option(help="Largest number of points that are explained.")] = 6,
     top: Annotated[int, typer.Option(help="Training points listed and drawn of either sign.")] = 8,
-    head: HeadOption = HeadName.log_softmax,
+    head: HeadOption = None,
     rule: RuleOption = "adaptive",
     outputs: Annotated[
         OutputsName,
@@ -74,6 +74,7 @@ def attribute(
     if top < 1:
         raise ValueError(f"--top must be at least 1: got {top}.")
     trajectory = open_run(run, network)
+    head_name = resolve_head(None if head is None else head.value, trajectory.loss, trajectory.num_outputs)
     source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
     X = read_points(source, trajectory, num_points)
     folder = make_folder(out)
@@ -82,7 +83,7 @@ def attribute(
         trajectory,
         X,
         [[by_sample(trajectory)], [step_ranges(trajectory)]],
-        head=head.value,
+        head=head_name,
         rule=quadrature,
         classes=predicted if outputs is OutputsName.predicted else None,
         checkpoint=folder / PARTIAL,
@@ -92,7 +93,7 @@ def attribute(
     breakdown = prediction_breakdown(parts, by_range, predicted)
     arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
     arrays |= {"network": parts.network, "steps": by_range.values, "predicted": predicted, "inputs": X}
-    metadata = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs.value}
+    metadata = {"head": head_name, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs.value}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
     shutil.rmtree(folder / PARTIAL)
     draw_attributions(folder / "attribution.png", breakdown, trajectory, X, range(min(_MAX_DRAWN, len(X))), top)
@@ -100,7 +101,7 @@ def attribute(
     write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
     config: dict[str, object] = {
         "run": run,
-        "head": head.value,
+        "head": head_name,
         "rule": rule,
         "num_points": len(X),
         "dtype": str(X.dtype),

@@ -13,7 +13,6 @@ from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import (
     PARTIAL,
-    HeadName,
     HeadOption,
     Memory,
     Network,
@@ -29,6 +28,7 @@ from epk_gp.cli.options import (
     parse_rule,
     torch_dtype,
 )
+from epk_gp.core.head import resolve_head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import gram_block
@@ -52,7 +52,7 @@ def gram(
     columns: Annotated[Side, typer.Option(help="The same for the columns.")] = Side.train,
     num_rows: Annotated[int | None, typer.Option(help="Largest number of points along the rows.")] = None,
     num_columns: Annotated[int | None, typer.Option(help="Largest number of points along the columns.")] = None,
-    head: HeadOption = HeadName.log_softmax,
+    head: HeadOption = None,
     rule: RuleOption = "gauss-legendre:4",
     memory: Memory = 1.0,
     points: PointsFile = None,
@@ -67,6 +67,7 @@ def gram(
     """
     timer, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
+    head_name = resolve_head(None if head is None else head.value, trajectory.loss, trajectory.num_outputs)
     for option, count in (("--num-rows", num_rows), ("--num-columns", num_columns)):
         if count is not None and count < 1:
             raise ValueError(f"{option} must be at least 1: got {count}.")
@@ -78,19 +79,19 @@ def gram(
         trajectory,
         a,
         b,
-        head=head.value,
+        head=head_name,
         rule=quadrature,
         checkpoint=partial,
         memory_budget=memory_bytes(memory),
         progress=not quiet,
     )
-    metadata = {"head": head.value, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
+    metadata = {"head": head_name, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X}
     arrays["row_is_train"], arrays["column_is_train"] = (torch.full((len(p),), bool(p.is_train)) for p in (a, b))
     write_arrays(folder / "gram.safetensors", arrays, metadata)
     shutil.rmtree(partial)
     results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(K.abs().max())}
-    config = {"run": run, "rows": rows.value, "columns": columns.value, "head": head.value, "rule": rule}
+    config = {"run": run, "rows": rows.value, "columns": columns.value, "head": head_name, "rule": rule}
     write_json(folder / "gram.json", "gram", config | {"dtype": str(K.dtype), "seed": seed}, results, timer)
     typer.echo(f"block of shape {tuple(K.shape)}, {K.dtype}, largest entry {results['largest']:.4g}")
     typer.echo(f"written to {folder}: gram.safetensors, gram.json ({timer.total:.1f} s)")

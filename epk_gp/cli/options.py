@@ -43,7 +43,13 @@ PointsFile = Annotated[
     Path | None,
     typer.Option(help="File (.safetensors or .npz) with `inputs`; by default the run's held-out points."),
 ]
-HeadOption = Annotated[HeadName, typer.Option(help="Explain the logits, or their log-softmax.")]
+HeadOption = Annotated[
+    HeadName | None,
+    typer.Option(
+        help="Explain the logits (the network's outputs), or their log-softmax. By default as the run's loss has it: "
+        "log_softmax for cross entropy, logits otherwise."
+    ),
+]
 RuleOption = Annotated[
     str,
     typer.Option(help="adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint."),

@@ -23,7 +23,8 @@ from epk_gp.cli.options import (
     torch_dtype,
 )
 from epk_gp.cli.summaries import certificate
-from epk_gp.core.head import Head
+from epk_gp.core.head import Head, resolve_head
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.storage.check import check_run
@@ -48,7 +49,10 @@ class Heads(StrEnum):
 def verify(
     run: RunFolder,
     checksums: Annotated[bool, typer.Option("--checksums", help="Check the files only.")] = False,
-    head: Annotated[Heads, typer.Option(help="Outputs that are verified.")] = Heads.both,
+    head: Annotated[
+        Heads | None,
+        typer.Option(help="Outputs that are verified; by default both for cross entropy, the logits otherwise."),
+    ] = None,
     rule: RuleOption = "adaptive",
     tol: Annotated[
         float | None, typer.Option(help="Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.")
@@ -73,9 +77,7 @@ def verify(
     allowed = _TOLERANCE[coarsest] if tol is None else tol
     if not allowed >= 0:
         raise ValueError(f"--tol must not be negative: got {allowed}.")
-    heads = _HEADS[head.value]
-    if trajectory.num_outputs == 1 and head is Heads.both:
-        heads = ["logits"]
+    heads = _heads(head, trajectory)
     folder = None if out is None else make_folder(out)
     results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
@@ -89,6 +91,16 @@ def verify(
     if not error <= allowed:
         raise ValueError(f"the kernel machine must equal the network to within {allowed:g}: it differs by {error:.3g}.")
     typer.echo(f"verified: the largest error is {error:.2g}, at most {allowed:g} ({timer.total:.1f} s)")
+
+
+def _heads(head: Heads | None, trajectory: Trajectory) -> list[Head]:
+    """Return the heads that are verified; by default the logits and, where the loss is of it, their log-softmax."""
+    num_outputs = trajectory.num_outputs
+    if head is None:
+        head = Heads.logits if resolve_head(None, trajectory.loss, num_outputs) == "logits" else Heads.both
+    if head is Heads.both and num_outputs == 1:
+        return ["logits"]  # the log-softmax of a single output is the constant 0
+    return _HEADS[head.value]
 
 
 def _table(results: dict[Head, Reconstruction]) -> str:

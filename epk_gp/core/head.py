@@ -6,7 +6,33 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.losses import CrossEntropy, Loss
+
 Head = Literal["logits", "log_softmax"]
+
+
+def resolve_head(head: Head | None, loss: Loss, num_outputs: int) -> Head:
+    """Return the head that is asked for, where None asks for the one that follows the run's loss.
+
+    The outputs of a network that was trained on cross entropy are logits, and the loss depends on their log-softmax.
+    Under any other loss the outputs stand for themselves: values under squared error, log-probabilities under
+    `NegativeLogLikelihood`. So does a single output, whose log-softmax is the constant 0.
+
+    Args:
+        head: "logits", "log_softmax", or None.
+        loss: The run's loss.
+        num_outputs: C.
+
+    Returns:
+        The head itself if one is given; else "log_softmax" for cross entropy with C >= 2, and "logits" otherwise.
+
+    Raises:
+        ValueError: As `validate_head`.
+    """
+    if head is None:
+        return "log_softmax" if isinstance(loss, CrossEntropy) and num_outputs > 1 else "logits"
+    validate_head(head, num_outputs)
+    return head
 
 
 def validate_head(head: str, num_outputs: int) -> None:

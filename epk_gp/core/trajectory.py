@@ -11,7 +11,7 @@ from torch import Tensor
 from epk_gp.core import losses
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.head import Head, apply_head, validate_head
+from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
@@ -202,7 +202,7 @@ def network_outputs(
     X: Shaped[Tensor, "n ..."],
     *,
     state: int = -1,
-    head: Head = "logits",
+    head: Head | None = "logits",
     block_size: int = 512,
 ) -> Float[Tensor, "n C"]:
     """Evaluate the recorded network f_{w_s}.
@@ -211,7 +211,7 @@ def network_outputs(
         trajectory: The run.
         X: n inputs.
         state: s in 0 .. S, negative from the end: -1 is the trained network.
-        head: "logits" or "log_softmax".
+        head: "logits" or "log_softmax"; None follows the run's loss, as everywhere else.
         block_size: Inputs evaluated at a time.
 
     Raises:
@@ -219,7 +219,7 @@ def network_outputs(
         IndexError: There is no such state.
     """
     validate_inputs(trajectory, X)
-    validate_head(head, trajectory.num_outputs)
+    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     validate_count(block_size, "block_size")
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}

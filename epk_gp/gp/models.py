@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.head import Head
+from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.gp.likelihoods import NOISE_FLOOR
@@ -52,7 +52,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         targets: "network" - the trained network's outputs at the points (the paper); "dirichlet" - transformed labels
             with known noise (Milios et al. 2018).
         points: Indices of the training points to condition on; all by default.
-        head: "logits" or "log_softmax".
+        head: "logits" or "log_softmax"; None follows the run's loss (`EPKKernel`).
         rule: Quadrature rule.
         noise: A number - initial noise variance, relative to the kernel's mean diagonal, to be learned; or (N, C) known
             variances of the conditioning points' targets, which are not learned. Not used with targets="dirichlet",
@@ -79,13 +79,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         targets: TargetKind = "network",
         points: Int[Tensor, " N"] | Sequence[int] | None = None,
         *,
-        head: Head = "logits",
+        head: Head | None = "logits",
         rule: QuadratureRule = gauss_legendre(4),
         noise: float | Float[Tensor, "N C"] = 1e-2,
         **options: Unpack[ComputeSettings],
     ) -> None:
         validate_trajectory(trajectory)
         C = trajectory.num_outputs
+        head = resolve_head(head, trajectory.loss, C)
         coupling = parse_coupling(outputs, C)
         train_indices = parse_train_indices(points, trajectory)
         N = len(train_indices)

@@ -1,6 +1,6 @@
 """The exact path kernel of a training run, and its Gram blocks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -10,16 +10,16 @@ from torch import Tensor
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.head import Head, validate_head
+from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.points import Points, validate_points
-from epk_gp.core.trajectory import Trajectory, validate_inputs
+from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.input_derivatives import block_input_gradient, diagonal_input_gradient
 from epk_gp.gram.tiles import gram_diagonal, gram_tiles
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class PathKernel:
     """The exact path kernel of a training run (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
 
@@ -29,18 +29,36 @@ class PathKernel:
 
     Attributes:
         trajectory: Training run with S steps.
-        head: Whether f is the logits or their log-softmax.
+        head: Whether f is the logits or their log-softmax; made with None, it is the one that follows the run's loss:
+            "log_softmax" for cross entropy, else "logits".
         rule: Nodes and positive weights on [0, 1], the same for both sides; or an adaptive rule, which picks each test
             point's own nodes against training copies, and the union of a tile's points' nodes between test copies. The
             Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
             over common nodes. Take a fixed rule where a factorisation needs more.
         step_weights: eta_s >= 0, (S,); the learning rates by default.
+
+    Raises:
+        TypeError, ValueError: The trajectory is no recorded run, or the head is unknown.
     """
 
     trajectory: Trajectory
-    head: Head = "log_softmax"
-    rule: Rule = gauss_legendre(4)
-    step_weights: Float[Tensor, " S"] | None = field(default=None, kw_only=True)
+    head: Head
+    rule: Rule
+    step_weights: Float[Tensor, " S"] | None
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        head: Head | None = None,
+        rule: Rule = gauss_legendre(4),
+        *,
+        step_weights: Float[Tensor, " S"] | None = None,
+    ) -> None:
+        validate_trajectory(trajectory)
+        object.__setattr__(self, "trajectory", trajectory)
+        object.__setattr__(self, "head", resolve_head(head, trajectory.loss, trajectory.num_outputs))
+        object.__setattr__(self, "rule", rule)
+        object.__setattr__(self, "step_weights", step_weights)
 
     def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
@@ -137,10 +155,9 @@ class PathKernel:
             name: Name of the inputs in a message.
 
         Raises:
-            TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
+            TypeError, ValueError: The network cannot take the inputs, or the rule is unknown.
         """
         validate_inputs(self.trajectory, X, name)
-        validate_head(self.head, self.trajectory.num_outputs)
         validate_rule(self.rule)
 
     def _validate(self, a: Points, b: Points) -> None:
@@ -169,7 +186,7 @@ def gram_block(
     a: Points,
     b: Points,
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
     **options: Unpack[ComputeSettings],
@@ -184,7 +201,7 @@ def gram_block(
         trajectory: Training run with S steps.
         a: N points, each a training or a test copy.
         b: M points.
-        head: Whether f is the logits or their log-softmax.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: See `PathKernel`.
         step_weights: eta_s >= 0; the learning rates by default.
         options: `memory_budget`, `progress`, `checkpoint` and `accumulate`; see `ComputeOptions`.
@@ -207,7 +224,7 @@ def gram_block_per_class(
     a: Points,
     b: Points,
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
     **options: Unpack[ComputeSettings],
@@ -226,7 +243,7 @@ def gram_diagonal_blocks(
     trajectory: Trajectory,
     a: Points,
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
     **options: Unpack[ComputeSettings],

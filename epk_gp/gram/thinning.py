@@ -46,7 +46,7 @@ def thin_path(
     every: int,
     X: Shaped[Tensor, "n ..."],
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     num_probe: int = 32,
     **options: Unpack[ComputeSettings],
@@ -62,7 +62,7 @@ def thin_path(
         trajectory: Training run with S steps.
         every: k, from 1 (nothing is left out) to S.
         X: n points like those that will be asked about.
-        head: Whether f is the logits or their log-softmax.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
         num_probe: Points of either kind, at most.
         options: `memory_budget` and `progress` of the computation of the error; see `ComputeOptions`.

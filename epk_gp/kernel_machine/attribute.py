@@ -92,7 +92,7 @@ def attribute(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
@@ -109,7 +109,7 @@ def attribute(
     Args:
         trajectory: Training run with S steps on M points.
         X: n inputs, taken as test copies.
-        head: Whether f is the logits or their log-softmax.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
         options: `memory_budget`, `progress` and `checkpoint`; see `ComputeOptions`.
@@ -140,7 +140,7 @@ def attribute_by(
     X: Shaped[Tensor, "n ..."],
     by: Sequence[Axis],
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
@@ -154,7 +154,7 @@ def attribute_by(
         X: n inputs, taken as test copies.
         by: `by_sample(trajectory)`, `by_label`, `by_step`, `by_layer`, `by_parameter`, or axes of one's own. Axes of
             the same kind are combined: a term counts where all its groups meet.
-        head: Whether f is the logits or their log-softmax.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
         classes: One output per input; C is then 1 in the result.
         options: As `attribute`.
@@ -179,7 +179,7 @@ def attribute_many(
     X: Shaped[Tensor, "n ..."],
     groupings: Sequence[Sequence[Axis]],
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],

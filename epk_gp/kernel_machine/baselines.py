@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.head import Head, validate_head
+from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, loss_derivatives, soft_targets
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights, network_outputs, validate_inputs
@@ -49,7 +49,7 @@ def k_prime_block(
     X: Shaped[Tensor, "n ..."],
     Y: Shaped[Tensor, "m ..."],
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "n C m C"]:
@@ -66,7 +66,7 @@ def k_prime_block(
         trajectory: Training run.
         X: n inputs whose gradients move.
         Y: m inputs whose gradients are frozen.
-        head: Whether f is the logits or their log-softmax.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
         options: As `gram_block`.
     """
@@ -78,7 +78,7 @@ def chen_machine(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
     *,
-    head: Head = "logits",
+    head: Head | None = "logits",
     rule: QuadratureRule = left_endpoint(),
     **options: Unpack[ComputeSettings],
 ) -> Baseline:
@@ -92,7 +92,7 @@ def chen_machine(
     Args:
         trajectory: Training run on M points.
         X: n inputs.
-        head: Whether f is the logits or their log-softmax.
+        head: "logits" or "log_softmax"; None follows the run's loss, as in `k_prime_block`.
         rule: Where in a step gradients are taken; the left endpoint is what a discrete run has.
         options: `memory_budget` (for the blocks of one state) and `progress`; see `ComputeOptions`.
 
@@ -103,6 +103,8 @@ def chen_machine(
         ValueError: A loss derivative changes sign along the run; log_softmax without cross entropy.
     """
     parsed = parse_options("chen_machine", ("checkpoint", "accumulate"), **options)
+    validate_inputs(trajectory, X)
+    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     block, signs = None, None
     for columns, K, derivative in _path_blocks(trajectory, X, head, rule, parsed):
         block = K.new_zeros(*K.shape[:2], trajectory.num_points, K.shape[3]) if block is None else block
@@ -125,7 +127,7 @@ def domingos_machine(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
     *,
-    head: Head = "logits",
+    head: Head | None = "logits",
     rule: QuadratureRule = left_endpoint(),
     **options: Unpack[ComputeSettings],
 ) -> Baseline:
@@ -143,6 +145,8 @@ def domingos_machine(
         Path kernel, coefficients (n, C, M, C) and error.
     """
     parsed = parse_options("domingos_machine", ("checkpoint", "accumulate"), **options)
+    validate_inputs(trajectory, X)
+    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     block, weighted = None, None
     for columns, K, derivative in _path_blocks(trajectory, X, head, rule, parsed):
         empty = K.new_zeros(*K.shape[:2], trajectory.num_points, K.shape[3])
@@ -158,8 +162,6 @@ def _path_blocks(
     trajectory: Trajectory, X: Tensor, head: Head, rule: QuadratureRule, options: ComputeOptions
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield, for every node, the batch's points, eps omega c <grad, grad> with both sides there, and dL / df."""
-    validate_inputs(trajectory, X)
-    validate_head(head, trajectory.num_outputs)
     validate_vanilla_gd(trajectory, "this kernel machine's run")
     quiet = replace(options, progress=False)
     for step in tqdm(trajectory.steps, desc="steps", disable=not options.progress):

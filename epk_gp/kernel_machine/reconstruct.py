@@ -53,7 +53,7 @@ def reconstruct(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
     **options: Unpack[ComputeSettings],
 ) -> Reconstruction:
@@ -69,7 +69,7 @@ def reconstruct(
     Args:
         trajectory: Training run with S steps.
         X: n inputs.
-        head: Whether f is the logits or their log-softmax.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
         options: `memory_budget` (beside it, one gradient of the training data) and `progress`; see `ComputeOptions`.
 

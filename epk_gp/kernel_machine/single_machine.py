@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.head import Head
+from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
 from epk_gp.core.memory_plan import single_machine_samples
 from epk_gp.core.points import Points
@@ -40,7 +40,7 @@ def single_machine(
     trajectory: Trajectory,
     X: Shaped[Tensor, "n ..."],
     *,
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
     **options: Unpack[ComputeSettings],
 ) -> SingleMachine:
@@ -54,7 +54,7 @@ def single_machine(
     Args:
         trajectory: Training run.
         X: n inputs, taken as test copies.
-        head: Must be "log_softmax" for cross entropy; either for `NegativeLogLikelihood`.
+        head: Must be "log_softmax" for cross entropy; either for `NegativeLogLikelihood`. None follows the loss.
         rule: How each step's integral is taken.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
@@ -64,6 +64,7 @@ def single_machine(
     parsed = parse_options("single_machine", ("checkpoint", "accumulate"), **options)
     validate_inputs(trajectory, X)
     validate_rule(rule)
+    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     coefficients = _constant_coefficients(trajectory, head, trajectory.model.spec_for(X).dtype).to(X.device)
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.head import Head, validate_head
+from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.batching import batch_of_blocks, batch_of_diagonals
@@ -42,7 +42,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             "trace" - sum_c K(x, x')[c, c], one scalar kernel.
             "sum" - sum_{c, d} K(x, x')[c, d], the kernel of the sum of the outputs.
             an integer c - K(x, x')[c, c].
-        head: "log_softmax" or "logits".
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
         normalize: None; a positive number to divide by; or "mean_diagonal", the mean diagonal of this kernel (over
             points and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies.
@@ -64,7 +64,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         self,
         trajectory: Trajectory,
         outputs: Outputs = "full",
-        head: Head = "log_softmax",
+        head: Head | None = None,
         rule: QuadratureRule = gauss_legendre(4),
         normalize: Normalization = None,
         *,
@@ -75,12 +75,11 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         validate_trajectory(trajectory)
         compute_options = parse_options("EPKKernel", UNSUPPORTED_OPTIONS, **options)
         structure, matrices = parse_outputs(outputs, trajectory.num_outputs)
-        validate_head(head, trajectory.num_outputs)
+        path_kernel = PathKernel(trajectory, head, rule)
         if not isinstance(rule, QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
         super().__init__(batch_shape=matrices.shape, active_dims=active_dims)
         self.outputs = outputs
-        path_kernel = PathKernel(trajectory, head, rule)
         self.config = KernelConfig(path_kernel, structure, compute_options, BlockCache(cache_bytes))
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("_matrices", matrices, persistent=False)

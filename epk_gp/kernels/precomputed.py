@@ -22,7 +22,7 @@ def epk_gram(
     b: Points | None = None,
     *,
     outputs: Literal["trace", "sum"] | int = "trace",
-    head: Head = "log_softmax",
+    head: Head | None = None,
     rule: QuadratureRule = gauss_legendre(4),
     normalize: Normalization = None,
     **options: Unpack[ComputeSettings],
@@ -41,7 +41,7 @@ def epk_gram(
         a: N points.
         b: M points; a by default.
         outputs: "trace", "sum" or a class index, as in `EPKKernel`.
-        head: "log_softmax" or "logits".
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
         normalize: As in `EPKKernel`.
         options: `memory_budget`, see `ComputeOptions`.
