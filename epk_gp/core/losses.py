@@ -164,11 +164,25 @@ def validate_loss_row_independence(loss: Loss, outputs: Float[Tensor, "n C"], ta
     """Raise if a `PerSampleLoss` mixes the rows of a batch, or reduces them by another reduction than it states.
 
     Raises:
-        ValueError: The losses of n samples evaluated together differ from those of each sample evaluated alone.
+        ValueError: The loss cannot take the outputs and targets, or the losses of n samples evaluated together
+            differ from those of each sample evaluated alone.
     """
     if not isinstance(loss, PerSampleLoss):
         return
-    together = loss.function(outputs, _cast_targets(targets, outputs))
+    is_torch_loss = type(loss.function).__module__ == nn.MSELoss.__module__
+    if is_torch_loss and targets.is_floating_point() and targets.shape != outputs.shape:
+        advice = " Give y a last dimension: y[:, None]." if (*targets.shape, 1) == tuple(outputs.shape) else ""
+        raise ValueError(
+            f"{loss.name} needs targets of the outputs' shape (M, {', '.join(map(str, outputs.shape[1:]))}): got "
+            f"(M{''.join(f', {size}' for size in targets.shape[1:])}).{advice}"
+        )
+    try:
+        together = loss.function(outputs, _cast_targets(targets, outputs))
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"the loss must accept the network's outputs and the targets: it fails on shapes {tuple(outputs.shape)} "
+            f"and {tuple(targets.shape)} of {outputs.dtype} and {targets.dtype}: {error}"
+        ) from error
     is_reduced = isinstance(together, Tensor) and together.ndim == 0
     batched = together if is_reduced else per_sample_losses(loss, outputs, targets)
     rows = zip(outputs.split(1), targets.split(1), strict=True)

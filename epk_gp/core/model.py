@@ -74,9 +74,15 @@ class FunctionalModel:
         """Evaluate the network.
 
         Raises:
+            TypeError: The outputs are no floating-point numbers.
             ValueError: The network does not return one row of outputs per input.
         """
         outputs = self.evaluate(params, X)
+        if isinstance(outputs, Tensor) and not outputs.is_floating_point():
+            raise TypeError(
+                f"the network must return floating-point outputs: got {outputs.dtype}. Leave argmax, rounding and "
+                "casts to integers out of forward()."
+            )
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[0] != X.shape[0]:
             got = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ValueError(
@@ -143,7 +149,19 @@ def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> Funct
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
+    if isinstance(net, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(f"net must be the network itself: got {type(net).__name__} around it. Pass net.module.")
+    if isinstance(net, torch.jit.ScriptModule):
+        raise TypeError(
+            "net must be a network in Python: got a torch.jit.ScriptModule. Pass the module it was made of."
+        )
     parameters = dict(net.named_parameters())
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters.values()):
+        raise ValueError("the network must be initialised: it has lazy layers. Call it once on a batch before.")
+    if any(p.is_meta for p in parameters.values()):
+        raise ValueError(
+            "the network must hold numbers: its parameters are on device 'meta'. Use net.to_empty(device)."
+        )
     if names is None:
         names = tuple(name for name, p in parameters.items() if p.requires_grad)
     missing = [name for name in names if name not in parameters]
@@ -164,6 +182,9 @@ def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> Funct
     except (RuntimeError, TypeError, AttributeError) as error:
         raise TypeError(f"the network must be copyable by copy.deepcopy: {error}") from error
     module.requires_grad_(False).eval()
+    for part in module.modules():  # what they do to the user's gradients, the check of the steps sees
+        part._backward_hooks.clear()
+        part._backward_pre_hooks.clear()
     return FunctionalModel(module, names, tuple(parameters[name].shape for name in names))
 
 

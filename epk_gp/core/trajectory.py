@@ -171,12 +171,14 @@ def validate_inputs(trajectory: Trajectory, X: Shaped[Tensor, "..."], name: str 
     """Raise if the network cannot take the points.
 
     Raises:
-        TypeError: X is not a tensor, or it holds integers for a network of floats (or the reverse).
+        TypeError: X is not a dense tensor, or it holds integers for a network of floats (or the reverse).
         ValueError: X has the wrong shape, holds no points, or holds NaN or infinity.
     """
     validate_trajectory(trajectory)
     if not isinstance(X, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
+    if X.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor: got {X.layout}. Convert it with {name}.to_dense().")
     if tuple(X.shape[1:]) != trajectory.input_shape or X.ndim == 0:
         raise ValueError(
             f"{name} must have shape (n, {', '.join(map(str, trajectory.input_shape))}) like the training inputs: "

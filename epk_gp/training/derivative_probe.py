@@ -123,8 +123,7 @@ def _derivative_error(segment: _Segment, own_dtype: torch.dtype) -> float | None
     """Return the relative difference of autograd's derivative from central differences, if it is no rounding."""
     generator = torch.Generator().manual_seed(0)
     f = segment.outputs(0.0)
-    shape = (_NUM_COMBINATIONS, *f.shape)
-    V = torch.randn(shape, generator=generator, dtype=torch.float64).to(f)
+    V = torch.randn(_NUM_COMBINATIONS, *f.shape, generator=generator, dtype=torch.float64).to(f)
     slopes = [_slopes(segment, V, t) for t in _POSITIONS]
     if f.dtype != torch.float64:
         error = _median_error(segment, V, slopes, _COARSE_CHANGE)
@@ -164,7 +163,7 @@ def _relative_error(
     size = float((V * segment.outputs(t)).sum(dim=(1, 2)).norm())
     w = segment.w + t * segment.d
     reach = (1e-3 * w.abs().max() + 1e-6) / segment.d.abs().max()  # weights may move by a thousandth of their size
-    h = float(min(change * size / max(float(slope.norm()), 1e-300), reach))
+    h = min(change * size / max(float(slope.norm()), 1e-300), float(reach))
     difference = (V * (segment.outputs(t + h) - segment.outputs(t - h))).sum(dim=(1, 2)) / (2 * h)
     rounding = 64 * torch.finfo(V.dtype).eps * size / h
     error = float((difference - slope).norm()) - rounding

@@ -1,5 +1,6 @@
 """Validation of what a recorder is given: network, optimizer, data and batches."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -7,12 +8,17 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.forward_fingerprint import fingerprint_outputs, perturbed_initial
+from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs, perturbed_initial
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.validation import validate_finite
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
 _NUM_ROWS = 8
+_NUM_FINITE_ROWS = 64  # inputs at which the initial outputs must be finite
+_NO_CHECKPOINTING = (
+    "activation checkpointing (torch.utils.checkpoint) must be off while a run is recorded: the network uses it. Call "
+    "its blocks directly (in Hugging Face models: net.gradient_checkpointing_disable())."
+)
 _RANDOM_LAYERS = (
     nn.Dropout,
     nn.Dropout1d,
@@ -55,6 +61,8 @@ def parse_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             raise TypeError(
                 f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor."
             )
+        if value.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor: got {value.layout}. Convert it with {name}.to_dense().")
     if X.ndim < 2 or len(X) == 0:
         raise ValueError(f"X must have shape (M, ...) with at least one point: got {tuple(X.shape)}.")
     if X.device != y.device:
@@ -67,22 +75,80 @@ def validated_fingerprint(model: FunctionalModel, start: Tensor, X: Tensor) -> T
     """Return the fingerprint outputs of a network, after checking that each output depends on its own input alone.
 
     Raises:
-        TypeError: The inputs have another dtype than the weights.
-        ValueError: The inputs are on another device, the network cannot take them, or its outputs are random or depend
-            on other inputs of the batch.
+        TypeError: The weights are neither float32 nor float64, the inputs have another dtype than the weights, or the
+            network does not take one tensor.
+        ValueError: The inputs are on another device; the network cannot take them, changes them, or uses activation
+            checkpointing; or its outputs are not finite, random, or depend on other inputs of the batch.
     """
+    if start.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"the weights must be float32 or float64: got {start.dtype}. Convert them with net.float().")
     if X.is_floating_point() and X.dtype != start.dtype:
         raise TypeError(f"X must have the weights' dtype {start.dtype}: got {X.dtype}. Convert one of them.")
     if X.device != start.device:
         raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
     try:
-        outputs = fingerprint_outputs(model, start, X)
-    except (RuntimeError, IndexError) as error:
+        inspect.signature(model.module.forward).bind(X)
+    except TypeError as error:
+        raise TypeError(
+            f"the network must take X as its only input: forward{inspect.signature(model.module.forward)} does not "
+            f"({error}). Wrap it in a module whose forward takes one tensor."
+        ) from error
+    rows = X[:NUM_FINGERPRINT_POINTS].clone()
+    try:
+        validate_no_checkpointing(model, start, rows)
+        outputs = fingerprint_outputs(model, start, rows)
+    except (RuntimeError, IndexError, AttributeError, KeyError) as error:
         raise ValueError(
             f"the network must accept X: it fails on inputs of shape {tuple(X.shape[1:])} and {X.dtype}: {error}"
         ) from error
+    if not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS]):
+        raise ValueError(
+            "the network must leave its inputs as they are: forward() changes them in place. Use operations that make "
+            "a new tensor, such as ReLU(inplace=False), on the input."
+        )
+    with torch.no_grad():
+        initial = model(model.unflatten(start), evenly_spread(X, _NUM_FINITE_ROWS))
+    validate_finite(
+        initial, "the network's outputs at its initial weights", "Repair its forward() or its initial weights."
+    )
     validate_row_independence(model, model.unflatten(perturbed_initial(start)), X)
     return outputs
+
+
+def validate_no_checkpointing(model: FunctionalModel, start: Tensor, rows: Tensor) -> None:
+    """Raise if a forward function recomputes activations in the backward pass.
+
+    Outside of the user's loop the recomputation would take other weights than the forward pass.
+
+    Raises:
+        ValueError: The network uses `torch.utils.checkpoint`.
+    """
+    leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(start).items()}
+    with torch.enable_grad():
+        try:
+            with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTING):
+                outputs = model(leaves, rows)
+        except RuntimeError as error:
+            if _NO_CHECKPOINTING not in str(error):
+                raise
+            uses_checkpointing = True
+        else:
+            uses_checkpointing = _has_reentrant_checkpoint(outputs)
+    if uses_checkpointing:
+        raise ValueError(_NO_CHECKPOINTING)
+
+
+def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
+    waiting, seen = [outputs.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting.extend(parent for parent, _ in node.next_functions)
+    return False
 
 
 def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) -> Tensor:
@@ -145,7 +211,8 @@ def validate_row_independence(
     if difference > rounding:
         raise ValueError(
             f"an output must depend on its own input alone: evaluated together, {len(rows)} inputs give outputs that "
-            f"differ by {float(difference):.2e} from those of each alone. Remove batch statistics from forward()."
+            f"differ by {float(difference):.2e} from those of each alone. Remove batch statistics from forward(), and "
+            "compute in the precision of the weights."
         )
 
 
