@@ -1,6 +1,6 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -16,10 +16,18 @@ from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import SampleContributions, WeightDecayContribution, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
+from epk_gp.kernel_machine.certification import (
+    attribution_findings,
+    coarsest_dtype,
+    residual_tolerance,
+    sum_tolerance,
+    warn_uncertified,
+)
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, validate_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
 from epk_gp.quadrature.rules import Rule, adaptive
+from epk_gp.quadrature.status import QuadratureStatus
 from epk_gp.storage.partial_sums import PartialSums
 
 
@@ -34,6 +42,9 @@ class Attribution:
         network: Outputs of the trained network, (n, C).
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
+        residual_tolerance: What `max_residual` may be: the rule's tolerance (1e-12 for a fixed rule) or rounding.
+        error_tolerance: What `max_error` may be: that, and the rounding of weights and terms.
+        statuses: Number of (point, step) pairs by the reason why the rule stopped refining them.
     """
 
     initial: Float[Tensor, "n C"]
@@ -42,6 +53,9 @@ class Attribution:
     network: Float[Tensor, "n C"]
     max_residual: float
     evaluations: float
+    residual_tolerance: float
+    error_tolerance: float
+    statuses: Mapping[QuadratureStatus, int]
 
     @property
     def total(self) -> Float[Tensor, "n C"]:
@@ -52,6 +66,11 @@ class Attribution:
     def max_error(self) -> float:
         """Largest |total - network|."""
         return float((self.total - self.network).abs().max())
+
+    @property
+    def certified(self) -> bool:
+        """Whether quadrature and sum are within tolerance: a step that is not the stated one shows in the sum."""
+        return not attribution_findings(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +85,9 @@ class GroupedAttribution:
         axes: The axes.
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
+        residual_tolerance: What `max_residual` may be: the rule's tolerance (1e-12 for a fixed rule) or rounding.
+        error_tolerance: What `max_error` may be: that, and the rounding of weights and terms.
+        statuses: Number of (point, step) pairs by the reason why the rule stopped refining them.
     """
 
     initial: Float[Tensor, "n C"]
@@ -75,6 +97,9 @@ class GroupedAttribution:
     axes: tuple[Axis, ...]
     max_residual: float
     evaluations: float
+    residual_tolerance: float
+    error_tolerance: float
+    statuses: Mapping[QuadratureStatus, int]
 
     @property
     def total(self) -> Float[Tensor, "n C"]:
@@ -86,6 +111,11 @@ class GroupedAttribution:
     def max_error(self) -> float:
         """Largest |total - network|."""
         return float((self.total - self.network).abs().max())
+
+    @property
+    def certified(self) -> bool:
+        """Whether quadrature and sum are within tolerance: a step that is not the stated one shows in the sum."""
+        return not attribution_findings(self)
 
 
 def attribute(
@@ -132,6 +162,9 @@ def attribute(
         network=parts.network,
         max_residual=parts.max_residual,
         evaluations=parts.evaluations,
+        residual_tolerance=parts.residual_tolerance,
+        error_tolerance=parts.error_tolerance,
+        statuses=parts.statuses,
     )
 
 
@@ -205,11 +238,14 @@ def _attribute(
     options: ComputeOptions,
 ) -> tuple[GroupedAttribution, ...]:
     trajectory = kernel.trajectory
-    return with_plan(
+    results = with_plan(
         trajectory,
         trajectory.model_for(X),
         lambda net: _split(make_problem(net, kernel, X, classes, options), groupings),
     )
+    if results:  # all are sums of the same terms
+        warn_uncertified("the attribution", attribution_findings(results[0]))
+    return results
 
 
 class _Collector:
@@ -245,6 +281,11 @@ class _Collector:
         else:
             self.values[term.rows, :, t] = self.values[term.rows, :, t].index_add_(2, index, values)
 
+    def size_of_terms(self, *others: Tensor) -> Tensor:
+        """Return the sum of the absolute values of all terms, and of others, (n, K)."""
+        own = sum(total.flatten(2).abs().sum(dim=2) for total in (self.values, self.decay))
+        return sum((other.abs() for other in others), start=own)
+
     def _by_group(self, values: Tensor) -> Tensor:
         if values.shape[-1] == 1 and self.values.shape[-1] == 1:
             return values
@@ -265,9 +306,9 @@ class _Collector:
 
 
 def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -> tuple[GroupedAttribution, ...]:
-    trajectory, X, head, folder = problem.trajectory, problem.X, problem.kernel.head, problem.options.checkpoint
-    initial = problem.select_outputs(network_outputs(trajectory, X, state=0, head=head))
-    network = problem.select_outputs(network_outputs(trajectory, X, state=-1, head=head))
+    trajectory, X, kernel, folder = problem.trajectory, problem.X, problem.kernel, problem.options.checkpoint
+    initial = problem.select_outputs(network_outputs(trajectory, X, state=0, head=kernel.head))
+    network = problem.select_outputs(network_outputs(trajectory, X, state=-1, head=kernel.head))
     collectors = [_Collector(problem, axes, initial) for axes in groupings]
 
     def emit(term: SampleContributions | WeightDecayContribution) -> None:
@@ -288,6 +329,8 @@ def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -
         count = len(trajectory.model.names)
         groups = torch.zeros(count, dtype=torch.int64) if is_whole else torch.arange(count)
         adjoint_pass(problem, groups, emit, progress, points_per_block=points)
+    record, steps = progress.record, max(1, trajectory.num_steps)
+    dtype = coarsest_dtype(trajectory, initial)
     return tuple(
         GroupedAttribution(
             initial=initial,
@@ -295,8 +338,11 @@ def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -
             decay=collector.result(collector.decay, ("step", "parameter")),
             network=network,
             axes=collector.axes,
-            max_residual=float(progress.max_residual),
-            evaluations=progress.evaluations / (len(X) * max(1, trajectory.num_steps)),
+            max_residual=record.max_residual,
+            evaluations=progress.evaluations / (len(X) * steps),
+            residual_tolerance=residual_tolerance(kernel.rule, initial.dtype, record.size, 1),
+            error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(initial, network), steps),
+            statuses=dict(record.statuses),
         )
         for collector in collectors
     )

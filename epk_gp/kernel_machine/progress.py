@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.kernel_machine.certification import IntegrationRecord
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -22,7 +23,7 @@ class PassProgress:
     Attributes:
         done: Number of work items that the sums hold.
         adjoint_state: The adjoint that the next work item needs.
-        max_residual: Largest quadrature residual so far; NaN stays.
+        record: What the integrals so far left.
         evaluations: Gradient evaluations so far.
     """
 
@@ -35,25 +36,26 @@ class PassProgress:
     ) -> None:
         self.checkpoint, self.sums, self.name = checkpoint, sums, name
         self.adjoint_state: Tensor | None = None
-        self.max_residual, self.evaluations = reference.new_zeros(()), 0.0
+        self.record, self.evaluations = IntegrationRecord(), 0.0
         stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(name)
         if not stored:
             return
         for number, total in enumerate(sums):
             total.copy_(stored[f"sum.{number}"])
-        self.max_residual, self.evaluations = stored["largest"].to(reference), float(stored["evaluations"])
+        self.record.load(stored)
+        self.evaluations = float(stored["evaluations"])
         self.adjoint_state = stored["carried"].to(reference) if "carried" in stored else None
 
     def advance(self, integral: Integral, adjoint_state: Tensor | None, *, is_last: bool) -> None:
         """Count one more work item, and save if it is time or the last one."""
         self.done += 1
         self.adjoint_state = adjoint_state
-        self.max_residual = torch.maximum(self.max_residual, integral.residual.max())
+        self.record.add(integral)
         self.evaluations += float(integral.evaluations.sum())
         if self.checkpoint is None or not (is_last or self.checkpoint.should_save):
             return
         state = {f"sum.{number}": total for number, total in enumerate(self.sums)}
-        state |= {"largest": self.max_residual, "evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
+        state |= self.record.state() | {"evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
         if adjoint_state is not None:
             state["carried"] = adjoint_state
         self.checkpoint.save(self.name, state, self.done)

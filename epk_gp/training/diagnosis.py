@@ -8,7 +8,13 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.gradients import allclose, batch_gradient, move_by_rounding, relative_rounding
+from epk_gp.core.gradients import (
+    CANCELLATION_FACTOR,
+    allclose,
+    batch_gradient,
+    move_by_rounding,
+    relative_rounding,
+)
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
@@ -20,10 +26,6 @@ from epk_gp.core.losses import (
 )
 from epk_gp.core.model import FunctionalModel
 
-# How many times larger than the rounding of the recomputed float32 gradient its difference from the optimizer's may be,
-# where sums cancel. Measured on converged regressions whose gradients were accumulated over 2 to 200 batches (50 runs
-# of 60 steps): at most 2.1 times. The rest is room for sums in another order, such as those of a GPU.
-CANCELLATION_FACTOR = 32
 _NUM_ROWS = 64  # inputs on which the user's network is compared with the deterministic one
 
 
@@ -120,7 +122,8 @@ def _gradient_beside(model: FunctionalModel, check: StepCheck) -> Float[Tensor, 
     """Return the gradient of a step once more, as another computation would round it."""
     X, y, c, w = check.X, check.y, check.c, check.start
     if w.dtype == torch.float64:
-        return batch_gradient(model, move_by_rounding(w), X.flip(0), y.flip(0), check.loss, c.flip(0))
+        moved = move_by_rounding(w, torch.finfo(w.dtype).eps)
+        return batch_gradient(model, moved, X.flip(0), y.flip(0), check.loss, c.flip(0))
     wide = FunctionalModel(copy.deepcopy(model.module).double(), model.names, model.shapes)
     return batch_gradient(wide, w.double(), X.double() if X.is_floating_point() else X, y, check.loss, c)
 
