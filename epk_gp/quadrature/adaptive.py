@@ -184,11 +184,9 @@ def integrate(
     return Integral(total, start, end, residual, evaluations, point, t, weight, breakpoints, status)
 
 
-def union_mesh(
-    segment: WeightSegment, X: Shaped[Tensor, "n ..."], rule: AdaptiveRule, num_steps: int
-) -> list[tuple[float, float]]:
-    """Choose one composite rule that is fine enough for all n points: the union of every point's breakpoints."""
-    interval_rule, breakpoints = rule.interval_rule, integrate(segment, X, rule, num_steps).breakpoints
+def union_mesh(integral: Integral, rule: AdaptiveRule) -> list[tuple[float, float]]:
+    """Choose one composite rule that is fine enough for all of an integral's points: the union of their breakpoints."""
+    interval_rule, breakpoints = rule.interval_rule, integral.breakpoints
     edges = torch.cat([breakpoints, breakpoints.new_tensor([0.0, 1.0])]).unique().tolist()
     merged = [edges[0]]
     for edge in edges[1:]:
@@ -242,13 +240,13 @@ def _refine(
         lineage=lineage[failed],
         level=found.level,
     )
+    reason = _stop_points(reason, intervals.point, len(X))
     low, high = min(_LOW_ORDER, rule.order), rule.order
     searches = segment.net.plan.supports_interpolation
     least = torch.where(intervals.use_high_order, (_SEARCH_EVALUATIONS + 2 * low) if searches else 2 * high, high)
-    least = torch.where(reason == OPEN, least, 0)
-    fits = evaluations.index_add(0, intervals.point, least.to(evaluations)) <= rule.max_evaluations
-    over_bound = torch.where(fits[intervals.point], OPEN, QuadratureStatus.EVALUATION_LIMIT)
-    reason = torch.where(reason == OPEN, over_bound, reason)
+    least = torch.where(reason == OPEN, least, 0).to(evaluations)
+    fits = evaluations.index_add(0, intervals.point, least) <= rule.max_evaluations
+    reason = torch.where((reason == OPEN) & ~fits[intervals.point], QuadratureStatus.EVALUATION_LIMIT, reason)
     failed = (reason == OPEN).nonzero().squeeze(1)
     parts, is_halved, searched = _parts(segment, X, intervals[failed], found.error[failed], found.level)
     parents = Parents(found.residual[failed], lineage[failed], is_halved)
@@ -257,6 +255,13 @@ def _refine(
     fits = evaluations.index_add(0, parts.point, cost) <= rule.max_evaluations
     reason[failed] = torch.where(fits[intervals.point[failed]], OPEN, QuadratureStatus.EVALUATION_LIMIT)
     return reason, parts[fits[parts.point].nonzero().squeeze(1)], parents
+
+
+def _stop_points(reason: Tensor, point: Tensor, n: int) -> Tensor:
+    """Accept all open intervals of points of which one was found inconsistent: no refinement makes these exact."""
+    inconsistent = (reason == QuadratureStatus.INCONSISTENT_DERIVATIVE).long()
+    stops = torch.zeros(n, dtype=torch.long, device=point.device).index_add_(0, point, inconsistent)[point] > 0
+    return torch.where(stops & (reason == OPEN), QuadratureStatus.INCONSISTENT_DERIVATIVE, reason)
 
 
 def _parts(
