@@ -12,6 +12,7 @@ from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.gram.integration_check import IntegrationCheck
 from epk_gp.gram.prefetch import WeightPrefetcher
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 
@@ -29,6 +30,7 @@ class ExecutionContext:
         is_per_class: Only pairs of equal classes are wanted.
         options: How to compute.
         prefetcher: Reads weight states ahead of their use.
+        integrations: Counts what an adaptive rule could not integrate.
     """
 
     trajectory: Trajectory
@@ -39,6 +41,7 @@ class ExecutionContext:
     is_per_class: bool
     options: ComputeOptions
     prefetcher: WeightPrefetcher = field(init=False)
+    integrations: IntegrationCheck = field(init=False, default_factory=IntegrationCheck)
 
     def __post_init__(self) -> None:
         """Make the reader of weight states; nothing is read yet."""

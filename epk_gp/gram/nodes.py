@@ -11,7 +11,7 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights
 from epk_gp.autodiff.layer_jacobian import LayerJacobian, NodeWeights
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.step_average import NodeBatch
-from epk_gp.quadrature.adaptive import integrate, union_mesh
+from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
 
 
@@ -46,7 +46,7 @@ def shared_nodes(context: ExecutionContext, s: int, X: Shaped[Tensor, "n ..."]) 
     """List nodes and weights that all points share in a step."""
     if isinstance(context.rule, QuadratureRule):
         return list(context.rule)
-    return union_mesh(_segment(context, s), X, context.rule, context.trajectory.num_steps)
+    return union_mesh(_integrate(context, _segment(context, s), X, context.rule), context.rule)
 
 
 def nodes_of_points(
@@ -64,12 +64,18 @@ def nodes_of_points(
 
 def _adaptive_nodes(context: ExecutionContext, s: int, rule: AdaptiveRule, X: Tensor) -> Iterator[NodeBatch]:
     segment = _segment(context, s)
-    integral = integrate(segment, X, rule, context.trajectory.num_steps)
+    integral = _integrate(context, segment, X, rule)
     for part in torch.arange(len(integral.point), device=X.device).split(len(X)):
         points = integral.point[part]
         at = WeightLocation(segment.w, segment.d, integral.t[part])
         jacobians = layer_jacobians_blocked(context.net, at, X[points], context.head, context.cost)
         yield NodeBatch(jacobians, NodeWeights(integral.weight[part], points, len(X)))
+
+
+def _integrate(context: ExecutionContext, segment: WeightSegment, X: Tensor, rule: AdaptiveRule) -> Integral:
+    integral = integrate(segment, X, rule, context.trajectory.num_steps)
+    context.integrations.add(integral)
+    return integral
 
 
 def _weights_at(context: ExecutionContext, s: int, t: float, keep: int) -> Float[Tensor, " P"]:

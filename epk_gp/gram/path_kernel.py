@@ -75,9 +75,14 @@ class PathKernel:
         options.require_unset("diagonal_blocks", "checkpoint", "accumulate")
         self._validate(a, a)
         model = self.trajectory.model_for(a.X)
-        return with_plan(
-            self.trajectory, model, lambda net: gram_diagonal(self._context(net, options, is_per_class=False), a)
-        )
+
+        def compute(net: PlannedModel) -> Tensor:
+            context = self._context(net, options, is_per_class=False)
+            blocks = gram_diagonal(context, a)
+            context.integrations.warn()
+            return blocks
+
+        return with_plan(self.trajectory, model, compute)
 
     def block_input_gradient(
         self,
@@ -143,9 +148,14 @@ class PathKernel:
         model = self.trajectory.model_for(a.X)
         if options.accumulate not in (None, model.spec.dtype, torch.float64):
             raise ValueError(f"accumulate must be torch.float64 or None: got {options.accumulate}.")
-        return with_plan(
-            self.trajectory, model, lambda net: gram_tiles(self._context(net, options, is_per_class=is_per_class), a, b)
-        )
+
+        def compute(net: PlannedModel) -> Tensor:
+            context = self._context(net, options, is_per_class=is_per_class)
+            block = gram_tiles(context, a, b)
+            context.integrations.warn()
+            return block
+
+        return with_plan(self.trajectory, model, compute)
 
     def validate_inputs(self, X: Shaped[Tensor, "n ..."], name: str = "X") -> None:
         """Raise if the kernel cannot be evaluated at inputs.

@@ -9,6 +9,9 @@ from epk_gp.core.validation import validate_count, validate_positive
 
 _TYPICAL_INTERVALS = 16  # of a point and step under the adaptive rule, for block sizes only: a choice, not a bound
 
+# Gradients for one point and step, by default.
+MAX_EVALUATIONS = 16384
+
 
 @dataclass(frozen=True)
 class QuadratureRule:
@@ -76,20 +79,24 @@ class AdaptiveRule:
         tol: Aim for the absolute error of an output over all S steps: each interval of a step may leave tol / S. A step
             cut into several can leave more than its share; the certificate says what came out.
         order: Gauss-Legendre nodes per interval.
+        max_evaluations: Bound on the gradients evaluated for a point and step; what is accepted there shows in the
+            residual and in the status.
     """
 
     tol: float
     order: int
+    max_evaluations: int = MAX_EVALUATIONS
 
     def __post_init__(self) -> None:
-        """Raise if the tolerance or the order has no meaning.
+        """Raise if the tolerance, the order or the bound has no meaning.
 
         Raises:
-            TypeError: `tol` is not a number, or `order` is not a whole number.
-            ValueError: `tol` is not positive and finite, or `order` is below 1.
+            TypeError: `tol` is not a number, or `order` or `max_evaluations` is not a whole number.
+            ValueError: `tol` is not positive and finite, `order` is below 1, or `max_evaluations` is below `order`.
         """
         validate_positive(self.tol, "tol")
         validate_count(self.order, "order")
+        validate_count(self.max_evaluations, "max_evaluations", minimum=self.order)
 
     @property
     def interval_rule(self) -> QuadratureRule:
@@ -139,9 +146,9 @@ def midpoint(n: int) -> QuadratureRule:
     return QuadratureRule(f"midpoint {n}", tuple((k + 0.5) / n for k in range(n)), (1 / n,) * n)
 
 
-def adaptive(tol: float = 1e-12, *, order: int = 4) -> AdaptiveRule:
+def adaptive(tol: float = 1e-12, *, order: int = 4, max_evaluations: int = MAX_EVALUATIONS) -> AdaptiveRule:
     """Adaptive Gauss-Legendre; see `AdaptiveRule`."""
-    return AdaptiveRule(tol, order)
+    return AdaptiveRule(tol, order, max_evaluations)
 
 
 def validate_rule(rule: object) -> None:

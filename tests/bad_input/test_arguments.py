@@ -22,6 +22,10 @@ T = epk.test_copy(X)
 
 WRONG_TYPES = {
     "order_a_fraction": (lambda t: epk.adaptive(order=2.5), "order must be a whole number, at least 1: got 2.5"),
+    "max_evaluations_a_fraction": (
+        lambda t: epk.adaptive(max_evaluations=2.5),
+        "max_evaluations must be a whole number, at least 4: got 2.5",
+    ),
     "tol_a_text": (lambda t: epk.adaptive("x"), "tol must be a positive number: got 'x'"),
     "nodes_true": (lambda t: epk.gauss_legendre(True), "the number of nodes must be a whole number.*got True"),
     "nodes_a_fraction": (lambda t: epk.gauss_legendre(2.5), "the number of nodes must be a whole number.*got 2.5"),

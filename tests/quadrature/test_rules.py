@@ -113,3 +113,9 @@ def test_a_tolerance_that_means_nothing_is_refused(tol):
 def test_an_adaptive_rule_without_nodes_is_refused():
     with pytest.raises(ValueError, match="order must be at least 1: got 0"):
         epk.adaptive(1e-9, order=0)
+
+
+def test_a_bound_below_the_first_evaluations_is_refused():
+    with pytest.raises(ValueError, match="max_evaluations must be at least 4: got 3"):
+        epk.adaptive(1e-9, order=4, max_evaluations=3)
+    assert epk.adaptive(1e-9, order=4, max_evaluations=4) != epk.adaptive(1e-9, order=4)
