@@ -104,9 +104,12 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the header of a run.
 
     Raises:
+        TypeError: The path is not a path.
         FileNotFoundError: The folder holds no run.
         ValueError: The header is not that of a run of this format and version, or it is damaged.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the folder of a run: got {path!r}.")
     file = Path(path) / HEADER
     if regular_file_size(file, str(file)) is None:
         raise FileNotFoundError(f"path must hold a recorded run: {file} does not exist.")

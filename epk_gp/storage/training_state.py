@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -210,6 +211,8 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     """Return a state as JSON; its tensors are put beside it, under a number."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.generic) and not value.shape:
+        return _encode(value.item(), tensors, where)
     if isinstance(value, Tensor):
         name = f"tensor.{len(tensors)}"
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
