@@ -52,8 +52,8 @@ def boundary_weight_ratio(
 
     Raises:
         TypeError: A tensor or the share is of the wrong kind.
-        ValueError: There are no points or not one label and margin per point, the share lies outside (0, 1), or all points or none of a class would count as near the boundary, or
-            all weights elsewhere in a class are zero.
+        ValueError: There are no points or not one label and margin per point, the share lies outside (0, 1), or all
+            points or none of a class would count as near the boundary, or all weights elsewhere in a class are zero.
     """
     validate_number(share, "share")
     validate_tensor(weights, "weights", ndim=1)

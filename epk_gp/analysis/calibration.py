@@ -35,7 +35,8 @@ def calibration(probability: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], 
 
     Raises:
         TypeError: `bins` is not a whole number, or a tensor is of the wrong kind.
-        ValueError: There are no points, or not one label per point in 0 .. C - 1. Or a row of `probability` is negative or does not sum to 1, or there is no bin.
+        ValueError: There are no points, or not one label per point in 0 .. C - 1. Or a row of `probability` is negative
+            or does not sum to 1, or there is no bin.
     """
     validate_count(bins, "bins")
     validate_tensor(probability, "probability", ndim=2, floating=True)

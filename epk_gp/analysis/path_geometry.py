@@ -70,10 +70,10 @@ def line_profile(
         size: Number of values of t, at least 2.
 
     Raises:
-        TypeError: The points are of a kind that the network cannot take, the labels are not integers, or `size` is not a
-            whole number.
-        ValueError: The points have another shape than the training inputs, the labels do not fit them, or the loss is not cross entropy, or `size`
-            is below 2.
+        TypeError: The points are of a kind that the network cannot take, the labels are not integers, or `size` is not
+            a whole number.
+        ValueError: The points have another shape than the training inputs, the labels do not fit them, or the loss is
+            not cross entropy, or `size` is below 2.
     """
     validate_inputs(trajectory, X)
     if not isinstance(trajectory.loss, CrossEntropy):

@@ -51,7 +51,8 @@ def retrain(gram: Float[Tensor, "C M M"], labels: Int64[Tensor, " M"], *, penalt
     Raises:
         ImportError: scikit-learn is not installed.
         TypeError: An argument is of the wrong kind.
-        ValueError: The matrices are not square, the penalty is not positive, or the numbers of labels and points differ, or a class has no point.
+        ValueError: The matrices are not square, the penalty is not positive, or the numbers of labels and points
+            differ, or a class has no point.
     """
     try:
         from sklearn.svm import SVC  # noqa: PLC0415  an optional dependency

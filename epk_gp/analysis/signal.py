@@ -43,8 +43,8 @@ def input_gradients(
         (M, D), with flattened inputs.
 
     Raises:
-        TypeError: The point is of a kind that the network cannot take, `output` is not a whole number, or the training inputs are not floating-point
-            numbers.
+        TypeError: The point is of a kind that the network cannot take, `output` is not a whole number, or the training
+            inputs are not floating-point numbers.
         ValueError: The point has another shape than the training inputs, or the output does not exist, or the run is
             not plain gradient descent.
     """

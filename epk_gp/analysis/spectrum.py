@@ -35,7 +35,8 @@ def gram_spectrum(gram: Float[Tensor, "n n"], *, share: float = 0.95) -> GramSpe
 
     Raises:
         TypeError: The matrix is not a tensor of float32 or float64, or `share` is not a number.
-        ValueError: The matrix is not square, is not symmetric, or is zero, or has an eigenvalue that is negative beyond rounding.
+        ValueError: The matrix is not square, is not symmetric, or is zero, or has an eigenvalue that is negative beyond
+            rounding.
     """
     validate_tensor(gram, "a Gram matrix", ndim=2, floating=True)
     if gram.shape[0] != gram.shape[1] or not gram.numel():

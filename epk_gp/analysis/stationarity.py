@@ -28,7 +28,8 @@ def location_variance_share(kernel: Kernel, X: Float[Tensor, "n D"], displacemen
 
     Raises:
         TypeError: The kernel is not a function, or the points are not tensors of float32 or float64.
-        ValueError: The kernel's values have another shape or are not finite, there are fewer than 2 locations or displacements, or the kernel has the same value everywhere.
+        ValueError: The kernel's values have another shape or are not finite, there are fewer than 2 locations or
+            displacements, or the kernel has the same value everywhere.
     """
     for name, values in (("X", X), ("displacements", displacements)):
         validate_tensor(values, name, ndim=2, floating=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.core.memory_plan import posterior_points
-from epk_gp.core.validation import validate_count, validate_tensor
+from epk_gp.core.validation import validate_count, validate_number, validate_tensor
 from epk_gp.gp.output_coupling import OutputCoupling
 from epk_gp.kernels.blocks import block, diagonal_blocks
 from epk_gp.kernels.cache import BlockCache
@@ -55,6 +55,12 @@ def validate_posterior(posterior: object) -> None:
         raise ValueError(
             "a posterior must have a mean (n, C) and covariances (n, C, C) with C >= 1: got shapes "
             f"{tuple(mean.shape)} and {tuple(covariance.shape)}."
+        )
+    validate_number(posterior.eigenvalue_tolerance, "the posterior's eigenvalue_tolerance")
+    if not 0 <= posterior.eigenvalue_tolerance < float("inf"):
+        raise ValueError(
+            "the posterior's eigenvalue_tolerance must be finite and not negative: got "
+            f"{posterior.eigenvalue_tolerance}."
         )
     if covariance.dtype != mean.dtype:
         raise TypeError(f"a posterior must have one dtype: got {mean.dtype} and {covariance.dtype}.")

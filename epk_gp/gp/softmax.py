@@ -107,7 +107,7 @@ def softmax_uncertainty(
     )
 
 
-def _parse_levels(quantiles: Sequence[float]) -> Tensor:
+def _parse_levels(quantiles: object) -> Tensor:
     """Return the levels of quantiles, float64."""
     if isinstance(quantiles, str) or not isinstance(quantiles, Sequence | Tensor | np.ndarray):
         raise TypeError(f"quantiles must be a list of levels in [0, 1]: got {quantiles!r}.")

@@ -29,7 +29,8 @@ class BlockCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, Integral):
+        given: object = max_bytes  # NumPy's integers count too
+        if isinstance(given, bool) or not isinstance(given, Integral):
             raise TypeError(f"the cache's size must be a whole number of bytes: got {max_bytes!r}.")
         if max_bytes < 0:
             raise ValueError(f"the cache's size must be at least 0 bytes: got {max_bytes}. 0 turns it off.")

@@ -209,7 +209,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         validate_tagged_points(self.trajectory, x)
 
 
-def _parse_active_dims(active_dims: Sequence[int], trajectory: Trajectory) -> tuple[int, ...]:
+def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int, ...]:
     columns = active_dims.tolist() if isinstance(active_dims, Tensor | np.ndarray) else active_dims
     if not isinstance(columns, Sequence) or isinstance(columns, str):
         raise TypeError(f"active_dims must be a list of columns: got {active_dims!r}.")

@@ -44,7 +44,8 @@ def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], n
                 "Use normalize=None, or a run whose steps have positive size."
             )
         return scale
-    if isinstance(normalize, bool) or not isinstance(normalize, Real):
+    given: object = normalize  # NumPy's numbers count too
+    if isinstance(given, bool) or not isinstance(given, Real):
         raise TypeError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
     if not (normalize > 0 and isfinite(normalize)):
         raise ValueError(f"normalize must be a positive, finite number: got {normalize}.")

@@ -219,7 +219,8 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
         TypeError: `outputs` is neither a string nor an integer.
         ValueError: `outputs` is an unknown string, or no class of the network has that index.
     """
-    if isinstance(outputs, bool) or not isinstance(outputs, Integral | str):
+    given: object = outputs  # NumPy's integers count too
+    if isinstance(given, bool) or not isinstance(given, Integral | str):
         raise TypeError(f"outputs must be one of {list(_STRUCTURES)} or a class index: got {outputs!r}.")
     if not isinstance(outputs, str):
         if not 0 <= outputs < num_outputs:
