@@ -164,7 +164,11 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
         Returns:
             Over (n, C) for "full"; over n with batch shape [C] for "independent".
+
+        Raises:
+            TypeError, ValueError: As for a call.
         """
+        validate_tagged_points(self.kernel.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
         return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
     def fit(self, steps: int = 50, lr: float = 0.1, progress: bool = False) -> list[float]:

@@ -1,0 +1,473 @@
+"""Numbers, tensors and objects of a wrong kind, shape or value in every option: one clear error each."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import epk_gp as epk
+from epk_gp import datasets
+from epk_gp.analysis import (
+    alignment,
+    boundary,
+    calibration,
+    detection,
+    maps,
+    path_geometry,
+    planes,
+    ranks,
+    retraining,
+    signal,
+    spectrum,
+    stationarity,
+)
+from epk_gp.gp.calibration import calibrated_temperature
+from epk_gp.gp.leave_one_out import leave_one_out
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
+from epk_gp.gp.targets import dirichlet_targets
+from epk_gp.gram.thinning import thin_path
+from epk_gp.kernel_machine.axes import by_step
+from epk_gp.kernels.precomputed import epk_gram
+from loops import data
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # the library's own checks, not those of the test run
+NAN, INF = float("nan"), float("inf")
+X, Y = data()
+T = epk.test_copy(X)
+EYE = torch.eye(3, dtype=torch.float64)
+POSTERIOR = LogitPosterior(torch.zeros(10, 3, dtype=torch.float64), EYE.expand(10, 3, 3))
+SCORES = torch.linspace(0.1, 1, 10, dtype=torch.float64)
+PLANE = planes.coordinate_plane(X)
+
+
+@dataclass
+class Fixtures:
+    """A run and the two kinds of Gaussian process over its first points."""
+
+    t: epk.Trajectory
+    gp: epk.LogitGP
+    per_class: epk.LogitGP
+
+
+@pytest.fixture(scope="module")
+def f(trajectory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxtyping.config.jaxtyping_disable", True)
+        return Fixtures(
+            trajectory, epk.LogitGP(trajectory, points=[0, 1, 2]), epk.LogitGP(trajectory, "independent", points=[0, 1])
+        )
+
+
+def squares(x):
+    return x.square().sum(1)
+
+
+def products(x, y):
+    return x @ y.T
+
+
+# --- Numbers ---------------------------------------------------------------------------------------------------------
+
+# Calls with one number, the smallest that is accepted, and the name that the message begins with.
+COUNTS = {
+    "fit": (lambda f, n: epk.LogitGP(f.t, points=[0, 1]).fit(steps=n), 1, "steps"),
+    "posterior_block": (lambda f, n: f.gp.logit_posterior(X, block_size=n), 1, "block_size"),
+    "outputs_block": (lambda f, n: epk.network_outputs(f.t, X, block_size=n), 1, "block_size"),
+    "sampled_functions": (lambda f, n: sample_functions(f.gp, X[:2], n), 1, "num_samples"),
+    "softmax_samples": (lambda f, n: epk.softmax_uncertainty(POSTERIOR, n), 2, "num_samples"),
+    "groups": (lambda f, n: QuasiMonteCarlo(n), 2, "groups|a standard error"),
+    "temperature_samples": (lambda f, n: calibrated_temperature(noisy_posterior(), Y, n), 1, "num_samples"),
+    "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "the cache's size"),
+    "class": (lambda f, n: epk.EPKKernel(f.t, n)(T[:2]).to_dense(), 0, "outputs|a class index"),
+    "gram_class": (lambda f, n: epk_gram(f.t, epk.Points(X[:2], True), outputs=n), 0, "outputs|a class index"),
+    "every": (lambda f, n: thin_path(f.t, n, X[:2]), 1, "every"),
+    "probe": (lambda f, n: thin_path(f.t, 1, X[:2], num_probe=n), 1, "num_probe"),
+    "edge": (lambda f, n: by_step(f.t, [n]), 1, "an edge|edges"),
+    "bins": (lambda f, n: calibration.calibration(POSTERIOR.mean.softmax(1), Y, bins=n), 1, "bins"),
+    "grid": (lambda f, n: planes.square_grid(X[:, :2], n, 0.4), 2, "size|a grid"),
+    "line": (lambda f, n: path_geometry.line_profile(f.t, X, Y, size=n), 2, "size"),
+    "output": (lambda f, n: signal.input_gradients(f.t, X[:1], n), 0, "output"),
+    "step": (lambda f, n: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[n], times=[0.5]), 0, "a step|steps"),
+    "gaussians": (lambda f, n: datasets.three_gaussians(n, dim=2), 1, "num_per_class"),
+    "dim": (lambda f, n: datasets.three_gaussians(1, dim=n), 2, "dim"),
+    "classes": (lambda f, n: dirichlet_targets(torch.zeros(2, dtype=torch.int64), n), 1, "num_classes"),
+}
+
+
+def noisy_posterior():
+    """A posterior that is right at most points, so that a temperature exists."""
+    mean = torch.nn.functional.one_hot(Y, 3).double() * 2
+    return LogitPosterior(mean[[1, 0, *range(2, 10)]], 0.1 * EYE.expand(10, 3, 3))
+
+
+@pytest.mark.parametrize(("ask", "minimum", "name"), COUNTS.values(), ids=COUNTS.keys())
+def test_a_count_is_a_whole_number_in_range(f, ask, minimum, name):
+    for value in (
+        1.5,
+        float(minimum),
+        NAN,
+        True,
+        np.True_,
+        None,
+        "x",
+        [1],
+        1j,
+        torch.tensor(minimum),
+        np.array(minimum),
+    ):
+        if isinstance(value, str) and "class" in name:
+            continue  # the name of an output structure, see below
+        if value is None and name == "block_size":
+            continue  # the default of one of the two
+        with pytest.raises(TypeError, match=rf"^({name})\b.* must be .*got "):
+            ask(f, value)
+    for value in (minimum - 1, -7):
+        with pytest.raises(ValueError, match=rf"^({name})\b.* got .*{value}"):
+            ask(f, value)
+
+
+@pytest.mark.parametrize(("ask", "minimum", "name"), COUNTS.values(), ids=COUNTS.keys())
+def test_integers_of_numpy_count_everywhere(f, ask, minimum, name):
+    """The positive control of the test above."""
+    for kind in (int, np.int64, np.int8, np.uint16):
+        ask(f, kind(minimum))
+
+
+def test_a_class_index_of_numpy_gives_the_same_kernel(f):
+    expected = epk.EPKKernel(f.t, 1)
+    kernel = epk.EPKKernel(f.t, np.int64(1))
+    assert type(kernel.outputs) is int
+    assert torch.equal(kernel(T).to_dense(), expected(T).to_dense())
+
+
+# Calls with one real number, values out of its range, and the name that the message begins with.
+NUMBERS = {
+    "lr": (lambda f, v: epk.LogitGP(f.t, points=[0, 1]).fit(steps=1, lr=v), (0, -1, NAN, INF), "lr"),
+    "noise": (lambda f, v: epk.LogitGP(f.t, points=[0, 1], noise=v), (0, -1, NAN, INF), "noise"),
+    "temperature": (
+        lambda f, v: epk.softmax_uncertainty(POSTERIOR, 4, temperature=v),
+        (0, -1, NAN, INF),
+        "temperature",
+    ),
+    "quantile": (
+        lambda f, v: epk.softmax_uncertainty(POSTERIOR, 4, quantiles=[v]),
+        (-1, 2, NAN),
+        "a quantile|quantiles",
+    ),
+    "tolerance": (
+        lambda f, v: epk.softmax_uncertainty(LogitPosterior(POSTERIOR.mean, POSTERIOR.covariance, v), 4),
+        (-1, NAN, INF),
+        "the posterior's eigenvalue_tolerance",
+    ),
+    "normalize": (lambda f, v: epk.EPKKernel(f.t, normalize=v), (0, -1, NAN, INF), "normalize"),
+    "margin": (lambda f, v: planes.square_grid(X[:, :2], 3, v), (-1, NAN, INF), "margin|the margin"),
+    "share": (lambda f, v: spectrum.gram_spectrum(EYE, share=v), (0, 2, NAN), "share"),
+    "near": (lambda f, v: boundary.boundary_weight_ratio(SCORES, SCORES, Y, share=v), (0, 1, NAN), "share"),
+    "penalty": (lambda f, v: retraining.retrain(EYE.expand(3, 3, 3), torch.arange(3), penalty=v), (0, NAN), "penalty"),
+    "alpha": (lambda f, v: dirichlet_targets(Y, 3, alpha_epsilon=v), (0, -1, NAN, INF), "alpha_epsilon"),
+    "time": (
+        lambda f, v: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[0], times=[v]),
+        (-1, 2, NAN),
+        "a time|times",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ask", "outside", "name"), NUMBERS.values(), ids=NUMBERS.keys())
+def test_a_number_is_a_number_in_range(f, ask, outside, name):
+    for value in (True, np.True_, "x", [0.5], 0.5j, *(() if name == "normalize" else (None,))):
+        kinds = (TypeError, ValueError) if name == "normalize" else TypeError  # a text may be a name there
+        with pytest.raises(kinds, match=rf"^({name})\b.* must be .*got "):
+            ask(f, value)
+    for value in outside:
+        with pytest.raises(ValueError, match=rf"^({name})\b.* got .*{value}"):
+            ask(f, value)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_numbers_of_numpy_count(f, kind):
+    assert epk.EPKKernel(f.t, normalize=kind(2)).scale == 2.0
+    epk.LogitGP(f.t, points=[0, 1], noise=kind(0.25)).fit(steps=1, lr=kind(0.5))
+    epk.softmax_uncertainty(POSTERIOR, 4, temperature=kind(2), quantiles=np.array([0.5], dtype=kind))
+
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+# Calls with n inputs of the network.
+INPUTS = {
+    "posterior": lambda f, x: f.gp.logit_posterior(x),
+    "sampled_functions": lambda f, x: sample_functions(f.gp, x),
+    "thinning": lambda f, x: thin_path(f.t, 2, x),
+    "outputs": lambda f, x: epk.network_outputs(f.t, x),
+    "train_copy": lambda f, x: epk.train_copy(x),
+    "plane": lambda f, x: planes.coordinate_plane(x),
+    "line": lambda f, x: path_geometry.line_profile(f.t, x, Y),
+}
+BAD_INPUTS = {
+    "array": X.numpy(),
+    "list": X.tolist(),
+    "nothing": None,
+    "scalar": torch.tensor(1.0),
+    "one_point": X[0],
+    "nan": X * NAN,
+    "meta": X.to("meta"),
+    "sparse": X.to_sparse(),
+    "complex": X.cfloat(),
+}
+
+
+@pytest.mark.parametrize("ask", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("x", BAD_INPUTS.values(), ids=BAD_INPUTS.keys())
+def test_inputs_that_are_none_are_refused(f, ask, x):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"^(X|X_test|inputs|a plane) (must|needs) .*: got|NaN or infinity"
+    ):
+        ask(f, x)
+
+
+# Calls with tagged points.
+POINTS = {
+    "gp": lambda f, x: f.gp(x),
+    "gp_per_class": lambda f, x: f.per_class(x),
+    "gp_prior": lambda f, x: f.gp.forward(x),
+    "gp_in_training": lambda f, x: epk.LogitGP(f.t, points=[0, 1]).train()(x),
+    "kernel": lambda f, x: epk.EPKKernel(f.t)(x),
+    "kernel_forward": lambda f, x: epk.EPKKernel(f.t).forward(x, x),
+    "kernel_pair": lambda f, x: epk.EPKKernel(f.t)(T, x),
+}
+BAD_POINTS = {
+    "untagged": (X, r"must have shape \(..., n, 5\), .* the copy column: got \(10, 4\). Make them with train_copy or"),
+    "list": (T.tolist(), "points must be a torch.Tensor: got list. Make them with train_copy or test_copy"),
+    "nothing": ("x", "points must be a torch.Tensor: got str"),
+    "empty": (T[:0], r"there must be at least one point: got shape \(0, 5\)"),
+    "one": (T[0], r"must have shape \(..., n, 5\), .*: got \(5,\)"),
+    "nan": (T * NAN, "inputs must be finite: got nan"),
+    "meta": (T.to("meta"), "must hold values: got a tensor on the device 'meta'"),
+    "sparse": (T.to_sparse(), "must be dense: got a tensor of layout torch.sparse_coo"),
+    "half": (T.half(), "points must be float32 or float64: got torch.float16"),
+    "integers": (T.long(), "points must be float32 or float64: got torch.int64"),
+    "column": (T + 0.5, "the last column must be exactly 0 .* or 1"),
+}
+
+
+@pytest.mark.parametrize("ask", POINTS.values(), ids=POINTS.keys())
+@pytest.mark.parametrize(("x", "message"), BAD_POINTS.values(), ids=BAD_POINTS.keys())
+def test_points_without_a_copy_column_are_refused(f, ask, x, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ask(f, x)
+
+
+def test_a_gp_takes_one_set_of_points(f):
+    for arguments in ((), (T, T)):
+        with pytest.raises(ValueError, match=f"must be called with one tensor of points: got {len(arguments)}"):
+            f.gp(*arguments)
+
+
+def test_a_gp_in_training_takes_its_training_points(f):
+    gp = epk.LogitGP(f.t, points=[0, 1]).train()
+    assert gp(gp.train_inputs[0]).mean.shape == (2, 3)
+    for x in (T, T[:2]):
+        with pytest.raises(ValueError, match=r"in training mode .* its training points, .*: got others. Call gp.eval"):
+            gp(x)
+
+
+@pytest.mark.parametrize("diag", [False, True])
+@pytest.mark.parametrize("batch", [(2,), (2, 2), (3, 4)])
+def test_batches_that_do_not_go_with_the_classes_are_refused(f, batch, diag):
+    """Three classes are a batch of three kernels: another batch of points needs a dimension of its own."""
+    x = T[:2].expand(*batch, 2, 5) + torch.zeros(*batch, 1, 1, dtype=T.dtype)
+    message = (
+        r"batches of points must broadcast with the kernel's batch \(3,\), one matrix per class: got points of shape"
+    )
+    kernel = epk.EPKKernel(f.t, "independent")
+    for ask in (kernel, f.per_class) if not diag else (kernel,):
+        with pytest.raises(ValueError, match=message):
+            ask(x, diag=True) if diag else ask(x)
+    with pytest.raises(ValueError, match=message):
+        kernel.forward(x, x, diag=diag)
+    shape = (*batch, 3, 2) if diag else (*batch, 3, 2, 2)
+    values = kernel(x.unsqueeze(-3), diag=diag)  # what the message says works
+    assert (values if diag else values.to_dense()).shape == shape
+
+
+def test_batches_that_do_not_go_with_each_other_are_refused(f):
+    with pytest.raises(ValueError, match="batches of points must broadcast with each other: got points of shape"):
+        epk.EPKKernel(f.t)(T.expand(2, 10, 5), T.expand(4, 10, 5))
+
+
+# Calls with one class index per point, for ten points and three classes.
+LABELS = {
+    "calibration": lambda f, y: calibration.calibration(POSTERIOR.mean.softmax(1), y),
+    "temperature": lambda f, y: calibrated_temperature(POSTERIOR, y),
+    "line": lambda f, y: path_geometry.line_profile(f.t, X, y),
+    "alignment": lambda f, y: alignment.gradient_alignment(f.t, X, y, steps=[0], times=[0.5]),
+    "margins": lambda f, y: boundary.margins(POSTERIOR.mean, y),
+    "retrain": lambda f, y: retraining.retrain(torch.eye(10).expand(3, 10, 10), y),
+}
+LABELS_OF_ANY_CLASS = {
+    "near": lambda f, y: boundary.boundary_weight_ratio(SCORES, SCORES, y),
+    "platt": lambda f, y: retraining.fit_platt_scaling(POSTERIOR.mean, y),
+}
+BAD_LABELS = {
+    "array": Y.numpy(),
+    "list": Y.tolist(),
+    "fractions": Y.double(),
+    "mask": Y.bool(),
+    "meta": Y.to("meta"),
+    "column": Y[:, None],
+    "fewer": Y[:3],
+    "one": Y[:1],
+    "none": Y[:0],
+}
+
+
+@pytest.mark.parametrize("y", BAD_LABELS.values(), ids=BAD_LABELS.keys())
+@pytest.mark.parametrize("ask", (LABELS | LABELS_OF_ANY_CLASS).values(), ids=(LABELS | LABELS_OF_ANY_CLASS).keys())
+def test_labels_that_are_none_are_refused(f, ask, y):
+    with pytest.raises((TypeError, ValueError), match=r"^(labels|outputs) must (be|have|hold) .*: got "):
+        ask(f, y)
+
+
+@pytest.mark.parametrize("y", [Y - 1, Y + 1], ids=["negative", "large"])
+@pytest.mark.parametrize("ask", LABELS.values(), ids=LABELS.keys())
+def test_labels_out_of_range_are_refused(f, ask, y):
+    with pytest.raises(ValueError, match=r"^(labels|outputs) must lie in 0..2: got "):
+        ask(f, y)
+
+
+SMALL = {
+    "posterior_shape": (
+        lambda f: epk.softmax_uncertainty(LogitPosterior(POSTERIOR.mean, POSTERIOR.covariance[:1])),
+        r"must have a mean \(n, C\) and covariances \(n, C, C\) .*: got shapes \(10, 3\) and \(1, 3, 3\)",
+    ),
+    "posterior_rank": (
+        lambda f: epk.softmax_uncertainty(LogitPosterior(POSTERIOR.mean, EYE)),
+        r"the posterior's covariance must have 3 dimensions: got shape \(3, 3\)",
+    ),
+    "posterior_dtypes": (
+        lambda f: epk.softmax_uncertainty(LogitPosterior(POSTERIOR.mean.float(), POSTERIOR.covariance)),
+        "a posterior must have one dtype: got torch.float32 and torch.float64",
+    ),
+    "posterior_half": (
+        lambda f: epk.softmax_uncertainty(LogitPosterior(POSTERIOR.mean.half(), POSTERIOR.covariance.half())),
+        "the posterior's mean must be float32 or float64: got torch.float16",
+    ),
+    "posterior_array": (
+        lambda f: epk.softmax_uncertainty(LogitPosterior(POSTERIOR.mean.numpy(), POSTERIOR.covariance)),
+        "the posterior's mean must be a torch.Tensor: got ndarray",
+    ),
+    "temperature_of_none": (
+        lambda f: calibrated_temperature(None, Y),
+        "posterior must be a LogitPosterior: got NoneType",
+    ),
+    "noise_list": (lambda f: epk.LogitGP(f.t, points=[0], noise=[[0.1] * 3]), "noise, .* must be a number: got"),
+    "noise_integers": (
+        lambda f: epk.LogitGP(f.t, points=[0], noise=torch.ones(1, 3, dtype=torch.int64)),
+        "noise must be float32 or float64: got torch.int64",
+    ),
+    "noise_complex": (
+        lambda f: epk.LogitGP(f.t, points=[0], noise=torch.ones(1, 3).cfloat()),
+        "noise must be float32 or float64: got torch.complex64",
+    ),
+    "points_scalar": (lambda f: epk.LogitGP(f.t, points=torch.tensor(1)), r"at least one index: got shape \(\)"),
+    "points_complex": (lambda f: epk.LogitGP(f.t, points=[1j]), "points must be indices: got torch.complex64"),
+    "quantile_number": (lambda f: epk.softmax_uncertainty(POSTERIOR, 4, quantiles=0.5), "must be a list of levels"),
+    "quantile_text": (lambda f: epk.softmax_uncertainty(POSTERIOR, 4, quantiles="x"), "must be a list of levels"),
+    "generator": (lambda f: sample_functions(f.gp, X, 1, 3), "generator must be a torch.Generator: got 3"),
+    "sampled_gp": (lambda f: sample_functions(f.t, X), "gp must be a LogitGP: got Trajectory"),
+    "left_out_gp": (lambda f: leave_one_out(None), "gp must be a LogitGP: got NoneType"),
+    "map_gp": (lambda f: maps.uncertainty_on_plane(None, PLANE), "gp must be a LogitGP: got NoneType"),
+    "map_plane": (lambda f: maps.uncertainty_on_plane(f.gp, X), "plane must be a Plane: got Tensor"),
+    "path_of_none": (
+        lambda f: path_geometry.path_profile(None),
+        "trajectory must be an epk_gp.Trajectory: got NoneType",
+    ),
+    "active_none": (lambda f: epk.EPKKernel(f.t, active_dims=()), "active_dims must be 5 columns, .*: got 0"),
+    "active_text": (
+        lambda f: epk.EPKKernel(f.t, active_dims="abcde"),
+        "active_dims must be a list of columns: got 'abcde'",
+    ),
+    "active_negative": (
+        lambda f: epk.EPKKernel(f.t, active_dims=[0, 1, 2, 3, -1]),
+        "a column in active_dims must be at least 0: got -1",
+    ),
+    "active_beyond": (
+        lambda f: epk.EPKKernel(f.t, active_dims=[0, 1, 2, 3, 9])(T),
+        r"active_dims must be columns of the points, 0..4: got \[0, 1, 2, 3, 9\]",
+    ),
+    "gram_of_a_tensor": (lambda f: epk_gram(f.t, T), r"a must be epk_gp.Points\(X, is_train=...\): got Tensor"),
+    "ntk_state": (
+        lambda f: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[0], times=[0.5], ntk_state=99),
+        r"ntk_state must lie in 0..\d+ \(or be negative\): got 99",
+    ),
+    "two_points": (
+        lambda f: signal.input_gradients(f.t, X[:2], 0),
+        r"x must be one point, of shape \(1, ...\): got \(2, 4\)",
+    ),
+    "energies": (lambda f: signal.signal_energies(SCORES), r"gradients must have 2 dimensions: got shape \(10,\)"),
+    "scores": (lambda f: detection.ood_metrics(SCORES, X), r"outside must have 1 dimension: got shape \(10, 4\)"),
+    "scores_mask": (
+        lambda f: detection.ood_metrics(SCORES > 0, SCORES),
+        "inside must be float32 or float64: got torch.bool",
+    ),
+    "ranks_nan": (lambda f: ranks.rank_correlation(SCORES, SCORES * NAN), "b must be finite: it holds NaN or infinity"),
+    "ranks_lengths": (
+        lambda f: ranks.rank_correlation(SCORES, SCORES[:3]),
+        "as many numbers as each other: got 10 and 3",
+    ),
+    "gram_rectangle": (lambda f: spectrum.gram_spectrum(X), r"a Gram matrix must be square, .*: got shape \(10, 4\)"),
+    "gram_empty": (
+        lambda f: spectrum.gram_spectrum(X[:0, :0]),
+        r"a Gram matrix must be square, .*: got shape \(0, 0\)",
+    ),
+    "gram_integers": (lambda f: spectrum.gram_spectrum(EYE.long()), "a Gram matrix must be float32 or float64: got"),
+    "empty_calibration": (
+        lambda f: calibration.calibration(POSTERIOR.mean[:0], Y[:0]),
+        r"probability must hold at least one point: got shape \(0, 3\)",
+    ),
+    "kernel_number": (
+        lambda f: stationarity.location_variance_share(3, X, X),
+        "kernel must be a function of .*: got 3",
+    ),
+    "kernel_shape": (
+        lambda f: stationarity.location_variance_share(lambda x, y: x, X, X),
+        r"kernel must return one value per pair, of shape \(10, 10\)",
+    ),
+    "kernel_nan": (
+        lambda f: stationarity.location_variance_share(lambda x, y: products(x, y) * NAN, X, X),
+        "kernel must return finite values",
+    ),
+    "radii_list": (
+        lambda f: stationarity.diagonal_growth_exponent(squares, X[0], X, [1.0, 2.0]),
+        "radii must be a torch.Tensor: got list",
+    ),
+    "radii_infinite": (
+        lambda f: stationarity.diagonal_growth_exponent(squares, X[0], X, torch.tensor([1.0, INF]).double()),
+        "radii must be positive, finite and increase",
+    ),
+    "retrain_shape": (
+        lambda f: retraining.retrain(torch.zeros(3, 4, 5), Y),
+        r"gram must be one square matrix per class, \(C, M, M\): got shape \(3, 4, 5\)",
+    ),
+    "outputs_name": (lambda f: epk.EPKKernel(f.t, "x"), r"outputs must be one of .* or a class index: got 'x'"),
+    "dataset_generator": (
+        lambda f: datasets.three_gaussians(1, generator=3),
+        "generator must be a torch.Generator: got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ask", "message"), SMALL.values(), ids=SMALL.keys())
+def test_what_means_nothing_is_refused_in_one_sentence(f, ask, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ask(f)
+
+
+def test_indices_of_any_integer_kind_condition_a_gp(f):
+    expected = f.gp.points
+    for kind in (np.uint64, np.int8):
+        points: Any = np.array([0, 1, 2], dtype=kind)
+        assert torch.equal(epk.LogitGP(f.t, points=points).points, expected)
