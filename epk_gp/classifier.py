@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
@@ -84,11 +85,18 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             y: n labels of any kind.
 
         Raises:
-            TypeError: `network` is neither a module nor a function that returns one.
-            ValueError: There are fewer than two classes, or data, network or optimizer cannot be recorded.
+            TypeError: `network` is neither a module nor a function that returns one, or an option is of the wrong kind.
+            ValueError: There are fewer than two classes, the network has not one output per class, an option is out of
+                range, or data, network or optimizer cannot be recorded.
         """
         features, labels = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(labels)
+        if self.num_condition is not None:
+            validate_count(self.num_condition, "num_condition")
+        if self.optimizer is None:
+            validate_positive(self.lr, "lr")
+        elif not callable(self.optimizer):
+            raise TypeError(f"optimizer must be a function of parameters: got {self.optimizer!r}.")
         encoder = LabelEncoder().fit(labels)
         if len(encoder.classes_) < 2:
             raise ValueError(f"y must hold at least 2 classes: got 1 class, {encoder.classes_[0]!r}.")
@@ -96,6 +104,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             net = self._network(features.shape[1], len(encoder.classes_)).double()
+        _validate_num_outputs(net, torch.as_tensor(features[:1]), len(encoder.classes_))
         parameters = [p for p in net.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(parameters, lr=self.lr) if self.optimizer is None else self.optimizer(parameters)
         self.trajectory_ = train(
@@ -153,7 +162,9 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         if self._gp is None:
             trajectory: Trajectory = self.trajectory_
             M = trajectory.num_points
-            count = M if self.num_condition is None else min(self.num_condition, M)
+            if self.num_condition is not None:
+                validate_count(self.num_condition, "num_condition")
+            count = M if self.num_condition is None else min(int(self.num_condition), M)
             gp = LogitGP(trajectory, self.outputs, points=torch.arange(count) * M // count)
             gp.fit(self.gp_steps)
             self._gp = gp
@@ -162,6 +173,8 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     def _network(self, num_features: int, num_classes: int) -> nn.Module:
         if isinstance(self.network, nn.Module):
             return copy.deepcopy(self.network)
+        if not callable(self.network):
+            raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {self.network!r}.")
         net = self.network(num_features, num_classes)
         if not isinstance(net, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
@@ -174,3 +187,17 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     def _logits(self, X: ArrayLike) -> Tensor:
         points = self._points(X)
         return network_outputs(self.trajectory_, points)
+
+
+def _validate_num_outputs(net: nn.Module, point: Tensor, num_classes: int) -> None:
+    """Raise if a network has not one output per class; what else may be wrong with it, `train` says."""
+    try:
+        with torch.no_grad():
+            outputs = net(point)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return
+    if isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] != num_classes:
+        raise ValueError(
+            f"network must have one output per class of y, {num_classes}: it has {outputs.shape[1]}. Change its last "
+            "layer, or pass a function of the numbers of features and classes."
+        )

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from epk_gp.core.validation import validate_count, validate_generator, validate_integer
+
 DATA_VARIABLE = "EPK_GP_DATA"
 
 # The first two coordinates of the class means, Bell et al. (2023), section 4.1; the others are 0.
@@ -87,20 +89,21 @@ def three_gaussians(
 
     Raises:
         ValueError: `num_per_class` < 1 or `dim` < 2.
-        TypeError: `dtype` is not a floating type.
+        TypeError: A number is not a whole number, `generator` is not a generator, or `dtype` is not a floating type.
     """
     _require_floating(dtype)
-    if num_per_class < 1:
-        raise ValueError(f"num_per_class must be at least 1: got {num_per_class}. Ask for one point per class or more.")
+    validate_count(num_per_class, "num_per_class")
+    validate_integer(dim, "dim")
     if dim < 2:
         raise ValueError(f"dim must be at least 2: got {dim}. The class means differ in the first two coordinates.")
+    validate_generator(generator)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     device = generator.device
     num_classes = len(GAUSSIAN_MEANS)
-    means = torch.zeros(num_classes, dim, dtype=torch.float64, device=device)
+    means = torch.zeros(num_classes, int(dim), dtype=torch.float64, device=device)
     means[:, :2] = torch.tensor(GAUSSIAN_MEANS, dtype=torch.float64, device=device)
-    labels = torch.arange(num_classes, device=device).repeat_interleave(num_per_class)
-    noise = torch.randn(len(labels), dim, generator=generator, dtype=torch.float64, device=device)
+    labels = torch.arange(num_classes, device=device).repeat_interleave(int(num_per_class))
+    noise = torch.randn(len(labels), int(dim), generator=generator, dtype=torch.float64, device=device)
     order = torch.randperm(len(labels), generator=generator, device=device)
     inputs = (means[labels] + noise)[order].to(dtype)
     return Dataset(inputs, labels[order], num_classes, "three Gaussians")
@@ -160,6 +163,7 @@ def mnist_folder(
     """
     _require_floating(dtype)
     prefixes = {"train": "train", "test": "t10k"}
+    validate_count(num_classes, "num_classes")
     if split not in prefixes:
         raise ValueError(f'split must be "train" or "test": got {split!r}. Choose one of the two.')
     path = _folder(folder)

@@ -12,10 +12,10 @@ ROOT = Path(epk_gp.__file__).parent
 RANK = {
     "core": 0,
     "_moved": 0,
-    "datasets": 0,
     "provenance": 0,
     "storage": 1,
     "autodiff": 1,
+    "datasets": 1,
     "training": 2,
     "quadrature": 2,
     "gram": 3,

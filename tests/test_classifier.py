@@ -127,3 +127,44 @@ def test_arguments_without_a_meaning_are_refused(data, fitted, unchecked):
         EPKClassifier(lambda d, c: 3).fit(X, y)
     with pytest.raises(ValueError, match="at least 2 classes: got 1 class"):
         EPKClassifier().fit(X, np.zeros(len(X)))
+
+
+@pytest.mark.parametrize("extra", [-1, 1, 20])
+@pytest.mark.parametrize("as_module", [False, True], ids=["function", "module"])
+def test_a_network_has_one_output_per_class(data, extra, as_module):
+    """More outputs than classes trained without a word, and `predict` failed where one of them was largest."""
+    X, y = data
+    features, classes = X.shape[1], len(np.unique(y))
+    network = nn.Linear(features, classes + extra) if as_module else lambda d, c: nn.Linear(d, c + extra)
+    message = f"network must have one output per class of y, {classes}: it has {classes + extra}. Change its last layer"
+    with pytest.raises(ValueError, match=message):
+        EPKClassifier(network, steps=1).fit(X, y)
+
+
+OPTIONS = {
+    "condition_negative": ({"num_condition": -1}, ValueError, "num_condition must be at least 1: got -1"),
+    "condition_none": ({"num_condition": 0}, ValueError, "num_condition must be at least 1: got 0"),
+    "condition_a_fraction": ({"num_condition": 1.5}, TypeError, "num_condition must be a whole number.*got 1.5"),
+    "condition_true": ({"num_condition": True}, TypeError, "num_condition must be a whole number.*got True"),
+    "condition_a_text": ({"num_condition": "all"}, TypeError, "num_condition must be a whole number.*got 'all'"),
+    "condition_nan": ({"num_condition": float("nan")}, TypeError, "num_condition must be a whole number.*got nan"),
+    "rate_negative": ({"lr": -1}, ValueError, "lr must be positive and finite: got -1"),
+    "rate_nan": ({"lr": float("nan")}, ValueError, "lr must be positive and finite: got nan"),
+    "rate_a_text": ({"lr": "x"}, TypeError, "lr must be a positive number: got 'x'"),
+    "network_a_number": ({"network": 3}, TypeError, "network must be a torch.nn.Module or a function .*: got 3"),
+    "optimizer_a_number": ({"optimizer": 3}, TypeError, "optimizer must be a function of parameters: got 3"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), OPTIONS.values(), ids=OPTIONS.keys())
+def test_options_are_checked_before_the_training(data, unchecked, options, error, message):
+    """Also those of the Gaussian process, which is built later."""
+    with pytest.raises(error, match=message):
+        EPKClassifier(**{"steps": 1} | options).fit(*data)
+
+
+@pytest.mark.parametrize("count", [np.int64(3), 10**9, 1 << 70])
+def test_the_conditioning_points_are_at_most_all(data, unchecked, count):
+    X, y = data
+    gp = EPKClassifier(steps=1, gp_steps=1, num_condition=count, batch_size=np.int64(8)).fit(X[:20], y[:20]).gp()
+    assert len(gp.points) == min(int(count), 20)

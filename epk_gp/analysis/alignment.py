@@ -11,6 +11,7 @@ from torch import Tensor
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
+from epk_gp.core.validation import validate_integer, validate_labels, validate_number
 
 # Points that share a forward pass. Each point needs a backward pass of its own, which runs through the whole block.
 _BLOCK = 8
@@ -73,21 +74,27 @@ def gradient_alignment(
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
 
     Raises:
-        TypeError: The points are of a kind that the network cannot take.
+        TypeError: The points are of a kind that the network cannot take, or an index or time is of the wrong kind.
         ValueError: The points have another shape than the training inputs, or a step, time or output does not exist, or
             a gradient or step is zero and has no direction.
     """
     validate_inputs(trajectory, X)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     S, C = trajectory.num_steps, trajectory.num_outputs
+    for s in (*steps, ntk_state):
+        validate_integer(s, "a step or state")
+    for t in times:
+        validate_number(t, "a time")
+    if not -S - 1 <= ntk_state <= S:
+        raise ValueError(f"ntk_state must lie in 0..{S} (or be negative): got {ntk_state}.")
+    validate_labels(outputs, len(X), C, name="outputs")
+    outputs = outputs.long()
     if not steps or not all(0 <= s < S for s in steps):
         raise ValueError(f"steps must lie in 0..{S - 1}: got {list(steps)}.")
     if not times or not all(0 <= t <= 1 for t in times):
         raise ValueError(f"times must lie in [0, 1]: got {list(times)}.")
-    if not 0 <= int(outputs.min()) <= int(outputs.max()) < C:
-        raise ValueError(f"outputs must lie in 0..{C - 1}: got {int(outputs.min())}..{int(outputs.max())}.")
     model = trajectory.model_for(X)
-    ntk = output_gradients(model, flat_weights(trajectory, ntk_state % (S + 1), X), X, outputs, head)
+    ntk = output_gradients(model, flat_weights(trajectory, int(ntk_state) % (S + 1), X), X, outputs, head)
     # One tensor for all results: small results that are allocated between large temporaries would fragment the memory.
     angles = X.new_empty(5, len(X), len(steps), len(times))
     for i, s in enumerate(steps):

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.core.validation import validate_labels, validate_number, validate_tensor
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,15 @@ class BoundaryWeightRatio:
 
 
 def margins(outputs: Float[Tensor, "M C"], labels: Int64[Tensor, " M"]) -> Float[Tensor, " M"]:
-    """Return the output of each point's class minus the largest other output: 0 on the boundary, negative beyond it."""
+    """Return the output of each point's class minus the largest other output: 0 on the boundary, negative beyond it.
+
+    Raises:
+        TypeError: The outputs are not a tensor of float32 or float64, or the labels are not integers.
+        ValueError: There is not one label in 0 .. C - 1 per point.
+    """
+    validate_tensor(outputs, "outputs", ndim=2, floating=True)
+    validate_labels(labels, *outputs.shape)
+    labels = labels.long()
     of_label = outputs.gather(1, labels[:, None])[:, 0]
     largest_other = outputs.scatter(1, labels[:, None], float("-inf")).amax(dim=1)
     return of_label - largest_other
@@ -42,9 +51,18 @@ def boundary_weight_ratio(
         share: Share of each class that counts as near the boundary: its points with the smallest |margin|.
 
     Raises:
-        ValueError: The share lies outside (0, 1), or all points or none of a class would count as near the boundary, or
-            all weights elsewhere in a class are zero.
+        TypeError: A tensor or the share is of the wrong kind.
+        ValueError: There are no points or not one label and margin per point, the share lies outside (0, 1), or all
+            points or none of a class would count as near the boundary, or all weights elsewhere in a class are zero.
     """
+    validate_number(share, "share")
+    validate_tensor(weights, "weights", ndim=1)
+    validate_tensor(margin, "margin", ndim=1)
+    validate_labels(labels, len(weights))
+    if margin.shape != weights.shape or not len(weights):
+        raise ValueError(
+            f"weights and margin must have one entry per point, at least one: got {len(weights)} and {len(margin)}."
+        )
     if not 0 < share < 1:
         raise ValueError(f"share must lie between 0 and 1: got {share}.")
     ratios, correlations = [], []

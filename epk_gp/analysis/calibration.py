@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.core.validation import validate_count, validate_labels, validate_tensor
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -32,10 +34,16 @@ def calibration(probability: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], 
         bins: Number of bins of the confidence, of equal width on [0, 1].
 
     Raises:
-        ValueError: A row of `probability` is negative or does not sum to 1, or there is no bin.
+        TypeError: `bins` is not a whole number, or a tensor is of the wrong kind.
+        ValueError: There are no points, or not one label per point in 0 .. C - 1. Or a row of `probability` is negative
+            or does not sum to 1, or there is no bin.
     """
-    if bins < 1:
-        raise ValueError(f"calibration needs at least 1 bin: got {bins}.")
+    validate_count(bins, "bins")
+    validate_tensor(probability, "probability", ndim=2, floating=True)
+    if not probability.numel():
+        raise ValueError(f"probability must hold at least one point: got shape {tuple(probability.shape)}.")
+    validate_labels(labels, *probability.shape)
+    bins, labels = int(bins), labels.long()
     sums = probability.sum(dim=1)
     if not (probability >= 0).all() or not torch.allclose(sums, torch.ones_like(sums), atol=1e-6, rtol=0):
         raise ValueError("probability must hold rows of probabilities that sum to 1: some do not. Apply a softmax.")

@@ -7,6 +7,8 @@ from jaxtyping import Float
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
+from epk_gp.core.validation import validate_tensor
+
 
 @dataclass(frozen=True)
 class OODMetrics:
@@ -29,9 +31,11 @@ def ood_metrics(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> OO
         outside: Scores of m out-of-distribution points.
 
     Raises:
+        TypeError: A set of scores is not a tensor of float32 or float64.
         ValueError: One of the sets is empty, or a score is not finite.
     """
     for name, scores in (("inside", inside), ("outside", outside)):
+        validate_tensor(scores, name, ndim=1, floating=True)
         if not len(scores) or not torch.isfinite(scores).all():
             raise ValueError(f"{name} must hold finite scores, at least one: got {len(scores)}, or NaN or infinity.")
     n, m = len(inside), len(outside)

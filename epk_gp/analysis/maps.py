@@ -6,10 +6,19 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.analysis.planes import Plane, grid_coordinates, lift, nearest_distances, project, rays, square_grid
+from epk_gp.analysis.planes import (
+    Plane,
+    grid_coordinates,
+    lift,
+    nearest_distances,
+    project,
+    rays,
+    square_grid,
+    validate_plane,
+)
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.models import LogitGP
+from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.kernels.blocks import diagonal_blocks
 from epk_gp.kernels.tagging import test_copy
@@ -75,9 +84,12 @@ def uncertainty_on_plane(
         progress: Show a progress bar.
 
     Raises:
+        TypeError: An argument is of the wrong kind.
         ValueError: The grid has fewer than 2 nodes per side, or the network has one output only, or the GP cannot
             predict at these points.
     """
+    validate_gp(gp)
+    validate_plane(plane)
     trajectory = gp.kernel.trajectory
     if trajectory.num_outputs < 2:
         raise ValueError("a map of class probabilities needs a network of at least 2 outputs: got 1.")

@@ -9,7 +9,8 @@ from torch import Tensor
 from epk_gp.analysis.alignment import angle
 from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.losses import CrossEntropy, per_sample_losses, sample_weights
-from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
+from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs, validate_trajectory
+from epk_gp.core.validation import validate_integer, validate_labels
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +70,17 @@ def line_profile(
         size: Number of values of t, at least 2.
 
     Raises:
-        TypeError: The points are of a kind that the network cannot take.
-        ValueError: The points have another shape than the training inputs, or the loss is not cross entropy, or `size`
-            is below 2.
+        TypeError: The points are of a kind that the network cannot take, the labels are not integers, or `size` is not
+            a whole number.
+        ValueError: The points have another shape than the training inputs, the labels do not fit them, or the loss is
+            not cross entropy, or `size` is below 2.
     """
     validate_inputs(trajectory, X)
     if not isinstance(trajectory.loss, CrossEntropy):
         raise ValueError(f"a line profile needs a run with cross entropy: got {trajectory.loss}.")
+    validate_integer(size, "size")
+    validate_labels(labels, len(X), trajectory.num_outputs)
+    labels = labels.long()
     if size < 2:
         raise ValueError(f"size must be at least 2, for both ends of the line: got {size}.")
     model = trajectory.model_for(X)
@@ -83,7 +88,7 @@ def line_profile(
     length = float((end - w).norm())
     mean = CrossEntropy()
     rows = []
-    for t in torch.linspace(0, 1, size, dtype=w.dtype, device=w.device):
+    for t in torch.linspace(0, 1, int(size), dtype=w.dtype, device=w.device):
         point = w + t * (end - w)
         with torch.no_grad():
             z = torch.cat([model(model.unflatten(point), part) for part in X.split(1024)])
@@ -98,8 +103,10 @@ def path_profile(trajectory: Trajectory) -> PathProfile:
     """Measure norms, angles and lengths along the recorded path.
 
     Raises:
+        TypeError: The object is not a `Trajectory`.
         ValueError: The initial weights are zero, or a step did not move the weights, so that an angle is not defined.
     """
+    validate_trajectory(trajectory)
     first, last = trajectory.states[0], trajectory.states[trajectory.num_steps]
     chord = last - first
     norm, angle_to_initial, distance, angle_to_chord, length = [], [], [], [], 0.0

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from epk_gp.core.validation import validate_finite, validate_integer, validate_number, validate_tensor
+
 
 @dataclass(frozen=True, eq=False)
 class Plane:
@@ -23,12 +25,22 @@ class Plane:
     input_shape: tuple[int, ...]
 
 
+def validate_plane(plane: object) -> None:
+    """Raise if an object is not a plane.
+
+    Raises:
+        TypeError: The object is something else.
+    """
+    if not isinstance(plane, Plane):
+        raise TypeError(f"plane must be a Plane: got {type(plane).__name__}. Make one with principal_plane(X).")
+
+
 def coordinate_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
     """Return the plane of the first two input coordinates, with all others 0.
 
     Raises:
         TypeError: The inputs are not floating-point numbers.
-        ValueError: An input has fewer than 2 entries.
+        ValueError: There are no points, a value is not finite, or an input has fewer than 2 entries.
     """
     rows = _rows(X)
     return Plane(torch.zeros_like(rows[0]), torch.eye(2, rows.shape[1], dtype=rows.dtype), tuple(X.shape[1:]))
@@ -45,7 +57,7 @@ def principal_plane(X: Shaped[Tensor, "n ..."]) -> Plane:
 
     Raises:
         TypeError: The inputs are not floating-point numbers.
-        ValueError: There are fewer than 3 points, or an input has fewer than 2 entries.
+        ValueError: There are fewer than 3 points, a value is not finite, or an input has fewer than 2 entries.
     """
     rows = _rows(X)
     if len(rows) < 3:
@@ -80,10 +92,15 @@ def square_grid(
         Coordinates of the columns and of the rows, with the same number and spacing.
 
     Raises:
+        TypeError: `size` is not a whole number, or `margin` is not a number.
         ValueError: There are fewer than 2 nodes per side, or the margin is negative, or all points coincide.
     """
+    validate_integer(size, "size")
+    validate_number(margin, "margin")
     if size < 2:
         raise ValueError(f"a grid must have at least 2 nodes per side: got {size}.")
+    if not margin < float("inf"):
+        raise ValueError(f"the margin must be finite: got {margin}.")
     if margin < 0:
         raise ValueError(f"the margin must not be negative: got {margin}.")
     low, high = uv.min(0).values.double(), uv.max(0).values.double()
@@ -91,7 +108,7 @@ def square_grid(
     if half == 0:
         raise ValueError("a grid needs points at different places: all coincide in this plane.")
     centre = ((low + high) / 2).tolist()
-    x, y = (torch.linspace(c - half, c + half, size, dtype=torch.float64) for c in centre)
+    x, y = (torch.linspace(c - half, c + half, int(size), dtype=torch.float64) for c in centre)
     return x, y
 
 
@@ -126,9 +143,13 @@ def nearest_distances(a: Float[Tensor, "n D"], b: Float[Tensor, "m D"]) -> Float
 
 
 def _rows(X: Tensor) -> Tensor:
+    validate_tensor(X, "inputs")
     if not X.is_floating_point():
         raise TypeError(f"a plane needs floating-point inputs: got {X.dtype}.")
-    rows = X.reshape(len(X), -1).cpu()
+    if X.ndim < 2 or not len(X):
+        raise ValueError(f"a plane needs inputs of shape (n, ...), at least one: got shape {tuple(X.shape)}.")
+    validate_finite(X, "inputs")
+    rows = X.flatten(1).cpu()
     if rows.shape[1] < 2:
         raise ValueError(f"a plane needs inputs of at least 2 entries: got {rows.shape[1]}.")
     return rows

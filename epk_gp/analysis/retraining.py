@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.core.validation import validate_labels, validate_positive, validate_tensor
+
 
 @dataclass(frozen=True, eq=False)
 class RetrainedMachine:
@@ -48,21 +50,23 @@ def retrain(gram: Float[Tensor, "C M M"], labels: Int64[Tensor, " M"], *, penalt
 
     Raises:
         ImportError: scikit-learn is not installed.
-        ValueError: The penalty is not positive, or the numbers of labels and points differ, or a class has no point.
+        TypeError: An argument is of the wrong kind.
+        ValueError: The matrices are not square, the penalty is not positive, or the numbers of labels and points
+            differ, or a class has no point.
     """
     try:
         from sklearn.svm import SVC  # noqa: PLC0415  an optional dependency
     except ImportError as error:
         raise ImportError("retrain() must have scikit-learn. Run: pip install epk-gp[experiments]") from error
+    validate_tensor(gram, "gram", ndim=3, floating=True)
     C, M = gram.shape[:2]
-    if not penalty > 0:
-        raise ValueError(f"penalty must be positive: got {penalty}.")
+    if gram.shape != (C, M, M):
+        raise ValueError(f"gram must be one square matrix per class, (C, M, M): got shape {tuple(gram.shape)}.")
+    validate_positive(penalty, "penalty")
+    validate_labels(labels, M, C)
     counts = torch.bincount(labels, minlength=C)
-    if len(labels) != M or len(counts) != C or int(counts.min()) == 0:
-        raise ValueError(
-            f"labels must name each of {C} classes at least once, one per point: got {len(labels)} labels for {M} "
-            f"points, with {counts.tolist()} points per class."
-        )
+    if len(counts) != C or int(counts.min()) == 0:
+        raise ValueError(f"labels must name each of {C} classes at least once: got {counts.tolist()} points per class.")
     coefficients = gram.new_zeros(C, M)
     intercepts, num_support_vectors = gram.new_zeros(C), torch.zeros(C, dtype=torch.int64)
     for c in range(C):
@@ -89,12 +93,17 @@ def fit_platt_scaling(decisions: Float[Tensor, "n C"], labels: Int64[Tensor, " n
 
     Raises:
         ImportError: scikit-learn is not installed.
-        ValueError: A class has no point, or has all points.
+        TypeError: The decision values are not a tensor of float32 or float64, or the labels are not integers.
+        ValueError: There is not one label per point, or a class has no point, or has all points.
     """
     try:
         from sklearn.linear_model import LogisticRegression  # noqa: PLC0415  an optional dependency
     except ImportError as error:
         raise ImportError("fit_platt_scaling() must have scikit-learn. Run: pip install epk-gp[experiments]") from error
+    validate_tensor(decisions, "decisions", ndim=2, floating=True)
+    validate_labels(labels, len(decisions))
+    if not decisions.numel():
+        raise ValueError(f"decisions must hold at least one point: got shape {tuple(decisions.shape)}.")
     slopes, offsets = torch.empty_like(decisions[0]), torch.empty_like(decisions[0])
     for c, values in enumerate(decisions.unbind(1)):
         in_class = (labels == c).cpu().numpy()

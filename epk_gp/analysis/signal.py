@@ -10,6 +10,7 @@ from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.losses import per_sample_losses
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights, validate_inputs
+from epk_gp.core.validation import validate_finite, validate_integer, validate_tensor
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
 
@@ -42,8 +43,8 @@ def input_gradients(
         (M, D), with flattened inputs.
 
     Raises:
-        TypeError: The point is of a kind that the network cannot take, or the training inputs are not floating-point
-            numbers.
+        TypeError: The point is of a kind that the network cannot take, `output` is not a whole number, or the training
+            inputs are not floating-point numbers.
         ValueError: The point has another shape than the training inputs, or the output does not exist, or the run is
             not plain gradient descent.
     """
@@ -53,6 +54,10 @@ def input_gradients(
     if not trajectory.inputs.is_floating_point():
         raise TypeError(f"input gradients need floating-point inputs: got {trajectory.inputs.dtype}.")
     validate_vanilla_gd(trajectory, "input gradients")
+    validate_integer(output, "output")
+    output = int(output)
+    if x.shape[0] != 1:
+        raise ValueError(f"x must be one point, of shape (1, ...): got {tuple(x.shape)}.")
     if not 0 <= output < trajectory.num_outputs:
         raise ValueError(f"output must lie in 0..{trajectory.num_outputs - 1}: got {output}.")
     model = trajectory.model_for(x)
@@ -72,7 +77,14 @@ def input_gradients(
 
 
 def signal_energies(gradients: Float[Tensor, "M D"]) -> Float[Tensor, " k"]:
-    """Return the squared singular values, largest first. `spectrum.principal_directions` counts the large ones."""
+    """Return the squared singular values, largest first. `spectrum.principal_directions` counts the large ones.
+
+    Raises:
+        TypeError: The gradients are not a tensor of float32 or float64.
+        ValueError: They are not a matrix of finite numbers.
+    """
+    validate_tensor(gradients, "gradients", ndim=2, floating=True)
+    validate_finite(gradients, "gradients", "Remove that row.")
     energies: Tensor = torch.linalg.svdvals(gradients).square()
     return energies
 

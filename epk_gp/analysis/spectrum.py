@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.validation import validate_number, validate_tensor
+
 
 @dataclass(frozen=True, eq=False)
 class GramSpectrum:
@@ -32,8 +34,13 @@ def gram_spectrum(gram: Float[Tensor, "n n"], *, share: float = 0.95) -> GramSpe
         share: Share of the trace that the principal directions must hold.
 
     Raises:
-        ValueError: The matrix is not symmetric, or is zero, or has an eigenvalue that is negative beyond rounding.
+        TypeError: The matrix is not a tensor of float32 or float64, or `share` is not a number.
+        ValueError: The matrix is not square, is not symmetric, or is zero, or has an eigenvalue that is negative beyond
+            rounding.
     """
+    validate_tensor(gram, "a Gram matrix", ndim=2, floating=True)
+    if gram.shape[0] != gram.shape[1] or not gram.numel():
+        raise ValueError(f"a Gram matrix must be square, with at least one row: got shape {tuple(gram.shape)}.")
     size = float(gram.abs().max())
     rounding = len(gram) * torch.finfo(gram.dtype).eps
     if not float((gram - gram.T).abs().max()) <= 16 * rounding * size or not size > 0:
@@ -54,8 +61,11 @@ def principal_directions(energies: Float[Tensor, " n"], *, share: float = 0.95) 
     """Count the largest energies (eigenvalues or squared singular values) that together hold a share of their sum.
 
     Raises:
+        TypeError: `energies` is not a tensor, or `share` is not a number.
         ValueError: The share lies outside (0, 1], or an energy is negative, or all are zero.
     """
+    validate_number(share, "share")
+    validate_tensor(energies, "energies", ndim=1)
     if not 0 < share <= 1:
         raise ValueError(f"share must lie in (0, 1]: got {share}.")
     if not (energies >= 0).all() or not energies.sum() > 0:

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.validation import validate_tensor
+
 Kernel: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (n, D), (m, D) -> (n, m)
 Diagonal: TypeAlias = Callable[[Tensor], Tensor]  # (n, D) -> (n,)
 
@@ -25,13 +27,24 @@ def location_variance_share(kernel: Kernel, X: Float[Tensor, "n D"], displacemen
         displacements: k >= 2 displacements.
 
     Raises:
-        ValueError: There are fewer than 2 locations or displacements, or the kernel has the same value everywhere.
+        TypeError: The kernel is not a function, or the points are not tensors of float32 or float64.
+        ValueError: The kernel's values have another shape or are not finite, there are fewer than 2 locations or
+            displacements, or the kernel has the same value everywhere.
     """
+    for name, values in (("X", X), ("displacements", displacements)):
+        validate_tensor(values, name, ndim=2, floating=True)
+    if not callable(kernel):
+        raise TypeError(f"kernel must be a function of two sets of points: got {kernel!r}.")
     n, k = len(X), len(displacements)
     if n < 2 or k < 2:
         raise ValueError(f"shares of a variance need at least 2 locations and 2 displacements: got {n} and {k}.")
     rows = torch.arange(n, device=X.device)
-    values = torch.stack([kernel(X, X + delta)[rows, rows] for delta in displacements])  # (k, n)
+    blocks = [kernel(X, X + delta) for delta in displacements]
+    if any(not isinstance(block, Tensor) or block.shape != (n, n) for block in blocks):
+        raise ValueError(f"kernel must return one value per pair, of shape {(n, n)}: it does not.")
+    values = torch.stack([block[rows, rows] for block in blocks])  # (k, n)
+    if not torch.isfinite(values).all():
+        raise ValueError("kernel must return finite values: it returned NaN or infinity.")
     total = values.var(correction=0)
     if not total > 0:
         raise ValueError("a share needs a kernel that varies: got one value everywhere.")
@@ -52,10 +65,15 @@ def diagonal_growth_exponent(
         radii: r >= 2 increasing positive radii.
 
     Raises:
-        ValueError: The radii are not positive and increasing, or k(x, x) is not positive along the rays.
+        TypeError: `diagonal` is not a function, or a tensor is not float32 or float64.
+        ValueError: The radii are not positive, finite and increasing, or k(x, x) is not positive along the rays.
     """
-    if len(radii) < 2 or not radii[0] > 0 or not (radii.diff() > 0).all():
-        raise ValueError(f"radii must be positive and increase, at least 2 of them: got {radii.tolist()}.")
+    for name, tensor, ndim in (("centre", centre, 1), ("directions", directions, 2), ("radii", radii, 1)):
+        validate_tensor(tensor, name, ndim=ndim, floating=True)
+    if not callable(diagonal):
+        raise TypeError(f"diagonal must be a function of points: got {diagonal!r}.")
+    if len(radii) < 2 or not radii[0] > 0 or not (radii.diff() > 0).all() or not torch.isfinite(radii).all():
+        raise ValueError(f"radii must be positive, finite and increase, at least 2 of them: got {radii.tolist()}.")
     X = centre + radii[None, :, None] * directions[:, None, :]
     values = diagonal(X.reshape(-1, X.shape[-1])).reshape(len(directions), len(radii))
     if not (values > 0).all():

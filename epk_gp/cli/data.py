@@ -1,5 +1,6 @@
 """The data of commands: named data sets or files to train on, and the points at which a run is explained."""
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -14,7 +15,7 @@ from torch import Tensor
 from epk_gp.cli.manifest import held_out_checksum
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
-from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file
+from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file, tensor_file_size
 
 _HELD_OUT = "held_out.safetensors"
 
@@ -132,7 +133,7 @@ def cast_points(
 
 
 def _validate_held_out(file: Path, expected: str | None) -> None:
-    if expected is not None and checksum_file(file, None, str(file)) != expected:
+    if expected is not None and checksum_file(file, tensor_file_size(file, str(file)), str(file)) != expected:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Pass --points.")
 
 
@@ -158,7 +159,7 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".npz":
             with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (SafetensorError, BadZipFile, ValueError, EOFError, TypeError) as error:
+    except (SafetensorError, BadZipFile, ValueError, EOFError, TypeError, MemoryError, zlib.error) as error:
         raise ValueError(f"{file} must be a whole {file.suffix} file of numbers: {error}.") from error
     raise ValueError(f"{file} must be a .safetensors or .npz file: got {file.suffix or 'no suffix'}.")
 

@@ -16,7 +16,7 @@ from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import UpdateCoefficients
-from epk_gp.core.validation import validate_count, validate_finite, validate_integer
+from epk_gp.core.validation import validate_count, validate_finite, validate_has_values, validate_integer
 
 
 @runtime_checkable
@@ -184,6 +184,7 @@ def validate_inputs(trajectory: Trajectory, X: Shaped[Tensor, "..."], name: str 
             f"{name} must have shape (n, {', '.join(map(str, trajectory.input_shape))}) like the training inputs: "
             f"got {tuple(X.shape)}."
         )
+    validate_has_values(X, name)
     if X.shape[0] == 0:
         raise ValueError(f"{name} must hold at least one point: got an empty batch.")
     if X.is_floating_point() != trajectory.inputs.is_floating_point() or X.is_complex():
@@ -226,7 +227,7 @@ def network_outputs(
     model = trajectory.model_for(X)
     params = {k: v.to(dtype=model.spec.dtype, device=model.spec.device) for k, v in trajectory.weights(state).items()}
     with torch.no_grad(), disable_fused_attention():
-        return torch.cat([apply_head(model(params, block), head) for block in X.split(block_size)])
+        return torch.cat([apply_head(model(params, block), head) for block in X.split(int(block_size))])
 
 
 def batch_of(

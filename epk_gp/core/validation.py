@@ -1,6 +1,7 @@
 """Input validation that many functions share: each function raises if its value is not what its name says."""
 
 from numbers import Integral, Real
+from typing import cast
 
 import torch
 from jaxtyping import Shaped
@@ -17,6 +18,16 @@ def validate_integer(value: object, name: str) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number: got {value!r}.")
+
+
+def validate_number(value: object, name: str) -> None:
+    """Raise if a value is not a real number. NumPy's numbers are numbers, booleans are not.
+
+    Raises:
+        TypeError: The value is not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number: got {value!r}.")
 
 
 def validate_positive(value: object, name: str) -> None:
@@ -73,6 +84,64 @@ def validate_generator(value: object) -> None:
         raise TypeError(
             f"generator must be a torch.Generator: got {value!r}. Make one with torch.Generator().manual_seed(0)."
         )
+
+
+def validate_tensor(value: object, name: str, *, ndim: int | None = None, floating: bool = False) -> None:
+    """Raise if a value is not a dense tensor of real numbers.
+
+    Args:
+        value: The value.
+        name: Name of the value in the error message.
+        ndim: Number of dimensions that it must have; any by default.
+        floating: Whether its entries must be float32 or float64.
+
+    Raises:
+        TypeError: The value is not a tensor, or its entries are of another kind.
+        ValueError: It is sparse or on the device "meta", or has another number of dimensions.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor.")
+    validate_has_values(value, name)
+    if floating and value.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64: got {value.dtype}.")
+    if ndim is not None and value.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension{'s'[: ndim != 1]}: got shape {tuple(value.shape)}.")
+
+
+def validate_has_values(value: Tensor, name: str) -> None:
+    """Raise if the entries of a tensor cannot be read one by one.
+
+    Raises:
+        ValueError: The tensor is sparse, or on the device "meta".
+    """
+    if value.is_meta:
+        raise ValueError(f"{name} must hold values: got a tensor on the device 'meta'.")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be dense: got a tensor of layout {value.layout}. Call to_dense().")
+
+
+def validate_labels(labels: object, count: int, num_classes: int | None = None, *, name: str = "labels") -> None:
+    """Raise if a value is not one class index per point.
+
+    Args:
+        labels: The value.
+        count: Number of points.
+        num_classes: Number C of classes; indices are not compared with it by default.
+        name: Name of the value in the error message.
+
+    Raises:
+        TypeError: The value is not a tensor of integers.
+        ValueError: It has another shape than (count,), or an index is out of range.
+    """
+    validate_tensor(labels, name)
+    values = cast(Tensor, labels)
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"{name} must be class indices: got {values.dtype}. Use torch.int64.")
+    if values.shape != (count,):
+        raise ValueError(f"{name} must have one entry per point: got shape {tuple(values.shape)} for {count} points.")
+    if num_classes is not None and count and not 0 <= int(values.min()) <= int(values.max()) < num_classes:
+        low, high = int(values.min()), int(values.max())
+        raise ValueError(f"{name} must lie in 0..{num_classes - 1}: got {low}..{high}.")
 
 
 def validate_finite(X: Shaped[Tensor, "n ..."], name: str, advice: str = "Remove or repair that point.") -> None:

@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.core.validation import validate_count, validate_generator, validate_labels
+from epk_gp.gp.posterior import LogitPosterior, validate_posterior
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod, validate_method
 from epk_gp.gp.softmax import symmetric_root
 
@@ -55,15 +56,19 @@ def calibrated_temperature(
         method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
 
     Raises:
-        TypeError: `method` is neither of the two.
-        ValueError: There are more or fewer labels than points, labels are out of range, or the likelihood is largest at
-            an end of the range of temperatures (every label is the most likely class, or no better than chance).
+        TypeError: An argument is of the wrong kind.
+        ValueError: There are no points, more or fewer labels than points, labels are out of range, or the likelihood is
+            largest at an end of the range of temperatures (every label is the most likely class, or no better than
+            chance).
     """
+    validate_posterior(posterior)
     n, C = posterior.mean.shape
-    if labels.shape != (n,):
-        raise ValueError(f"labels must have one entry per point: got shape {tuple(labels.shape)} for {n} points.")
-    if n and not 0 <= int(labels.min()) <= int(labels.max()) < C:
-        raise ValueError(f"labels must lie in 0..{C - 1}: got {int(labels.min())}..{int(labels.max())}.")
+    if not n:
+        raise ValueError("the posterior must be at at least one point: got none.")
+    validate_labels(labels, n, C)
+    labels = labels.long()
+    validate_count(num_samples, "num_samples")
+    validate_generator(generator)
     validate_method(method)
     root, _ = symmetric_root(posterior)
     eps = method.standard_normals(num_samples, C, generator, posterior.mean)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.gp.models import LogitGP
+from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.posterior import LogitPosterior
 
 
@@ -44,8 +44,10 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
         `softmax_uncertainty` and `calibrated_temperature` take.
 
     Raises:
+        TypeError: `gp` is not a `LogitGP`.
         ValueError: The observations' covariance is not positive definite, or the GP has fewer than 2 points.
     """
+    validate_gp(gp)
     N, C = len(gp.points), gp.kernel.trajectory.num_outputs
     if N < 2:
         raise ValueError(f"leaving one point out needs at least 2: the GP is conditioned on {N}.")

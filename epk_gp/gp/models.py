@@ -1,7 +1,7 @@
 """GP regression on logits with the exact path kernel as prior covariance: section 4.2, Bell et al. (2023)."""
 
 from collections.abc import Sequence
-from typing import Unpack, final
+from typing import Any, Unpack, final
 
 import gpytorch
 import torch
@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
-from epk_gp.core.validation import validate_count, validate_positive
+from epk_gp.core.validation import validate_count, validate_number, validate_positive, validate_tensor
 from epk_gp.gp.likelihoods import NOISE_FLOOR
 from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_likelihood, spectrum_of
 from epk_gp.gp.means import PriorMean, make_mean
@@ -22,6 +22,7 @@ from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, poster
 from epk_gp.gp.targets import TargetKind, make_targets
 from epk_gp.gp.train_indices import parse_train_indices
 from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
+from epk_gp.kernels.tagged_points import validate_batches, validate_tagged_points
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
@@ -66,7 +67,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         points: The N indices.
 
     Raises:
-        TypeError: `points` are not indices, or an option is not known.
+        TypeError: `points` are not indices, `noise` is of another kind, or an option is not known.
         ValueError: An argument has an unknown value, `points` are out of range or repeated, or targets="dirichlet" is
             asked for without class labels.
     """
@@ -129,6 +130,33 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         kernel: EPKKernel = self.covar_module.base_kernel
         return kernel
 
+    def __call__(self, *args: Shaped[Tensor, "*b n columns"], **kwargs: Any) -> MultivariateNormal:
+        """Evaluate as GPyTorch does: the prior at the training points in training mode, else the posterior.
+
+        Args:
+            args: One tensor of tagged points, (*b, n, D + 1).
+            kwargs: Handed on to GPyTorch.
+
+        Raises:
+            TypeError: The points are not a tensor, or of a kind that the network cannot take.
+            ValueError: There is more or less than one argument, the points are not made with `train_copy` or
+                `test_copy`, their batch does not fit the processes, or in training mode they are not the training
+                points.
+        """
+        if len(args) != 1:
+            raise ValueError(f"a LogitGP must be called with one tensor of points: got {len(args)} arguments.")
+        (x,) = args
+        trajectory = self.kernel.trajectory
+        validate_tagged_points(trajectory, x)
+        validate_batches(self.coupling.batch_shape, x)
+        (own,) = self.train_inputs
+        if self.training and not (x.shape == own.shape and bool((x.to(own) == own).all())):
+            raise ValueError(
+                "in training mode a LogitGP must be called with its training points, gp.train_inputs[0]: got others. "
+                "Call gp.eval() to predict."
+            )
+        return super().__call__(x, **kwargs)
+
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
         """Return the prior at tagged points.
 
@@ -137,7 +165,11 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
         Returns:
             Over (n, C) for "full"; over n with batch shape [C] for "independent".
+
+        Raises:
+            TypeError, ValueError: As for a call.
         """
+        validate_tagged_points(self.kernel.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
         return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
     def fit(self, steps: int = 50, lr: float = 0.1, progress: bool = False) -> list[float]:
@@ -195,7 +227,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             Mean (n, C) and covariance (n, C, C), diagonal for "independent", float64. No noise of observations in it.
 
         Raises:
-            TypeError: The points are of a kind that the network cannot take.
+            TypeError: The points are of a kind that the network cannot take, or `block_size` is not a whole number.
             ValueError: The points have a shape or values that the network cannot take, `block_size` is below 1, or the
                 observations' covariance is not positive definite.
         """
@@ -253,9 +285,22 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
 def _validate_noise(noise: float | Tensor, shape: tuple[int, int], targets: TargetKind) -> None:
     if not isinstance(noise, Tensor):
+        validate_number(noise, f"noise, if it is not a tensor {shape} of known variances,")
         if not NOISE_FLOOR < noise < float("inf"):
             raise ValueError(f"noise must be a finite variance above {NOISE_FLOOR}: got {noise}.")
-    elif targets == "dirichlet":
+        return
+    validate_tensor(noise, "noise", floating=True)
+    if targets == "dirichlet":
         raise ValueError("noise must not be given with targets='dirichlet': the transformed labels bring their own.")
-    elif noise.shape != shape:
+    if noise.shape != shape:
         raise ValueError(f"noise must be one variance per point and output {shape}: got shape {tuple(noise.shape)}.")
+
+
+def validate_gp(gp: object) -> None:
+    """Raise if an object is not a `LogitGP`.
+
+    Raises:
+        TypeError: The object is something else.
+    """
+    if not isinstance(gp, LogitGP):
+        raise TypeError(f"gp must be a LogitGP: got {type(gp).__name__}. Make one with epk_gp.LogitGP(trajectory).")

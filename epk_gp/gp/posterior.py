@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.core.memory_plan import posterior_points
+from epk_gp.core.validation import validate_count, validate_number, validate_tensor
 from epk_gp.gp.output_coupling import OutputCoupling
 from epk_gp.kernels.blocks import block, diagonal_blocks
 from epk_gp.kernels.cache import BlockCache
@@ -33,6 +34,36 @@ class LogitPosterior:
 
     def __len__(self) -> int:
         return self.mean.shape[0]
+
+
+def validate_posterior(posterior: object) -> None:
+    """Raise if an object is not a posterior of C outputs at n points.
+
+    Raises:
+        TypeError: The object is not a `LogitPosterior`, or its tensors are not float32 or float64.
+        ValueError: Mean and covariance have other shapes, or there are no outputs.
+    """
+    if not isinstance(posterior, LogitPosterior):
+        raise TypeError(
+            f"posterior must be a LogitPosterior: got {type(posterior).__name__}. LogitGP.logit_posterior gives one."
+        )
+    mean, covariance = posterior.mean, posterior.covariance
+    validate_tensor(mean, "the posterior's mean", ndim=2, floating=True)
+    validate_tensor(covariance, "the posterior's covariance", ndim=3, floating=True)
+    n, C = mean.shape
+    if covariance.shape != (n, C, C) or not C:
+        raise ValueError(
+            "a posterior must have a mean (n, C) and covariances (n, C, C) with C >= 1: got shapes "
+            f"{tuple(mean.shape)} and {tuple(covariance.shape)}."
+        )
+    validate_number(posterior.eigenvalue_tolerance, "the posterior's eigenvalue_tolerance")
+    if not 0 <= posterior.eigenvalue_tolerance < float("inf"):
+        raise ValueError(
+            "the posterior's eigenvalue_tolerance must be finite and not negative: got "
+            f"{posterior.eigenvalue_tolerance}."
+        )
+    if covariance.dtype != mean.dtype:
+        raise TypeError(f"a posterior must have one dtype: got {mean.dtype} and {covariance.dtype}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +146,13 @@ def posterior_at(
         Mean and C x C covariance per point.
 
     Raises:
+        TypeError: `block_size` is not a whole number.
         ValueError: `block_size` is below 1.
     """
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size must be at least 1: got {block_size}.")
+    if block_size is not None:
+        validate_count(block_size, "block_size")
     coupling, factor = factorization.coupling, factorization.factor
-    size = block_size or _default_block_size(factorization)
+    size = _default_block_size(factorization) if block_size is None else int(block_size)
     means, covariances = [], []
     largest_variance = 0.0
     with torch.no_grad(), tqdm(total=len(x), desc="posterior", unit="point", disable=not progress) as bar:

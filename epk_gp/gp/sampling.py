@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from epk_gp.core.trajectory import validate_inputs
-from epk_gp.gp.models import LogitGP
+from epk_gp.core.validation import validate_count, validate_generator, validate_integer
+from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.posterior import joint_posterior_at
 from epk_gp.kernels.tagging import test_copy
 
@@ -79,8 +80,10 @@ class QuasiMonteCarlo(SamplingMethod):
         """Raise if the groups give no error estimate.
 
         Raises:
+            TypeError: The number of groups is not a whole number.
             ValueError: There are fewer than 2 groups.
         """
+        validate_integer(self.groups, "groups")
         if self.groups < 2:
             raise ValueError(f"a standard error needs at least 2 scramblings: got groups={self.groups}.")
 
@@ -143,13 +146,15 @@ def sample_functions(
         Latent outputs, float64; no noise of observations in them.
 
     Raises:
-        TypeError: The inputs are of a kind that the network cannot take.
+        TypeError: `gp`, `num_samples` or `generator` is of the wrong kind, or the inputs are of a kind that the network
+            cannot take.
         ValueError: The inputs have a shape or values that the network cannot take, or are too many; `num_samples` is
             below 1; or a posterior covariance is not positive semi-definite up to rounding.
     """
+    validate_gp(gp)
     validate_inputs(gp.kernel.trajectory, X)
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1: got {num_samples}.")
+    validate_count(num_samples, "num_samples")
+    validate_generator(generator)
     rows_per_point = gp.coupling.structure.rows_per_point
     if len(X) * rows_per_point > MAX_ROWS:
         raise ValueError(

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.validation import validate_count, validate_generator, validate_positive
-from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.core.validation import validate_count, validate_generator, validate_number, validate_positive
+from epk_gp.gp.posterior import LogitPosterior, validate_posterior
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod, validate_method
 
 # Bytes of a chunk of points. Measured for 1024 samples at 4000 points, 3 outputs, float64: 0.50 s in chunks of 64 MB,
@@ -73,25 +74,21 @@ def softmax_uncertainty(
         Moments and entropies with the standard error of the mean.
 
     Raises:
-        TypeError: `posterior`, `generator`, `num_samples` or `method` is of the wrong kind.
+        TypeError: `posterior`, `generator`, `num_samples`, `method` or `quantiles` is of the wrong kind.
         ValueError: There are fewer than 2 samples, a level lies outside [0, 1], the temperature is not positive and
             finite, values are not finite, or a covariance is not symmetric or has a negative eigenvalue beyond
             rounding.
     """
-    if not isinstance(posterior, LogitPosterior):
-        raise TypeError(
-            f"posterior must be a LogitPosterior: got {type(posterior).__name__}. LogitGP.logit_posterior gives one."
-        )
+    validate_posterior(posterior)
     validate_generator(generator)
     validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
     validate_positive(temperature, "temperature")
-    if not all(0 <= level <= 1 for level in quantiles):
-        raise ValueError(f"quantiles must be levels in [0, 1]: got {list(quantiles)}.")
+    levels = _parse_levels(quantiles)
     validate_method(method)
     mean = posterior.mean
     root, max_clipped = symmetric_root(posterior)
     eps = method.standard_normals(num_samples, mean.shape[1], generator, mean)
-    levels = torch.tensor(list(quantiles), dtype=mean.dtype, device=mean.device)
+    levels = levels.to(mean)
     size = max(1, CHUNK_BYTES // (ARRAYS_PER_POINT * eps.nbytes))
     pairs = zip((mean / temperature).split(size), (root / temperature).split(size), strict=True)
     chunks = [_moments(mu, A, eps, method, levels) for mu, A in pairs]
@@ -108,6 +105,18 @@ def softmax_uncertainty(
         max_clipped_eigenvalue=max_clipped,
         quantiles=torch.cat([c[5] for c in chunks], dim=1),
     )
+
+
+def _parse_levels(quantiles: object) -> Tensor:
+    """Return the levels of quantiles, float64."""
+    if isinstance(quantiles, str) or not isinstance(quantiles, Sequence | Tensor | np.ndarray):
+        raise TypeError(f"quantiles must be a list of levels in [0, 1]: got {quantiles!r}.")
+    levels = list(quantiles) if isinstance(quantiles, Sequence) else quantiles.tolist()
+    for level in levels:
+        validate_number(level, "a quantile's level")
+    if not all(0 <= level <= 1 for level in levels):
+        raise ValueError(f"quantiles must be levels in [0, 1]: got {levels}.")
+    return torch.tensor(levels, dtype=torch.float64)
 
 
 def _moments(mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, levels: Tensor) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.core.validation import validate_count, validate_labels, validate_positive, validate_tensor
 
 TargetKind = Literal["network", "dirichlet"]
 
@@ -65,12 +66,13 @@ def dirichlet_targets(
         Targets y and variances sigma^2.
 
     Raises:
+        TypeError: The labels are not integers, or a number is of the wrong kind.
         ValueError: A label is out of range, or the concentration is not positive.
     """
-    if not alpha_epsilon > 0:
-        raise ValueError(f"alpha_epsilon must be positive: got {alpha_epsilon}.")
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
-        raise ValueError(f"labels must lie in 0..{num_classes - 1}: got {int(labels.min())}..{int(labels.max())}.")
-    alpha = torch.nn.functional.one_hot(labels.long(), num_classes).to(dtype) + alpha_epsilon
+    validate_positive(alpha_epsilon, "alpha_epsilon")
+    validate_count(num_classes, "num_classes")
+    validate_tensor(labels, "labels", ndim=1)
+    validate_labels(labels, len(labels), num_classes)
+    alpha = torch.nn.functional.one_hot(labels.long(), int(num_classes)).to(dtype) + alpha_epsilon
     variances = (1 / alpha).log1p()
     return alpha.log() - variances / 2, variances

@@ -31,8 +31,9 @@ def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajec
         indices = torch.as_tensor(points, device=trajectory.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(message) from error
-    if len(indices) and (indices.is_floating_point() or indices.dtype == torch.bool):
+    if indices.numel() and (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool):
         raise TypeError(f"points must be indices: got {indices.dtype}. Turn a mask into mask.nonzero()[:, 0].")
+    indices = indices.long()
     if indices.ndim != 1 or not len(indices):
         raise ValueError(f"points must be a list of at least one index: got shape {tuple(indices.shape)}.")
     low, high = int(indices.min()), int(indices.max())
@@ -41,4 +42,4 @@ def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajec
     if len(indices.unique()) < len(indices):
         repeated = len(indices) - len(indices.unique())
         raise ValueError(f"points must not repeat: got {repeated} repeated indices. Use points.unique().")
-    return indices.long()
+    return indices

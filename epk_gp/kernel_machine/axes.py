@@ -10,6 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.validation import validate_integer
 
 Kind = Literal["sample", "step", "parameter"]
 
@@ -57,12 +58,15 @@ def by_step(trajectory: Trajectory, edges: Sequence[int] | None = None) -> Axis:
         edges: First step of each range after the first, ascending.
 
     Raises:
+        TypeError: An edge is not a whole number.
         ValueError: The edges do not ascend, or do not lie in 1 .. S - 1.
     """
     steps = torch.arange(trajectory.num_steps)
     if edges is None:
         return Axis("step", steps, tuple(map(str, steps.tolist())))
-    inner = torch.tensor(list(edges), dtype=torch.int64)
+    for edge in edges:
+        validate_integer(edge, "an edge")
+    inner = torch.tensor([int(edge) for edge in edges], dtype=torch.int64)
     ascending = bool((inner.diff() > 0).all())
     if not ascending or (len(inner) and not 1 <= int(inner[0]) <= int(inner[-1]) < trajectory.num_steps):
         raise ValueError(f"edges must ascend within 1..{trajectory.num_steps - 1}: got {list(edges)}.")

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from numbers import Integral
 from threading import Lock
 
 from jaxtyping import Shaped
@@ -28,7 +29,8 @@ class BlockCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
+        given: object = max_bytes  # NumPy's integers count too
+        if isinstance(given, bool) or not isinstance(given, Integral):
             raise TypeError(f"the cache's size must be a whole number of bytes: got {max_bytes!r}.")
         if max_bytes < 0:
             raise ValueError(f"the cache's size must be at least 0 bytes: got {max_bytes}. 0 turns it off.")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Unpack, final
 
 import gpytorch
+import numpy as np
 import torch
 from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
@@ -11,13 +12,14 @@ from torch import Tensor
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
+from epk_gp.core.validation import validate_count
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.batching import batch_of_blocks, batch_of_diagonals
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.normalization import Normalization, normalization_scale
 from epk_gp.kernels.output_structure import Outputs, parse_outputs
-from epk_gp.kernels.tagged_points import validate_tagged_points
+from epk_gp.kernels.tagged_points import validate_batches, validate_tagged_points
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
@@ -56,8 +58,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         scale: What values are divided by; 1.0 without normalization.
 
     Raises:
-        TypeError: `outputs`, `rule` or `normalize` is of the wrong kind, or an option is not known.
-        ValueError: `outputs`, `head` or `normalize` is not known, or the class does not exist.
+        TypeError: `outputs`, `rule`, `normalize` or `active_dims` is of the wrong kind, or an option is not known.
+        ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, or `active_dims` are not as
+            many columns as the points need.
     """
 
     def __init__(
@@ -78,8 +81,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         path_kernel = PathKernel(trajectory, head, rule)
         if not isinstance(rule, QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
-        super().__init__(batch_shape=matrices.shape, active_dims=active_dims)
-        self.outputs = outputs
+        columns = None if active_dims is None else _parse_active_dims(active_dims, trajectory)
+        super().__init__(batch_shape=matrices.shape, active_dims=columns)
+        self.outputs = outputs if isinstance(outputs, str) else int(outputs)
         self.config = KernelConfig(path_kernel, structure, compute_options, BlockCache(cache_bytes))
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("_matrices", matrices, persistent=False)
@@ -124,10 +128,10 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         **params: Any,
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
-        for x in (x1,) if x2 is None or x2 is x1 else (x1, x2):
-            self._validate(
-                x if self.active_dims is None or not isinstance(x, Tensor) else x.index_select(-1, self.active_dims)
-            )
+        points = (x1,) if x2 is None or x2 is x1 else (x1, x2)
+        for x in points:
+            self._validate(x if self.active_dims is None or not isinstance(x, Tensor) else self._active_columns(x))
+        validate_batches(self._matrices.shape, *points)
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
 
     def forward(
@@ -155,8 +159,10 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         """
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
-        for x in (x1,) if x2 is x1 else (x1, x2):
+        points = (x1,) if x2 is x1 else (x1, x2)
+        for x in points:
             self._validate(x)
+        validate_batches(self._matrices.shape, *points)
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
         evaluate, value_ndim = (batch_of_diagonals, 1) if diag else (batch_of_blocks, 2)
@@ -190,5 +196,28 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             f"rule={self.config.path_kernel.rule!r}, scale={self.scale:g}, batch_shape={tuple(self.batch_shape)})"
         )
 
+    def _active_columns(self, x: Tensor) -> Tensor:
+        """Select the columns that the kernel uses, as GPyTorch does."""
+        if x.ndim and int(self.active_dims.max()) >= x.shape[-1]:
+            raise ValueError(
+                f"active_dims must be columns of the points, 0..{x.shape[-1] - 1}: got {self.active_dims.tolist()}."
+            )
+        return x.index_select(-1, self.active_dims)
+
     def _validate(self, x: Tensor) -> None:
         validate_tagged_points(self.trajectory, x)
+
+
+def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int, ...]:
+    columns = active_dims.tolist() if isinstance(active_dims, Tensor | np.ndarray) else active_dims
+    if not isinstance(columns, Sequence) or isinstance(columns, str):
+        raise TypeError(f"active_dims must be a list of columns: got {active_dims!r}.")
+    for column in columns:
+        validate_count(column, "a column in active_dims", minimum=0)
+    width = torch.Size(trajectory.input_shape).numel() + 1
+    if len(columns) != width:
+        raise ValueError(
+            f"active_dims must be {width} columns, those of the flattened inputs {trajectory.input_shape} and the copy "
+            f"column: got {len(columns)}."
+        )
+    return tuple(int(column) for column in columns)

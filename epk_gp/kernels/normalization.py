@@ -1,6 +1,7 @@
 """What a kernel's values are divided by, so that kernels of different runs have one scale."""
 
 from math import isfinite
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -43,7 +44,8 @@ def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], n
                 "Use normalize=None, or a run whose steps have positive size."
             )
         return scale
-    if isinstance(normalize, bool) or not isinstance(normalize, int | float):
+    given: object = normalize  # NumPy's numbers count too
+    if isinstance(given, bool) or not isinstance(given, Real):
         raise TypeError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
     if not (normalize > 0 and isfinite(normalize)):
         raise ValueError(f"normalize must be a positive, finite number: got {normalize}.")

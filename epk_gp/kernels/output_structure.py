@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, final
 
 import torch
@@ -218,12 +219,13 @@ def parse_outputs(outputs: Outputs, num_outputs: int) -> tuple[OutputStructure, 
         TypeError: `outputs` is neither a string nor an integer.
         ValueError: `outputs` is an unknown string, or no class of the network has that index.
     """
-    if isinstance(outputs, bool) or not isinstance(outputs, int | str):
+    given: object = outputs  # NumPy's integers count too
+    if isinstance(given, bool) or not isinstance(given, Integral | str):
         raise TypeError(f"outputs must be one of {list(_STRUCTURES)} or a class index: got {outputs!r}.")
-    if isinstance(outputs, int):
+    if not isinstance(outputs, str):
         if not 0 <= outputs < num_outputs:
             raise ValueError(f"a class index must lie in 0..{num_outputs - 1} (the network's outputs): got {outputs}.")
-        return PerClassOutputs(num_outputs), torch.tensor(outputs)
+        return PerClassOutputs(num_outputs), torch.tensor(int(outputs))
     if outputs not in _STRUCTURES:
         raise ValueError(f"outputs must be one of {list(_STRUCTURES)} or a class index: got {outputs!r}.")
     structure = _STRUCTURES[outputs](num_outputs)

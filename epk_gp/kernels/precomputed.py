@@ -56,6 +56,9 @@ def epk_gram(
     """
     if outputs in ("full", "independent"):
         raise ValueError(f"outputs must be 'trace', 'sum' or a class index, one number per pair: got {outputs!r}.")
+    for name, points in (("a", a), ("b", a if b is None else b)):
+        if not isinstance(points, Points):
+            raise TypeError(f"{name} must be epk_gp.Points(X, is_train=...): got {type(points).__name__}.")
     validate_inputs(trajectory, a.X, "a.X")
     if b is not None:
         validate_inputs(trajectory, b.X, "b.X")

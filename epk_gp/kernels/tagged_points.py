@@ -17,7 +17,8 @@ def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns
         x: (..., n, D + 1), rows made with `train_copy` or `test_copy`.
 
     Raises:
-        TypeError: `x` is not a tensor, or its entries are complex or Boolean.
+        TypeError: `x` is not a tensor, or its entries are complex or Boolean, or not float32 or float64 where the
+            network takes floating-point numbers.
         ValueError: The rows have another width than the run's inputs and the copy column, there are none, the copy
             column is not 0 or 1, a value is not finite, or a gradient with respect to integers is asked for.
     """
@@ -39,6 +40,31 @@ def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns
             "requires_grad=True. Pass x.detach(), or work under torch.no_grad()."
         )
     split_copy(x)
+    if trajectory.inputs.is_floating_point() and x.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
+
+
+def validate_batches(batch_shape: torch.Size, *points: Shaped[Tensor, "..."]) -> None:
+    """Raise if batches of points do not go together with each other and with a kernel's batch.
+
+    Args:
+        batch_shape: The kernel's batch shape: [C] if it has one matrix per class.
+        points: Sets of points, (*b, n, D + 1).
+
+    Raises:
+        ValueError: The batch shapes do not broadcast.
+    """
+    shapes = [x.shape[:-2] for x in points]
+    try:
+        torch.broadcast_shapes(*shapes, batch_shape)
+    except RuntimeError as error:
+        got = " and ".join(str(tuple(x.shape)) for x in points)
+        if len(batch_shape):
+            raise ValueError(
+                f"batches of points must broadcast with the kernel's batch {tuple(batch_shape)}, one matrix per class: "
+                f"got points of shape {got}. Put a dimension of size 1 before the points, as x.unsqueeze(-3) does."
+            ) from error
+        raise ValueError(f"batches of points must broadcast with each other: got points of shape {got}.") from error
 
 
 def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:

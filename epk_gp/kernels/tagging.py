@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
+from epk_gp.core.validation import validate_has_values
+
 
 def train_copy(X: Shaped[Tensor, "n *shape"]) -> Shaped[Tensor, "n columns"]:
     """Mark inputs as training copies: x_I = 1, gradients frozen at the start of each step.
@@ -91,6 +93,7 @@ def _validate_kind(X: Tensor) -> None:
         raise TypeError(f"inputs must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor.")
     if X.is_complex() or X.dtype == torch.bool:
         raise TypeError(f"inputs must be real numbers: got {X.dtype}. Convert them first.")
+    validate_has_values(X, "inputs")
 
 
 def _validate_finite(X: Tensor) -> None:

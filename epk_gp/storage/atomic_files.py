@@ -17,7 +17,7 @@ from torch import Tensor
 MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
 MAX_TENSOR_HEADER_BYTES = 1 << 24  # 16 MiB; a chunk has at most 22 tensors, data.safetensors one per buffer
 _BLOCK = 1 << 20  # bytes read at a time: checksums take no more memory than this
-_RESTORE = "The file is damaged; restore it from a copy."
+DAMAGED = "The file is damaged; restore it from a copy."
 
 # Flags of os.open. Windows has none of the first three, and needs the last one so that line ends are not translated;
 # `open_descriptor` tests for symbolic links itself there.
@@ -39,12 +39,12 @@ def checksum_json(value: Any) -> str:
     return checksum(json.dumps(value, sort_keys=True).encode())
 
 
-def checksum_file(file: Path, size: int | None, where: str, *suffixes: str) -> str:
+def checksum_file(file: Path, size: int, where: str, *suffixes: str) -> str:
     """Return the checksum of a file followed by texts; the file is read block by block.
 
     Args:
         file: A regular file.
-        size: The size that the file must have, in bytes; any size is accepted if None.
+        size: The size that the file must have, in bytes; a file of another size is not read.
         where: Name of the file in an error message.
         suffixes: Texts that are hashed after the file.
 
@@ -55,8 +55,8 @@ def checksum_file(file: Path, size: int | None, where: str, *suffixes: str) -> s
     hasher = hashlib.blake2b(digest_size=16)
     with open_regular(file, where) as stream:
         actual = os.fstat(stream.fileno()).st_size
-        if size is not None and actual != size:
-            raise ValueError(f"{where} must have {size} bytes: it has {actual}. {_RESTORE}")
+        if actual != size:
+            raise ValueError(f"{where} must have {size} bytes: it has {actual}. {DAMAGED}")
         while block := stream.read(_BLOCK):
             hasher.update(block)
     for suffix in suffixes:
@@ -85,7 +85,7 @@ def open_regular(file: Path, where: str) -> Iterator[BinaryIO]:
     """
     try:
         handle = open_descriptor(file, os.O_RDONLY)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"a run must have all its files: {where} does not exist.") from error
     except OSError as error:
         if error.errno != errno.ELOOP:
@@ -108,7 +108,7 @@ def regular_file_size(file: Path, where: str) -> int | None:
     """
     try:
         status = file.lstat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter: the folder is a file
         return None
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{where} must be a plain file: it is a symbolic link, a folder, a pipe or a device.")
@@ -169,6 +169,27 @@ def read_checksummed_json(content: bytes, message: str) -> dict[str, Any] | None
         return record if checksummed_json(record) == content else None
     except RecursionError:  # Python parses slightly deeper nesting than it writes
         return None
+
+
+def tensor_file_size(file: Path, where: str) -> int:
+    """Return the size in bytes that a safetensors file must have by its own header, which alone is read.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: The file is not a regular file, or its header is not that of a safetensors file.
+    """
+    with open_regular(file, where) as stream:
+        start = stream.read(8)
+        _check_header_length(start, os.fstat(stream.fileno()).st_size, where)
+        length = int.from_bytes(start, "little")
+        entries = parse_json(stream.read(length), f"{where} must be a safetensors file")
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+    except (AttributeError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"{where} must be a safetensors file: its header names no tensors.") from error
+    if not all(type(end) is int for end in ends):
+        raise ValueError(f"{where} must be a safetensors file: its header names no tensors.")
+    return 8 + length + max(ends, default=0)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from epk_gp.storage.schema import WEIGHT_DTYPES, describe_loss
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
 }
+_ABSENT = object()
 # What must agree when a run is resumed, by its key in the header.
 _REQUIREMENTS = {
     "names": "the network must train the recorded weights",
@@ -45,7 +46,7 @@ def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any],
     for key, requirement in _REQUIREMENTS.items():
         if recorded.get(key) != header[key]:
             raise ValueError(
-                f"{requirement} to resume the run at {path}: it has {recorded.get(key)!r}, got {header[key]!r}."
+                f"{requirement} to resume the run at {path}: {_difference(recorded.get(key), header[key])}."
             )
 
 
@@ -101,8 +102,27 @@ def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> 
     except (TypeError, ValueError) as error:
         raise ValueError(f"the run's loss must be one that is known: {error}") from error
     if describe_loss(loss) != recorded:
-        raise ValueError(f"loss must be the one the run was recorded with, {recorded}: got {describe_loss(loss)}.")
+        raise ValueError(
+            f"loss must be the one the run was recorded with: {_difference(recorded, describe_loss(loss))}."
+        )
     return loss
+
+
+def _difference(recorded: Any, given: Any) -> str:
+    """Return in words where two entries of a header differ: only the options that do, with both values."""
+    if isinstance(recorded, dict) and isinstance(given, dict):
+        keys = [key for key in recorded | given if recorded.get(key, _ABSENT) != given.get(key, _ABSENT)]
+        sides = [", ".join(f"{key}={side[key]!r}" for key in keys if key in side) for side in (recorded, given)]
+        return f"it has {sides[0] or 'no such option'}, got {sides[1] or 'none'}"
+    if isinstance(recorded, list) and isinstance(given, list):
+        kind = "parameter group" if recorded and isinstance(recorded[0], dict) else "weight tensor"
+        if len(recorded) != len(given):
+            return f"it has {len(recorded)} {kind}{'s'[: len(recorded) != 1]}, got {len(given)}"
+        number = next(n for n, pair in enumerate(zip(recorded, given, strict=True)) if pair[0] != pair[1])
+        before, now = recorded[number], given[number]
+        difference = _difference(before, now) if isinstance(before, dict) else f"it has {before!r}, got {now!r}"
+        return difference if len(recorded) == 1 else f"in {kind} {number} {difference}"
+    return f"it has {recorded!r}, got {given!r}"
 
 
 def validate_loss_function(trajectory: Trajectory) -> None:

@@ -1,9 +1,10 @@
 """Export a run to one safetensors file, for other tools."""
 
+import errno
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,20 +13,21 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.core.update_rules import FIELDS, broadcast_to_params
+from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.chunks import STORED_FIELDS, step_tensors
 from epk_gp.storage.index import read_journal
-from epk_gp.storage.schema import FORMAT, SAFETENSORS_DTYPES, chunk_schema, read_data, read_header
+from epk_gp.storage.schema import FORMAT, SAFETENSORS_DTYPES, ChunkSchema, chunk_schema, read_data, read_header
 from epk_gp.storage.stored import StoredStates, StoredUpdates
 
 
 def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
     """Write a run, after checking it, to one safetensors file; one state is in memory at a time.
 
-    Tensors: `states` (S + 1, P), `update.FIELD` (S, P) for each coefficient of the update rule, `sizes`, `lengths`,
-    `batches`, `weighted` and `sample_weights` as in the chunks, and all of `data.safetensors`. The metadata hold the
-    run's header as JSON, and its digest.
+    Tensors, as in the chunks: `states` (S + 1, P); `update` (S, 7, L), the numbers of the update rule of each of the L
+    parameters; `update.FIELD` (S, P) for a field that is one number per weight in any step, where `update` holds 0;
+    `sizes`, `lengths`, `batches`, `weighted` and `sample_weights`; and all of `data.safetensors`. The metadata hold the
+    run's header as JSON, the names of the 7 fields in their order as JSON (`update_fields`), and the run's digest.
 
     Args:
         path: The run's folder.
@@ -44,37 +46,88 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
     schema, data, chunks = chunk_schema(header), read_data(path, header), read_journal(path).chunks
     steps = [step for chunk in chunks for step in read_steps(path, schema, chunk)]
     states, updates = StoredStates(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
+    S, P, L = len(steps), schema.num_weights, len(schema.sizes)
+    per_weight = _fields_per_weight([updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last], schema)
     in_memory = {**step_tensors(steps), **{name: value.contiguous() for name, value in data.items()}}
-    shapes = {"states": ([len(states), schema.num_weights], schema.dtype)}
-    shapes |= {f"update.{name}": ([len(steps), schema.num_weights], torch.float64) for name in STORED_FIELDS}
+    shapes = {"states": ([S + 1, P], schema.dtype), "update": ([S, len(FIELDS), L], torch.float64)}
+    shapes |= {f"update.{STORED_FIELDS[FIELDS.index(name)]}": ([S, P], dtype) for name, dtype in per_weight.items()}
     shapes |= {name: (list(value.shape), value.dtype) for name, value in in_memory.items()}
-    metadata = {"format": FORMAT, "digest": chunks[-1].digest, "header": json.dumps(header)}
+    metadata = {
+        "format": FORMAT,
+        "digest": chunks[-1].digest,
+        "header": json.dumps(header),
+        "update_fields": json.dumps(STORED_FIELDS),
+    }
     text, size = _safetensors_header(shapes, metadata)
 
-    with _new_file(Path(file)) as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for number in tqdm(range(len(states)), desc="states", disable=not progress):
-            stream.write(tensor_bytes(states[number]))
-        for name in FIELDS:
-            for row in _coefficient_rows(updates, name, schema.sizes):
-                stream.write(tensor_bytes(row))
+    with _new_file(Path(file)) as write:
+        write(len(text).to_bytes(8, "little") + text)
+        for number in tqdm(range(S + 1), desc="states", disable=not progress):
+            write(tensor_bytes(states[number]))
+        for number in range(S):
+            write(tensor_bytes(_numbers_per_parameter(updates[number], schema)))
+        for name, dtype in per_weight.items():
+            for number in range(S):
+                write(tensor_bytes(_row_per_weight(getattr(updates[number], name), schema, dtype)))
         for value in in_memory.values():
-            stream.write(tensor_bytes(value))
+            write(tensor_bytes(value))
     return 8 + len(text) + size
 
 
+def _fields_per_weight(updates: list[UpdateCoefficients], schema: ChunkSchema) -> dict[str, torch.dtype]:
+    """Return the fields that are one number per weight in any chunk, with a dtype that holds every row exactly.
+
+    Args:
+        updates: Coefficients of one step of each chunk: within a chunk a field has one shape and dtype.
+        schema: The schema of the chunks.
+    """
+    kinds = {name: {(len(value), value.dtype) for u in updates for value in [getattr(u, name)]} for name in FIELDS}
+    return {
+        name: next(iter(kind))[1] if len(kind) == 1 else torch.float64
+        for name, kind in kinds.items()
+        if any(length != len(schema.sizes) for length, _ in kind)
+    }
+
+
+def _numbers_per_parameter(update: UpdateCoefficients, schema: ChunkSchema) -> Tensor:
+    """Return a step's numbers per parameter, (7, L) float64, with 0 for a field that is one number per weight."""
+    L = len(schema.sizes)
+    return torch.stack([value.double() if len(value) == L else torch.zeros(L).double() for value in update])
+
+
+def _row_per_weight(value: Tensor, schema: ChunkSchema, dtype: torch.dtype) -> Tensor:
+    return broadcast_to_params(value, schema.sizes, torch.zeros(0, dtype=dtype))
+
+
 @contextmanager
-def _new_file(file: Path) -> Iterator[BinaryIO]:
+def _new_file(file: Path) -> Iterator[Callable[[bytes | memoryview], object]]:
     """Open a new file for writing; it is synchronised at the end, and removed if an error interrupts the writing."""
-    stream = file.open("xb")
+    try:
+        stream: BinaryIO = file.open("xb")
+    except FileExistsError as error:
+        raise FileExistsError(f"file must be a new file: {file} exists. Choose another name.") from error
+    except OSError as error:
+        raise _explained(file, error) from error
     try:
         with stream:
-            yield stream
+            yield stream.write
             stream.flush()
             os.fsync(stream.fileno())
-    except BaseException:
-        file.unlink()
+    except BaseException as error:
+        with suppress(OSError):
+            file.unlink()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise _explained(file, error) from error
         raise
+
+
+def _explained(file: Path, error: OSError) -> OSError:
+    explained = type(error)(
+        f"the run must be exported to {file}: {error.strerror}; no part of it is left. Free space or give the right to "
+        "write, or choose another file."
+    )
+    explained.errno = error.errno
+    return explained
 
 
 def _safetensors_header(
@@ -89,9 +142,3 @@ def _safetensors_header(
         offset += size
     text = json.dumps(entries).encode()
     return text + b" " * (-len(text) % 8), offset  # tensors start at a multiple of 8 bytes
-
-
-def _coefficient_rows(updates: StoredUpdates, name: str, sizes: tuple[int, ...]) -> Iterator[Tensor]:
-    reference = torch.zeros(0, dtype=torch.float64)
-    for number in range(len(updates)):
-        yield broadcast_to_params(getattr(updates[number], name), sizes, reference)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from epk_gp.storage.atomic_files import (
+    DAMAGED,
     checksum,
     checksum_json,
     checksummed_json,
@@ -123,7 +124,7 @@ def read_journal(path: str | os.PathLike[str]) -> Journal:
         # A writer removes resume file N - 1 only after it committed line N.
         raise ValueError(
             f"{where} must have a line for each of {max(numbers) + 1} committed chunks: it ends after "
-            f"{len(chunks)} (state {chunks[-1].last}). The file is damaged; restore it from a copy."
+            f"{len(chunks)} (state {chunks[-1].last}). {DAMAGED}"
         )
     _validate_sizes(folder, chunks)
     return Journal(tuple(chunks), used, finished is not None)
@@ -206,6 +207,4 @@ def _validate_sizes(folder: Path, chunks: list[Chunk]) -> None:
         size = regular_file_size(folder / chunk.file, where)
         if size != chunk.bytes:
             got = "it is missing" if size is None else f"it has {size}"
-            raise ValueError(
-                f"{where} must have {chunk.bytes} bytes: {got}. The file is damaged; restore it from a copy."
-            )
+            raise ValueError(f"{where} must have {chunk.bytes} bytes: {got}. {DAMAGED}")

@@ -5,14 +5,15 @@ import os
 import time
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
-from epk_gp.storage.atomic_files import atomic_write
+from epk_gp.storage.atomic_files import atomic_write, open_tensors, parse_json, read_bytes
 
 SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
 _MANIFEST = "checkpoint.json"
+_MANIFEST_BYTES = 1024  # the manifest has some 60 bytes
 
 
 class PartialSums:
@@ -60,7 +61,7 @@ class PartialSums:
         if not file.is_file():
             return {}, 0
         try:
-            with safe_open(file, framework="pt") as stored:
+            with open_tensors(file, str(file)) as stored:
                 count = int(stored.metadata()["count"])
                 # Copies: the next save replaces the file, which Windows refuses while tensors are mapped from it.
                 return {key: stored.get_tensor(key).clone() for key in stored.keys()}, count  # noqa: SIM118
@@ -78,7 +79,7 @@ class PartialSums:
 
 def _recorded_fingerprint(manifest: Path) -> object:
     try:
-        content = json.loads(manifest.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        content = parse_json(read_bytes(manifest, _MANIFEST_BYTES, str(manifest)), str(manifest))
+    except ValueError:  # too long, or no JSON
         return None
     return content.get("identity") if isinstance(content, dict) else None

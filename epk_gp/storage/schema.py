@@ -20,6 +20,7 @@ from epk_gp.storage.atomic_files import (
     read_bytes,
     read_checksummed_json,
     regular_file_size,
+    tensor_file_size,
 )
 
 FORMAT = "epk_gp run"
@@ -103,9 +104,12 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the header of a run.
 
     Raises:
+        TypeError: The path is not a path.
         FileNotFoundError: The folder holds no run.
         ValueError: The header is not that of a run of this format and version, or it is damaged.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the folder of a run: got {path!r}.")
     file = Path(path) / HEADER
     if regular_file_size(file, str(file)) is None:
         raise FileNotFoundError(f"path must hold a recorded run: {file} does not exist.")
@@ -137,9 +141,10 @@ def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[s
     """
     file = Path(path) / DATA
     where = str(file)
-    if checksum_file(file, None, where) != header["data_blake2b"]:
+    size = data_size(path, header)
+    if checksum_file(file, size, where) != header["data_blake2b"]:
         raise ValueError(f"{where} must have the checksum it was written with: it is damaged. Restore it from a copy.")
-    data = load_tensors(read_bytes(file, file.stat().st_size, where), where)
+    data = load_tensors(read_bytes(file, size, where), where)
     for name in ("inputs", "targets", "probe"):
         if name not in data or (name != "probe" and data[name].shape[:1] != (header["num_points"],)):
             raise ValueError(f"{where} must hold {name!r} of {header['num_points']} points: it does not.")
@@ -147,6 +152,20 @@ def read_data(path: str | os.PathLike[str], header: Mapping[str, Any]) -> dict[s
         if value.is_floating_point() and not name.startswith("constant.") and not torch.isfinite(value).all():
             raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
     return data
+
+
+def data_size(path: str | os.PathLike[str], header: Mapping[str, Any]) -> int:
+    """Return the size in bytes that the data of a run must have: by the run's header, or by the file's own.
+
+    Raises:
+        FileNotFoundError: The header does not say it, and the file is missing.
+        ValueError: The header does not say it, and the file is not a safetensors file.
+    """
+    if "data_bytes" in header:  # runs of version 0.1 have no such entry
+        size: int = header["data_bytes"]
+        return size
+    file = Path(path) / DATA
+    return tensor_file_size(file, str(file))
 
 
 def _is_header(header: dict[str, Any]) -> bool:
@@ -169,6 +188,7 @@ def _is_header(header: dict[str, Any]) -> bool:
         and isinstance(update_rule.get("name"), str)
         and isinstance(header.get("data_digest"), str)
         and isinstance(header.get("data_blake2b"), str)
+        and _is_count(header.get("data_bytes", 0), 0)
         and isinstance(header.get("optimizer"), list)
     )
 

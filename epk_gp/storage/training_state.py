@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.storage.atomic_files import checksum, load_tensors, parse_json, read_bytes, regular_file_size
+from epk_gp.storage.atomic_files import DAMAGED, checksum, load_tensors, parse_json, read_bytes, regular_file_size
 from epk_gp.storage.index import Chunk, resume_name
 
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
@@ -182,10 +183,12 @@ def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk)
     """
     file = Path(path) / resume_name(number)
     where = f"{file} (at state {chunk.last})"
-    if (regular_file_size(file, where) or chunk.resume_bytes) == chunk.resume_bytes:
-        content = read_bytes(file, chunk.resume_bytes, where)
-        if checksum(content, chunk.digest) == chunk.resume_blake2b:
-            return load_tensors(content, where)
+    size = regular_file_size(file, where)
+    if size not in (None, chunk.resume_bytes):
+        raise ValueError(f"{where} must have {chunk.resume_bytes} bytes: it has {size}. {DAMAGED}")
+    content = read_bytes(file, chunk.resume_bytes, where)
+    if checksum(content, chunk.digest) == chunk.resume_blake2b:
+        return load_tensors(content, where)
     raise ValueError(f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy.")
 
 
@@ -208,6 +211,8 @@ def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     """Return a state as JSON; its tensors are put beside it, under a number."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.generic) and not value.shape:
+        return _encode(value.item(), tensors, where)
     if isinstance(value, Tensor):
         name = f"tensor.{len(tensors)}"
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
 """Writing a run to disk, such that whatever stops the writer, what was committed stays."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,13 @@ from epk_gp.storage.index import (
 )
 from epk_gp.storage.locking import LOCK, MARKER, lock_writer
 from epk_gp.storage.schema import COMPRESSIONS, DATA, FORMAT, FORMAT_VERSION, HEADER, ChunkSchema, chunk_schema
+from epk_gp.storage.write_errors import (
+    RESUME,
+    describe_remains,
+    explain_os_errors,
+    find_damage,
+    require_same_journal,
+)
 
 MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
 
@@ -107,7 +114,8 @@ class RunWriter:
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
 
         Raises:
-            OSError: The folder could not be written; what was committed before stays, and nothing is added.
+            OSError: The folder could not be written, and nothing is added; or it was deleted or replaced. The message
+                says whether what was committed before can still be read.
             ValueError: The run has as many chunks as a run can have.
         """
         number, first, start = len(self.chunks), self.num_states, self.journal_bytes
@@ -128,8 +136,9 @@ class RunWriter:
         )
         chunk = replace(chunk, line=chain_hash(self.chunks[-1].line if self.chunks else "", chunk))
         line = to_json_line(chunk)
-        with _explain_os_errors(self.path, first):
+        with explain_os_errors(self.path, self._remains):
             try:
+                require_same_journal(self.path, self.journal)
                 self._unmark_complete()
                 atomic_write(self.path / chunk.file, content, sync=False)
                 atomic_write(self.path / resume_name(number), resume)  # synchronises both names
@@ -147,10 +156,20 @@ class RunWriter:
                 (self.path / resume_name(number - 1)).unlink()
 
     def mark_complete(self) -> None:
-        """Write the closing record of the run: from now on a journal that lost its end is an error."""
+        """Write the closing record of the run: from now on a journal that lost its end is an error.
+
+        Raises:
+            OSError: The record could not be written; or a file of the run was deleted or changed while it was recorded.
+        """
+        damage = find_damage(self.path, self.journal, self.chunks)
+        if damage is not None:
+            raise OSError(
+                f"a run must keep all its files while it is recorded: {damage}. Restore it from a copy and go on with "
+                "resume=True, or record to another path."
+            )
         if (self.path / FINISHED).exists():
             return
-        with _explain_os_errors(self.path, self.num_states):
+        with explain_os_errors(self.path, self._remains):
             journal = (self.path / JOURNAL).read_bytes()
             atomic_write(self.path / FINISHED, finished_content(len(self.chunks), journal))
 
@@ -174,7 +193,7 @@ class RunWriter:
             OSError: A file cannot be removed.
         """
         committed = {resume_name(len(self.chunks) - 1), *(chunk.file for chunk in self.chunks)}
-        with _explain_os_errors(self.path, self.num_states):
+        with explain_os_errors(self.path, self._remains):
             if os.fstat(self.journal).st_size > self.journal_bytes:
                 os.ftruncate(self.journal, self.journal_bytes)
                 os.fsync(self.journal)
@@ -182,6 +201,10 @@ class RunWriter:
                 is_left_over = file.name.startswith(("chunk-", "resume-")) and file.name not in committed
                 if is_left_over or file.name.endswith(".part"):
                     file.unlink()
+
+    def _remains(self, cause: str) -> str:
+        """Return what of the run can be read, for the message of an error with this cause."""
+        return describe_remains(self.path, self.journal, self.chunks, cause)
 
     def _unmark_complete(self) -> None:
         if (self.path / FINISHED).exists():
@@ -195,6 +218,10 @@ class RunWriter:
         with suppress(OSError):
             os.ftruncate(self.journal, journal_bytes)
             os.fsync(self.journal)
+        try:
+            require_same_journal(self.path, self.journal)
+        except OSError:  # another folder was put in the place of the run's: nothing in it is ours to remove
+            return
         for name in (chunk_name(number), resume_name(number)):
             for file in (self.path / name, self.path / f"{name}.part"):
                 with suppress(OSError):
@@ -217,8 +244,14 @@ def create_run_dir(
     folder = Path(path)
     require_empty_dir(folder)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
-    full = {"format": FORMAT, "version": FORMAT_VERSION, "data_blake2b": checksum(content), **header}
-    with _explain_os_errors(folder, 0):
+    full = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "data_blake2b": checksum(content),
+        "data_bytes": len(content),
+        **header,
+    }
+    with explain_os_errors(folder, lambda _: f"no step is recorded yet. {RESUME}"):
         folder.mkdir(parents=True, exist_ok=True)
         writer = _locked_writer(folder, chunk_schema(full), os.O_CREAT)
         try:
@@ -237,7 +270,7 @@ def write_header(writer: RunWriter, header: Mapping[str, Any]) -> None:
     Raises:
         OSError: The header could not be written.
     """
-    with _explain_os_errors(writer.path, 0):
+    with explain_os_errors(writer.path, lambda _: f"no step is recorded yet. {RESUME}"):
         atomic_write(writer.path / HEADER, checksummed_json(dict(header)))
 
 
@@ -250,7 +283,7 @@ def open_for_writing(path: str | os.PathLike[str], header: Mapping[str, Any]) ->
         ValueError: The journal is damaged.
     """
     folder = Path(path)
-    with _explain_os_errors(folder, None):
+    with explain_os_errors(folder, lambda _: f"it is unchanged. {RESUME}"):
         writer = _locked_writer(folder, chunk_schema(header), 0)
         try:
             journal = read_journal(folder)
@@ -298,22 +331,3 @@ def _write_all(handle: int, content: bytes) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(handle, rest) :]
-
-
-@contextmanager
-def _explain_os_errors(path: Path, num_states: int | None) -> Iterator[None]:
-    """Turn an error of the system into one sentence: why a run cannot be written, and what of it is kept."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:  # raised by this package, with its own sentence
-            raise
-        kept = (
-            "it is unchanged" if num_states is None else f"its {max(num_states - 1, 0)} committed steps stay readable"
-        )
-        explained = type(error)(
-            f"the run must be written to {path}: {error.strerror}; {kept}. Free space or give the right to write, "
-            "then go on with resume=True."
-        )
-        explained.errno = error.errno
-        raise explained from error

@@ -77,7 +77,7 @@ def train(
         raise TypeError(
             f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
         )
-    sampler = None if batch_size is None else EpochSampler(len(X), batch_size, generator)
+    sampler = None if batch_size is None else EpochSampler(len(X), int(batch_size), generator)
     stateful: dict[str, Stateful | torch.Generator] = {} if sampler is None else {"sampler": sampler}
     if scheduler is not None:
         stateful["scheduler"] = scheduler

@@ -1,6 +1,7 @@
 """Files that commands read: the user's data and networks, and damaged or hostile files."""
 
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -81,3 +82,22 @@ def test_a_damaged_manifest_is_refused(recorded, tmp_path, capsys):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "network.json").write_text("{}")
     assert "must describe how the network is made: it is damaged" in refused(capsys, "verify", tmp_path, "--quiet")
+
+
+def test_held_out_points_without_measure_are_refused_unread(recorded, tmp_path, capsys):
+    """A sparse file of 1 TB would be hashed without end."""
+    run_folder = shutil.copytree(recorded, tmp_path / "sparse")
+    file = run_folder / "held_out.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.truncate(1 << 40)
+    assert f"held_out.safetensors must have {size} bytes" in refused(capsys, "verify", run_folder, "--quiet")
+
+
+def test_an_array_that_claims_more_than_memory_is_refused(recorded, tmp_path, capsys):
+    """numpy allocates what the header of an array claims before it reads the array."""
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776000, 3), }".ljust(117) + b"\n"
+    with zipfile.ZipFile(tmp_path / "large.npz", "w") as archive:
+        archive.writestr("inputs.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    said = refused(capsys, "verify", recorded, "--points", tmp_path / "large.npz", "--quiet")
+    assert "large.npz must be a whole .npz file of numbers" in said

@@ -136,7 +136,7 @@ def test_export_writes_the_run_to_one_file(recorded, tmp_path, capsys):
     assert torch.equal(found["states"], torch.stack(list(trajectory.states)))
     assert torch.equal(found["inputs"], trajectory.inputs)
     assert torch.equal(found["sizes"], trajectory.step_sizes)
-    assert (found["update.direct"] == 0.1).all()
+    assert (found["update"][:, 0] == 0.1).all()
     with safe_open(tmp_path / "run.safetensors", framework="pt") as file:
         assert file.metadata()["digest"] == trajectory.digest
         assert json.loads(file.metadata()["header"])["num_points"] == 24

@@ -125,7 +125,7 @@ def test_a_safetensors_header_that_claims_too_much_is_refused(run, length):
 def test_data_whose_header_claims_too_much_are_refused(run):
     content = header_of_length(1 << 50)
     (run / DATA).write_bytes(content)
-    replace_header(run, data_blake2b=checksum(content))
+    replace_header(run, data_blake2b=checksum(content), data_bytes=len(content))
     refused(run, f"{DATA} must be a safetensors file: its header claims {1 << 50} bytes of the file's 100")
 
 
@@ -142,6 +142,38 @@ def test_a_header_without_measure_is_refused_unread(plain):
     with (plain / HEADER).open("wb") as file:
         file.truncate(1 << 40)
     refused(plain, f"{HEADER} must have at most {MAX_JSON_BYTES} bytes", mebibytes=48)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["header_has_its_size", "header_of_version_0.1"])
+def test_data_without_measure_are_refused_unread(plain, said):
+    """A header of version 0.1 did not hold the size of the data: then the file's own header says it."""
+    size = (plain / DATA).stat().st_size
+    if not said:
+        header = read_checksummed_json((plain / HEADER).read_bytes(), "")
+        del header["data_bytes"]
+        (plain / HEADER).write_bytes(checksummed_json(header))
+        assert check_run(plain).num_steps == 4
+    with (plain / DATA).open("r+b") as file:
+        file.truncate(1 << 40)
+    refused(plain, f"{DATA} must have {size} bytes: it has {1 << 40}")
+
+
+@pytest.mark.parametrize("entries", [b"[]", b'{"inputs": 3}', b'{"inputs": {"data_offsets": [0, "x"]}}', b"{"])
+def test_data_whose_own_header_names_no_tensors_are_refused(plain, entries):
+    header = read_checksummed_json((plain / HEADER).read_bytes(), "")
+    del header["data_bytes"]
+    (plain / HEADER).write_bytes(checksummed_json(header))
+    (plain / DATA).write_bytes(len(entries).to_bytes(8, "little") + entries)
+    refused(plain, f"{DATA} must be a safetensors file")
+
+
+@pytest.mark.parametrize("name", [CHUNK, "resume-000001.safetensors"])
+def test_a_file_whose_size_the_journal_holds_is_refused_unread(plain, name):
+    size = (plain / name).stat().st_size
+    with (plain / name).open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match=rf"{name} \(.*\) must have {size} bytes: it has {1 << 40}"):
+        check_run(plain)
 
 
 def test_a_journal_of_a_million_lines_is_refused(plain):
@@ -182,6 +214,7 @@ HEADERS = {
     "huge": {"shapes": [[1 << 62], [1], [1], [1]]},
     "no_shape": {"shapes": [0, 1, 2, 3]},
     "points": {"num_points": True},
+    "data_size": {"data_bytes": -1},
     "loss": {"loss": {"kind": ["CrossEntropy"]}},
     "law": {"law": "SGD"},
     "compression": {"compression": "lzma"},
@@ -277,7 +310,7 @@ def test_bytes_that_are_not_packed_rows_are_refused(run, change, message):
 def test_data_that_miss_something_are_refused(plain, name):
     content = save({key: value for key, value in load_file(plain / DATA).items() if key != name})
     (plain / DATA).write_bytes(content)
-    replace_header(plain, data_blake2b=checksum(content))
+    replace_header(plain, data_blake2b=checksum(content), data_bytes=len(content))
     refused(plain, f"{DATA} must hold '{name}'")
 
 
@@ -285,7 +318,7 @@ def test_data_that_are_not_finite_are_refused(plain):
     tensors = load_file(plain / DATA)
     content = save(tensors | {"inputs": tensors["inputs"] / 0})
     (plain / DATA).write_bytes(content)
-    replace_header(plain, data_blake2b=checksum(content))
+    replace_header(plain, data_blake2b=checksum(content), data_bytes=len(content))
     refused(plain, f"{DATA} must hold finite numbers: 'inputs'")
 
 

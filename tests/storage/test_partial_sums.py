@@ -280,3 +280,17 @@ def test_points_that_require_gradients_are_taken_for_their_values(run):
     x = run.inputs[:3] + 0.1
     parts = epk.attribute(run, x.clone().requires_grad_())
     assert torch.equal(parts.samples, epk.attribute(run, x).samples)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "sums.safetensors"])
+def test_a_file_without_measure_is_refused_unread(tmp_path, name):
+    """A sparse file of 1 TB: the size is looked at, or the safetensors header, and nothing else."""
+    sums = checkpoints.PartialSums(tmp_path / "sums", "identity")
+    sums.save("sums", {"total": torch.ones(3)}, 1)
+    with (tmp_path / "sums" / name).open("r+b") as file:
+        file.truncate(1 << 40)
+    message = (
+        "must be of this very computation" if name == "checkpoint.json" else "must be a partial sum: it is damaged"
+    )
+    with pytest.raises(ValueError, match=message):
+        checkpoints.PartialSums(tmp_path / "sums", "identity").load("sums")

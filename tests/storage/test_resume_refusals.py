@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -73,3 +74,49 @@ def test_a_state_that_only_a_pickle_could_hold_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"must consist of numbers, texts, .*: got builtin_function_or_method"):
         epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"strange": Strange()})
     assert not (tmp_path / "run").exists()
+
+
+def two_groups(net, lr):
+    groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": lr}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+DIFFERENCES = {
+    "rate": (sgd, {"optimizer": lambda net: sgd(net, 0.2)}, "options to .*: it has lr=0.1, got lr=0.2."),
+    "nesterov": (
+        sgd,
+        {"optimizer": lambda net: sgd(net, momentum=0.9, nesterov=True)},
+        "options to .*: it has momentum=0, nesterov=False, got momentum=0.9, nesterov=True.",
+    ),
+    "second_group": (
+        lambda net: two_groups(net, 0.3),
+        {"optimizer": lambda net: two_groups(net, 0.2)},
+        "options to .*: in parameter group 1 it has lr=0.3, got lr=0.2.",
+    ),
+    "groups": (
+        sgd,
+        {"optimizer": lambda net: two_groups(net, 0.1)},
+        "options to .*: it has 1 parameter group, got 2.",
+    ),
+    "shape": (sgd, {"net": wider()}, r"shapes to .*: in weight tensor 0 it has \[6, 4\], got \[7, 4\]."),
+    "loss": (sgd, {"loss": epk.CrossEntropy("sum")}, "one to .*: it has reduction='mean', got reduction='sum'."),
+}
+
+
+@pytest.mark.parametrize(("recorded", "change", "message"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
+def test_only_what_differs_is_named_with_both_values(tmp_path, recorded, change, message):
+    net, (X, y) = mlp(), data()
+    epk.train(net, X, y, optimizer=recorded(net), steps=1, path=tmp_path / "run")
+    with pytest.raises(ValueError, match=rf"must (be|have) .*the? recorded {message[:-1]}\.$"):
+        resumed(tmp_path / "run", **({"optimizer": recorded} | change))
+
+
+def test_options_that_are_numbers_of_numpy_are_stored_and_resumed(tmp_path):
+    net, (X, y) = mlp(), data()
+    rate = np.float32(0.1)
+    whole = epk.train(net, X, y, optimizer=sgd(net, rate), steps=4)
+    net = mlp()
+    epk.train(net, X, y, optimizer=sgd(net, rate), steps=2, path=tmp_path / "run")
+    net = mlp()
+    run = epk.train(net, X, y, optimizer=sgd(net, rate), steps=4, path=tmp_path / "run", resume=True)
+    assert run.digest == whole.digest

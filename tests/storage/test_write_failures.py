@@ -92,7 +92,7 @@ def test_a_folder_without_the_right_to_write_is_named(tmp_path, monkeypatch):
         return real(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", read_only)
-    for path, kept in ((tmp_path / "run", "it is unchanged"), (tmp_path / "new", "0 committed steps")):
+    for path, kept in ((tmp_path / "run", "it is unchanged"), (tmp_path / "new", "no step is recorded yet")):
         with pytest.raises(PermissionError, match=f"must be written to .*: Permission denied; .*{kept}.*resume=True"):
             resumed(path)
     assert file_hashes(tmp_path / "run") == before

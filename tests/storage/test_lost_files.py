@@ -1,0 +1,149 @@
+"""Folders and files that are deleted or replaced while a run is recorded: nothing is lost in silence."""
+
+import errno
+import os
+import shutil
+
+import pytest
+
+import epk_gp as epk
+from epk_gp.storage.check import check_run
+from loops import file_hashes, mlp
+from stored_runs import record, resumed, step
+
+
+def record_eight(path, fault):
+    """Record five steps, make the fault, and record three more; each step is a commit."""
+    recorder = resumed(path, storage=epk.Storage(steps=1))
+    with recorder:
+        for number in range(8):
+            if number == 5:
+                fault(path)
+            step(recorder)
+    return recorder
+
+
+def delete(path):
+    shutil.rmtree(path)
+
+
+def rename(path):
+    path.rename(path.with_name("renamed"))
+
+
+def put_a_file_there(path):
+    shutil.rmtree(path)
+    path.write_text("mine")
+
+
+def put_a_folder_there(path):
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / "mine.txt").write_text("mine")
+
+
+def put_another_run_there(path):
+    shutil.rmtree(path)
+    record(path)
+
+
+def put_a_copy_there(path):
+    """A copy has the same content, but the journal that the writer has open is no longer in the folder."""
+    path.rename(path.with_name("renamed"))
+    shutil.copytree(path.with_name("renamed"), path)
+
+
+def delete_the_journal(path):
+    (path / "journal.jsonl").unlink()
+
+
+FOLDERS = {
+    "deleted": (delete, "run was deleted or renamed while it was recorded"),
+    "renamed": (rename, "run was deleted or renamed while it was recorded"),
+    "a_file": (put_a_file_there, "run is a file now"),
+    "a_folder": (put_a_folder_there, "journal.jsonl was deleted or renamed while it was recorded"),
+    "another_run": (put_another_run_there, "journal.jsonl was replaced while it was recorded"),
+    "a_copy": (put_a_copy_there, "journal.jsonl was replaced while it was recorded"),
+    "journal": (delete_the_journal, "journal.jsonl was deleted or renamed while it was recorded"),
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), FOLDERS.values(), ids=FOLDERS.keys())
+def test_a_folder_that_is_not_the_run_s_any_more_is_named_and_left_alone(tmp_path, fault, message):
+    """The message does not claim that the steps stay readable, and nothing is written to what is there now."""
+    path, after_fault = tmp_path / "run", {}
+
+    def fault_and_remember(path):
+        fault(path)
+        after_fault.update(file_hashes(tmp_path))
+
+    with pytest.raises(
+        OSError,
+        match=rf"must be written to .*run: .*{message}; its 5 committed steps cannot be read from there any more",
+    ) as error:
+        record_eight(path, fault_and_remember)
+    assert "stay readable" not in str(error.value)
+    assert "record to another path" in str(error.value)
+    assert error.value.errno in (errno.ENOENT, errno.ENOTDIR)
+    assert file_hashes(tmp_path) == after_fault
+
+
+def test_a_renamed_run_is_whole_at_its_new_place(tmp_path):
+    with pytest.raises(OSError, match="deleted or renamed"):
+        record_eight(tmp_path / "run", rename)
+    assert epk.load_trajectory(tmp_path / "renamed", mlp()).num_steps == check_run(tmp_path / "renamed").num_steps == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chunk-000002.safetensors", r"chunk-000002.safetensors \(states 2..2\) must have \d+ bytes: it is missing"),
+        ("run.json", "run.json does not exist"),
+        ("data.safetensors", "data.safetensors is missing or has another size"),
+    ],
+)
+def test_a_file_that_is_deleted_while_the_run_is_recorded_is_named_at_the_end(tmp_path, name, message):
+    """All steps are committed; once the file is restored, the run is whole."""
+    path = tmp_path / "run"
+
+    def take(path):
+        (path / name).rename(tmp_path / name)
+
+    with pytest.raises(OSError, match=f"must keep all its files while it is recorded: .*{message}. Restore it from"):
+        record_eight(path, take)
+    assert not (path / "finished.json").exists()
+    (tmp_path / name).rename(path / name)
+    assert check_run(path).num_steps == 8
+    with resumed(path):
+        pass
+    assert check_run(path).finished
+
+
+def test_a_full_disk_after_a_chunk_was_lost_does_not_claim_that_the_steps_are_readable(tmp_path, monkeypatch):
+    real = os.fsync
+
+    def lose_and_fill(path):
+        (path / "chunk-000002.safetensors").unlink()
+
+        def full(handle):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "fsync", full)
+
+    with pytest.raises(OSError, match="No space left on device; its 5 committed steps cannot .* more: .*it is missing"):
+        record_eight(tmp_path / "run", lose_and_fill)
+    monkeypatch.setattr(os, "fsync", real)
+
+
+@pytest.mark.parametrize("open_run", [check_run, lambda path: epk.load_trajectory(path, mlp())], ids=["check", "load"])
+def test_a_file_in_place_of_a_run_holds_no_run(tmp_path, open_run):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(FileNotFoundError, match="must hold a recorded run: .*run.json does not exist"):
+        open_run(tmp_path / "run")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("path", [None, 3, b"run"])
+def test_a_path_that_is_none_is_refused(path):
+    with pytest.raises(TypeError, match="path must be the folder of a run: got "):
+        epk.load_trajectory(path, mlp())
