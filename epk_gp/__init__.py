@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from epk_gp import _moved
+from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
 from epk_gp.core.points import Points
@@ -24,6 +25,7 @@ from epk_gp.training.train import train
 __version__ = "0.2.0.dev0"
 
 __all__ = [
+    "CertificateWarning",
     "ComputeOptions",
     "CrossEntropy",
     "EPKKernel",

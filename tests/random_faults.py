@@ -248,8 +248,8 @@ def outcome(seed: int, fault: str | None) -> str:
     """Train with a fault and ask for reconstruction and attribution.
 
     Returns:
-        "refused" (an error while recording), "uncertified" (both results warn, and say that they are not certified),
-        "exact" (both are certified, and their sums are the network's outputs), or else what was silently wrong.
+        "refused" (an error while recording), "uncertified" (a result warns, and says that it is not certified), "exact"
+        (both are certified), or else what was silently wrong. Sums that are certified must be the network's outputs.
     """
     training = Training(random.Random(seed), fault)
     try:
@@ -263,14 +263,11 @@ def outcome(seed: int, fault: str | None) -> str:
     uncertified = [result for result in results if not result.certified]
     if warned != len(uncertified):
         return f"{len(uncertified)} results are not certified, {warned} warnings"
-    if len(uncertified) == len(results):
-        return "uncertified"
     size = max(1.0, float(results[0].network.abs().max()))
-    bound = HARMLESS[training.dtype] * size
-    errors = [result.max_error for result in results]
-    if all(error <= bound for error in errors):
-        return "one of two is certified" if uncertified and errors[0] > 1e-3 * bound else "exact"
-    return f"certified with errors of {errors}"
+    errors = [result.max_error for result in results if result.certified]
+    if not all(error <= HARMLESS[training.dtype] * size for error in errors):
+        return f"certified with errors of {errors}"
+    return "uncertified" if uncertified else "exact"
 
 
 def count_outcomes(first: int, count: int, *, planted: bool = True) -> Counter[str]:

@@ -283,8 +283,8 @@ class _Collector:
 
     def size_of_terms(self, *others: Tensor) -> Tensor:
         """Return the sum of the absolute values of all terms, and of others, (n, K)."""
-        own = sum(total.flatten(2).abs().sum(dim=2) for total in (self.values, self.decay))
-        return sum((other.abs() for other in others), start=own)
+        terms = [total.flatten(2).abs().sum(dim=2) for total in (self.values, self.decay)]
+        return torch.stack([*terms, *(other.abs() for other in others)]).sum(dim=0)
 
     def _by_group(self, values: Tensor) -> Tensor:
         if values.shape[-1] == 1 and self.values.shape[-1] == 1:

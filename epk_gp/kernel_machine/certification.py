@@ -94,11 +94,13 @@ def sum_tolerance(rule: Rule, dtype: torch.dtype, terms: Float[Tensor, "n C"], n
     eps = torch.finfo(dtype).eps
     share = 2**16 * eps if dtype == torch.float64 else _ROUNDING * eps
     size = max(1.0, float(terms.max()))
-    return residual_tolerance(rule, dtype, size, 1) + share * size * max(1, num_steps) ** 0.5
+    return residual_tolerance(rule, dtype, size, 1) + share * size * math.sqrt(max(1, num_steps))
 
 
 def describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
-    """Return how many (point, step) pairs the rule could not integrate, by reason; empty if there are none."""
+    """Return what the statuses say of residuals that are too large; empty if they say nothing."""
+    if QuadratureStatus.FIXED in statuses:
+        return " (a fixed rule: epk_gp.adaptive() chooses its nodes by the residual)"
     failed = {status: count for status, count in statuses.items() if not status.is_supported}
     if not failed:
         return ""

@@ -14,7 +14,8 @@ from epk_gp.core.memory_plan import single_machine_samples
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_inputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.quadrature.rules import Rule, adaptive, validate_rule
+from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance, warn_uncertified
+from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +28,7 @@ class SingleMachine:
         initial: b(x), (n, C).
         coefficients: a_i, (M, C).
         max_error: Largest |outputs - network|.
+        error_tolerance: What it may be: the rule's tolerance (1e-12 for a fixed rule), and rounding.
     """
 
     outputs: Float[Tensor, "n C"]
@@ -34,6 +36,12 @@ class SingleMachine:
     initial: Float[Tensor, "n C"]
     coefficients: Float[Tensor, "M C"]
     max_error: float
+    error_tolerance: float
+
+    @property
+    def certified(self) -> bool:
+        """Whether the sum is the network's output up to tolerance."""
+        return self.max_error <= self.error_tolerance
 
 
 def single_machine(
@@ -76,7 +84,14 @@ def single_machine(
     for part in torch.arange(len(training), device=X.device).split(size):
         K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)
         outputs += torch.einsum("ncmd,md->nc", K, coefficients[part])
-    return SingleMachine(outputs, network, initial, coefficients, float((outputs - network).abs().max()))
+    error, size = float((outputs - network).abs().max()), initial.abs() + network.abs() + outputs.abs()
+    allowed = sum_tolerance(rule, coarsest_dtype(trajectory, initial), size, trajectory.num_steps)
+    result = SingleMachine(outputs, network, initial, coefficients, error, allowed)
+    if not result.certified:
+        advice = "" if isinstance(rule, AdaptiveRule) else " (a fixed rule: epk_gp.adaptive() chooses its nodes)"
+        finding = f"its sum misses the network's output by {error:.2e}, more than {allowed:.2e}{advice}"
+        warn_uncertified("the single kernel machine", [finding])
+    return result
 
 
 def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtype) -> Float[Tensor, "M C"]:

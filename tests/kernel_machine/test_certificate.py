@@ -1,0 +1,160 @@
+"""One certificate: it holds for sound runs, and sees what the quadrature's residual alone does not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from checked_networks import FAULTY, TopOneExperts
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.model import functionalize
+from epk_gp.kernel_machine.certification import larger
+from epk_gp.kernel_machine.single_machine import single_machine
+from loops import data, mlp
+
+STEPS = 5
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def record(make_net=mlp, dtype=torch.float64, make_optimizer=OPTIMIZERS["sgd"], wrong=None):
+    """Record batches of 4, the first and last gradient recomputed; at the step `wrong` the loop takes other rows."""
+    net, (X, y) = make_net().to(dtype), data(dtype=dtype)
+    optimizer = make_optimizer(net.parameters())
+    with epk.Recorder(net, optimizer, X, y, check_every=1000) as recorder:
+        for step in range(STEPS):
+            rows = torch.arange(4) + step
+            used = rows.flip(0) + 1 if step == wrong else rows
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[used]), y[used]).backward()
+            recorder.batch(rows)
+            optimizer.step()
+    return recorder.trajectory
+
+
+def off_by_a_billionth(run):
+    """Move the states behind step 1 by 1e-9 of that step, as a gradient that is 1e-9 too large would."""
+    moved = 1e-9 * (run.states[2] - run.states[1])
+    return replace(run, states=(*run.states[:2], *(state + moved for state in run.states[2:])))
+
+
+def another_activation(run):
+    return replace(run, model=functionalize(mlp(activation=nn.Sigmoid)))
+
+
+def another_loss(run):
+    return replace(run, loss=epk.CrossEntropy(label_smoothing=1e-4))
+
+
+def another_learning_rate(run):
+    updates = [replace(update, lr=1.0001 * update.lr) if s == 2 else update for s, update in enumerate(run.updates)]
+    return replace(run, updates=tuple(updates))
+
+
+def other_targets(run):
+    return replace(run, targets=run.targets.roll(1))
+
+
+FAULTS = {
+    "wrong_indices": lambda run: record(wrong=2),
+    "gradient_off_by_a_billionth": off_by_a_billionth,
+    "another_activation": another_activation,
+    "another_loss": another_loss,
+    "another_learning_rate": another_learning_rate,
+    "other_targets": other_targets,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_sound_runs_are_certified(make_optimizer, dtype):
+    run = record(dtype=dtype, make_optimizer=make_optimizer)
+    for X in (run.inputs[:3], run.inputs[:3].double()):
+        result = epk.reconstruct(run, X)
+        assert result.certified
+        assert result.total_residual <= result.residual_tolerance
+        assert 0 <= result.mismatch_ratio <= 1
+        assert epk.attribute(run, X).certified
+
+
+@pytest.mark.parametrize("make_fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_step_that_is_not_the_stated_one_is_not_certified_although_the_quadrature_is_exact(make_fault):
+    faulty = make_fault(record())
+    with pytest.warns(epk.CertificateWarning, match=r"reconstruction is not certified: step \d differs from the step"):
+        result = epk.reconstruct(faulty, faulty.inputs[:3])
+    assert not result.certified
+    assert result.max_residual < 1e-12  # the residual alone sees nothing
+    assert result.mismatch_ratio > 10
+
+
+@pytest.mark.parametrize("name", [name for name in FAULTS if "billionth" not in name])
+def test_contributions_of_such_steps_are_not_certified_either(name):
+    faulty = FAULTS[name](record())
+    with pytest.warns(epk.CertificateWarning, match="attribution is not certified: the terms miss the network"):
+        parts = epk.attribute(faulty, faulty.inputs[:3])
+    assert not parts.certified
+    assert parts.max_error > parts.error_tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("make_net", FAULTY.values(), ids=FAULTY.keys())
+def test_a_derivative_that_is_none_ends_soon_and_is_not_certified(make_net, dtype):
+    """At first 82,000 evaluations for one point and step."""
+    torch.manual_seed(0)
+    with pytest.warns(epk.CertificateWarning, match="derivative is not the derivative of its outputs"):
+        run = record(make_net, dtype)
+    with pytest.warns(epk.CertificateWarning, match="reconstruction is not certified: the residuals of a point add up"):
+        result = epk.reconstruct(run, run.inputs[:2])
+    assert not result.certified
+    assert result.evaluations < 2000
+    with pytest.warns(epk.CertificateWarning, match="attribution is not certified"):
+        assert not epk.attribute(run, run.inputs[:2]).certified
+
+
+def test_outputs_that_jump_are_not_certified_and_the_reason_is_said():
+    torch.manual_seed(0)
+    net = TopOneExperts().double()
+    X, y = torch.randn(24, 4).double(), torch.randint(3, (24,))
+    with pytest.warns(epk.CertificateWarning, match="outputs jump"):
+        run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=2.0), steps=2)
+    with pytest.warns(epk.CertificateWarning, match="INCONSISTENT_DERIVATIVE of 48 pairs of a point and a step"):
+        result = epk.reconstruct(run, X)
+    assert not result.certified
+
+
+def test_a_fixed_rule_is_certified_where_it_is_exact():
+    run = record()
+    assert epk.reconstruct(run, run.inputs[:3], rule=epk.gauss_legendre(8)).certified
+    with pytest.warns(epk.CertificateWarning, match=r"a fixed rule: epk_gp.adaptive\(\)"):
+        assert not epk.reconstruct(run, run.inputs[:3], rule=epk.left_riemann(10)).certified
+    with pytest.warns(epk.CertificateWarning, match=r"attribution .*a fixed rule: epk_gp.adaptive\(\)"):
+        assert not epk.attribute(run, run.inputs[:3], rule=epk.left_riemann(10)).certified
+
+
+def test_the_single_machine_says_it_too():
+    net, (X, y) = mlp(), data()
+    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=3)
+    assert single_machine(run, X[:3]).certified
+    with pytest.warns(epk.CertificateWarning, match="single kernel machine is not certified: its sum misses"):
+        assert not single_machine(run, X[:3], rule=epk.left_endpoint()).certified
+
+
+def test_a_run_without_steps_is_certified():
+    net, (X, y) = mlp(), data()
+    with epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y) as recorder:
+        pass
+    result = epk.reconstruct(recorder.trajectory, X[:3])
+    assert result.certified
+    assert result.worst_step == -1
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), [(1.0, 2.0, 2.0), (3.0, 2.0, 3.0)])
+def test_the_larger_of_two_numbers_keeps_nan(a, b, expected):
+    assert larger(a, b) == expected
+    for pair in ((a, float("nan")), (float("nan"), b)):
+        assert larger(*pair) != larger(*pair)
