@@ -10,6 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
 
 
@@ -87,7 +88,8 @@ class FunctionalModel:
 
     def evaluate(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
         """Evaluate the network without looking at what it returns, as under `torch.func.vmap`."""
-        return functional_call(self._module_of_thread(), dict(params), (X,))
+        with disable_fused_attention():  # everywhere, or bytes would depend on what other threads do
+            return functional_call(self._module_of_thread(), dict(params), (X,))
 
     def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
         """Concatenate the trained parameters in the model's order."""

@@ -73,7 +73,8 @@ class Trajectory:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
-        state = {name: value for name, value in self.__dict__.items() if name != "is_vanilla_gd"}  # found out again
+        state = self.__dict__.copy()  # at once: another thread may be adding the cached property
+        state.pop("is_vanilla_gd", None)  # found out again
         if isinstance(self.states, tuple):
             state["states"] = tuple(w.clone() for w in self.states)
         if isinstance(self.updates, tuple):
