@@ -31,7 +31,7 @@ class _Redirection(TorchDispatchMode):
     """Pass a generator to every operation that takes one and got none."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
