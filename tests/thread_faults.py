@@ -5,7 +5,6 @@ import random
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -101,6 +100,8 @@ def content(value: object) -> object:
     if isinstance(value, Tensor):
         value = value.detach()
         return str(value.dtype), tuple(value.shape), value.contiguous().numpy().tobytes()
+    if isinstance(value, epk.Trajectory):
+        return value.digest, content(list(value.states)), repr(value.steps)
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if is_dataclass(value) and not isinstance(value, type):
@@ -108,7 +109,7 @@ def content(value: object) -> object:
     if isinstance(value, list | tuple):
         return tuple(map(content, value))
     if isinstance(value, dict):
-        return tuple((key, content(entry)) for key, entry in value.items())
+        return tuple((key, content(value[key])) for key in sorted(value))
     return repr(value)
 
 
@@ -164,7 +165,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Shared:
-    """What the threads share: a run in memory, the same on disk, packed and not, a kernel and a process of each kind."""
+    """What the threads share: a run in memory, the same on disk, packed and not, kernels, and a Gaussian process."""
 
     run: epk.Trajectory
     test: Tensor
@@ -187,6 +188,7 @@ class Shared:
 
 
 MODES: tuple[Any, ...] = ("full", "independent", "trace", "sum", 1)
+KERNELS = [f"{mode}{end}" for mode in MODES for end in ("", " normalized")]
 
 
 def share(name: str, folder: Path) -> Shared:
@@ -309,6 +311,11 @@ def _infinite_width(shared: Shared) -> object:
     return erf(x).to_dense(), arc(x).to_dense(), share_, growth
 
 
+def _check(shared: Shared) -> object:
+    found = check_run(shared.folder / "plain")
+    return found.finished, found.learning_rates, found.batch_sizes, found.data_shapes, found.files
+
+
 def _export(shared: Shared) -> object:
     with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
         size = export_run(shared.folder / "packed", Path(folder) / "run.npz")
@@ -320,8 +327,8 @@ def _statistics(shared: Shared) -> object:
     y = shared.run.targets
     margin = margins(z, y)
     return (
-        calibration(z.exp(), y), ood_metrics(margin[:3], margin[3:]), boundary_weight_ratio(z[:, 0], margin, y * 0, share=0.3),
-        three_gaussians(3, dim=4).inputs,
+        calibration(z.exp(), y), ood_metrics(margin[:3], margin[3:]),
+        boundary_weight_ratio(z[:, 0], margin, y * 0, share=0.3), three_gaussians(3, dim=4).inputs,
     )  # fmt: skip
 
 
@@ -391,7 +398,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "k_prime_block": lambda s: k_prime_block(s.run, s.test, s.run.inputs),
     "thin_path": lambda s: thin_path(s.run, 2, s.test, rule=epk.gauss_legendre(2)),
     "tangent_trajectory": lambda s: epk.gram_block(tangent_trajectory(s.run), *s.points, rule=epk.left_endpoint()),
-    **{f"EPKKernel {name}": _kernel(name) for name in [f"{mode}{end}" for mode in MODES for end in ("", " normalized")]},
+    **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
     "EPKKernel, gradient": _kernel_gradient,
     "EPKKernel, gradient of the diagonal": _diagonal_gradient,
     "epk_gram": lambda s: epk_gram(s.run, *s.points, rule=epk.gauss_legendre(2)),
@@ -418,7 +425,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "statistics": _statistics,
     "infinite_width": _infinite_width,
     "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "packed", s.build().double()).states),
-    "check_run": lambda s: check_run(s.folder / "plain"),
+    "check_run": _check,
     "export_run": _export,
     "train": _train,
     "Trajectory": lambda s: (
@@ -507,13 +514,3 @@ def count_thread_faults(rounds: int, names: Sequence[str] = NAMES) -> Count:
             total.calls += one.calls
             total.faults += one.faults
     return total
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = count_thread_faults(int(sys.argv[1]), sys.argv[2:] or NAMES)
-    print(f"{len(result.faults)} of {result.calls} calls were wrong")
-    for fault in result.faults[:40]:
-        print(" ", fault)

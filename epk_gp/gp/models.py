@@ -1,7 +1,8 @@
 """GP regression on logits with the exact path kernel as prior covariance: section 4.2, Bell et al. (2023)."""
 
+import threading
 from collections.abc import Sequence
-from typing import Unpack, final
+from typing import Any, Unpack, final
 
 import gpytorch
 import torch
@@ -24,6 +25,9 @@ from epk_gp.gp.train_indices import parse_train_indices
 from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
+
+# GPyTorch's predictions fill caches, and its settings are the process's: which way they take depends on both.
+_GPYTORCH = threading.RLock()
 
 
 @final
@@ -127,6 +131,11 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """The kernel, without its outputscale."""
         kernel: EPKKernel = self.covar_module.base_kernel
         return kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return GPyTorch's posterior, or the prior in training mode, for one thread at a time."""
+        with _GPYTORCH:
+            return super().__call__(*args, **kwargs)
 
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
         """Return the prior at tagged points.
