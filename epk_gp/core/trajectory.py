@@ -45,6 +45,9 @@ class Updates(Protocol):
 class Trajectory:
     """A recorded training run w_0, .., w_S with its data, loss and update rule.
 
+    One trajectory may be used by several threads at once, and one on disk by several processes: every call returns the
+    bytes that it returns alone. Forward-mode derivatives (adaptive rules) are computed by one thread at a time.
+
     Attributes:
         model: The network as a function of its weights.
         inputs: Training inputs, (M, *input_shape).

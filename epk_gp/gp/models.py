@@ -63,6 +63,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             whose variances are known.
         options: `memory_budget`, for kernel blocks and posteriors beside the factorisation; see `ComputeOptions`.
 
+    Threads may share a process that none of them changes (`fit`); GPyTorch's own predictions, `gp(x)`, are made by one
+    thread at a time.
+
     Attributes:
         coupling: How the process over C outputs is put together.
         train_inputs: One tensor of N training copies, (N, D + 1).
