@@ -9,18 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from thread_faults import (
-    CALLS,
-    NAMES,
-    THREADS,
-    Shared,
-    at_once,
-    count_faults,
-    expected_results,
-    outcome,
-    share,
-    switching_often,
-)
+from thread_calls import CALLS, NAMES, Shared, share
+from thread_faults import count_faults, expected_results, outcome
+from thread_tools import THREADS, at_once, switching_often
 from torch import Tensor, nn
 
 from epk_gp.autodiff import verification
@@ -47,7 +38,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 # Calls of some milliseconds, one of each kind: the others make the same passes, and are slow in 8 threads.
 QUICK = {
     "gram_block", "gram_block, packed", "gram_block_per_class", "gram_diagonal_blocks", "network_outputs", "epk_gram",
-    "k_prime_block", "EPKKernel full", "EPKKernel independent normalized", "LogitGP, GPyTorch's posterior",
+    "k_prime_block", "EPKKernel full", "EPKKernel independent normalized",
     "leave_one_out", "infinite_width", "Trajectory", "path_profile", "load_trajectory", "check_run", "train",
 }  # fmt: skip
 
