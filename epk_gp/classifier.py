@@ -20,6 +20,7 @@ from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.training.own_random_numbers import draw_from
 from epk_gp.training.train import train
 
 Network = nn.Module | Callable[[int, int], nn.Module]
@@ -46,7 +47,10 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         outputs: "full" or "independent", as in `LogitGP`.
         num_condition: Training points, evenly spaced, that the GP is conditioned on; all by default.
         gp_steps: Steps of its marginal-likelihood fit.
-        random_state: Seed of initial weights and batches.
+        random_state: Seed of initial weights and batches. A function `network` draws its weights from a generator of
+            the classifier's own, although it is written as if it drew from torch's global one, which is neither used
+            nor changed: fits in several threads at once, as with joblib's threading backend, are reproducible. A
+            `numpy.random.RandomState` that they share is not: the fits take its numbers in any order.
 
     Attributes:
         classes_: The labels.
@@ -101,8 +105,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         if len(encoder.classes_) < 2:
             raise ValueError(f"y must hold at least 2 classes: got 1 class, {encoder.classes_[0]!r}.")
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with draw_from(torch.Generator().manual_seed(seed)):
             net = self._network(features.shape[1], len(encoder.classes_)).double()
         _validate_num_outputs(net, torch.as_tensor(features[:1]), len(encoder.classes_))
         parameters = [p for p in net.parameters() if p.requires_grad]

@@ -1,5 +1,8 @@
 """The scikit-learn face: its own checks, the recorded network behind it, and precomputed kernels."""
 
+import threading
+
+import joblib
 import numpy as np
 import pytest
 import torch
@@ -89,6 +92,39 @@ def test_one_seed_gives_one_run(data):
     X, y = data
     runs = [EPKClassifier(steps=3, batch_size=10, random_state=s).fit(X, y).trajectory_.digest for s in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
+
+
+def test_fits_in_several_threads_are_reproducible(data):
+    """As with joblib's threading backend; the initial weights are not drawn from the generator that threads share."""
+    X, y = data
+    classifier = EPKClassifier(steps=1, batch_size=10, random_state=0)
+    expected = clone(classifier).fit(X, y).trajectory_.digest
+    before = torch.get_rng_state()
+    fits = joblib.Parallel(n_jobs=8, backend="threading")(joblib.delayed(clone(classifier).fit)(X, y) for _ in range(8))
+    assert {fit.trajectory_.digest for fit in fits} == {expected}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_another_thread_draws_does_not_change_the_initial_weights(data):
+    X, y = data
+
+    def disturbed(num_features, num_classes):
+        for draw in (torch.rand, torch.manual_seed):
+            other = threading.Thread(target=draw, args=(3,))
+            other.start()
+            other.join()
+        return one_hidden_layer(num_features, num_classes)
+
+    found, expected = (EPKClassifier(f, steps=1, random_state=0).fit(X, y) for f in (disturbed, one_hidden_layer))
+    assert found.trajectory_.digest == expected.trajectory_.digest
+
+
+def test_cross_validation_in_threads_gives_the_same_scores(data):
+    X, y = data
+    classifier = EPKClassifier(steps=3, batch_size=10, random_state=0)
+    with joblib.parallel_config(backend="threading"):
+        together = cross_val_score(classifier, X, y, cv=4, n_jobs=4)
+    np.testing.assert_array_equal(together, cross_val_score(classifier, X, y, cv=4))
 
 
 def test_it_works_in_pipelines_and_cross_validation(data):

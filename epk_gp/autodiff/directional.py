@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -23,13 +24,33 @@ _FEW_POINTS = 8
 
 # torch has one level of forward-mode derivatives in a process: a second thread would fail, or end the first one's.
 _FORWARD_MODE = threading.RLock()
+_interrupted = threading.Event()  # a computation may have left the level open; read and set under the lock
 
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Enter torch's level of forward-mode derivatives, one thread at a time."""
-    with _FORWARD_MODE, fwAD.dual_level():
-        yield
+    """Enter torch's level of forward-mode derivatives, one thread at a time.
+
+    A computation that is interrupted while torch enters or leaves the level can leave it open. The next one could not
+    enter it then: it closes it first.
+    """
+    with _FORWARD_MODE:
+        if _interrupted.is_set():
+            _close_level()
+        _interrupted.set()
+        try:
+            with fwAD.dual_level():
+                yield
+        except Exception:
+            _interrupted.clear()  # an error, and the level is closed
+            raise
+        _interrupted.clear()
+
+
+def _close_level() -> None:
+    with suppress(RuntimeError):  # no level is open, and only its number is left
+        torch._C._exit_dual_level(level=0)
+    cast(Any, fwAD)._current_level = -1
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,6 @@ linear, convolution or normalisation call, and only if the Jacobian so obtained 
 everything else is differentiated densely. Every other capability (`DifferentiationPlan`) is tried in the same way.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +27,7 @@ from epk_gp.autodiff.interception import (
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.warning_filter import filter_own_warnings
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.memory_plan import vmap_chunk_size
@@ -237,20 +237,27 @@ def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str,
 
 def _load_forward_mode_rules() -> None:
     """Let torch load its forward-mode rules; it calls a deprecated function of its own on the way (torch 2.13)."""
-    with warnings.catch_warnings(), forward_mode():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with forward_mode(), filter_own_warnings("ignore", DeprecationWarning):
         fwAD.make_dual(torch.zeros(1), torch.zeros(1))
 
 
 def passes_check(attempt: Callable[[], Pair]) -> bool:
     """Return whether a way of computing runs without a warning and reproduces what is expected."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns where it falls back to a slow loop
+        with filter_own_warnings("error", Warning):  # torch warns where it falls back to a slow loop
             computed, expected = attempt()
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, UserWarning, AttributeError):
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, UserWarning, AttributeError) as error:
+        if _is_out_of_memory(error):
+            raise  # it says nothing about the network, and a plan is kept
         return False
     return computed.shape == expected.shape and allclose(computed, expected)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory ran out: on the CPU torch says so in the text of a `RuntimeError` only."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def allclose(computed: Tensor, expected: Tensor) -> bool:

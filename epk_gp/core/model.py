@@ -10,7 +10,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
+
+
+class StopForwardError(Exception):
+    """The forward pass has computed what it was started for."""
 
 
 @final
@@ -93,7 +98,15 @@ class FunctionalModel:
 
     def evaluate(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
         """Evaluate the network without looking at what it returns, as under `torch.func.vmap`."""
-        return functional_call(self._module_of_thread(), dict(params), (X,))
+        module = self._take_module_of_thread()
+        try:
+            with disable_fused_attention():  # everywhere, or bytes would depend on what other threads do
+                outputs = functional_call(module, dict(params), (X,))
+        except StopForwardError:
+            self._of_thread.module = module
+            raise
+        self._of_thread.module = module
+        return outputs
 
     def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
         """Concatenate the trained parameters in the model's order."""
@@ -127,13 +140,17 @@ class FunctionalModel:
                 self._variants[spec] = FunctionalModel(module, self.names, self.shapes, self.cache)
             return self._variants[spec]
 
-    def _module_of_thread(self) -> nn.Module:
-        own: nn.Module | None = getattr(self._of_thread, "module", None)
-        if own is None:
-            tensors = (*self.module.parameters(), *self.module.buffers())
-            own = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
-            self._of_thread.module = own
-        return own
+    def _take_module_of_thread(self) -> nn.Module:
+        """Return the thread's copy of the module, to be given back after the call.
+
+        A call that is interrupted does not give it back: parameters may be left in it that the next call, which knows
+        nothing of them, would not replace.
+        """
+        own: nn.Module | None = self._of_thread.__dict__.pop("module", None)
+        if own is not None:
+            return own
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
 
 
 def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> FunctionalModel:

@@ -45,6 +45,9 @@ class Updates(Protocol):
 class Trajectory:
     """A recorded training run w_0, .., w_S with its data, loss and update rule.
 
+    One trajectory may be used by several threads at once, and one on disk by several processes: every call returns the
+    bytes that it returns alone. Forward-mode derivatives (adaptive rules) are computed by one thread at a time.
+
     Attributes:
         model: The network as a function of its weights.
         inputs: Training inputs, (M, *input_shape).
@@ -73,7 +76,8 @@ class Trajectory:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
-        state = {name: value for name, value in self.__dict__.items() if name != "is_vanilla_gd"}  # found out again
+        state = self.__dict__.copy()  # at once: another thread may be adding the cached property
+        state.pop("is_vanilla_gd", None)  # found out again
         if isinstance(self.states, tuple):
             state["states"] = tuple(w.clone() for w in self.states)
         if isinstance(self.updates, tuple):

@@ -1,5 +1,6 @@
 """GP regression on logits with the exact path kernel as prior covariance: section 4.2, Bell et al. (2023)."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Unpack, final
 
@@ -25,6 +26,9 @@ from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.tagged_points import validate_batches, validate_tagged_points
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
+
+# GPyTorch's predictions fill caches, and its settings are the process's: which way they take depends on both.
+_GPYTORCH = threading.RLock()
 
 
 @final
@@ -59,6 +63,9 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             variances of the conditioning points' targets, which are not learned. Not used with targets="dirichlet",
             whose variances are known.
         options: `memory_budget`, for kernel blocks and posteriors beside the factorisation; see `ComputeOptions`.
+
+    Threads may share a process that none of them changes (`fit`); GPyTorch's own predictions, `gp(x)`, are made by one
+    thread at a time.
 
     Attributes:
         coupling: How the process over C outputs is put together.
@@ -131,7 +138,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return kernel
 
     def __call__(self, *args: Shaped[Tensor, "*b n columns"], **kwargs: Any) -> MultivariateNormal:
-        """Evaluate as GPyTorch does: the prior at the training points in training mode, else the posterior.
+        """Evaluate as GPyTorch does, for one thread at a time: the prior in training mode, else the posterior.
 
         Args:
             args: One tensor of tagged points, (*b, n, D + 1).
@@ -155,7 +162,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 "in training mode a LogitGP must be called with its training points, gp.train_inputs[0]: got others. "
                 "Call gp.eval() to predict."
             )
-        return super().__call__(x, **kwargs)
+        with _GPYTORCH:
+            return super().__call__(x, **kwargs)
 
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
         """Return the prior at tagged points.

@@ -29,6 +29,7 @@ def block(
     if requires_graph(x) or requires_graph(y):
         values = block(config, x.detach(), x.detach() if x is y else y.detach())
         return cast(Tensor, _Block.apply(x, y, config, values))  # type: ignore[no-untyped-call]
+    x, y = _snapshots(x, y)
     key = ("block", config.cache_key, content_key(x, y))
     cached = config.cache.get(key)
     if cached is not None:
@@ -59,6 +60,7 @@ def diagonal_blocks(
     if requires_graph(x) or requires_graph(y):
         values = diagonal_blocks(config, x.detach())
         return cast(Tensor, _DiagonalBlocks.apply(x, y, config, values))  # type: ignore[no-untyped-call]
+    x, _ = _snapshots(x, x)
     key = ("diagonal", config.cache_key, content_key(x))
     cached = config.cache.get(key)
     if cached is not None:
@@ -68,6 +70,12 @@ def diagonal_blocks(
     values = values.to(config.trajectory.model.spec_for(x).dtype)
     config.cache.put(key, values)
     return values
+
+
+def _snapshots(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy points: should another thread edit them meanwhile, a block and its key still are of the same points."""
+    own = x.detach().clone()
+    return own, own if x is y else y.detach().clone()
 
 
 class _Block(torch.autograd.Function):

@@ -43,7 +43,8 @@ class BlockCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of all stored blocks."""
-        return sum(block.nbytes for block in self._blocks.values())
+        with self._lock:
+            return self._sum_of_bytes()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -67,13 +68,16 @@ class BlockCache:
         with self._lock:
             self._blocks.pop(key, None)
             self._blocks[key] = stored
-            while self.num_bytes > self.max_bytes:
+            while self._sum_of_bytes() > self.max_bytes:
                 self._blocks.popitem(last=False)
 
     def clear(self) -> None:
         """Remove all blocks."""
         with self._lock:
             self._blocks.clear()
+
+    def _sum_of_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values())
 
     def __deepcopy__(self, memo: dict[int, object]) -> "BlockCache":
         return self

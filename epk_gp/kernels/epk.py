@@ -36,6 +36,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     block is computed once (see `BlockCache`). They can be differentiated with respect to the points, once; the copy
     column gets the gradient 0. A state dict holds the run's digest: it loads only into a kernel of the same run.
 
+    Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
+    edited while it was computed.
+
     Args:
         trajectory: Training run with C outputs.
         outputs: What to make of the C x C block K(x, x') of two points:

@@ -15,7 +15,8 @@ from torch import Tensor
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import apply_head
-from epk_gp.quadrature.piecewise_ops import EventReader, PreactivationRecorder, Preactivations, StopForwardError
+from epk_gp.core.model import StopForwardError
+from epk_gp.quadrature.piecewise_ops import EventReader, PreactivationRecorder, Preactivations
 
 # Bound on the iterations of the Illinois method. Events that are linear in t end after one; the others converge
 # superlinearly (order 1.44), and a position that is not exact only costs another split.

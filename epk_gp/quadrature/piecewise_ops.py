@@ -11,6 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from epk_gp.core.model import StopForwardError
+
 
 def _at(*thresholds: float) -> Callable[..., tuple[float, ...]]:
     return lambda *args, **kwargs: thresholds
@@ -89,10 +91,6 @@ EXTREMES: dict[Callable[..., Any], int] = {
 
 
 WATCHED = {*THRESHOLDS, *POOLS, *EXTREMES}
-
-
-class StopForwardError(Exception):
-    """The forward pass has computed what it was started for."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.losses import CrossEntropy, Loss, per_sample_losses, sample_weights
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import UpdateRule
@@ -102,7 +103,7 @@ def train(
             batch = None if sampler is None else sampler.next_batch()
             inputs, targets = (recorder.X, recorder.y) if batch is None else (recorder.X[batch], recorder.y[batch])
             optimizer.zero_grad()
-            with torch.enable_grad():
+            with torch.enable_grad(), disable_fused_attention():
                 values = per_sample_losses(recorder.loss, net(inputs), targets)
                 (sample_weights(recorder.loss, targets).to(values) @ values).backward()
             if clip is not None:

@@ -161,3 +161,46 @@ def test_a_failed_computation_leaves_nothing_in_the_cache(trajectory, monkeypatc
                 kernel.forward(x, x, diag=diag)
     assert len(kernel.config.cache) == 0
     assert torch.equal(kernel(x).to_dense(), EPKKernel(trajectory)(x).to_dense())
+
+
+@pytest.mark.parametrize("diag", [False, True])
+def test_a_block_of_points_that_are_edited_meanwhile_is_not_kept_for_the_old_ones(trajectory, monkeypatch, diag):
+    """The edit comes between the key and the computation, as another thread's may."""
+    kernel = EPKKernel(trajectory, "trace")
+    x = test_copy(torch.randn(4, 2, dtype=torch.float64))
+    before = x.clone()
+    expected = EPKKernel(trajectory, "trace", cache_bytes=0).forward(before, before, diag=diag)
+    name = "diagonal_blocks" if diag else "block_per_class"
+    original = getattr(PathKernel, name)
+
+    def edited(*args, **kwargs):
+        x[1, 0] += 1
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PathKernel, name, edited)
+        found = kernel.forward(x, x, diag=diag)
+    assert torch.equal(found, expected)  # one state of the points, not some rows of each
+    assert not torch.equal(x, before)
+    assert torch.equal(kernel.forward(before, before, diag=diag), expected)
+    assert torch.equal(kernel.forward(x, x, diag=diag), EPKKernel(trajectory, "trace").forward(x, x, diag=diag))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("diag", [False, True])
+def test_a_computation_that_fails_leaves_no_block(trajectory, monkeypatch, error, diag):
+    kernel = EPKKernel(trajectory, "trace")
+    x = test_copy(torch.randn(4, 2, dtype=torch.float64))
+    expected = EPKKernel(trajectory, "trace", cache_bytes=0).forward(x, x, diag=diag)
+    original = torch.lerp
+
+    def fails(*args, **kwargs):
+        raise error("in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "lerp", fails)
+        with pytest.raises(error, match="in the middle"):
+            kernel.forward(x, x, diag=diag)
+    assert torch.lerp is original
+    assert len(kernel.config.cache) == 0
+    assert torch.equal(kernel.forward(x, x, diag=diag), expected)

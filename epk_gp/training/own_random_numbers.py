@@ -1,0 +1,55 @@
+"""Random numbers of one thread's own, for code that draws from torch's global generator."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# torch notes in a global variable that a mode is entered, and puts it back as it was: one thread at a time.
+_ENTERED = threading.RLock()
+
+
+@contextmanager
+def draw_from(generator: torch.Generator) -> Iterator[None]:
+    """Let everything random in this thread draw from a generator, and nothing from torch's global one.
+
+    The numbers are those that the global generator would give with the same seed. Seeding that one instead would
+    disturb every other thread that draws from it, and be disturbed by them.
+
+    Args:
+        generator: A generator on the CPU.
+    """
+    with _ENTERED, _Redirection(generator):
+        yield
+
+
+@final
+class _Redirection(TorchDispatchMode):
+    """Pass a generator to every operation that takes one and got none."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call, by the form of the operation that takes a generator if there is one."""
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            form = _form_with_generator(func)
+            if form is not None:
+                return form(*args, **{**kwargs, "generator": self.generator})
+        return func(*args, **kwargs)
+
+
+def _form_with_generator(func: Any) -> Any:
+    """Return an operation's form with the same arguments and a generator; None if there is none."""
+    names = _argument_names(func) | {"generator"}
+    forms = (getattr(func.overloadpacket, name) for name in (func._overloadname, *func.overloadpacket.overloads()))
+    return next((form for form in forms if _argument_names(form) == names), None)
+
+
+def _argument_names(func: Any) -> set[str]:
+    return {argument.name for argument in func._schema.arguments}

@@ -1,0 +1,278 @@
+"""Every public function gives the same bytes from 8 threads at once as from one, and leaves nothing behind."""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from thread_calls import CALLS, NAMES, Shared, share
+from thread_faults import count_faults, expected_results, outcome
+from thread_tools import THREADS, at_once, switching_often
+from torch import Tensor, nn
+
+from epk_gp.autodiff import verification
+from epk_gp.autodiff.directional import forward_mode
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.autodiff.verification import passes_check
+from epk_gp.autodiff.warning_filter import filter_own_warnings
+from epk_gp.core.attention import disable_fused_attention
+from epk_gp.kernels.cache import BlockCache
+from epk_gp.training.own_random_numbers import draw_from
+from helpers import make_case
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    return share("relu", tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    return share("relu", tmp_path_factory.mktemp("together"))
+
+
+# Calls of some milliseconds, one of each kind: the others make the same passes, and are slow in 8 threads.
+QUICK = {
+    "gram_block", "gram_block, packed", "gram_block_per_class", "gram_diagonal_blocks", "network_outputs", "epk_gram",
+    "k_prime_block", "EPKKernel full", "EPKKernel independent normalized",
+    "leave_one_out", "infinite_width", "Trajectory", "path_profile", "load_trajectory", "check_run", "train",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CALLS])
+def test_eight_threads_get_the_bytes_that_one_gets(call: str, alone: Shared, together: Shared) -> None:
+    expected = outcome(call, alone)
+    with switching_often():
+        assert at_once([lambda: outcome(call, together)] * THREADS) == [expected] * THREADS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_all_calls_at_once_on_a_new_run_change_nothing(name: str) -> None:
+    """In another order in each thread, from a network of which nothing is known yet."""
+    count = count_faults(name, tuple(CALLS), expected_results(name), seed=0)
+    assert count.calls == THREADS * len(CALLS)
+    assert count.faults == []
+
+
+def test_threads_that_wait_for_each_other_are_seen() -> None:
+    """The control of the tests above: a deadlock is an error, and a wrong result is counted."""
+    first, second = threading.Lock(), threading.Lock()
+    both = threading.Barrier(2)
+
+    def wait(own: threading.Lock, other: threading.Lock) -> None:
+        with own:
+            both.wait()
+            other.acquire(timeout=2)
+
+    with pytest.raises(TimeoutError, match="2 of 2 threads did not end"):
+        at_once([lambda: wait(first, second), lambda: wait(second, first)], seconds=0.05)
+
+
+def test_a_wrong_result_is_counted() -> None:
+    calls = ("network_outputs", "path_profile")
+    expected = expected_results("linear", calls)
+    assert count_faults("linear", calls, expected, count=2).faults == []
+    wrong = {**expected, "network_outputs": ()}
+    assert count_faults("linear", calls, wrong, count=2).faults == ["linear, network_outputs: other bytes"] * 2
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    return share("transformer", tmp_path_factory.mktemp("attention"))
+
+
+@pytest.fixture
+def fused() -> Iterator[list[bool]]:
+    """Whether fused attention is allowed, at each call of attention."""
+    seen: list[bool] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(torch.backends.cuda.flash_sdp_enabled())
+        return original(*args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = watched
+    yield seen
+    torch.nn.functional.scaled_dot_product_attention = original
+
+
+@pytest.mark.parametrize("call", ["train", "line_profile", "gradient_alignment", "network_outputs", "load_trajectory"])
+def test_no_call_evaluates_fused_attention(call: str, fused: list[bool], attention: Shared) -> None:
+    """Alone it would have other bytes than beside a thread that has switched it off."""
+    CALLS[call](attention)
+    assert fused
+    assert not any(fused)
+
+
+def test_switches_of_attention_outlive_no_interrupted_computation() -> None:
+    """Not even if the interrupt comes before the computation could say that it is done."""
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.mha.get_fastpath_enabled()
+    interrupted = disable_fused_attention()
+    interrupted.__enter__()
+    assert not torch.backends.cuda.flash_sdp_enabled()
+    del interrupted
+    with disable_fused_attention():
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.mha.get_fastpath_enabled()) == before
+
+
+def test_a_level_of_forward_mode_that_was_left_open_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    exit_level = torch.autograd.forward_ad.exit_dual_level
+
+    def interrupted(**kwargs: Any) -> None:
+        raise KeyboardInterrupt("at the end")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd.forward_ad, "exit_dual_level", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="at the end"), forward_mode():
+            pass
+    with forward_mode():
+        assert torch.autograd.forward_ad.unpack_dual(torch.ones(1)).tangent is None
+    assert torch.autograd.forward_ad.exit_dual_level is exit_level
+
+
+def interrupt(work: Callable[[], object], line: int) -> bool:
+    """Raise KeyboardInterrupt before a line of the package or of torch's parametrisation; return whether it was."""
+    parts = ("epk_gp", "stateless", "_named_member_accessor", "forward_ad", "contextlib")
+    left = line
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal left
+        if not any(part in frame.f_code.co_filename for part in parts):
+            return None
+        left -= event == "line"
+        if left == 0 and event == "line":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["gram_block, adaptive", "EPKKernel full", "network_outputs", "attribute"])
+def test_an_interrupt_anywhere_leaves_nothing_wrong_behind(call: str, tmp_path: Path) -> None:
+    expected = expected_results("tied", (call,))[call]
+    shared = share("tied", tmp_path)
+    lines = [int(1.6**n) for n in range(1, 22)]
+    assert sum(interrupt(lambda: CALLS[call](shared), line) for line in lines) > 10
+    assert outcome(call, shared) == expected
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_module_that_was_interrupted_is_not_used_again() -> None:
+    """Torch may leave parameters of the interrupted call in it."""
+    case = make_case("tied", steps=1)
+    model, params = case.trajectory.model, case.trajectory.weights(1)
+    expected = model(params, case.test)
+    used = model._of_thread.module
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shape|size"):
+        model(params, case.test[:, :3])
+    assert "module" not in model._of_thread.__dict__
+    used.a.weight = nn.Parameter(torch.zeros_like(used.a.weight))  # what an interrupt leaves at worst
+    assert torch.equal(model(params, case.test), expected)
+
+
+def test_a_warning_in_another_thread_is_no_error_of_it() -> None:
+    case = make_case("tanh", steps=1)
+    before = list(warnings.filters)
+    inside, done = threading.Event(), threading.Event()
+
+    def attempt() -> tuple[Tensor, Tensor]:
+        inside.set()
+        done.wait(timeout=10)
+        return torch.zeros(1), torch.zeros(1)
+
+    def other() -> None:
+        inside.wait(timeout=10)
+        warnings.warn("of another thread", UserWarning, stacklevel=1)
+        done.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert at_once([lambda: passes_check(attempt), other]) == [True, None]
+    assert warnings.filters == before
+    plan_for(case.trajectory, case.trajectory.model_for(case.test))
+    assert warnings.filters == before
+
+
+def test_two_checks_that_end_as_they_began_leave_the_filters_as_they_were() -> None:
+    """The first one in is the first one out: `catch_warnings` would leave the first one's filters for good."""
+    before = list(warnings.filters)
+    first, second = filter_own_warnings("error", Warning), filter_own_warnings("error", Warning)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with pytest.raises(UserWarning, match="still an error"):
+        warnings.warn("still an error", UserWarning, stacklevel=1)
+    second.__exit__(None, None, None)
+    assert warnings.filters == before
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    MemoryError("no memory"),
+    KeyboardInterrupt("stopped"),
+])  # fmt: skip
+def test_a_plan_of_a_failed_check_is_not_kept(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("tanh", steps=1)
+    model = case.trajectory.model_for(case.test)
+
+    def fails(*args: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verification, "_jvp", fails)
+        with pytest.raises(type(error), match="memory|stopped"):
+            plan_for(case.trajectory, model)
+    assert not model.cache.plans
+    assert plan_for(case.trajectory, model).plan.supports_jvp
+
+
+def test_a_cache_can_be_measured_while_it_is_filled() -> None:
+    cache = BlockCache(1 << 30)
+    stop = threading.Event()
+
+    def fill() -> None:
+        for number in range(3000):
+            cache.put(number, torch.zeros(1))
+        stop.set()
+
+    def measure() -> None:
+        while not stop.is_set():
+            assert cache.num_bytes % 4 == 0
+
+    with switching_often():
+        assert at_once([fill, measure]) == [None, None]
+
+
+def test_random_numbers_of_ones_own_are_those_of_the_global_generator() -> None:
+    def build() -> list[Tensor]:
+        net = nn.Sequential(nn.Linear(4, 5), nn.Conv1d(1, 2, 3), nn.Embedding(4, 3), nn.LSTM(3, 4))
+        nn.init.trunc_normal_(net[0].weight)
+        nn.init.orthogonal_(net[3].weight_ih_l0)
+        drawn = [torch.rand(3), torch.randn(2), torch.randint(0, 9, (4,)), torch.randperm(5), torch.rand(2).bernoulli()]
+        return [*(p.detach().clone() for p in net.parameters()), *drawn]
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        expected = build()
+    before = torch.get_rng_state()
+    with draw_from(torch.Generator().manual_seed(3)):
+        found = build()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

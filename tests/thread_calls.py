@@ -1,0 +1,361 @@
+"""Every public function as a call on a run that threads share, and the kinds of network that it is tried on."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import epk_gp as epk
+import helpers
+from epk_gp.analysis.alignment import gradient_alignment
+from epk_gp.analysis.boundary import boundary_weight_ratio, margins
+from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
+from epk_gp.analysis.calibration import calibration
+from epk_gp.analysis.detection import ood_metrics
+from epk_gp.analysis.maps import uncertainty_on_plane
+from epk_gp.analysis.path_geometry import line_profile, path_profile
+from epk_gp.analysis.planes import principal_plane
+from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, probabilities, retrain
+from epk_gp.analysis.signal import input_gradients, signal_energies
+from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
+from epk_gp.datasets import three_gaussians
+from epk_gp.gp.calibration import calibrated_temperature
+from epk_gp.gp.leave_one_out import leave_one_out
+from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
+from epk_gp.gram.ntk import tangent_trajectory
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.thinning import thin_path
+from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
+from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample, by_step
+from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, k_prime_block
+from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
+from epk_gp.kernels.precomputed import epk_gram
+from epk_gp.storage.check import check_run
+from epk_gp.storage.export import export_run
+
+
+class Remembers(nn.Module):
+    """A network whose forward pass leaves something on the module, and reads it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = torch.relu(self.hidden(x))
+        return self.out(torch.tanh(self.last))
+
+
+class Experts(nn.Module):
+    """A network that sends each row to one of two experts, which the rows of a plan need not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x[:, 0] > -0.9
+        h = torch.zeros(len(x), 6, dtype=x.dtype)
+        h = h.index_put((first.nonzero().squeeze(1),), self.first(x[first]))
+        if not first.all():
+            h = h.index_put(((~first).nonzero().squeeze(1),), self.second(x[~first]))
+        return self.out(torch.tanh(h))
+
+
+def _weight_norm() -> nn.Module:
+    norm = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(norm(nn.Linear(8, 8)), nn.ReLU(), norm(nn.Linear(8, 3)))
+
+
+def _max_pool() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
+
+
+OWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
+    "remembers": (Remembers, (8,)),
+    "experts": (Experts, (8,)),
+    "weight_norm": (_weight_norm, (8,)),
+    "max_pool": (_max_pool, (2, 8, 8)),
+}
+NAMES = (
+    "relu", "tanh", "max_pool", "cnn", "transformer", "attention", "frozen_batch_norm", "twice", "cosine",
+    "remembers", "experts", "weight_norm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the threads share: a run in memory, the same on disk, packed and not, kernels, and a Gaussian process."""
+
+    run: epk.Trajectory
+    test: Tensor
+    stored: epk.Trajectory
+    packed: epk.Trajectory
+    folder: Path
+    build: Callable[[], nn.Module]
+    kernels: dict[str, epk.EPKKernel]
+    gp: epk.LogitGP
+
+    @property
+    def points(self) -> tuple[epk.Points, epk.Points]:
+        """Test copies and training copies."""
+        return epk.Points(self.test, False), epk.Points(self.run.inputs, True)
+
+    @property
+    def single(self) -> Tensor:
+        """Test points in float32, if they are numbers."""
+        return self.test.float() if self.test.is_floating_point() else self.test
+
+
+MODES: tuple[Any, ...] = ("full", "independent", "trace", "sum", 1)
+KERNELS = [f"{mode}{end}" for mode in MODES for end in ("", " normalized")]
+
+
+def share(name: str, folder: Path) -> Shared:
+    """Record a network three times, in memory and on disk; nothing is found out about the network yet."""
+    build, shape = {**helpers.NETWORKS, **OWN}[name]
+    generator = torch.Generator().manual_seed(0)
+    if shape is None:
+        X, test = (torch.randint(0, 20, (n, 7), generator=generator) for n in (7, 5))
+    else:
+        X, test = (torch.randn(n, *shape, generator=generator, dtype=torch.float64) for n in (7, 5))
+    y = torch.arange(7) % 3
+    runs = []
+    for options in (
+        {},
+        {"path": folder / "plain", "storage": epk.Storage(steps=1)},
+        {"path": folder / "packed", "storage": epk.Storage(steps=2, compression="deltas")},
+    ):
+        torch.manual_seed(0)
+        net = build().double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+        runs.append(epk.train(net, X, y, optimizer=optimizer, steps=3, **options))
+    stored, packed = (epk.load_trajectory(folder / part, build().double()) for part in ("plain", "packed"))
+    rule = epk.gauss_legendre(2)
+    kernels = {
+        f"{mode}{' normalized' if normalize else ''}": epk.EPKKernel(
+            runs[0], mode, rule=rule, normalize="mean_diagonal" if normalize else None
+        )
+        for mode in MODES
+        for normalize in (False, True)
+    }
+    gp = epk.LogitGP(runs[0], rule=rule, points=[0, 2, 4])
+    return Shared(runs[0], test, stored, packed, folder, build, kernels, gp)
+
+
+def _seed() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def _kernel_gradient(shared: Shared) -> Tensor:
+    x = epk.test_copy(shared.test.double())
+    if not shared.test.is_floating_point():
+        return x
+    x.requires_grad_()
+    kernel = shared.kernels["trace"]
+    (gradient,) = torch.autograd.grad(kernel(x, epk.train_copy(shared.run.inputs)).to_dense().sum(), x)
+    return gradient
+
+
+def _diagonal_gradient(shared: Shared) -> Tensor:
+    x = epk.test_copy(shared.test.double())
+    if not shared.test.is_floating_point():
+        return x
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(shared.kernels["full"](x, diag=True).sum(), x)
+    return gradient
+
+
+def _kernel(name: str) -> Callable[[Shared], object]:
+    def work(shared: Shared) -> object:
+        x, y = epk.test_copy(shared.test.double()), epk.train_copy(shared.run.inputs.double())
+        kernel = shared.kernels[name]
+        return kernel(x, y).to_dense(), kernel(x, diag=True), kernel(y).to_dense(), kernel.scale
+
+    return work
+
+
+def _own_gp(outputs: Any, **options: Any) -> Callable[[Shared], object]:
+    def work(shared: Shared) -> object:
+        gp = epk.LogitGP(shared.run, outputs, rule=epk.gauss_legendre(1), points=[0, 1, 5], **options)
+        losses = gp.fit(2)
+        posterior = gp.logit_posterior(shared.test)
+        return losses, posterior, leave_one_out(gp), gp.covar_module.outputscale
+
+    return work
+
+
+def _train(shared: Shared) -> object:
+    """A training whose initial weights are given: torch's global generator is the process's."""
+    net = shared.build().double()
+    with torch.no_grad():
+        for value, start in zip(net.parameters(), shared.run.weights(0).values(), strict=True):
+            value.copy_(start)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = epk.train(
+        net,
+        shared.run.inputs,
+        shared.run.targets,
+        optimizer=optimizer,
+        steps=2,
+        batch_size=3,
+        generator=_seed(),
+    )
+    return run.digest, list(run.states), run.steps
+
+
+def _retrain(shared: Shared) -> object:
+    a, b = shared.points
+    gram = gram_block_per_class(shared.run, b, b, rule=epk.gauss_legendre(2))
+    cross = gram_block_per_class(shared.run, a, b, rule=epk.gauss_legendre(2))
+    machine = retrain(gram, shared.run.targets)
+    decisions = decision_values(machine, cross)
+    scaling = fit_platt_scaling(decisions, shared.run.targets[:5])
+    return machine, decisions, scaling, probabilities(scaling, decisions), gram_spectrum(gram[0])
+
+
+def _breakdown(shared: Shared) -> object:
+    run, X = shared.run, shared.test
+    rule = epk.gauss_legendre(2)
+    samples, ranges = attribute_many(run, X, [[by_sample(run)], [step_ranges(run)]], rule=rule)
+    return samples, ranges, prediction_breakdown(samples, ranges, torch.zeros(len(X), dtype=torch.int64))
+
+
+def _infinite_width(shared: Shared) -> object:
+    x = shared.run.inputs.double().flatten(1)
+    erf, arc = ErfKernel(2).double(), ArcCosineKernel(1, 2).double()
+    share_ = location_variance_share(lambda a, b: erf(a, b).to_dense().detach(), x[:4], x[:3])
+    growth = diagonal_growth_exponent(
+        lambda a: arc(a, diag=True).detach(), x[0], x[1:3], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    )
+    return erf(x).to_dense(), arc(x).to_dense(), share_, growth
+
+
+def _check(shared: Shared) -> object:
+    found = check_run(shared.folder / "plain")
+    return found.finished, found.learning_rates, found.batch_sizes, found.data_shapes, found.files
+
+
+def _export(shared: Shared) -> object:
+    with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
+        size = export_run(shared.folder / "packed", Path(folder) / "run.npz")
+        return size, (Path(folder) / "run.npz").stat().st_size
+
+
+def _statistics(shared: Shared) -> object:
+    z = epk.network_outputs(shared.run, shared.run.inputs, head="log_softmax")
+    y = shared.run.targets
+    margin = margins(z, y)
+    return (
+        calibration(z.exp(), y), ood_metrics(margin[:3], margin[3:]),
+        boundary_weight_ratio(z[:, 0], margin, y * 0, share=0.3), three_gaussians(3, dim=4).inputs,
+    )  # fmt: skip
+
+
+def _sampling(shared: Shared) -> object:
+    posterior = shared.gp.logit_posterior(shared.test)
+    clear = replace(posterior, mean=20 * posterior.mean)
+    return (
+        epk.softmax_uncertainty(posterior, 32, _seed()),
+        epk.softmax_uncertainty(posterior, 32, _seed(), method=QuasiMonteCarlo(4)),
+        calibrated_temperature(clear, (clear.mean.argmax(1) + torch.tensor([0, 0, 1, 0, 0])) % 3, 32, _seed()),
+        sample_functions(shared.gp, shared.test, 2, _seed()),
+    )
+
+
+def _attributed_by(axis: Callable[[epk.Trajectory], Any]) -> Callable[[Shared], object]:
+    return lambda s: attribute_by(s.run, s.test, [axis(s.run)], rule=epk.gauss_legendre(2))
+
+
+def _of(run: str, compute: Callable[[epk.Trajectory, Shared], object]) -> Callable[[Shared], object]:
+    return lambda shared: compute(getattr(shared, run), shared)
+
+
+def _block(run: epk.Trajectory, shared: Shared) -> object:
+    return epk.gram_block(run, *shared.points, rule=epk.gauss_legendre(2))
+
+
+CALLS: dict[str, Callable[[Shared], object]] = {
+    "gram_block": _of("run", _block),
+    "gram_block, logits": lambda s: epk.gram_block(s.run, *s.points, head="logits", rule=epk.gauss_legendre(3)),
+    "gram_block, float32": lambda s: epk.gram_block(
+        s.run, epk.Points(s.single, False), epk.Points(s.single, True), rule=epk.gauss_legendre(2)
+    ),
+    "gram_block, float32 summed in float64": lambda s: epk.gram_block(
+        s.run, epk.Points(s.single, False), epk.Points(s.single, False), accumulate=torch.float64
+    ),
+    "gram_block, adaptive": lambda s: epk.gram_block(s.run, *s.points, rule=epk.adaptive(1e-8)),
+    "gram_block, adaptive, test copies": lambda s: epk.gram_block(
+        s.run, s.points[0], s.points[0], rule=epk.adaptive(1e-6)
+    ),
+    "gram_block, stored": _of("stored", _block),
+    "gram_block, packed": _of("packed", _block),
+    "gram_block_per_class": lambda s: gram_block_per_class(s.run, *s.points),
+    "gram_diagonal_blocks": lambda s: gram_diagonal_blocks(s.run, s.points[0]),
+    "PathKernel, step weights": lambda s: epk.PathKernel(
+        s.run, rule=epk.midpoint(2), step_weights=torch.ones(3, dtype=torch.float64)
+    ).block(*s.points),
+    "network_outputs": lambda s: [
+        epk.network_outputs(s.run, s.test, state=state, head=head)
+        for state in (0, 1, -1)
+        for head in ("logits", "log_softmax")
+    ],
+    "network_outputs, float32": lambda s: epk.network_outputs(s.run, s.single),
+    "reconstruct": lambda s: epk.reconstruct(s.run, s.test),
+    "reconstruct, fixed, packed": lambda s: epk.reconstruct(s.packed, s.test, rule=epk.left_riemann(2)),
+    "attribute": lambda s: epk.attribute(s.run, s.test),
+    "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=epk.gauss_legendre(2)),
+    "attribute, one class": lambda s: epk.attribute(s.run, s.test, classes=torch.arange(5) % 3),
+    "attribute_by sample": _attributed_by(by_sample),
+    "attribute_by label": _attributed_by(by_label),
+    "attribute_by step": _attributed_by(by_step),
+    "attribute_by parameter": _attributed_by(by_parameter),
+    "attribute_by layer": _attributed_by(by_layer),
+    "attribute_many, breakdown": _breakdown,
+    "single_machine": lambda s: single_machine(s.run, s.test, rule=epk.gauss_legendre(3)),
+    "chen_machine": lambda s: chen_machine(s.run, s.test),
+    "domingos_machine": lambda s: domingos_machine(s.run, s.test),
+    "k_prime_block": lambda s: k_prime_block(s.run, s.test, s.run.inputs),
+    "thin_path": lambda s: thin_path(s.run, 2, s.test, rule=epk.gauss_legendre(2)),
+    "tangent_trajectory": lambda s: epk.gram_block(tangent_trajectory(s.run), *s.points, rule=epk.left_endpoint()),
+    **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
+    "EPKKernel, gradient": _kernel_gradient,
+    "EPKKernel, gradient of the diagonal": _diagonal_gradient,
+    "epk_gram": lambda s: epk_gram(s.run, *s.points, rule=epk.gauss_legendre(2)),
+    "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test, block_size=2),
+    "LogitGP.fit": _own_gp("full"),
+    "LogitGP.fit, independent": _own_gp("independent", mean="zero", targets="dirichlet"),
+    "leave_one_out": lambda s: leave_one_out(s.gp),
+    "sampling": _sampling,
+    "uncertainty_on_plane": lambda s: [
+        uncertainty_on_plane(s.gp, principal_plane(s.run.inputs), size=2, num_samples=8, generator=_seed())
+        if s.test.is_floating_point()
+        else None
+    ],
+    "gradient_alignment": lambda s: gradient_alignment(
+        s.run, s.test, torch.arange(5) % 3, steps=[0, 2], times=[0.0, 0.5]
+    ),
+    "input_gradients": lambda s: signal_energies(input_gradients(s.run, s.test[:1], 0, rule=epk.gauss_legendre(2)))
+    if s.test.is_floating_point()
+    else None,
+    "line_profile": lambda s: line_profile(s.run, s.test, torch.arange(5) % 3, size=3),
+    "path_profile": lambda s: path_profile(s.packed),
+    "retrain": _retrain,
+    "statistics": _statistics,
+    "infinite_width": _infinite_width,
+    "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "packed", s.build().double()).states),
+    "check_run": _check,
+    "export_run": _export,
+    "train": _train,
+    "Trajectory": lambda s: (
+        s.packed.is_vanilla_gd, s.packed.weights(2), s.packed.dtype, s.packed.step_sizes, repr(s.packed),
+        list(s.packed.updates),
+    ),
+}  # fmt: skip
