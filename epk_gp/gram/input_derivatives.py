@@ -19,12 +19,15 @@ from epk_gp.autodiff.layer_jacobian import LayerJacobian
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.autodiff.verification import allclose
-from epk_gp.core.head import Head
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.pair_products import PairSide, SetFactors, pair_products, set_factors
 from epk_gp.gram.set_pairs import PairBlock, PointSets, SetPairs, pair_blocks
 from epk_gp.quadrature.rules import QuadratureRule
+
+# Rounding errors up to which weights count as symmetric, relative to the largest one: those that reach K(Z, Z) through
+# GPyTorch's Cholesky factor differ from their transpose by 1 to 3 of them.
+_SYMMETRIC = 16
 
 T = TypeVar("T")
 Gradients = tuple[Shaped[Tensor, "U n ..."] | None, Shaped[Tensor, "V m ..."] | None]
@@ -53,7 +56,7 @@ def pairs_block(context: ExecutionContext, pairs: SetPairs) -> Float[Tensor, "P 
     result = context.reference.new_zeros(shape)
     derivative = _prepare(context, pairs)
     for block in _blocks(derivative, pairs):
-        left, right = _sides(context.head, block.pairs, (False, False))
+        left, right = _sides(context, block.pairs, (False, False))
         (_, rows), (_, columns) = block.left, block.right
         for values in _values_by_steps(derivative, block, left, right):
             result[block.of[:, None, None], :, rows[:, None], :, columns] += values.permute(0, 2, 4, 1, 3)
@@ -96,14 +99,21 @@ def _prepare(context: ExecutionContext, pairs: SetPairs) -> _Derivative:
     plan = context.net.plan
     if plan.dense_params and plan.supports_vmap:
         derivative = replace(derivative, net=_with_verified_vmap(derivative))
-    size = 0
-    if context.trajectory.num_steps:
-        X = context.net.model.spec.cast(context.trajectory.inputs[:1]).detach().requires_grad_()
+    size = _jacobian_bytes(derivative) if context.trajectory.num_steps else 0
+    return replace(derivative, max_points=context.memory.derivative_points(num_pairs, size))
+
+
+def _jacobian_bytes(derivative: _Derivative) -> int:
+    """Measure the bytes that the layer Jacobians of one point take; once for each way of computing them."""
+    context, measured = derivative.context, derivative.net.model.cache.feature_bytes
+    key = ("derivative", context.head, derivative.cost, derivative.net.model.spec)
+    if key not in measured:
+        X = derivative.net.model.spec.cast(context.trajectory.inputs[:1]).detach().requires_grad_()
         at = WeightLocation(flat_weights(context.trajectory, 0, context.reference))
         with torch.enable_grad():
             jacobians = derivative.jacobians(at, X, all_outputs(context.head))
-        size = sum(jacobian.nbytes for jacobian in jacobians)
-    return replace(derivative, max_points=context.memory.derivative_points(num_pairs, size))
+        measured[key] = sum(jacobian.nbytes for jacobian in jacobians)
+    return measured[key]
 
 
 def _with_verified_vmap(derivative: _Derivative) -> PlannedModel:
@@ -138,12 +148,14 @@ class _Side:
         X: Its points, set by set, (U * n, ...).
         num_sets: U.
         of_pairs: Where the pairs find their factors.
+        num_outputs: Outputs that are computed of each point.
         cotangents: The outputs that are wanted, at a number of weight states.
     """
 
     X: Shaped[Tensor, "rows ..."]
     num_sets: int
     of_pairs: PairSide
+    num_outputs: int
     cotangents: Callable[[int], Cotangents]
 
     def jacobians(
@@ -167,27 +179,32 @@ class _Side:
         return first.with_states(others) if others else first
 
 
-def _side(head: Head, pairs: SetPairs, points: PointSets, sets: Int64[Tensor, " P"], *, requires_grad: bool) -> _Side:
+def _side(
+    context: ExecutionContext, pairs: SetPairs, points: PointSets, sets: Int64[Tensor, " P"], *, requires_grad: bool
+) -> _Side:
+    """Prepare one side: of a set that is asked about one output only that one is computed."""
+    head, num_outputs = context.head, context.num_outputs
     X = points.X.flatten(0, 1).detach().requires_grad_(requires_grad)
     if pairs.classes is None:
         cotangents = summed_outputs(head) if pairs.is_summed else all_outputs(head)
-        return _Side(X, points.num_sets, PairSide(sets, None), lambda _: cotangents)
+        K = 1 if pairs.is_summed else num_outputs
+        return _Side(X, points.num_sets, PairSide(sets, None), K, lambda _: cotangents)
     of_sets = pairs.classes.new_zeros(points.num_sets)
     of_sets[sets] = pairs.classes
-    if not torch.equal(of_sets[sets], pairs.classes):  # a set is asked about several outputs: all are computed
-        return _Side(X, points.num_sets, PairSide(sets, pairs.classes), lambda _: all_outputs(head))
+    if not torch.equal(of_sets[sets], pairs.classes):
+        return _Side(X, points.num_sets, PairSide(sets, pairs.classes), num_outputs, lambda _: all_outputs(head))
     of_points = of_sets.repeat_interleave(points.num_points)
     own = PairSide(sets, torch.zeros_like(sets))
-    return _Side(X, points.num_sets, own, lambda num_states: chosen_outputs(head, of_points.repeat(num_states)))
+    return _Side(X, points.num_sets, own, 1, lambda num_states: chosen_outputs(head, of_points.repeat(num_states)))
 
 
-def _sides(head: Head, pairs: SetPairs, wanted: tuple[bool, bool]) -> tuple[_Side, _Side]:
+def _sides(context: ExecutionContext, pairs: SetPairs, wanted: tuple[bool, bool]) -> tuple[_Side, _Side]:
     """Prepare both sides; one is both where they are the same: its derivatives are taken with the other held fixed."""
     is_shared = pairs.have_same_sides
-    left = _side(head, pairs, pairs.left, pairs.left_index, requires_grad=any(wanted) if is_shared else wanted[0])
+    left = _side(context, pairs, pairs.left, pairs.left_index, requires_grad=any(wanted) if is_shared else wanted[0])
     if is_shared:
         return left, left
-    return left, _side(head, pairs, pairs.right, pairs.right_index, requires_grad=wanted[1])
+    return left, _side(context, pairs, pairs.right, pairs.right_index, requires_grad=wanted[1])
 
 
 def _values_by_steps(derivative: _Derivative, block: PairBlock, left: _Side, right: _Side) -> Iterator[Tensor]:
@@ -195,7 +212,9 @@ def _values_by_steps(derivative: _Derivative, block: PairBlock, left: _Side, rig
     context = derivative.context
     nodes = [_nodes(context, is_train) for is_train in block.is_train]
     omegas = context.reference.new_tensor([omega for _, omega in max(nodes, key=len)])
-    points = max(len(left.X), len(right.X))
+    C = context.num_outputs
+    # the plan counts forward and backward passes of all outputs, and their Jacobians
+    points = max(1 + len(side.X) * (side.num_outputs + 2) // (C + 2) for side in (left, right))
     at_once = derivative.states_at_once(points)
     steps_at_once = max(1, min(at_once, derivative.max_points // points) // len(omegas))
     for steps in _batches(context.steps, steps_at_once):
@@ -217,10 +236,11 @@ def _block_gradients(
     derivative: _Derivative, block: PairBlock, weights: Tensor, wanted: tuple[bool, bool]
 ) -> list[Tensor | None]:
     """Differentiate a block with respect to the wanted sides."""
-    left, right = _sides(derivative.context.head, block.pairs, wanted)
+    left, right = _sides(derivative.context, block.pairs, wanted)
     totals = [torch.zeros_like(side.X) if w else None for side, w in zip((left, right), wanted, strict=True)]
     transposed = weights.permute(0, 3, 4, 1, 2)
-    is_symmetric = right is left and torch.equal(weights, transposed)
+    tolerance = _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max()
+    is_symmetric = right is left and bool((weights - transposed).abs().max() <= tolerance)
     gradients: list[Tensor | None]
     for values in _values_by_steps(derivative, block, left, right):
         if right is not left:
