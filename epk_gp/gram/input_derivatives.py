@@ -120,7 +120,7 @@ def _with_verified_vmap(derivative: _Derivative) -> PlannedModel:
     """Let `vmap` differentiate dense parameters only if it equals a loop: torch 2.13 gets layer norms wrong, twice."""
     context, net = derivative.context, derivative.net
     model, cache = net.model, net.model.cache
-    with cache.lock:
+    with cache.lock, torch.enable_grad():
         if model.spec not in cache.vmap_second_derivatives:
             X = context.trajectory.inputs[:2].to(context.reference).requires_grad_()
             start, end = (flat_weights(context.trajectory, state, context.reference) for state in (0, 1))
