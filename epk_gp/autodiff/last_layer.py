@@ -18,7 +18,7 @@ from epk_gp.autodiff.layer_jacobian import (
     is_short,
     same_representation,
 )
-from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
+from epk_gp.autodiff.representations import OuterProductJacobian
 
 
 @final
@@ -86,14 +86,6 @@ class LogitsLastLayer(LayerJacobian):
         products = (self.inputs * same_representation(self, other).inputs).sum(1)
         return torch.diag_embed(products[:, None].expand(-1, self.num_outputs))
 
-    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
-        """Multiply all pairs."""
-        return DenseJacobian(self.to_dense()).products(other, per_class=per_class)
-
-    def detach(self) -> "LogitsLastLayer":
-        """Return the inputs without their graph."""
-        return replace(self, inputs=self.inputs.detach())
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -160,17 +152,6 @@ class SoftmaxLastLayer(LayerJacobian):
     def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E C C"]:
         """Multiply row by row."""
         return self.as_outer_product().pointwise_products(same_representation(self, other).as_outer_product())
-
-    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
-        """Multiply all pairs."""
-        return self.as_outer_product().products(
-            same_representation(self, other).as_outer_product(), per_class=per_class
-        )
-
-    def detach(self) -> "SoftmaxLastLayer":
-        """Return all factors without their graph."""
-        inputs, grads = self.inputs.detach(), self.output_grads.detach()
-        return replace(self, inputs=inputs, output_grads=grads, probabilities=self.probabilities.detach())
 
 
 @final

@@ -146,14 +146,6 @@ class LayerJacobian(LeftFactor):
     def pointwise_products(self, other: "LayerJacobian") -> Float[Tensor, "E K K"]:
         """Compute the inner products of each point with the same row of another Jacobian."""
 
-    @abstractmethod
-    def products(self, other: "LayerJacobian", *, per_class: bool) -> Tensor:
-        """Compute all inner products as a new, differentiable tensor: (K, E, K', M), or (K, E, M) per class."""
-
-    @abstractmethod
-    def detach(self) -> "LayerJacobian":
-        """Return the Jacobian without its graph."""
-
 
 def append_bias_column(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n_and_1"]:
     """Append the 1 that a bias is multiplied by."""

@@ -76,14 +76,6 @@ class DenseJacobian(LayerJacobian):
         """Multiply row by row."""
         return self.values.transpose(0, 1) @ other.to_dense().transpose(0, 1).mT
 
-    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
-        """Multiply all pairs."""
-        return torch.einsum(_products_of(per_class), self.values, other.to_dense())
-
-    def detach(self) -> "DenseJacobian":
-        """Return the values without their graph."""
-        return replace(self, values=self.values.detach())
-
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -179,18 +171,3 @@ class OuterProductJacobian(LayerJacobian):
         x, y = self.output_grads.transpose(0, 1), b.output_grads.transpose(0, 1)  # E K L n_out
         weighted = torch.einsum("elr,ekro->eklo", inputs, y)
         return x.flatten(2) @ weighted.flatten(2).mT
-
-    def products(self, other: LayerJacobian, *, per_class: bool) -> Tensor:
-        """Multiply all pairs of points with one position."""
-        b = same_representation(self, other)
-        inputs = self.inputs[:, 0] @ b.inputs[:, 0].T + float(self.has_bias)
-        grads = torch.einsum(_products_of(per_class), self.output_grads[:, :, 0], b.output_grads[:, :, 0])
-        return grads * (inputs if per_class else inputs[:, None, :])
-
-    def detach(self) -> "OuterProductJacobian":
-        """Return both factors without their graph."""
-        return replace(self, inputs=self.inputs.detach(), output_grads=self.output_grads.detach())
-
-
-def _products_of(per_class: bool) -> str:
-    return "knp,kmp->knm" if per_class else "knp,lmp->knlm"

@@ -4,167 +4,271 @@ The derivative of a gradient's inner product needs the network's second derivati
 that jumps (ReLU, max-pool) the jump is not seen: the result is the derivative inside the linear piece.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.cotangents import Cotangents, all_outputs, summed_outputs
+from epk_gp.autodiff.cotangents import Cotangents, all_outputs, chosen_outputs, summed_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import LayerJacobian
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.autodiff.verification import allclose
-from epk_gp.core.points import Points
 from epk_gp.core.trajectory import flat_weights
-from epk_gp.gram.accumulation import CopyBatch
 from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.pair_products import PairSide, SetFactors, pair_products, set_factors
+from epk_gp.gram.set_pairs import PairBlock, PointSets, SetPairs, pair_blocks
 from epk_gp.quadrature.rules import QuadratureRule
+
+# Rounding errors up to which weights count as symmetric, relative to the largest one: those that reach K(Z, Z) through
+# GPyTorch's Cholesky factor differ from their transpose by 1 to 3 of them.
+_SYMMETRIC = 16
+
+T = TypeVar("T")
+Gradients = tuple[Shaped[Tensor, "U n ..."] | None, Shaped[Tensor, "V m ..."] | None]
+
+
+def pairs_input_gradients(
+    context: ExecutionContext, pairs: SetPairs, weights: Float[Tensor, "P K n L m"], wanted: tuple[bool, bool]
+) -> Gradients:
+    """Differentiate a weighted sum of kernel values with respect to the points (`PathKernel`)."""
+    results = [torch.zeros_like(s.X) if w else None for s, w in zip((pairs.left, pairs.right), wanted, strict=True)]
+    with torch.enable_grad():
+        derivative = _prepare(context, pairs)
+        for block in _blocks(derivative, pairs):
+            own = weights[block.of][:, :, block.left[1]][..., block.right[1]]
+            found = _block_gradients(derivative, block, own, wanted)
+            for result, (sets, points), gradient in zip(results, (block.left, block.right), found, strict=True):
+                if result is not None and gradient is not None:
+                    result[sets[:, None], points] += gradient
+    return results[0], results[1]
+
+
+def pairs_block(context: ExecutionContext, pairs: SetPairs) -> Float[Tensor, "P K n L m"]:
+    """Compute the kernel between the sets of pairs (`PathKernel`)."""
+    K = 1 if pairs.is_summed or pairs.classes is not None else context.num_outputs
+    shape = (len(pairs), K, pairs.left.num_points, K, pairs.right.num_points)
+    result = context.reference.new_zeros(shape)
+    derivative = _prepare(context, pairs)
+    for block in _blocks(derivative, pairs):
+        left, right = _sides(context, block.pairs, (False, False))
+        (_, rows), (_, columns) = block.left, block.right
+        for values in _values_by_steps(derivative, block, left, right):
+            result[block.of[:, None, None], :, rows[:, None], :, columns] += values.permute(0, 2, 4, 1, 3)
+    return result
 
 
 @dataclass(frozen=True, eq=False)
 class _Derivative:
-    """A block whose derivative in the left points is taken.
+    """How the layer Jacobians of a kernel are computed where its derivative is taken.
 
     Attributes:
         context: The kernel.
         net: Its network, with a plan whose second derivatives were verified.
-        cotangents: The outputs that the weights of the sum belong to.
-        cost: Decides the representations.
+        cost: Decides the representations: every layer in the one that it has on the other side of a product, the last
+            one too.
+        max_points: Points on each side of a block that is differentiated at a time, at one weight state.
     """
 
     context: ExecutionContext
     net: PlannedModel
-    cotangents: Cotangents
     cost: ContractionCost
+    max_points: int = 1
 
-    def jacobians(self, s: int, t: float, X: Tensor) -> list[LayerJacobian]:
-        """Compute layer Jacobians with a graph to X; layers with several positions are written out."""
-        jacobians = layer_jacobians(self.net, self._at(s, t), X, self.cotangents, self.cost, create_graph=True)
+    def jacobians(self, at: WeightLocation, X: Tensor, cotangents: Cotangents) -> list[LayerJacobian]:
+        """Compute layer Jacobians, with a graph if X asks for one; layers with several positions are written out."""
+        jacobians = layer_jacobians(
+            self.net, at, X, replace(cotangents, head=None), self.cost, create_graph=X.requires_grad
+        )
         return [j if _has_one_position(j) else DenseJacobian(j.to_dense()) for j in jacobians]
 
-    def with_input_grad(self, s: int, t: float, X: Tensor) -> tuple[Tensor, list[LayerJacobian]]:
-        """Return inputs that the layer Jacobians can be differentiated with respect to, and these."""
-        X = X.detach().requires_grad_()
-        return X, self.jacobians(s, t, X)
-
-    def detached(self, s: int, t: float, X: Tensor) -> list[LayerJacobian]:
-        """Compute layer Jacobians without a graph, in the representations that those with one take."""
-        return [jacobian.detach() for jacobian in self.jacobians(s, t, X.detach())]
-
-    def points_per_block(self) -> int:
-        """Count the points on each side of a block that is differentiated at a time."""
-        size = 0
-        if self.context.trajectory.num_steps:
-            X = self.net.model.spec.cast(self.context.trajectory.inputs[:1])
-            size = sum(jacobian.nbytes for jacobian in self.jacobians(0, 0.0, X.detach()))
-        return self.context.memory.derivative_points(self.cost.num_output_pairs, size)
-
-    def _at(self, s: int, t: float) -> WeightLocation:
-        reference = self.context.reference
-        start, end = (flat_weights(self.context.trajectory, state, reference) for state in (s, s + 1))
-        return WeightLocation(torch.lerp(start, end, t))
+    def states_at_once(self, num_points: int) -> int:
+        """Count the weight states at which the same points are evaluated together."""
+        return self.context.memory.stacked_weights(num_points) if self.net.plan.supports_stacking else 1
 
 
-def block_input_gradient(
-    context: ExecutionContext,
-    a: Points,
-    b: Points,
-    weights: Float[Tensor, "K N J M"] | Float[Tensor, "K N M"],
-    *,
-    is_summed: bool,
-) -> Shaped[Tensor, "N ..."]:
-    """Differentiate a weighted sum of kernel values with respect to the points on the left (`PathKernel`)."""
-    pairs = weights.shape[0] * (weights.shape[2] if weights.ndim == 4 else 1)
-    result = torch.zeros_like(a.X)
-    with torch.enable_grad():
-        derivative = _prepare(context, pairs, summed_outputs(context.head) if is_summed else all_outputs(context.head))
-        size = derivative.points_per_block()
-        for rows, x_is_train in _blocks_of_points(a, size):
-            for columns, y_is_train in _blocks_of_points(b, size):
-                x, y = CopyBatch(a.X[rows], x_is_train), CopyBatch(b.X[columns], y_is_train)
-                result[rows] += _block(derivative, x, y, weights[:, rows][..., columns])
-    return result
-
-
-def diagonal_input_gradient(
-    context: ExecutionContext, a: Points, weights: Float[Tensor, "N C C"]
-) -> Shaped[Tensor, "N ..."]:
-    """Differentiate a weighted sum of the blocks K(a_n, a'_n) with respect to a_n, at a'_n = a_n (`PathKernel`)."""
-    result = torch.zeros_like(a.X)
-    with torch.enable_grad():
-        derivative = _prepare(context, weights.shape[1] ** 2, all_outputs(context.head))
-        for rows, is_train in _blocks_of_points(a, derivative.points_per_block()):
-            for s, eta in context.steps:
-                for t, omega in _nodes(context, is_train):
-                    X, jacobians = derivative.with_input_grad(s, t, a.X[rows])
-                    blocks = torch.stack([j.pointwise_products(j.detach()) for j in jacobians]).sum(0)
-                    result[rows] += eta * omega * _gradient((blocks * weights[rows]).sum(), X)
-    return result
-
-
-def _prepare(context: ExecutionContext, num_output_pairs: int, cotangents: Cotangents) -> _Derivative:
-    cost = ContractionCost(num_output_pairs, context.rule.num_contractions, cotangents.are_constant)
-    # every layer in the representation that it has on the other side of a product, the last one too
-    derivative = _Derivative(context, context.net, replace(cotangents, head=None), cost)
+def _prepare(context: ExecutionContext, pairs: SetPairs) -> _Derivative:
+    num_pairs = 1 if pairs.is_summed else context.num_output_pairs
+    cost = ContractionCost(num_pairs, context.rule.num_contractions, context.head == "logits")
+    derivative = _Derivative(context, context.net, cost)
     plan = context.net.plan
-    if not (plan.dense_params and plan.supports_vmap):
-        return derivative
-    return replace(derivative, net=_with_verified_vmap(derivative))
+    if plan.dense_params and plan.supports_vmap:
+        derivative = replace(derivative, net=_with_verified_vmap(derivative))
+    size = _jacobian_bytes(derivative) if context.trajectory.num_steps else 0
+    return replace(derivative, max_points=context.memory.derivative_points(num_pairs, size))
+
+
+def _jacobian_bytes(derivative: _Derivative) -> int:
+    """Measure the bytes that the layer Jacobians of one point take; once for each way of computing them."""
+    context, measured = derivative.context, derivative.net.model.cache.feature_bytes
+    key = ("derivative", context.head, derivative.cost, derivative.net.model.spec)
+    if key not in measured:
+        X = derivative.net.model.spec.cast(context.trajectory.inputs[:1]).detach().requires_grad_()
+        at = WeightLocation(flat_weights(context.trajectory, 0, context.reference))
+        with torch.enable_grad():
+            jacobians = derivative.jacobians(at, X, all_outputs(context.head))
+        measured[key] = sum(jacobian.nbytes for jacobian in jacobians)
+    return measured[key]
 
 
 def _with_verified_vmap(derivative: _Derivative) -> PlannedModel:
     """Let `vmap` differentiate dense parameters only if it equals a loop: torch 2.13 gets layer norms wrong, twice."""
-    net, trajectory = derivative.net, derivative.context.trajectory
+    context, net = derivative.context, derivative.net
     model, cache = net.model, net.model.cache
-    with cache.lock:
+    with cache.lock, torch.enable_grad():
         if model.spec not in cache.vmap_second_derivatives:
-            X = trajectory.inputs[:2].to(derivative.context.reference)
-            gradients = []
+            X = context.trajectory.inputs[:2].to(context.reference).requires_grad_()
+            start, end = (flat_weights(context.trajectory, state, context.reference) for state in (0, 1))
+            at = WeightLocation(torch.lerp(start, end, 0.5))
+            gradients = list[Tensor]()
             for supports_vmap in (True, False):
                 trial = replace(derivative, net=PlannedModel(model, replace(net.plan, supports_vmap=supports_vmap)))
-                point, jacobians = trial.with_input_grad(0, 0.5, X)
-                values = jacobians[-1].to_dense()
+                values = trial.jacobians(at, X, all_outputs(context.head))[-1].to_dense()
                 wave = torch.arange(values.numel(), device=X.device).to(values).sin().view_as(values)
-                gradients.append(_gradient((values * wave).sum(), point))
+                gradients.extend(_differentiate((values * wave).sum(), [X]))
             cache.vmap_second_derivatives[model.spec] = allclose(gradients[0], gradients[1])
         return PlannedModel(model, replace(net.plan, supports_vmap=cache.vmap_second_derivatives[model.spec]))
 
 
-def _blocks_of_points(points: Points, size: int) -> Iterator[tuple[Tensor, bool]]:
-    for is_train in (True, False):
-        yield from ((rows, is_train) for rows in points.copies(is_train).split(size) if len(rows))
+def _blocks(derivative: _Derivative, pairs: SetPairs) -> Iterator[PairBlock]:
+    """Split pairs into blocks that are computed at all nodes of a step at once."""
+    return pair_blocks(pairs, max(1, derivative.max_points // derivative.context.rule.num_contractions))
 
 
-def _block(derivative: _Derivative, x: CopyBatch, y: CopyBatch, weights: Tensor) -> Tensor:
-    """Differentiate one block of points, all of one copy, against points of one copy."""
-    total = torch.zeros_like(x.X)
-    is_per_class = weights.ndim == 3
-    for s, eta in derivative.context.steps:
-        fixed_x = derivative.with_input_grad(s, 0.0, x.X) if x.is_train else None
-        fixed_y = derivative.detached(s, 0.0, y.X) if y.is_train else None
-        value = derivative.context.reference.new_zeros(())
-        for t, omega in _nodes(derivative.context, x.is_train and y.is_train):
-            X, left = fixed_x or derivative.with_input_grad(s, t, x.X)
-            right = fixed_y or derivative.detached(s, t, y.X)
-            products = [
-                (f.products(g, per_class=is_per_class) * weights).sum() for f, g in zip(left, right, strict=True)
-            ]
-            at_node = torch.stack(products).sum()
-            if fixed_x is None:
-                total += _gradient(eta * omega * at_node, X)
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """One side of a block's pairs.
+
+    Attributes:
+        X: Its points, set by set, (U * n, ...).
+        num_sets: U.
+        of_pairs: Where the pairs find their factors.
+        num_outputs: Outputs that are computed of each point.
+        cotangents: The outputs that are wanted, at a number of weight states.
+    """
+
+    X: Shaped[Tensor, "rows ..."]
+    num_sets: int
+    of_pairs: PairSide
+    num_outputs: int
+    cotangents: Callable[[int], Cotangents]
+
+    def jacobians(
+        self, derivative: _Derivative, weights: Sequence[Tensor], at_once: int
+    ) -> list[tuple[int, list[LayerJacobian]]]:
+        """Compute the Jacobians of every layer at weight states, `at_once` of them together: how many, and theirs."""
+        parts = []
+        for some in _batches(weights, at_once):
+            if len(some) == 1:
+                at, X = WeightLocation(some[0]), self.X
             else:
-                value = value + eta * omega * at_node
-        if fixed_x is not None:
-            total += _gradient(value, fixed_x[0])
-    return total
+                at = WeightLocation(some[0], stacked=torch.stack(list(some)))
+                X = self.X.repeat(len(some), *[1] * (self.X.ndim - 1))
+            parts.append((len(some), derivative.jacobians(at, X, self.cotangents(len(some)))))
+        return parts
+
+    def factors(self, parts: Sequence[tuple[int, list[LayerJacobian]]], layer: int, *, is_dense: bool) -> SetFactors:
+        """Arrange one layer's Jacobians at weight states by sets."""
+        own = [(count, DenseJacobian(js[layer].to_dense()) if is_dense else js[layer]) for count, js in parts]
+        first, *others = (set_factors(jacobian, count, self.num_sets) for count, jacobian in own)
+        return first.with_states(others) if others else first
+
+
+def _side(
+    context: ExecutionContext, pairs: SetPairs, points: PointSets, sets: Int64[Tensor, " P"], *, requires_grad: bool
+) -> _Side:
+    """Prepare one side: of a set that is asked about one output only that one is computed."""
+    head, num_outputs = context.head, context.num_outputs
+    X = points.X.flatten(0, 1).detach().requires_grad_(requires_grad)
+    if pairs.classes is None:
+        cotangents = summed_outputs(head) if pairs.is_summed else all_outputs(head)
+        K = 1 if pairs.is_summed else num_outputs
+        return _Side(X, points.num_sets, PairSide(sets, None), K, lambda _: cotangents)
+    of_sets = pairs.classes.new_zeros(points.num_sets)
+    of_sets[sets] = pairs.classes
+    if not torch.equal(of_sets[sets], pairs.classes):
+        return _Side(X, points.num_sets, PairSide(sets, pairs.classes), num_outputs, lambda _: all_outputs(head))
+    of_points = of_sets.repeat_interleave(points.num_points)
+    own = PairSide(sets, torch.zeros_like(sets))
+    return _Side(X, points.num_sets, own, 1, lambda num_states: chosen_outputs(head, of_points.repeat(num_states)))
+
+
+def _sides(context: ExecutionContext, pairs: SetPairs, wanted: tuple[bool, bool]) -> tuple[_Side, _Side]:
+    """Prepare both sides; one is both where they are the same: its derivatives are taken with the other held fixed."""
+    is_shared = pairs.have_same_sides
+    left = _side(context, pairs, pairs.left, pairs.left_index, requires_grad=any(wanted) if is_shared else wanted[0])
+    if is_shared:
+        return left, left
+    return left, _side(context, pairs, pairs.right, pairs.right_index, requires_grad=wanted[1])
+
+
+def _values_by_steps(derivative: _Derivative, block: PairBlock, left: _Side, right: _Side) -> Iterator[Tensor]:
+    """Compute a block's values, (P, K, n, L, m), some steps at a time."""
+    context = derivative.context
+    nodes = [_nodes(context, is_train) for is_train in block.is_train]
+    omegas = context.reference.new_tensor([omega for _, omega in max(nodes, key=len)])
+    C = context.num_outputs
+    # the plan counts forward and backward passes of all outputs, and their Jacobians
+    points = max(1 + len(side.X) * (side.num_outputs + 2) // (C + 2) for side in (left, right))
+    at_once = derivative.states_at_once(points)
+    steps_at_once = max(1, min(at_once, derivative.max_points // points) // len(omegas))
+    for steps in _batches(context.steps, steps_at_once):
+        states = {s: context.prefetcher.get(s, 2) for s in sorted({state for s, _ in steps for state in (s, s + 1)})}
+        at_nodes = [[torch.lerp(states[s], states[s + 1], t) for s, _ in steps for t, _ in own] for own in nodes]
+        x = left.jacobians(derivative, at_nodes[0], at_once)
+        y = x if right is left else right.jacobians(derivative, at_nodes[1], at_once)
+        products = []
+        for layer, kinds in enumerate(zip(x[0][1], y[0][1], strict=True)):
+            is_dense = any(isinstance(jacobian, DenseJacobian) for jacobian in kinds)  # without a graph fewer are
+            a = left.factors(x, layer, is_dense=is_dense)
+            b = a.detach() if right is left else right.factors(y, layer, is_dense=is_dense)
+            products.append(pair_products(a, b, left.of_pairs, right.of_pairs, len(steps)))
+        scale = context.reference.new_tensor([eta for _, eta in steps])[:, None] * omegas
+        yield torch.einsum("sqpknjm,sq->pknjm", torch.stack(products).sum(0), scale)
+
+
+def _block_gradients(
+    derivative: _Derivative, block: PairBlock, weights: Tensor, wanted: tuple[bool, bool]
+) -> list[Tensor | None]:
+    """Differentiate a block with respect to the wanted sides."""
+    left, right = _sides(derivative.context, block.pairs, wanted)
+    totals = [torch.zeros_like(side.X) if w else None for side, w in zip((left, right), wanted, strict=True)]
+    transposed = weights.permute(0, 3, 4, 1, 2)
+    tolerance = _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max()
+    is_symmetric = right is left and bool((weights - transposed).abs().max() <= tolerance)
+    gradients: list[Tensor | None]
+    for values in _values_by_steps(derivative, block, left, right):
+        if right is not left:
+            leaves = [side.X for side, is_wanted in zip((left, right), wanted, strict=True) if is_wanted]
+            by_leaf = iter(_differentiate((values * weights).sum(), leaves))
+            gradients = [next(by_leaf) if is_wanted else None for is_wanted in wanted]
+        elif is_symmetric or not all(wanted):
+            gradients = [*_differentiate((values * (weights if wanted[0] else transposed)).sum(), [left.X])] * 2
+        else:  # K(x, y) at y = x: the derivative in y is that in x with the weights transposed
+            gradients = [
+                _differentiate((values * side).sum(), [left.X], retain_graph=side is weights)[0]
+                for side in (weights, transposed)
+            ]
+        for total, gradient in zip(totals, gradients, strict=True):
+            if total is not None and gradient is not None:
+                total += gradient
+    return [
+        None if total is None else total.unflatten(0, sets.X.shape[:2])
+        for total, sets in zip(totals, (block.pairs.left, block.pairs.right), strict=True)
+    ]
+
+
+def _batches(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (values[first : first + size] for first in range(0, len(values), size))
 
 
 def _nodes(context: ExecutionContext, is_train: bool) -> list[tuple[float, float]]:
-    """List the nodes of a step: its start alone where all points are training copies."""
+    """List the nodes of a step: its start alone for training copies."""
     if is_train or not isinstance(context.rule, QuadratureRule):
         return [(0.0, 1.0)]
     return list(context.rule)
@@ -174,6 +278,5 @@ def _has_one_position(jacobian: LayerJacobian) -> bool:
     return isinstance(jacobian, OuterProductJacobian) and jacobian.inputs.shape[1] == 1
 
 
-def _gradient(value: Tensor, X: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(value, X, allow_unused=True, materialize_grads=True)
-    return gradient
+def _differentiate(value: Tensor, leaves: Sequence[Tensor], *, retain_graph: bool = False) -> Sequence[Tensor]:
+    return torch.autograd.grad(value, leaves, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)

@@ -1,7 +1,8 @@
 """The exact path kernel of a training run, and its Gram blocks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from jaxtyping import Float, Shaped
@@ -14,9 +15,12 @@ from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.points import Points, validate_points
 from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.input_derivatives import block_input_gradient, diagonal_input_gradient
+from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
+from epk_gp.gram.set_pairs import SetPairs
 from epk_gp.gram.tiles import gram_diagonal, gram_tiles
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -84,62 +88,55 @@ class PathKernel:
 
         return with_plan(self.trajectory, model, compute)
 
-    def block_input_gradient(
+    def pairs_input_gradients(
         self,
-        a: Points,
-        b: Points,
-        weights: Float[Tensor, "K N J M"] | Float[Tensor, "K N M"],
+        pairs: SetPairs,
+        weights: Float[Tensor, "P K n L m"],
+        wanted: tuple[bool, bool] = (True, True),
         options: ComputeOptions = ComputeOptions(),
-        *,
-        summed: bool = False,
-    ) -> Shaped[Tensor, "N ..."]:
-        """Differentiate a weighted sum of kernel values with respect to the points on the left.
+    ) -> tuple[Shaped[Tensor, "U n ..."] | None, Shaped[Tensor, "V m ..."] | None]:
+        """Differentiate a weighted sum of kernel values between pairs of sets with respect to the points.
 
-            d/da_n  sum_{k,n,j,m} weights[k, n, j, m] K(a_n, b_m)[k, j]
+            d/da  sum_{p,k,n,l,m} weights[p, k, n, l, m] K(a_pn, b_pm)[k, l]
 
-        Args:
-            a: N points; b is held fixed, also where it is the same.
-            b: M points.
-            weights: Class-major; without the third dimension only pairs of equal classes are summed.
-            options: How to compute.
-            summed: The weights have one class on each side, the sum of all outputs.
-
-        Returns:
-            The derivative, in the shape of a.X.
-        """
-        options.require_unset("block_input_gradient", "checkpoint", "accumulate")
-        self._validate(a, b)
-        self._validate_fixed_rule()
-        model = self.trajectory.model_for(a.X)
-        is_per_class = weights.ndim == 3
-
-        def compute(net: PlannedModel) -> Tensor:
-            context = self._context(net, options, is_per_class=is_per_class)
-            return block_input_gradient(context, a, b, weights, is_summed=summed)
-
-        return with_plan(self.trajectory, model, compute)
-
-    def diagonal_input_gradient(
-        self, a: Points, weights: Float[Tensor, "N C C"], options: ComputeOptions = ComputeOptions()
-    ) -> Shaped[Tensor, "N ..."]:
-        """Differentiate a weighted sum of the blocks K(a_n, a'_n) with respect to a_n, at a'_n = a_n held fixed.
+        Layer Jacobians are computed once per point, side and node; only for the outputs that its pairs ask about.
 
         Args:
-            a: N points.
-            weights: One C x C block per point; the derivative with respect to a'_n is that with transposed weights.
+            pairs: The pairs, out of U sets on the left and V on the right.
+            weights: K = L = C, or 1 where a pair has one output or the sum of the outputs.
+            wanted: Of which side the derivative is wanted; the other side is held fixed, also where it is the same.
             options: How to compute.
 
         Returns:
-            The derivative, in the shape of a.X.
+            The derivatives in the shapes of the sets, None for a side that is not wanted.
         """
-        options.require_unset("diagonal_input_gradient", "checkpoint", "accumulate")
-        self._validate(a, a)
+        options.require_unset("pairs_input_gradients", "checkpoint", "accumulate")
         self._validate_fixed_rule()
-        model = self.trajectory.model_for(a.X)
+        return self._of_pairs(pairs, options, lambda context: pairs_input_gradients(context, pairs, weights, wanted))
+
+    def pairs_block(self, pairs: SetPairs, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "P K n L m"]:
+        """Compute the kernel between the points of P pairs of sets.
+
+        Layer Jacobians are computed as for `pairs_input_gradients`. Where all outputs of all points are wanted, `block`
+        costs less.
+
+        Args:
+            pairs: The pairs.
+            options: How to compute.
+
+        Returns:
+            K(a_pn, b_pm)[k, l], K = L = C, or 1 where a pair has one output or the sum of the outputs.
+        """
+        options.require_unset("pairs_block", "checkpoint", "accumulate")
+        self._validate_fixed_rule()
+        with torch.no_grad():
+            return self._of_pairs(pairs, options, lambda context: pairs_block(context, pairs))
+
+    def _of_pairs(self, pairs: SetPairs, options: ComputeOptions, compute: Callable[[ExecutionContext], T]) -> T:
+        self._validate(*(Points(s.X.flatten(0, 1), s.is_train.flatten()) for s in (pairs.left, pairs.right)))
+        model, is_per_class = self.trajectory.model_for(pairs.left.X), pairs.classes is not None
         return with_plan(
-            self.trajectory,
-            model,
-            lambda net: diagonal_input_gradient(self._context(net, options, is_per_class=False), a, weights),
+            self.trajectory, model, lambda net: compute(self._context(net, options, is_per_class=is_per_class))
         )
 
     def _evaluate(self, a: Points, b: Points, options: ComputeOptions, *, is_per_class: bool) -> Tensor:

@@ -61,11 +61,17 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
             if not len(rows):
                 continue
             X, total = a.X[rows], result.new_zeros(len(rows), C, C)
-            for s, eta in tqdm(context.steps, desc="steps", disable=not context.options.progress):
-                nodes = [(0.0, 1.0)] if is_train else shared_nodes(context, s, X)
-                at_nodes = jacobians_at_nodes(context, [(s, t) for t, _ in nodes], X)
-                for jacobians, (_, weight) in zip(at_nodes, nodes, strict=True):
-                    total += eta * weight * sum_over_layers([j.pointwise_products(j) for j in jacobians])
+            with tqdm(total=len(context.steps), desc="steps", disable=not context.options.progress) as bar:
+                for batch in step_batches(context, context.steps, len(rows)):
+                    nodes = [
+                        (s, t, eta * weight)
+                        for s, eta in batch
+                        for t, weight in ([(0.0, 1.0)] if is_train else shared_nodes(context, s, X))
+                    ]
+                    at_nodes = jacobians_at_nodes(context, [(s, t) for s, t, _ in nodes], X)
+                    for jacobians, (*_, weight) in zip(at_nodes, nodes, strict=True):
+                        total += weight * sum_over_layers([j.pointwise_products(j) for j in jacobians])
+                    bar.update(len(batch))
             result[rows] = total
     return result
 

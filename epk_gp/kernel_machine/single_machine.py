@@ -84,8 +84,8 @@ def single_machine(
     for part in torch.arange(len(training), device=X.device).split(size):
         K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)
         outputs += torch.einsum("ncmd,md->nc", K, coefficients[part])
-    error, size = float((outputs - network).abs().max()), initial.abs() + network.abs() + outputs.abs()
-    allowed = sum_tolerance(rule, coarsest_dtype(trajectory, initial), size, trajectory.num_steps)
+    error, terms = float((outputs - network).abs().max()), initial.abs() + network.abs() + outputs.abs()
+    allowed = sum_tolerance(rule, coarsest_dtype(trajectory, initial), terms, trajectory.num_steps)
     result = SingleMachine(outputs, network, initial, coefficients, error, allowed)
     if not result.certified:
         advice = "" if isinstance(rule, AdaptiveRule) else " (a fixed rule: epk_gp.adaptive() chooses its nodes)"

@@ -1,16 +1,16 @@
 """Blocks of a GPyTorch kernel between sets of tagged points: each is computed once, and can be differentiated once."""
 
-from typing import Any, cast
+from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from epk_gp.core.fingerprint import content_key
 from epk_gp.kernels.config import KernelConfig
-from epk_gp.kernels.derivatives import block_derivative, diagonal_derivative
-from epk_gp.kernels.tagged_points import as_points, requires_graph, same_points
+from epk_gp.kernels.derivatives import ValuesOfPairs, with_derivatives
+from epk_gp.kernels.output_structure import FullOutputs
+from epk_gp.kernels.tagged_points import as_points, as_set_pairs, requires_graph, same_points
 
 
 def block(
@@ -28,7 +28,8 @@ def block(
     """
     if requires_graph(x) or requires_graph(y):
         values = block(config, x.detach(), x.detach() if x is y else y.detach())
-        return cast(Tensor, _Block.apply(x, y, config, values))  # type: ignore[no-untyped-call]
+        matrices = torch.arange(len(values), device=x.device)
+        return with_derivatives(values, x, y, ValuesOfPairs(config, config.structure, matrices))
     x, y = _snapshots(x, y)
     key = ("block", config.cache_key, content_key(x, y))
     cached = config.cache.get(key)
@@ -59,7 +60,10 @@ def diagonal_blocks(
     y = x if y is None else y
     if requires_graph(x) or requires_graph(y):
         values = diagonal_blocks(config, x.detach())
-        return cast(Tensor, _DiagonalBlocks.apply(x, y, config, values))  # type: ignore[no-untyped-call]
+        whole = ValuesOfPairs(
+            config, FullOutputs(values.shape[1]), torch.zeros(len(x), dtype=torch.long, device=x.device)
+        )
+        return with_derivatives(values, x[:, None], y[:, None], whole)
     x, _ = _snapshots(x, x)
     key = ("diagonal", config.cache_key, content_key(x))
     cached = config.cache.get(key)
@@ -72,55 +76,43 @@ def diagonal_blocks(
     return values
 
 
+def pairs_of_sets(
+    config: KernelConfig,
+    x: Shaped[Tensor, "*b n columns"],
+    y: Shaped[Tensor, "*c m columns"],
+    matrices: Int64[Tensor, "*k"],
+) -> Float[Tensor, "*d n m"]:
+    """Evaluate one output's kernel between the sets of each element of a batch, and no other output's.
+
+    Args:
+        config: The kernel, whose structure has a matrix per output.
+        x: (*b, n, D + 1).
+        y: (*c, m, D + 1).
+        matrices: The output of each element, (*k); b, c and k broadcast to d.
+    """
+    x, y = _snapshots(x, y)
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
+    key = (
+        "pairs",
+        config.cache_key,
+        content_key(x, y),
+        x.shape,
+        y.shape,
+        tuple(matrices.shape),
+        tuple(matrices.flatten().tolist()),
+    )
+    cached = config.cache.get(key)
+    if cached is not None:
+        return cached
+    pairs = as_set_pairs(config.trajectory, x, y, batch)
+    pairs = replace(pairs, classes=matrices.expand(batch).flatten())
+    values = config.path_kernel.pairs_block(pairs, config.options)[:, 0, :, 0].reshape(*batch, x.shape[-2], y.shape[-2])
+    values = values.to(config.trajectory.model.spec_for(x).dtype)
+    config.cache.put(key, values)
+    return values
+
+
 def _snapshots(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Copy points: should another thread edit them meanwhile, a block and its key still are of the same points."""
     own = x.detach().clone()
     return own, own if x is y else y.detach().clone()
-
-
-class _Block(torch.autograd.Function):
-    """Attach derivatives to the values of a block; they are computed when a backward pass asks for them.
-
-    The values are an argument, and not computed in `forward`: in there torch switches off the forward-mode derivatives
-    that the path kernel uses.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, config: KernelConfig, values: Tensor) -> Tensor:
-        ctx.config = config
-        ctx.save_for_backward(x, y)
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, y = ctx.saved_tensors
-        x_requires_grad, y_requires_grad = ctx.needs_input_grad[:2]
-        return (
-            block_derivative(ctx.config, x, y, weights) if x_requires_grad else None,
-            block_derivative(ctx.config, y, x, weights.mT) if y_requires_grad else None,
-            None,
-            None,
-        )
-
-
-class _DiagonalBlocks(torch.autograd.Function):
-    """As `_Block`, for the blocks of points with themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, config: KernelConfig, values: Tensor) -> Tensor:
-        ctx.config = config
-        ctx.save_for_backward(x)
-        return values
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
-        x_requires_grad, y_requires_grad = ctx.needs_input_grad[:2]
-        return (
-            diagonal_derivative(ctx.config, x, weights) if x_requires_grad else None,
-            diagonal_derivative(ctx.config, x, weights.mT) if y_requires_grad else None,
-            None,
-            None,
-        )

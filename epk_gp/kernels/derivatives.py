@@ -1,46 +1,112 @@
-"""Derivatives of kernel values with respect to the points: weights on a block in, gradients of rows out."""
+"""Derivatives of kernel values with respect to the points: values with a graph, weights on them in, gradients out."""
+
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from epk_gp.kernels.config import KernelConfig
-from epk_gp.kernels.tagged_points import as_points
+from epk_gp.kernels.gradient_demand import is_gradient_dropped
+from epk_gp.kernels.output_structure import OutputStructure
+from epk_gp.kernels.tagged_points import as_set_pairs, same_points, squeeze_repeated
 
 
-def block_derivative(
-    config: KernelConfig,
-    x: Shaped[Tensor, "n columns"],
-    y: Shaped[Tensor, "m columns"],
-    weights: Float[Tensor, "K rows cols"],
-) -> Float[Tensor, "n columns"]:
-    """Differentiate sum(weights * block(x, y)) with respect to x alone.
+@dataclass(frozen=True, eq=False)
+class ValuesOfPairs:
+    """What values between sets of points are: d pairs of sets, and a matrix of the structure for each.
+
+    Attributes:
+        config: The kernel.
+        structure: What is made of the C x C block of two points.
+        matrices: Which of the structure's K matrices each pair has, (*d).
+        is_diagonal: The values are the diagonals of the matrices only.
+    """
+
+    config: KernelConfig
+    structure: OutputStructure
+    matrices: Int64[Tensor, "*d"]
+    is_diagonal: bool = False
+
+
+def with_derivatives(
+    values: Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"],
+    x: Shaped[Tensor, "*b n columns"],
+    y: Shaped[Tensor, "*c m columns"],
+    of: ValuesOfPairs,
+) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"]:
+    """Attach derivatives to kernel values; they are computed when a backward pass asks for them.
+
+    The gradient of points that were joined with others, as GPyTorch joins training with test points, is not computed
+    if no part of it is used: it is NaN then, and never seen (`is_gradient_dropped`).
 
     Args:
-        config: The kernel.
-        x: (n, D + 1).
-        y: (m, D + 1), held fixed, also where it is x.
-        weights: One per entry of the block.
+        values: The values.
+        x: The points on the left; b and c broadcast to d.
+        y: The points on the right.
+        of: What the values are.
     """
-    a, b = as_points(config.trajectory, x), as_points(config.trajectory, y)
-    return _with_copy_column(config.structure.input_gradient(config.path_kernel, a, b, weights, config.options))
+    return cast(Tensor, _Values.apply(x, y, of, values))  # type: ignore[no-untyped-call]
 
 
-def diagonal_derivative(
-    config: KernelConfig, x: Shaped[Tensor, "n columns"], weights: Float[Tensor, "n C C"]
-) -> Float[Tensor, "n columns"]:
-    """Differentiate sum(weights * K(x_i, y_i)) with respect to x alone, at y = x.
+class _Values(torch.autograd.Function):
+    """Attach derivatives to values.
 
-    Args:
-        config: The kernel.
-        x: (n, D + 1).
-        weights: One C x C block per point.
+    The values are an argument, and not computed in `forward`: in there torch switches off the forward-mode derivatives
+    that the path kernel uses.
     """
-    a = as_points(config.trajectory, x)
-    return _with_copy_column(config.path_kernel.diagonal_input_gradient(a, weights, config.options))
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, of: ValuesOfPairs, values: Tensor) -> Tensor:
+        ctx.of = of
+        ctx.save_for_backward(x, y)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x, y), asked = ctx.saved_tensors, ctx.needs_input_grad[:2]
+        wanted = [
+            is_asked and not is_gradient_dropped(edge[0], z)
+            for is_asked, edge, z in zip(asked, ctx.next_functions[:2], (x, y), strict=True)
+        ]
+        found = _gradients(ctx.of, x, y, weights, (wanted[0], wanted[1])) if any(wanted) else (None, None)
+        gradients = [
+            torch.full_like(z, torch.nan) if is_asked and gradient is None else gradient
+            for is_asked, gradient, z in zip(asked, found, (x, y), strict=True)
+        ]
+        return gradients[0], gradients[1], None, None
+
+
+def _gradients(
+    of: ValuesOfPairs, x: Tensor, y: Tensor, weights: Tensor, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Differentiate sum(weights * values) with respect to the wanted sides."""
+    shapes, batch = (x.shape, y.shape), of.matrices.shape
+    if of.is_diagonal:  # every point of a set is a set of its own
+        R = of.structure.rows_per_point
+        weights = weights.unflatten(-1, (-1, R)).diag_embed()
+        x, y, batch = x.unsqueeze(-2), y.unsqueeze(-2), weights.shape[:-2]
+        of_points = of.matrices[..., None]
+    else:
+        of_points = of.matrices
+    if not same_points(x, y):
+        x, y = (z if is_wanted else squeeze_repeated(z) for z, is_wanted in zip((x, y), wanted, strict=True))
+    pairs = as_set_pairs(of.config.trajectory, x, y, batch)
+    matrices, of_pairs = of_points.expand(batch).flatten(), weights.flatten(0, -3) if batch else weights[None]
+    pairs, of_outputs = of.structure.weights_on_outputs(pairs, matrices, of_pairs)
+    config = of.config
+    found = config.path_kernel.pairs_input_gradients(pairs, of_outputs, wanted, config.options)
+    gradients = [
+        None if gradient is None else _with_copy_column(gradient).reshape(shape).to(x.dtype)
+        for gradient, shape in zip(found, shapes, strict=True)
+    ]
+    return gradients[0], gradients[1]
 
 
 def _with_copy_column(gradient: Tensor) -> Tensor:
     """Flatten the gradient to rows of points; the copy column is discrete, and its gradient is 0."""
-    rows = gradient.flatten(1)
-    return torch.cat([rows, rows.new_zeros(len(rows), 1)], dim=1)
+    rows = gradient.flatten(2)
+    return torch.cat([rows, rows.new_zeros(*rows.shape[:2], 1)], dim=2)

@@ -17,9 +17,10 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.batching import batch_of_blocks, batch_of_diagonals
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.derivatives import ValuesOfPairs, with_derivatives
 from epk_gp.kernels.normalization import Normalization, normalization_scale
 from epk_gp.kernels.output_structure import Outputs, parse_outputs
-from epk_gp.kernels.tagged_points import validate_batches, validate_tagged_points
+from epk_gp.kernels.tagged_points import requires_graph, validate_batches, validate_tagged_points
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
@@ -38,6 +39,12 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
 
     Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
     edited while it was computed.
+
+    Derivatives are computed anew in every backward pass. Measured: a variational step that learns its inducing points
+    takes 2 to 6 times one with fixed points. Points that are joined with others, as training with test points in a
+    posterior, are left out where nobody uses their gradient; should the joint tensor retain its own, it is NaN there.
+    Parameters that belong to no layer are differentiated sample by sample where torch cannot batch that: such networks
+    take many times longer, and fewer points or steps are what helps.
 
     Args:
         trajectory: Training run with C outputs.
@@ -169,12 +176,14 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
         evaluate, value_ndim = (batch_of_diagonals, 1) if diag else (batch_of_blocks, 2)
-        values = evaluate(self.config, x1, x2)  # (*batch, K, rows) or (*batch, K, rows, cols)
-        batch = values.shape[: -value_ndim - 1]
-        position = torch.arange(batch.numel(), device=values.device).view(batch)
-        selected = values.reshape(-1, *values.shape[-value_ndim - 1 :])[position, self._matrices.to(values.device)]
-        full_batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], self._matrices.shape)
-        return (selected / self.scale).expand(*full_batch, *selected.shape[-value_ndim:])
+        matrices = self._matrices.to(x1.device)
+        values = evaluate(self.config, x1.detach(), x1.detach() if x2 is x1 else x2.detach(), matrices)
+        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], matrices.shape)
+        values = values.expand(*batch, *values.shape[-value_ndim:])
+        if requires_graph(x1) or requires_graph(x2):
+            of = ValuesOfPairs(self.config, self.config.structure, matrices.expand(batch), is_diagonal=diag)
+            values = with_derivatives(values, x1, x2, of)
+        return values / self.scale
 
     def get_extra_state(self) -> UInt8[Tensor, " bytes"]:
         """Return the run's digest for the state dict; a tensor, as BoTorch copies state dicts entry by entry."""

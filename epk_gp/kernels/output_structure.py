@@ -2,18 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal, final
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.memory_plan import summed_block_points
 from epk_gp.core.points import Points
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.set_pairs import SetPairs
 
 Outputs = Literal["full", "independent", "trace", "sum"] | int
 
@@ -52,10 +53,19 @@ class OutputStructure(ABC):
         """Return what the structure makes of each of n blocks K(x_i, x_i)."""
 
     @abstractmethod
-    def input_gradient(
-        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
-    ) -> Shaped[Tensor, "N ..."]:
-        """Differentiate sum(weights * evaluate(a, b)) with respect to the inputs of `a`; `b` is held fixed."""
+    def weights_on_outputs(
+        self, pairs: SetPairs, matrices: Int64[Tensor, " P"], weights: Float[Tensor, "P rows cols"]
+    ) -> tuple[SetPairs, Float[Tensor, "Q K n L m"]]:
+        """Turn a sum over the structure's matrices into one over outputs of points.
+
+        Args:
+            pairs: Pairs of sets.
+            matrices: Which of the K matrices each pair has.
+            weights: Of the entries of that matrix.
+
+        Returns:
+            Pairs with their outputs, and the weights of these (`PathKernel.pairs_input_gradients`).
+        """
 
     @final
     def diagonal(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "K rows"]:
@@ -89,13 +99,12 @@ class FullOutputs(OutputStructure):
         """Return the blocks."""
         return blocks[:, None]
 
-    def input_gradient(
-        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
-    ) -> Shaped[Tensor, "N ..."]:
+    def weights_on_outputs(
+        self, pairs: SetPairs, matrices: Int64[Tensor, " P"], weights: Float[Tensor, "P rows cols"]
+    ) -> tuple[SetPairs, Float[Tensor, "Q K n L m"]]:
         """Weigh every pair of outputs."""
         C = self.num_outputs
-        class_major = weights.reshape(len(a), C, len(b), C).permute(1, 0, 3, 2)
-        return kernel.block_input_gradient(a, b, class_major, options)
+        return pairs, weights.unflatten(-1, (-1, C)).unflatten(1, (-1, C)).permute(0, 2, 1, 4, 3)
 
 
 @final
@@ -123,11 +132,11 @@ class PerClassOutputs(OutputStructure):
         """Return the blocks' diagonals."""
         return blocks.diagonal(dim1=-2, dim2=-1)[..., None, None]
 
-    def input_gradient(
-        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
-    ) -> Shaped[Tensor, "N ..."]:
-        """Weigh pairs of equal outputs, each by its own matrix."""
-        return kernel.block_input_gradient(a, b, weights, options)
+    def weights_on_outputs(
+        self, pairs: SetPairs, matrices: Int64[Tensor, " P"], weights: Float[Tensor, "P rows cols"]
+    ) -> tuple[SetPairs, Float[Tensor, "Q K n L m"]]:
+        """Weigh each pair's own output."""
+        return replace(pairs, classes=matrices), weights[:, None, :, None]
 
 
 @final
@@ -155,11 +164,15 @@ class TraceOutputs(OutputStructure):
         """Return the blocks' traces."""
         return blocks.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None, None]
 
-    def input_gradient(
-        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
-    ) -> Shaped[Tensor, "N ..."]:
-        """Weigh all pairs of equal outputs alike."""
-        return kernel.block_input_gradient(a, b, weights.expand(self.num_outputs, len(a), len(b)), options)
+    def weights_on_outputs(
+        self, pairs: SetPairs, matrices: Int64[Tensor, " P"], weights: Float[Tensor, "P rows cols"]
+    ) -> tuple[SetPairs, Float[Tensor, "Q K n L m"]]:
+        """Weigh all outputs alike: each pair once for each of them."""
+        C, P = self.num_outputs, len(pairs)
+        left, right = pairs.left_index.repeat(C), pairs.right_index.repeat(C)
+        classes = torch.arange(C, device=left.device).repeat_interleave(P)
+        every = replace(pairs, left_index=left, right_index=right, classes=classes)
+        return every, weights.repeat(C, 1, 1)[:, None, :, None]
 
 
 @final
@@ -189,11 +202,11 @@ class SumOutputs(OutputStructure):
         """Return the blocks' sums."""
         return blocks.sum((-2, -1))[:, None, None, None]
 
-    def input_gradient(
-        self, kernel: PathKernel, a: Points, b: Points, weights: Float[Tensor, "K rows cols"], options: ComputeOptions
-    ) -> Shaped[Tensor, "N ..."]:
+    def weights_on_outputs(
+        self, pairs: SetPairs, matrices: Int64[Tensor, " P"], weights: Float[Tensor, "P rows cols"]
+    ) -> tuple[SetPairs, Float[Tensor, "Q K n L m"]]:
         """Weigh the sum of the outputs, which is differentiated as one output."""
-        return kernel.block_input_gradient(a, b, weights.reshape(1, len(a), 1, len(b)), options, summed=True)
+        return replace(pairs, is_summed=True), weights[:, None, :, None]
 
 
 _STRUCTURES: dict[str, type[OutputStructure]] = {

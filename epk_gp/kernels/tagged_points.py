@@ -6,6 +6,7 @@ from torch import Tensor
 
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.gram.set_pairs import PointSets, SetPairs
 from epk_gp.kernels.tagging import split_copy
 
 
@@ -91,6 +92,22 @@ def as_points(trajectory: Trajectory, x: Shaped[Tensor, "n columns"]) -> Points:
     return Points(X, bool(is_train[0]) if one_kind and len(is_train) else is_train)
 
 
+def as_set_pairs(
+    trajectory: Trajectory, x: Shaped[Tensor, "*b n columns"], y: Shaped[Tensor, "*c m columns"], batch: torch.Size
+) -> SetPairs:
+    """Translate a batch of pairs of sets of tagged points to `SetPairs`, all outputs of each pair.
+
+    Args:
+        trajectory: The run.
+        x: (*b, n, D + 1).
+        y: (*c, m, D + 1); the sets are one object if they are the same.
+        batch: b and c broadcast to it.
+    """
+    left = _as_sets(trajectory, x)
+    right = left if same_points(x, y) else _as_sets(trajectory, y)
+    return SetPairs(left, right, _set_of_element(x, batch), _set_of_element(y, batch))
+
+
 def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:
     """Return whether autograd will ask for derivatives with respect to x."""
     return x.requires_grad and torch.is_grad_enabled()
@@ -99,3 +116,24 @@ def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:
 def same_points(x: Shaped[Tensor, "*n"], y: Shaped[Tensor, "*m"]) -> bool:
     """Return whether two sets of points have the same dtype, shape and values."""
     return x is y or (x.dtype == y.dtype and torch.equal(x, y))
+
+
+def squeeze_repeated(x: Shaped[Tensor, "*b n columns"]) -> Shaped[Tensor, "*c n columns"]:
+    """Reduce each batch dimension whose slices are all equal to size 1: SVGP and BoTorch repeat points there."""
+    for dim in range(x.ndim - 2):
+        first = x.narrow(dim, 0, 1)
+        if x.shape[dim] > 1 and (x.stride(dim) == 0 or torch.equal(x, first.expand_as(x))):
+            x = first
+    return x
+
+
+def _as_sets(trajectory: Trajectory, x: Tensor) -> PointSets:
+    points, num_sets, n = as_points(trajectory, x.reshape(-1, x.shape[-1])), x.shape[:-2].numel(), x.shape[-2]
+    is_train = torch.as_tensor(points.is_train, device=x.device).expand(num_sets * n)
+    return PointSets(torch.unflatten(points.X, 0, (num_sets, n)), is_train.view(num_sets, n))
+
+
+def _set_of_element(x: Tensor, batch: torch.Size) -> Tensor:
+    """Return which of the sets of x each element of a batch has."""
+    own = x.shape[:-2]
+    return torch.arange(own.numel(), device=x.device).view(own).expand(batch).flatten()

@@ -67,14 +67,6 @@ def test_inner_products_are_those_of_the_dense_form(name: str, per_class: bool) 
     assert_close(inner(left, right, LEFT, per_class=per_class, weight=0.7), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in MAKE if name != "outer_positions"])
-def test_differentiable_products_are_those_of_the_dense_form(name: str) -> None:
-    left, right = MAKE[name](LEFT), MAKE[name](RIGHT)
-    for per_class in (False, True):
-        expected = dense_inner(left.to_dense(), right.to_dense(), per_class=per_class)
-        assert_close(left.products(right, per_class=per_class), expected)
-
-
 @pytest.mark.parametrize("name", MAKE)
 def test_pointwise_products_are_the_diagonal_blocks(name: str) -> None:
     left, other = MAKE[name](LEFT), MAKE[name](LEFT)
@@ -143,16 +135,6 @@ def test_what_cannot_be_joined_says_so(name: str) -> None:
     if name == "softmax":
         with pytest.raises(TypeError, match="SoftmaxLastLayer has no common inner dimension"):
             jacobian.concat_steps([jacobian], [1.0, 1.0])
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_a_detached_jacobian_has_no_graph(name: str) -> None:
-    jacobian = MAKE[name](LEFT)
-    for value in vars(jacobian).values():
-        if isinstance(value, Tensor):
-            value.requires_grad_()
-    assert jacobian.to_dense().requires_grad
-    assert not jacobian.detach().to_dense().requires_grad
 
 
 def test_flat_order_puts_columns_into_their_places() -> None:

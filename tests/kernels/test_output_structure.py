@@ -6,6 +6,7 @@ import torch
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.points import Points
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.set_pairs import PointSets, SetPairs
 from epk_gp.kernels.output_structure import FullOutputs, PerClassOutputs, SumOutputs, TraceOutputs, parse_outputs
 from epk_gp.quadrature.rules import gauss_legendre
 from kernel_cases import C, D, assert_close
@@ -57,7 +58,15 @@ def test_the_gradient_is_that_of_the_weighted_values(kernel, structure):
         return (weights * structure.evaluate(kernel, Points(a.X + t * direction, False), b, OPTIONS)).sum()
 
     slope = (value(1e-5) - value(-1e-5)) / 2e-5
-    gradient = structure.input_gradient(kernel, a, b, weights, OPTIONS)
+    left, right = (PointSets(z.X[None], torch.zeros(1, len(z), dtype=torch.bool)) for z in (a, b))
+    shared = torch.zeros(len(weights), dtype=torch.long)
+    pairs = SetPairs(left, right, shared, shared)
+
+    def gradient_of(weights):
+        whole = structure.weights_on_outputs(pairs, torch.arange(len(weights)), weights)
+        return kernel.pairs_input_gradients(*whole, (True, False), OPTIONS)[0][0]
+
+    gradient = gradient_of(weights)
     torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-7, atol=1e-8)
-    wrong = structure.input_gradient(kernel, a, b, weights.flip(-1), OPTIONS)  # the negative control
+    wrong = gradient_of(weights.flip(-1))  # the negative control
     assert abs(float((wrong * direction).sum() - slope)) > 1e-2 * abs(float(slope))

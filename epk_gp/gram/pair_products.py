@@ -1,0 +1,113 @@
+"""Inner products of layer Jacobians between the sets of many pairs; they can be differentiated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from epk_gp.autodiff.layer_jacobian import LayerJacobian
+from epk_gp.autodiff.representations import OuterProductJacobian
+
+
+@dataclass(frozen=True, eq=False)
+class SetFactors:
+    """One layer's Jacobian at U sets of n points and at L weight states, for K outputs of each point.
+
+    The gradients are `output_grads`, or their outer products with `inputs`.
+
+    Attributes:
+        output_grads: (L, K, U, n, d).
+        inputs: (L, U, n, n_in), or None.
+        has_bias: The inputs have one more entry, 1, which is not stored.
+    """
+
+    output_grads: Float[Tensor, "L K U n d"]
+    inputs: Float[Tensor, "L U n n_in"] | None = None
+    has_bias: bool = False
+
+    def detach(self) -> "SetFactors":
+        """Return the factors without their graph."""
+        inputs = None if self.inputs is None else self.inputs.detach()
+        return replace(self, output_grads=self.output_grads.detach(), inputs=inputs)
+
+    def with_states(self, others: Sequence["SetFactors"]) -> "SetFactors":
+        """Append other weight states."""
+        parts = [self, *others]
+        inputs = [part.inputs for part in parts if part.inputs is not None]
+        return replace(
+            self,
+            output_grads=torch.cat([part.output_grads for part in parts]),
+            inputs=torch.cat(inputs) if inputs else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PairSide:
+    """Where the pairs find their factors on one side.
+
+    Attributes:
+        sets: The set of each pair.
+        outputs: The output of each pair among the K outputs; None if a pair has all of them.
+    """
+
+    sets: Int64[Tensor, " P"]
+    outputs: Int64[Tensor, " P"] | None
+
+
+def set_factors(jacobian: LayerJacobian, num_states: int, num_sets: int) -> SetFactors:
+    """Arrange a layer's Jacobian by weight states, sets and points, in this order of its rows."""
+    if not isinstance(jacobian, OuterProductJacobian):
+        values = jacobian.to_dense()
+        return SetFactors(values.unflatten(1, (num_states, num_sets, -1)).movedim(0, 1))
+    inputs = jacobian.inputs[:, 0].unflatten(0, (num_states, num_sets, -1))
+    grads = jacobian.output_grads[:, :, 0].unflatten(1, (num_states, num_sets, -1)).movedim(0, 1)
+    return SetFactors(grads, inputs, jacobian.has_bias)
+
+
+def pair_products(
+    left: SetFactors, right: SetFactors, x: PairSide, y: PairSide, num_steps: int
+) -> Float[Tensor, "S Q P K n J m"]:
+    """Multiply the layer's gradients of both sides of every pair, at every node.
+
+    Args:
+        left: At S steps times the nodes of the left side, or one.
+        right: At S steps times the nodes of the right side, or one; the other side's one belongs to all of them.
+        x: Which factors on the left.
+        y: Which factors on the right.
+        num_steps: S.
+    """
+    a, i = _by_pairs(left.output_grads, x)
+    b, j = _by_pairs(right.output_grads, y)
+    n, m = left.output_grads.shape[3], right.output_grads.shape[3]
+    products = _products(_by_steps(a, num_steps), _by_steps(b, num_steps), i, j)
+    products = torch.unflatten(torch.unflatten(products, -1, (-1, m)), -3, (-1, n))
+    if left.inputs is None or right.inputs is None:
+        return products
+    inputs = _products(_by_steps(left.inputs, num_steps), _by_steps(right.inputs, num_steps), x.sets, y.sets)
+    if left.has_bias:
+        inputs = inputs + 1
+    return products * inputs[..., None, :, None, :]
+
+
+def _by_pairs(output_grads: Tensor, side: PairSide) -> tuple[Tensor, Tensor]:
+    """Arrange output gradients so that each pair has one matrix of rows: (L, sets, rows, d), and which set it is."""
+    _, _, num_sets, _, _ = output_grads.shape
+    if side.outputs is None:
+        return output_grads.transpose(1, 2).flatten(2, 3), side.sets
+    return output_grads.flatten(1, 2), side.outputs * num_sets + side.sets
+
+
+def _by_steps(factors: Tensor, num_steps: int) -> Tensor:
+    return torch.unflatten(factors, 0, (num_steps, -1))
+
+
+def _products(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Multiply the rows of set i_p on the left with those of set j_p on the right: (S, Q, P, rows, columns)."""
+    if y.shape[2] == 1:  # one matrix product instead of one for each pair
+        joint = x.flatten(2, 3) @ y[:, :, 0].mT
+        return torch.unflatten(joint, 2, (x.shape[2], -1)).index_select(2, i)
+    if x.shape[2] == 1:
+        return _products(y, x, j, i).mT
+    return x.index_select(2, i) @ y.index_select(2, j).mT

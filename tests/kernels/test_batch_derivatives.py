@@ -1,0 +1,303 @@
+"""Derivatives of batches of sets of points: counted work, each set's own gradient, and gradients that nobody uses."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import gpytorch
+import pytest
+import torch
+from gpytorch.distributions import MultivariateNormal
+from torch.autograd import gradcheck
+
+import epk_gp as epk
+from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.model import FunctionalModel
+from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.tagging import test_copy, train_copy
+from helpers import make_case
+from kernel_cases import MODES, C, D, assert_close, make_run, mixed
+
+RULE = epk.gauss_legendre(2)
+
+
+@dataclass
+class Work:
+    """Evaluations of the network, and the rows in them."""
+
+    calls: int = 0
+    rows: int = 0
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """A context manager that counts what the network is evaluated at."""
+    original, counts = FunctionalModel.__call__, []
+
+    def counting(model, params, X, *arguments):
+        for count in counts:
+            count.calls += 1
+            count.rows += len(X)
+        return original(model, params, X, *arguments)
+
+    monkeypatch.setattr(FunctionalModel, "__call__", counting)
+
+    @contextmanager
+    def counted() -> Iterator[Work]:
+        counts.append(Work())
+        yield counts[-1]
+        counts.pop()
+
+    return counted
+
+
+def kernel_of(trajectory, outputs="independent", **options):
+    kernel = EPKKernel(trajectory, outputs, "log_softmax", RULE, **options)
+    x = test_copy(torch.zeros(1, D, dtype=torch.float64)).requires_grad_()
+    kernel.forward(x, x).sum().backward()  # the network's plan and its sizes are made once, and not counted
+    return kernel
+
+
+def random_test_copies(*shape):
+    x = torch.randn(*shape, D + 1, dtype=torch.float64)
+    x[..., -1] = 0
+    return x
+
+
+class SparseGP(gpytorch.models.ApproximateGP):
+    """One variational GP per class."""
+
+    def __init__(self, kernel, Z, *, learns_points):
+        distribution = gpytorch.variational.CholeskyVariationalDistribution(Z.shape[-2], batch_shape=[C])
+        strategy = gpytorch.variational.VariationalStrategy(
+            self, Z, distribution, learn_inducing_locations=learns_points
+        )
+        super().__init__(gpytorch.variational.IndependentMultitaskVariationalStrategy(strategy, num_tasks=C))
+        self.mean_module = gpytorch.means.ConstantMean(batch_shape=[C])
+        self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=[C])
+
+    def forward(self, x):
+        return MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@pytest.mark.parametrize("points", ["shared", "own_of_each_class"])
+def test_a_step_with_learned_inducing_points_costs_a_small_multiple_of_one_with_fixed_points(trajectory, work, points):
+    x, Z = train_copy(trajectory.inputs), random_test_copies(*(() if points == "shared" else (C,)), 4)
+    likelihood = gpytorch.likelihoods.SoftmaxLikelihood(num_features=C, num_classes=C, mixing_weights=False).double()
+    cost = {}
+    for learns_points in (False, True):
+        gp = SparseGP(kernel_of(trajectory, cache_bytes=0), Z, learns_points=learns_points).double()
+        bound = gpytorch.mlls.VariationalELBO(likelihood, gp, len(x))
+        for _ in range(2):  # the first step also sets the variational distribution up
+            with work() as cost[learns_points]:
+                (-bound(gp(x), trajectory.targets)).backward()
+    fixed, learned = cost[False], cost[True]
+    # the values and the derivative of K(Z, Z) and K(Z, X); those of fixed points that all classes share are one set's
+    assert learned.calls <= 2.5 * fixed.calls
+    assert learned.rows <= (2 if points == "own_of_each_class" else 2 * C) * fixed.rows
+
+
+def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajectory, work):
+    """As in BoTorch: each restart has a copy of the training points, joined with its own test points."""
+    kernel, data, b, q = kernel_of(trajectory, "trace", cache_bytes=0), train_copy(trajectory.inputs), 6, 2
+    X = random_test_copies(b, q).requires_grad_()
+    N, S, Q = len(data), trajectory.num_steps, len(list(RULE))
+    with work() as count:
+        joint = torch.cat([data.expand(b, N, D + 1), X], dim=1)
+        kernel(joint)[..., N:, :N].to_dense().sum().backward()
+    assert count.rows == 2 * (S * N + S * Q * b * q)  # for the values, and once more for the derivative
+    with work() as one:
+        joint = torch.cat([data, X[0].detach().requires_grad_()])
+        kernel(joint)[..., N:, :N].to_dense().sum().backward()
+    assert count.calls == one.calls
+
+
+def test_repeated_points_are_evaluated_once_for_their_values_also_where_a_gradient_is_wanted(trajectory, work):
+    kernel, y = kernel_of(trajectory, "trace", cache_bytes=0), mixed(4)
+    x = mixed(3)
+    with work() as once:
+        kernel.forward(x, y)
+    with work() as repeated:
+        kernel.forward(x.repeat(5, 1, 1).requires_grad_(), y)
+    assert repeated.rows == once.rows
+
+
+@pytest.mark.parametrize("outputs", MODES)
+@pytest.mark.parametrize("diag", [False, True])
+def test_every_set_gets_its_own_gradient(trajectory, outputs, diag):
+    """Equal sets and unequal ones, each with weights of its own, against the gradient of that set alone."""
+    kernel, x = kernel_of(trajectory, outputs), mixed(C, 3)
+    x[1] = x[0]
+    x, y = x.requires_grad_(), (mixed(3) if diag else mixed(4)).requires_grad_()
+    values = kernel.forward(x, y, diag=diag)
+    weights = torch.randn_like(values)
+    found = torch.autograd.grad((weights * values).sum(), [x, y])
+    total = torch.zeros_like(y)
+    for c in range(C):
+        own = kernel.forward(x[c], y, diag=diag)
+        own = own[c] if outputs == "independent" else own
+        of_set, of_y = torch.autograd.grad((weights[c] * own).sum(), [x, y])
+        assert_close(found[0][c], of_set[c], 1e4)
+        total += of_y
+    assert_close(found[1], total, 1e4)
+    if not diag:
+        assert (found[0][0] - found[0][1]).abs().max() > 1e-3 * found[0].abs().max()  # of equal sets, by their weights
+
+
+@pytest.mark.parametrize("outputs", MODES)
+def test_sets_against_themselves_have_the_derivative_of_their_values(trajectory, outputs):
+    """With weights that are not symmetric too: each side has its own share."""
+    kernel, x = kernel_of(trajectory, outputs), random_test_copies(C, 2)
+    left, right = x.clone().requires_grad_(), x.clone().requires_grad_()
+    values = kernel.forward(left, right)
+    weights = torch.randn_like(values)
+    found = torch.autograd.grad((weights * values).sum(), [left, right])
+    apart = x * (1 + 1e-15)  # other points to the kernel; the same sums up to rounding
+    apart[..., -1] = 0
+    expected = [
+        torch.autograd.grad((weights * kernel.forward(left, apart)).sum(), left)[0],
+        torch.autograd.grad((weights * kernel.forward(apart, right)).sum(), right)[0],
+    ]
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, 1e4)
+    (together,) = torch.autograd.grad((weights * kernel.forward(left, left)).sum(), left)
+    assert_close(together, found[0] + found[1], 1e4)
+    symmetric = weights + weights.mT
+    (halves,) = torch.autograd.grad((symmetric * kernel.forward(left, right)).sum(), left)
+    assert_close(halves, together, 1e4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tanh", "gelu", "conv1d", "transformer", "tied"])
+@pytest.mark.parametrize("head", ["log_softmax", "logits"])
+def test_a_class_batch_of_sets_has_the_derivative_of_its_values(name, head):
+    case = make_case(name, steps=1)
+    kernel = EPKKernel(case.trajectory, "independent", head, RULE)
+    classes, width = case.trajectory.num_outputs, case.test[0].numel()
+    x = torch.stack([case.test[:2].flatten(1) + 0.1 * c for c in range(classes)]).requires_grad_()
+    copies = torch.tensor([1.0, 0.0], dtype=torch.float64)[:, None].expand(classes, 2, 1)
+    y = train_copy(case.trajectory.inputs[:2])
+    assert x.shape[-1] == width
+    for call in (
+        lambda z: kernel.forward(z, y),
+        lambda z: kernel.forward(z, z),
+        lambda z: kernel.forward(z, z, diag=True),
+        lambda z: kernel.forward(z, test_copy(case.test[2:3]).expand(classes, 1, -1)),
+    ):
+        assert gradcheck(lambda x, call=call: call(torch.cat([x, copies], -1)), (x,), fast_mode=True)
+
+
+def test_values_of_a_class_batch_are_those_of_each_class_with_and_without_a_gradient(trajectory):
+    kernel, x, y = kernel_of(trajectory), mixed(C, 3), mixed(4)
+    for one, other in ((x, y), (y, x), (x, x), (x, mixed(C, 2))):
+        values = kernel.forward(one, other)
+        assert torch.equal(kernel.forward(one.clone().requires_grad_(), other), values)
+        for c in range(C):
+            left, right = (z if z.ndim == 2 else z[c] for z in (one, other))
+            assert_close(values[c], EPKKernel(trajectory, c, rule=RULE).forward(left, right), 1e4)
+
+
+def test_small_blocks_have_the_same_values_and_derivatives(trajectory, monkeypatch):
+    kernel, x = kernel_of(trajectory, cache_bytes=0), mixed(C, 5).requires_grad_()
+    for y in (x, mixed(C, 3)):
+        results = []
+        for size in (1000, 12):  # points at all nodes of a step
+            monkeypatch.setattr(MemoryPlan, "derivative_points", lambda *_, size=size: size)
+            values = kernel.forward(x, y)
+            results.append((values, *torch.autograd.grad(values.square().sum(), x)))
+        for whole, in_blocks in zip(*results, strict=True):
+            assert_close(in_blocks, whole, 1e4)
+
+
+def test_a_graph_can_be_used_twice(trajectory):
+    x = mixed(C, 3).requires_grad_()
+    values = kernel_of(trajectory).forward(x, x).sum()
+    first, second = (torch.autograd.grad(values, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    values.backward()
+    assert torch.equal(x.grad, first)
+
+
+def test_threads_get_the_gradients_of_one_thread(trajectory):
+    kernel, inputs = kernel_of(trajectory, cache_bytes=0), [mixed(C, 2) for _ in range(4)]
+
+    def gradient(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(kernel.forward(x, x).square().sum(), x)[0]
+
+    expected = [gradient(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for one, other in zip(pool.map(gradient, inputs), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_gradients_have_the_dtype_of_the_points():
+    x = mixed(C, 3, dtype=torch.float32).requires_grad_()
+    kernel = EPKKernel(make_run(dtype=torch.float32), "independent", rule=RULE)
+    kernel.forward(x, x).sum().backward()
+    assert x.grad.dtype == torch.float32
+    double = x.detach().double().requires_grad_()
+    kernel.forward(double, double).sum().backward()
+    torch.testing.assert_close(x.grad.double(), double.grad, rtol=1e-3, atol=1e-3)
+
+
+# Gradients that nobody uses
+
+
+@pytest.fixture
+def joined(trajectory):
+    """Two points that are learned, three that are not, as slices of a joint tensor, and the kernel between them."""
+    learned, fixed = mixed(2).requires_grad_(), mixed(3)
+    joint = torch.cat([learned, fixed])
+    K = kernel_of(trajectory, "trace").forward(joint[:2], joint[2:]).sum()
+    expected = learned.detach().requires_grad_(), fixed.clone().requires_grad_()
+    gradients = torch.autograd.grad(kernel_of(trajectory, "trace").forward(*expected).sum(), expected)
+    return learned, joint, K, gradients
+
+
+def test_the_gradient_of_learned_points_is_not_touched_by_the_others(joined):
+    learned, _, K, (expected, _) = joined
+    assert_close(torch.autograd.grad(K, learned, retain_graph=True)[0], expected, 1e4)
+    K.backward()
+    assert_close(learned.grad, expected, 1e4)
+
+
+def test_the_gradient_of_a_joint_tensor_is_whole_if_it_is_what_is_asked_for(joined):
+    _, joint, K, expected = joined
+    assert_close(torch.autograd.grad(K, joint)[0], torch.cat(expected), 1e4)
+
+
+def test_a_slice_of_a_joint_tensor_has_its_gradient_if_it_is_what_is_asked_for(trajectory):
+    learned, fixed = mixed(2).requires_grad_(), mixed(3)
+    right = torch.cat([learned, fixed])[2:]
+    K = kernel_of(trajectory, "trace").forward(learned, right).sum()
+    (found,) = torch.autograd.grad(K, right)
+    assert found.isfinite().all()
+    assert found.abs().max() > 0
+
+
+def test_a_gradient_that_was_not_computed_is_nan_where_it_can_be_seen(joined):
+    """Someone who looks at the joint tensor in passing must not take 0 for the gradient of the other points."""
+    learned, joint, K, (expected, _) = joined
+    joint.retain_grad()
+    K.backward()
+    assert_close(learned.grad, expected, 1e4)
+    assert joint.grad[2:].isnan().all()
+
+
+def test_anomaly_detection_sees_no_nan(joined):
+    learned, _, K, (expected, _) = joined
+    with torch.autograd.set_detect_anomaly(True):
+        K.backward()
+    assert_close(learned.grad, expected, 1e4)
+
+
+@pytest.mark.parametrize("change", [lambda z: 2 * z, lambda z: z + 0, torch.relu], ids=["multiplied", "added", "relu"])
+def test_points_that_were_computed_get_their_gradient(trajectory, change):
+    x = mixed(3).requires_grad_()
+    y = change(x)
+    tagged = torch.cat([y[:, :-1], x.detach()[:, -1:]], dim=1)
+    kernel_of(trajectory, "trace").forward(tagged, mixed(2)).sum().backward()
+    assert x.grad.isfinite().all()
+    assert x.grad.abs().max() > 0
