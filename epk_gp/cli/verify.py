@@ -1,27 +1,14 @@
 """`epk-gp verify`: whether the kernel machine equals the network, and whether the files are undamaged."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 
-from epk_gp.cli.app import app
 from epk_gp.cli.data import PointSource, read_points
 from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import (
-    Network,
-    PointsFile,
-    Quiet,
-    RuleOption,
-    RunDtype,
-    RunFolder,
-    SeedOfPoints,
-    make_folder,
-    parse_rule,
-    torch_dtype,
-)
+from epk_gp.cli.options import Dtype, VerifiedHeads
+from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
 from epk_gp.cli.summaries import certificate
 from epk_gp.core.head import Head
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
@@ -33,50 +20,49 @@ _HEADS: dict[str, list[Head]] = {
     "logits": ["logits"],
     "log_softmax": ["log_softmax"],
 }
+_NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-class Heads(StrEnum):
-    """The heads whose outputs are verified."""
-
-    both = "both"
-    logits = "logits"
-    log_softmax = "log_softmax"
-
-
-@app.command(short_help="Check that the kernel machine equals the network.")
 def verify(
-    run: RunFolder,
-    checksums: Annotated[bool, typer.Option("--checksums", help="Check the files only.")] = False,
-    head: Annotated[Heads, typer.Option(help="Outputs that are verified.")] = Heads.both,
-    rule: RuleOption = "adaptive",
-    tol: Annotated[
-        float | None, typer.Option(help="Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.")
-    ] = None,
-    num_points: Annotated[int | None, typer.Option(help="Largest number of points; all by default.")] = None,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
-    seed: SeedOfPoints = None,
-    quiet: Quiet = False,
+    *,
+    ctx: typer.Context,
+    run: Path,
+    checksums: bool,
+    head: VerifiedHeads,
+    rule: str,
+    tol: float | None,
+    num_points: int | None,
+    all_points: bool,
+    points: Path | None,
+    network: str | None,
+    dtype: Dtype | None,
+    out: Path | None,
+    seed: int | None,
+    quiet: bool,
 ) -> None:
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
     if checksums:
+        _refuse_options_beside_checksums(ctx)
         _check_files(run, quiet)
         return
+    if all_points and num_points is not None:
+        raise ValueError(f"--all-points must stand alone: got --num-points {num_points} too. Pass one of them.")
+    if num_points is None and points is None and not all_points:
+        num_points = _NUM_POINTS
     timer, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
     source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
-    X = read_points(source, trajectory, num_points)
+    chosen = read_points(source, trajectory, num_points)
+    X = chosen.X
     coarsest = torch.float32 if torch.float32 in (X.dtype, trajectory.dtype) else torch.float64
     allowed = _TOLERANCE[coarsest] if tol is None else tol
-    if not allowed >= 0:
-        raise ValueError(f"--tol must not be negative: got {allowed}.")
     heads = _HEADS[head.value]
-    if trajectory.num_outputs == 1 and head is Heads.both:
+    if trajectory.num_outputs == 1 and head is VerifiedHeads.both:
         heads = ["logits"]
     folder = None if out is None else make_folder(out)
+    more = "" if len(X) == chosen.available else " (--all-points takes all, in proportionally more time)"
+    typer.echo(f"verifying at {chosen}{more}")
     results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
@@ -84,6 +70,7 @@ def verify(
     error = float(errors.max())  # a NaN stays NaN, as it would not in Python's max
     if folder is not None:
         config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
+        config["points"] = str(chosen)
         numbers = {name: certificate(result) for name, result in results.items()}
         write_json(folder / "verify.json", "verify", config, numbers | {"passed": error <= allowed}, timer)
     if not error <= allowed:
@@ -99,6 +86,13 @@ def _table(results: dict[Head, Reconstruction]) -> str:
         numbers = (r.max_error, r.max_residual, r.total_residual)
         rows.append((name, *(f"{x:.2e}" for x in numbers), f"{r.evaluations:.2f}", f"{r.max_step_mismatch:.2e}"))
     return "\n".join("  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
+
+
+def _refuse_options_beside_checksums(ctx: typer.Context) -> None:
+    for parameter in ctx.command.params:
+        given = ctx.get_parameter_source(parameter.name or "")
+        if parameter.name not in ("run", "checksums", "quiet") and given is not None and given.name == "COMMANDLINE":
+            raise ValueError(f"--checksums checks the files only: got {parameter.opts[0]} too. Pass one of them.")
 
 
 def _check_files(run: Path, quiet: bool) -> None:

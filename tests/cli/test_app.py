@@ -96,7 +96,7 @@ def test_an_interrupted_command_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr("epk_gp.cli.verify.parse_rule", interrupt)
     assert run("verify", "nowhere") == 130
-    assert capsys.readouterr().err.strip() == "error: interrupted."
+    assert capsys.readouterr().err.strip() == "epk-gp: error: interrupted."
 
 
 def test_rules_are_read_as_they_are_written():
