@@ -4,7 +4,8 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -36,10 +37,11 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"epk-gp {__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
@@ -51,7 +53,9 @@ def _common(
     """Options in front of the command; without one there is nothing to do."""
 
 
-def command(short_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    short_help: str, alone: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command: its signature and docstring say what the command takes.
 
     What the command does is the function of the same name in `epk_gp.cli.<name>`, which is called with the options as
@@ -60,11 +64,16 @@ def command(short_help: str) -> Callable[[Callable[..., None]], Callable[..., No
 
     Args:
         short_help: The command's line in `epk-gp --help`.
+        alone: Flags that leave only some other parameters a meaning, and those. The function must have a parameter
+            `ctx`, which is not passed on.
     """
 
     def register(declared: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(declared)
         def call(**options: object) -> None:
+            ctx = options.pop("ctx", None)
+            for flag in (flag for flag in alone if options[flag]):
+                _require_alone(ctx, flag, alone[flag])
             module = importlib.import_module(f"epk_gp.cli.{declared.__name__}")
             getattr(module, declared.__name__)(**options)
 
@@ -72,6 +81,16 @@ def command(short_help: str) -> Callable[[Callable[..., None]], Callable[..., No
         return call
 
     return register
+
+
+def _require_alone(ctx: Any, flag: str, meant: Sequence[str]) -> None:
+    """Raise if the command line has an option that means nothing beside a flag."""
+    for parameter in ctx.command.params:
+        given = ctx.get_parameter_source(parameter.name)
+        if parameter.name not in (flag, *meant) and given is not None and given.name == "COMMANDLINE":
+            raise ValueError(
+                f"--{flag} must stand without {parameter.opts[0]}, which would be ignored. Pass one of them."
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

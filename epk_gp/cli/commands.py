@@ -140,7 +140,7 @@ def info(
     """Show the contents of a recorded run, after checking its files; no network is built."""
 
 
-@command("Check that the kernel machine equals the network.")
+@command("Check that the kernel machine equals the network.", alone={"checksums": ("run", "quiet")})
 def verify(
     ctx: typer.Context,
     run: RunFolder,
@@ -259,7 +259,7 @@ def uncertainty(
     margin: Annotated[
         float,
         typer.Option(
-            help="Border around the training points, in units of their extent, below 1000.",
+            help="Border around the training points, in units of their extent (< 1000).",
             callback=number(below=1000.0),
         ),
     ] = 0.4,

@@ -3,7 +3,6 @@
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -220,7 +219,7 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
     raise ValueError(f"{file} must be a .safetensors or .npz file: got {file.suffix or 'no suffix'}.")
 
 
-def _as_tensor(values: np.ndarray[Any, Any]) -> Tensor:
+def _as_tensor(values: np.ndarray) -> Tensor:
     if values.dtype.kind not in "biufc":
         raise ValueError(f"got an array of {values.dtype}")
     return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -93,10 +93,10 @@ class TargetsName(StrEnum):
     dirichlet = "dirichlet"
 
 
-def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[typer.CallbackParam, int | None], int | None]:
+def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[Any, Any, int | None], int | None]:
     """Return a callback for an option: it raises if the value is not in minimum .. maximum."""
 
-    def validate(parameter: typer.CallbackParam, value: int | None) -> int | None:
+    def validate(_: Any, parameter: Any, value: int | None) -> int | None:
         if value is not None and value < minimum:
             raise ValueError(f"{parameter.opts[0]} must be at least {minimum}: got {value}.")
         if value is not None and value > maximum:
@@ -108,7 +108,7 @@ def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[typer.Callba
 
 def number(
     minimum: float = 0.0, *, below: float = float("inf"), or_equal: bool = True
-) -> Callable[[typer.CallbackParam, float | None], float | None]:
+) -> Callable[[Any, Any, float | None], float | None]:
     """Return a callback for an option: it raises if the value is not finite and in minimum .. below.
 
     Args:
@@ -117,7 +117,7 @@ def number(
         or_equal: Whether the minimum itself is accepted.
     """
 
-    def validate(parameter: typer.CallbackParam, value: float | None) -> float | None:
+    def validate(_: Any, parameter: Any, value: float | None) -> float | None:
         if value is None:
             return None
         large_enough = value >= minimum if or_equal else value > minimum

@@ -26,7 +26,6 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 def verify(
     *,
-    ctx: typer.Context,
     run: Path,
     checksums: bool,
     head: VerifiedHeads,
@@ -43,7 +42,6 @@ def verify(
 ) -> None:
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
     if checksums:
-        _refuse_options_beside_checksums(ctx)
         _check_files(run, quiet)
         return
     if all_points and num_points is not None:
@@ -86,13 +84,6 @@ def _table(results: dict[Head, Reconstruction]) -> str:
         numbers = (r.max_error, r.max_residual, r.total_residual)
         rows.append((name, *(f"{x:.2e}" for x in numbers), f"{r.evaluations:.2f}", f"{r.max_step_mismatch:.2e}"))
     return "\n".join("  ".join(f"{cell:<16}" for cell in row).rstrip() for row in rows)
-
-
-def _refuse_options_beside_checksums(ctx: typer.Context) -> None:
-    for parameter in ctx.command.params:
-        given = ctx.get_parameter_source(parameter.name or "")
-        if parameter.name not in ("run", "checksums", "quiet") and given is not None and given.name == "COMMANDLINE":
-            raise ValueError(f"--checksums checks the files only: got {parameter.opts[0]} too. Pass one of them.")
 
 
 def _check_files(run: Path, quiet: bool) -> None:

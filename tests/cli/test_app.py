@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import refused, run
-from epk_gp.cli.options import parse_rule
+from epk_gp.cli.parsing import parse_rule
 
 COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty")
 
@@ -118,7 +118,7 @@ def test_rules_are_read_as_they_are_written():
             "--rule adaptive:TOL needs a positive number as its tolerance: got 'abc'",
         ),
         ("verify", ("--rule", "adaptive:-1"), "needs a positive number as its tolerance: got '-1'"),
-        ("verify", ("--tol", -1), "--tol must not be negative"),
+        ("verify", ("--tol", -1), "--tol must be at least 0 and finite: got -1.0"),
         ("verify", ("--num-points", 0), "--num-points must be at least 1"),
         ("verify", ("--points", "nowhere.npz"), "it does not exist"),
         ("verify", ("--network", "cnn"), "the cnn needs images"),
