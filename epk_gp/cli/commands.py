@@ -117,7 +117,10 @@ def record(
     ] = CompressionName.none,
     commit_seconds: Annotated[
         float,
-        typer.Option(help="Seconds between commits: a crash loses at most the steps of this time.", callback=number()),
+        typer.Option(
+            help="Seconds between commits: a crash loses at most the steps of this time.",
+            callback=number(or_equal=False),
+        ),
     ] = 60.0,
     check_every: Annotated[
         int,

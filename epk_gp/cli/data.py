@@ -167,6 +167,9 @@ def read_points(source: PointSource, trajectory: Trajectory, num_points: int | N
     if not len(X):
         raise ValueError(f"{file} must hold at least one point: `inputs` is empty.")
     _validate_inputs(X, "inputs", file)
+    expected = tuple(trajectory.inputs.shape[1:])
+    if tuple(X.shape[1:]) != expected:
+        raise ValueError(f"`inputs` in {file} must have the shape of the run's, {expected} each: got {_describe(X)}.")
     rows = draw_rows(len(X), num_points, source.seed)
     chosen = cast_points(X[rows], trajectory, source.dtype)
     validate_finite(chosen, f"`inputs` in {file} as {chosen.dtype}" if has_file else "training inputs")
@@ -210,9 +213,10 @@ def read_arrays(file: Path) -> dict[str, Tensor]:
             found = load_file(file)
             return {name: found[name] for name in _ARRAYS if name in found}
         if file.suffix == ".npz":
-            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            with file.open("rb") as stream:
+                arrays = np.load(stream, allow_pickle=False)
                 if not isinstance(arrays, NpzFile):
-                    raise ValueError("it is an .npy file by another name")
+                    raise ValueError("it holds a single array, as an .npy file does")
                 return {name: _as_tensor(arrays[name]) for name in _ARRAYS if name in arrays.files}
     except (SafetensorError, BadZipFile, zlib.error, ValueError, EOFError, TypeError) as error:
         raise ValueError(f"{file} must be a whole {file.suffix} file of numbers: {error}.") from error
@@ -237,7 +241,9 @@ def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[D
                 f"`test_inputs` in {file} must have the shape of `inputs`, {tuple(inputs.shape[1:])} each: "
                 f"got {tuple(test_inputs.shape[1:])}."
             )
-    else:
+        _require_same_length(test_inputs, test_labels, "test_labels", file)
+    _require_same_length(inputs, labels, "labels", file)
+    if "test_inputs" not in arrays:
         start = _num_train(file, len(inputs), options)
         test_inputs, test_labels = inputs[start:], labels[start:]
         inputs, labels = inputs[:start], labels[:start]
@@ -247,6 +253,8 @@ def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[D
                 f"`{name}` in {file} must be a list of class indices: got {_describe(values)}. Write integers, one per "
                 "point."
             )
+        if values.dtype == torch.uint64 and len(values) and int(values.long().min()) < 0:  # from 2**63 on
+            raise ValueError(f"`{name}` in {file} must be class indices, 0..C-1: got numbers of 2**63 or more.")
     num_classes = _count_classes(torch.cat([labels.long(), test_labels.long()]), file, options.num_classes)
 
     def dataset(X: Tensor, y: Tensor, name: str) -> Dataset:
@@ -256,6 +264,11 @@ def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[D
         return Dataset(X, y.long(), num_classes, file.stem)
 
     return dataset(inputs, labels, "inputs"), dataset(test_inputs, test_labels, "test_inputs")
+
+
+def _require_same_length(inputs: Tensor, labels: Tensor, name: str, file: Path) -> None:
+    if len(inputs) != len(labels):
+        raise ValueError(f"`{name}` in {file} must have one entry per point: got {len(labels)} for {len(inputs)}.")
 
 
 def _num_train(file: Path, count: int, options: SplitOptions) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 
 from epk_gp.cli.manifest import read_network_spec
-from epk_gp.cli.parsing import make_folder
+from epk_gp.cli.parsing import make_folder, require_folder
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.storage.check import check_run
 from epk_gp.storage.schema import chunk_schema
@@ -14,6 +14,8 @@ from epk_gp.storage.schema import chunk_schema
 def info(*, run: Path, out: Path | None, quiet: bool) -> None:
     """Show the contents of a recorded run, after checking its files; no network is built."""
     timer = Stopwatch()
+    if out is not None:
+        require_folder(out)
     summary, spec = check_run(run, progress=not quiet), read_network_spec(run)
     header = summary.header
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())

@@ -56,7 +56,16 @@ def make_folder(out: Path) -> Path:
     Raises:
         OSError: The folder cannot be created, or a file has its name.
     """
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out must be a folder: {out} is a file.")
+    require_folder(out)
     out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def require_folder(out: Path) -> None:
+    """Raise if a file has the name of the folder for the results.
+
+    Raises:
+        FileExistsError: A file has this name.
+    """
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out must be a folder: {out} is a file.")

@@ -60,6 +60,7 @@ def record(
     timer = Stopwatch()
     rates = OptimizerRates(lr, momentum, nesterov, weight_decay)
     validate_rates(optimizer, rates)
+    _require_usable_folder(out, resume)
     asked = SplitOptions(num_train, num_test, num_classes, data_dir)
     split = load_split(data, asked, seed=seed, dtype=torch_dtype(dtype))
     X, y = split.train.inputs, split.train.labels
@@ -109,6 +110,16 @@ def record(
     if not len(split.held_out):
         typer.echo("no held-out points: all points were trained on (--num-test N holds some out)")
     typer.echo(f"recorded in {out} ({timer.total:.1f} s)")
+
+
+def _require_usable_folder(out: Path, resume: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out must be a new folder: {out} is a file.")
+    if out.is_dir() and not resume and any(out.iterdir()):
+        raise FileExistsError(
+            f"--out must be a new or empty folder: {out} already holds something. Choose another, or pass --resume to "
+            "go on with the run in it."
+        )
 
 
 @dataclass(frozen=True)

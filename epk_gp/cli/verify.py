@@ -45,7 +45,7 @@ def verify(
         _check_files(run, quiet)
         return
     if all_points and num_points is not None:
-        raise ValueError(f"--all-points must stand alone: got --num-points {num_points} too. Pass one of them.")
+        raise ValueError("--all-points must stand without --num-points, which would be ignored. Pass one of them.")
     if num_points is None and points is None and not all_points:
         num_points = _NUM_POINTS
     timer, quadrature = Stopwatch(), parse_rule(rule)

@@ -1,6 +1,9 @@
 """The application: its commands, their shared options, and how errors end it."""
 
 import json
+import subprocess
+import sys
+from textwrap import dedent
 
 import pytest
 import torch
@@ -35,6 +38,27 @@ def test_without_a_command_the_commands_are_listed(capsys):
     assert run() == 0
     out = capsys.readouterr().out
     assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_an_option_in_front_of_the_command_is_answered(capsys, option):
+    assert run(option) == 0
+    assert ("epk-gp " + epk.__version__ in capsys.readouterr().out) == (option == "--version")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--help",), ("--version",), *((name, "--help") for name in COMMANDS)], ids=str)
+def test_help_does_not_wait_for_pytorch(words):
+    """In a process of its own, as the type checks of this test run import it."""
+    code = f"""
+        import sys
+        from epk_gp.cli import main
+        main({list(words)})
+        print("imported:", sorted({{"torch", "gpytorch", "numpy", "scipy", "matplotlib"}} & sys.modules.keys()))
+    """
+    ended = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
+    assert ended.stdout.endswith("imported: []\n")
+    assert len(ended.stdout.splitlines()) > 1
 
 
 def test_progress_bars_go_to_stderr(recorded, capsys):
