@@ -125,7 +125,7 @@ USES = [
     ((*OWN, "--width", 10**9), "--width must be at most 1000000"),
     ((*OWN, "--network", "cnn"), "--width belongs to --network mlp: got --network cnn"),
     ((*OWN, "--network", "transformer"), "--network must be mlp, cnn or package.module:factory: got 'transformer'"),
-    (("record", "--out", "new", "--network", "a:b", "--activation", "tanh"), "--activation belongs to --network mlp and"),
+    (("record", "--out", "new", "--network", "a:b", "--activation", "tanh"), "--activation belongs to --network mlp"),
     ((*OWN, "--out", "file"), "--out must be a new folder: file is a file"),
     ((*OWN, "--out", "full"), "--out must be a new or empty folder: full already holds something"),
     # seeds
