@@ -1,26 +1,81 @@
 """Exact path kernels: which training points made a prediction, exactly, and how sure can it be?"""
 
+import importlib
 from typing import TYPE_CHECKING
 
 from epk_gp import _moved
-from epk_gp.core.certificate import CertificateWarning
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
-from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.models import LogitGP
-from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.gram.path_kernel import PathKernel, gram_block
-from epk_gp.kernel_machine.attribute import attribute
-from epk_gp.kernel_machine.reconstruct import reconstruct
-from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
-from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
-from epk_gp.storage.run import load_trajectory
-from epk_gp.storage.writer import Storage
-from epk_gp.training.diagnosis import StepMismatchError
-from epk_gp.training.recorder import Recorder
-from epk_gp.training.train import train
+
+if TYPE_CHECKING:
+    from epk_gp.core.certificate import CertificateWarning
+    from epk_gp.core.compute_options import ComputeOptions
+    from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
+    from epk_gp.core.points import Points
+    from epk_gp.core.trajectory import Trajectory, network_outputs
+    from epk_gp.gp.models import LogitGP
+    from epk_gp.gp.softmax import softmax_uncertainty
+    from epk_gp.gram.path_kernel import PathKernel, gram_block
+    from epk_gp.kernel_machine.attribute import attribute
+    from epk_gp.kernel_machine.reconstruct import reconstruct
+    from epk_gp.kernels.epk import EPKKernel
+    from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
+    from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+    from epk_gp.storage.run import load_trajectory
+    from epk_gp.storage.writer import Storage
+    from epk_gp.training.diagnosis import StepMismatchError
+    from epk_gp.training.recorder import Recorder
+    from epk_gp.training.train import train
+else:
+    # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
+    # `epk-gp --help` needs neither of them.
+    _MODULES = {
+        "CertificateWarning": "core.certificate",
+        "ComputeOptions": "core.compute_options",
+        "CrossEntropy": "core.losses",
+        "EPKKernel": "kernels.epk",
+        "LogitGP": "gp.models",
+        "MeanSquaredError": "core.losses",
+        "PathKernel": "gram.path_kernel",
+        "PerSampleLoss": "core.losses",
+        "Points": "core.points",
+        "Recorder": "training.recorder",
+        "StepMismatchError": "training.diagnosis",
+        "Storage": "storage.writer",
+        "Trajectory": "core.trajectory",
+        "adaptive": "quadrature.rules",
+        "attribute": "kernel_machine.attribute",
+        "gauss_legendre": "quadrature.rules",
+        "gram_block": "gram.path_kernel",
+        "left_endpoint": "quadrature.rules",
+        "left_riemann": "quadrature.rules",
+        "load_trajectory": "storage.run",
+        "midpoint": "quadrature.rules",
+        "network_outputs": "core.trajectory",
+        "reconstruct": "kernel_machine.reconstruct",
+        "softmax_uncertainty": "gp.softmax",
+        "split_copy": "kernels.tagging",
+        "test_copy": "kernels.tagging",
+        "train": "training.train",
+        "train_copy": "kernels.tagging",
+    }
+    _FOLDERS = ("autodiff", "core", "gp", "gram", "kernel_machine", "kernels", "quadrature", "storage", "training")
+
+    def __getattr__(name: str) -> object:
+        """Import a public name, or a folder of the package; or return what a name stood for in version 0.1."""
+        if name in _MODULES:
+            found = getattr(importlib.import_module(f"epk_gp.{_MODULES[name]}"), name)
+        elif name in _FOLDERS:  # `import epk_gp` is enough for epk_gp.gp.models.LogitGP
+            for module in sorted(set(_MODULES.values())):
+                importlib.import_module(f"epk_gp.{module}")
+            found = importlib.import_module(f"epk_gp.{name}")
+        else:
+            return _moved.resolve(name)
+        globals()[name] = found  # the next use finds it without this function
+        return found
+
+    def __dir__() -> list[str]:
+        """List the public names too, imported or not."""
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.2.0.dev0"
 
@@ -54,9 +109,3 @@ __all__ = [
     "train",
     "train_copy",
 ]
-
-if not TYPE_CHECKING:  # a type checker must go on reporting names that do not exist
-
-    def __getattr__(name: str) -> object:
-        """Return what the name stood for in version 0.1, with a warning that says where it is now."""
-        return _moved.resolve(name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Int64, Num, UInt8
 from torch import Tensor
 
 from epk_gp.core.validation import validate_count, validate_generator, validate_integer
@@ -38,7 +38,7 @@ class Dataset:
         name: Name of the data set in titles and reports.
     """
 
-    inputs: Float[Tensor, "n *shape"]
+    inputs: Num[Tensor, "n *shape"]
     labels: Int64[Tensor, " n"]
     num_classes: int
     name: str

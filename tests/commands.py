@@ -26,7 +26,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert run(*arguments) == 1
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
-    assert lines[0].startswith("error: ")
+    assert lines[0].startswith("epk-gp: error: ")
     return lines[0]
 
 

@@ -1,5 +1,6 @@
 """The top level: its names, those that it had in version 0.1, and its version."""
 
+import ast
 import importlib
 import re
 import subprocess
@@ -41,6 +42,35 @@ def test_the_top_level_has_its_27_names():
     assert len(PUBLIC) == 27
 
 
+def test_a_name_is_imported_from_where_a_type_checker_sees_it():
+    """The table of lazy imports and the imports under TYPE_CHECKING say the same."""
+    seen = {}
+    for node in ast.walk(ast.parse(Path(epk_gp.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("epk_gp."):
+            seen |= {alias.name: node.module.removeprefix("epk_gp.") for alias in node.names}
+    assert seen == epk_gp._MODULES
+    assert seen.keys() == PUBLIC
+
+
+@pytest.mark.slow
+def test_names_are_there_before_they_are_imported():
+    """In a process of its own, where nothing is imported yet."""
+    code = """
+        import sys
+        import epk_gp
+        assert "torch" not in sys.modules
+        assert set(epk_gp.__all__) <= set(dir(epk_gp))
+        assert "torch" not in sys.modules
+        print(epk_gp.gp.models.LogitGP is epk_gp.LogitGP, "torch" in sys.modules)
+        names = {}
+        exec("from epk_gp import *", names)
+        print(set(epk_gp.__all__) <= set(names))
+        print(names["train"] is epk_gp.training.train.train is vars(epk_gp)["train"])
+    """
+    ended = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["True", "True", "True", "True"]
+
+
 def test_every_name_of_version_0_1_is_at_the_top_or_in_the_table():
     assert MOVED.keys() == BEFORE - PUBLIC
     assert not MOVED.keys() & vars(epk_gp).keys()
@@ -62,8 +92,11 @@ def test_a_former_name_can_be_imported():
     assert StepLaw.__name__ == "UpdateRule"
 
 
-def test_names_at_the_top_do_not_warn():
-    """The negative control."""
+def test_names_at_the_top_do_not_warn(monkeypatch):
+    """The negative control. What their modules warn of when they are first imported is not of the names."""
+    for name in PUBLIC:
+        getattr(epk_gp, name)
+        monkeypatch.delitem(vars(epk_gp), name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name in PUBLIC:

@@ -1,12 +1,17 @@
 """The command-line application: the object that commands register with, and how errors end it."""
 
+import functools
+import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+
+from epk_gp import __version__
 
 # typer depends on click or brings a copy of it, as versions differ: the base class of both kinds of usage errors.
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -32,6 +37,62 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> bool:
+    if wanted:
+        typer.echo(f"epk-gp {__version__}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options in front of the command; without one there is nothing to do."""
+
+
+def command(
+    short_help: str, alone: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command: its signature and docstring say what the command takes.
+
+    What the command does is the function of the same name in `epk_gp.cli.<name>`, which is called with the options as
+    keyword arguments. The module is imported by its name, and only then: it imports PyTorch, which takes seconds, and
+    neither --help, nor --version, nor a wrong option should wait for that.
+
+    Args:
+        short_help: The command's line in `epk-gp --help`.
+        alone: Flags that leave only some other parameters a meaning, and those. The function must have a parameter
+            `ctx`, which is not passed on.
+    """
+
+    def register(declared: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(declared)
+        def call(**options: object) -> None:
+            ctx = options.pop("ctx", None)
+            for flag in (flag for flag in alone if options[flag]):
+                _require_alone(ctx, flag, alone[flag])
+            module = importlib.import_module(f"epk_gp.cli.{declared.__name__}")
+            getattr(module, declared.__name__)(**options)
+
+        app.command(short_help=short_help)(call)
+        return call
+
+    return register
+
+
+def _require_alone(ctx: Any, flag: str, meant: Sequence[str]) -> None:
+    """Raise if the command line has an option that means nothing beside a flag."""
+    for parameter in ctx.command.params:
+        given = ctx.get_parameter_source(parameter.name)
+        if parameter.name not in (flag, *meant) and given is not None and given.name == "COMMANDLINE":
+            raise ValueError(
+                f"--{flag} must stand without {parameter.opts[0]}, which would be ignored. Pass one of them."
+            )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. An error of typer or of the package becomes one line on stderr and exit status 1.
 
@@ -42,22 +103,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if directory not in sys.path:
         sys.path.insert(0, directory)  # as `python -m` does, so that --network finds the user's modules
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if empty := [word for word in words if not word or (word.startswith("--") and word.endswith("="))]:
+        _exit_with_error(  # an empty path would mean the current folder
+            f"arguments must not be empty: got {empty[0]!r} ({' '.join(word or repr(word) for word in words)})."
+        )
     try:
         status = app(args=words or ["--help"], prog_name="epk-gp", standalone_mode=False)
     except _UsageError as error:
-        command = getattr(getattr(error, "ctx", None), "command_path", "epk-gp")
+        path = getattr(getattr(error, "ctx", None), "command_path", "epk-gp")
         message: str = error.format_message()  # type: ignore[attr-defined]  # click's protocol
-        _exit_with_error(f"{message.strip().rstrip('.')}. See {command} --help.")
+        _exit_with_error(f"{message.strip().rstrip('.')}. See {path} --help.")
     except typer.Abort:
         _exit_with_error("interrupted.", _INTERRUPTED)
-    except (ValueError, TypeError, OSError, ImportError, IndexError) as error:
+    except OSError as error:
+        _exit_with_error(_describe(error))
+    except MemoryError as error:
+        _exit_with_error(f"there must be memory for what was asked: {error or 'there is not'}. Ask for less.")
+    except (ValueError, TypeError, ImportError, IndexError) as error:
         _exit_with_error(str(error))
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # torch's words; any other is a defect, whose traceback is needed
+            raise
+        _exit_with_error(f"there must be memory for what was asked: {error}. Ask for less.")
     if status == _INTERRUPTED:  # newer versions of typer return the status instead of raising Abort
         _exit_with_error("interrupted.", _INTERRUPTED)
     if isinstance(status, int) and status:
         sys.exit(status)
 
 
+def _describe(error: OSError) -> str:
+    """Return the system's errors as a sentence, and the package's own as they are."""
+    if error.strerror is None or error.filename is None:
+        return str(error)
+    return f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}."
+
+
 def _exit_with_error(message: str, status: int = 1) -> NoReturn:
-    typer.echo("error: " + " ".join(message.split()), err=True)
+    typer.echo("epk-gp: error: " + " ".join(message.split()), err=True)
     sys.exit(status)

@@ -1,34 +1,16 @@
 """`epk-gp attribute`: the exact contribution of every training point to predictions."""
 
 import shutil
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise, write_table
-from epk_gp.cli.app import app
 from epk_gp.cli.data import PointSource, read_points
 from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import (
-    PARTIAL,
-    HeadOption,
-    Memory,
-    Network,
-    Out,
-    PointsFile,
-    Quiet,
-    RuleOption,
-    RunDtype,
-    RunFolder,
-    SeedOfPoints,
-    make_folder,
-    memory_bytes,
-    parse_rule,
-    torch_dtype,
-)
+from epk_gp.cli.options import Dtype, ExplainedOutputs, HeadName
+from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, parse_rule, torch_dtype
 from epk_gp.core.head import resolve_head
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
@@ -40,44 +22,33 @@ from epk_gp.quadrature.rules import AdaptiveRule, Rule
 _MAX_DRAWN = 6  # points that are drawn
 
 
-class OutputsName(StrEnum):
-    """The outputs whose contributions are computed."""
-
-    every = "all"
-    predicted = "predicted"
-
-
-@app.command(short_help="Write the contribution of each training point.")
 def attribute(
-    run: RunFolder,
-    out: Out = Path("attribution"),
-    num_points: Annotated[int, typer.Option(help="Largest number of points that are explained.")] = 6,
-    top: Annotated[int, typer.Option(help="Training points listed and drawn of either sign.")] = 8,
-    head: HeadOption = None,
-    rule: RuleOption = "adaptive",
-    outputs: Annotated[
-        OutputsName,
-        typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
-    ] = OutputsName.every,
-    memory: Memory = 1.0,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    seed: SeedOfPoints = None,
-    quiet: Quiet = False,
+    *,
+    run: Path,
+    out: Path,
+    num_points: int,
+    top: int,
+    head: HeadName | None,
+    rule: str,
+    outputs: ExplainedOutputs,
+    memory: float,
+    points: Path | None,
+    network: str | None,
+    dtype: Dtype | None,
+    seed: int | None,
+    quiet: bool,
 ) -> None:
     """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps.
 
     A command that was killed resumes from its partial sums when it is run again.
     """
     timer, quadrature = Stopwatch(), parse_rule(rule)
-    if top < 1:
-        raise ValueError(f"--top must be at least 1: got {top}.")
     trajectory = open_run(run, network)
     head_name = resolve_head(None if head is None else head.value, trajectory.loss, trajectory.num_outputs)
     source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
-    X = read_points(source, trajectory, num_points)
-    folder = make_folder(out)
+    chosen = read_points(source, trajectory, num_points)
+    X, folder = chosen.X, make_folder(out)
+    typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
     parts, by_range = attribute_many(
         trajectory,
@@ -85,7 +56,7 @@ def attribute(
         [[by_sample(trajectory)], [step_ranges(trajectory)]],
         head=head_name,
         rule=quadrature,
-        classes=predicted if outputs is OutputsName.predicted else None,
+        classes=predicted if outputs is ExplainedOutputs.predicted else None,
         checkpoint=folder / PARTIAL,
         memory_budget=memory_bytes(memory),
         progress=not quiet,
@@ -107,10 +78,11 @@ def attribute(
         "dtype": str(X.dtype),
         "top": top,
     }
-    config |= {"outputs": outputs.value, "seed": seed}
+    config |= {"outputs": outputs.value, "seed": seed, "points": str(chosen)}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
-    num_outputs = trajectory.num_outputs if outputs is OutputsName.every else 1
-    typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points")
+    num_outputs = trajectory.num_outputs if outputs is ExplainedOutputs.every else 1
+    drawn = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
+    typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points{drawn}")
     typer.echo(
         f"the contributions sum to the network's outputs to within {results['max_error']:.2e} "
         f"({results['max_relative_error']:.1e} of each point's largest output)"

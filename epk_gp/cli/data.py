@@ -8,16 +8,20 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from jaxtyping import Int64, Shaped
+from numpy.lib.npyio import NpzFile
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from epk_gp.cli.manifest import held_out_checksum
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.validation import validate_finite
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
 from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file, tensor_file_size
 
 _HELD_OUT = "held_out.safetensors"
+_NUM_TEST = 102  # held-out points by default
+_ARRAYS = ("inputs", "labels", "test_inputs", "test_labels")  # what is read of a file; others may hold anything
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,27 +32,45 @@ class Split:
     held_out: Dataset
 
 
-def load_split(
-    name: str, data_dir: Path | None, *, num_train: int | None, num_test: int, seed: int, dtype: torch.dtype
-) -> Split:
+@dataclass(frozen=True)
+class SplitOptions:
+    """What a user asks of the training data and the held-out data.
+
+    Attributes:
+        num_train: Number of training points; all by default.
+        num_test: Largest number of held-out points; None means 102 where there are points to hold out.
+        num_classes: Number of classes of a file's labels; None means that every class has a point.
+        data_dir: Folder of MNIST-format files.
+    """
+
+    num_train: int | None = None
+    num_test: int | None = None
+    num_classes: int | None = None
+    data_dir: Path | None = None
+
+
+def load_split(name: str, options: SplitOptions, *, seed: int, dtype: torch.dtype) -> Split:
     """Load training data and held-out data.
 
     Args:
         name: "three-gaussians" (3 x 1000 points in 100-D), "digits", "mnist", or a .safetensors or .npz file.
-        data_dir: Folder of MNIST-format files.
-        num_train: Number of training points; all by default.
-        num_test: Largest number of held-out points. A file's held-out points are its `test_inputs` and `test_labels`,
-            or else the entries after the first `num_train`.
+        options: Sizes of the parts. A file's held-out points are its `test_inputs` and `test_labels`; or else the
+            points after the first `num_train`; or else, where only `num_test` is given, the last ones.
         seed: Seed of the draw, or of the order of the named data sets. The order of files is kept.
         dtype: Floating-point type of the inputs.
 
     Raises:
-        ValueError: There is no data set of this name, or a file is damaged, or there are fewer points than requested.
+        ValueError: There is no data set of this name, or a file is damaged, or its labels are not 0 .. C-1, or there
+            are fewer points than requested, or an option does not belong to the data.
         OSError: A file is missing.
         ImportError: scikit-learn is not installed.
     """
-    if num_test < 1:
-        raise ValueError(f"--num-test must be at least 1: got {num_test}.")
+    is_file = Path(name).suffix in (".safetensors", ".npz")
+    if options.data_dir is not None and name != "mnist":
+        raise ValueError(f"--data-dir belongs to --data mnist: got --data {name}.")
+    if options.num_classes is not None and not is_file:
+        raise ValueError(f"--num-classes belongs to a file of one's own: got --data {name}.")
+    num_train, num_test = options.num_train, _NUM_TEST if options.num_test is None else options.num_test
     generator = torch.Generator().manual_seed(seed)
     if name == "three-gaussians":
         train = three_gaussians(1000, generator=generator, dtype=dtype)
@@ -58,11 +80,11 @@ def load_split(
         whole = whole[torch.randperm(len(whole), generator=generator)]
         train, test = whole[:1437], whole[1437:]
     elif name == "mnist":
-        train = mnist_folder(data_dir, split="train", dtype=dtype)
+        train = mnist_folder(options.data_dir, split="train", dtype=dtype)
         train = train[torch.randperm(len(train), generator=generator)]
-        test = mnist_folder(data_dir, split="test", dtype=dtype)
-    elif Path(name).suffix in (".safetensors", ".npz"):
-        train, test = _from_file(Path(name), num_train, dtype)
+        test = mnist_folder(options.data_dir, split="test", dtype=dtype)
+    elif is_file:
+        train, test = _from_file(Path(name), options, dtype)
     else:
         raise ValueError(
             f"--data must be three-gaussians, digits, mnist, or a .safetensors or .npz file: got {name!r}."
@@ -98,8 +120,28 @@ class PointSource:
     seed: int | None = None
 
 
-def read_points(source: PointSource, trajectory: Trajectory, num_points: int | None) -> Shaped[Tensor, "n ..."]:
-    """Return the points of a file, or the run's held-out points, or its training inputs if it has none.
+@dataclass(frozen=True, eq=False)
+class ChosenPoints:
+    """The points at which a run is explained.
+
+    Attributes:
+        X: n inputs.
+        available: Number of points that they were chosen from.
+        origin: What they are: "held-out points", "points of FILE" or training inputs.
+    """
+
+    X: Shaped[Tensor, "n ..."]
+    available: int
+    origin: str
+
+    def __str__(self) -> str:
+        """Say how many points there are, and which."""
+        chosen = len(self.X)
+        return f"{chosen} {self.origin}" if chosen == self.available else f"{chosen} of {self.available} {self.origin}"
+
+
+def read_points(source: PointSource, trajectory: Trajectory, num_points: int | None) -> ChosenPoints:
+    """Choose points of a file, or of the run's held-out points, or of its training inputs if it has none.
 
     Args:
         source: The file or run.
@@ -110,17 +152,28 @@ def read_points(source: PointSource, trajectory: Trajectory, num_points: int | N
         FileNotFoundError: The file is missing.
         ValueError: The file is damaged or has no `inputs`, or there are no points.
     """
-    if num_points is not None and num_points < 1:
-        raise ValueError(f"--num-points must be at least 1: got {num_points}.")
     file = source.run / _HELD_OUT if source.file is None else source.file
-    has_file = source.file is not None or file.is_file()
-    if source.file is None and has_file:
+    if source.file is not None:
+        origin = f"points of {source.file}"
+    elif file.is_file():
         _validate_held_out(file, held_out_checksum(source.run))
+        origin = "held-out points"
+    elif held_out_checksum(source.run) is not None:
+        raise FileNotFoundError(f"{file} must hold the held-out points of the run: it is missing. Pass --points.")
+    else:
+        origin = "training inputs, for the run has no held-out points (--points names others)"
+    has_file = source.file is not None or file.is_file()
     X = _array(read_arrays(file), "inputs", file) if has_file else trajectory.inputs
     if not len(X):
         raise ValueError(f"{file} must hold at least one point: `inputs` is empty.")
-    X = X[draw_rows(len(X), num_points, source.seed)]
-    return cast_points(X, trajectory, source.dtype)
+    _validate_inputs(X, "inputs", file)
+    expected = tuple(trajectory.inputs.shape[1:])
+    if tuple(X.shape[1:]) != expected:
+        raise ValueError(f"`inputs` in {file} must have the shape of the run's, {expected} each: got {_describe(X)}.")
+    rows = draw_rows(len(X), num_points, source.seed)
+    chosen = cast_points(X[rows], trajectory, source.dtype)
+    validate_finite(chosen, f"`inputs` in {file} as {chosen.dtype}" if has_file else "training inputs")
+    return ChosenPoints(chosen, len(X), origin)
 
 
 def cast_points(
@@ -145,49 +198,134 @@ def draw_rows(count: int, size: int | None, seed: int | None) -> Int64[Tensor, "
 
 
 def read_arrays(file: Path) -> dict[str, Tensor]:
-    """Return the arrays of a .safetensors or .npz file; nothing in the file is executed.
+    """Return the arrays of a .safetensors or .npz file that commands use; nothing in the file is executed.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: The file is of another kind, or is damaged.
     """
+    if file.is_dir():
+        raise ValueError(f"{file} must be a .safetensors or .npz file: it is a folder.")
     if not file.is_file():
         raise FileNotFoundError(f"{file} must be a .safetensors or .npz file: it does not exist.")
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
+            found = load_file(file)
+            return {name: found[name] for name in _ARRAYS if name in found}
         if file.suffix == ".npz":
-            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-                return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    except (SafetensorError, BadZipFile, ValueError, EOFError, TypeError, MemoryError, zlib.error) as error:
+            with file.open("rb") as stream:
+                arrays = np.load(stream, allow_pickle=False)
+                if not isinstance(arrays, NpzFile):
+                    raise ValueError("it holds a single array, as an .npy file does")
+                return {name: _as_tensor(arrays[name]) for name in _ARRAYS if name in arrays.files}
+    except (SafetensorError, BadZipFile, zlib.error, ValueError, EOFError, TypeError, MemoryError) as error:
         raise ValueError(f"{file} must be a whole {file.suffix} file of numbers: {error}.") from error
     raise ValueError(f"{file} must be a .safetensors or .npz file: got {file.suffix or 'no suffix'}.")
 
 
-def _from_file(file: Path, num_train: int | None, dtype: torch.dtype) -> tuple[Dataset, Dataset]:
+def _as_tensor(values: np.ndarray) -> Tensor:
+    if values.dtype.kind not in "biufc":
+        raise ValueError(f"got an array of {values.dtype}")
+    return torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
+
+
+def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[Dataset, Dataset]:
     arrays = read_arrays(file)
     inputs, labels = _array(arrays, "inputs", file), _array(arrays, "labels", file)
-    if "test_inputs" in arrays:
-        test_inputs, test_labels = arrays["test_inputs"], _array(arrays, "test_labels", file)
-    else:
-        start = len(inputs) if num_train is None else num_train
-        test_inputs, test_labels = inputs[start:], labels[start:]
-    for name, values in (("labels", labels), ("test_labels", test_labels)):
-        if values.is_floating_point() or values.ndim != 1:
-            raise ValueError(f"`{name}` in {file} must be a list of class indices: got {_describe(values)}.")
-    classes = int(torch.cat([labels.long(), test_labels.long()]).max()) + 1 if len(labels) else 1
     if not len(labels):
         raise ValueError(f"{file} must hold at least one point: `labels` is empty.")
+    if "test_inputs" in arrays:
+        test_inputs, test_labels = arrays["test_inputs"], _array(arrays, "test_labels", file)
+        if test_inputs.shape[1:] != inputs.shape[1:]:
+            raise ValueError(
+                f"`test_inputs` in {file} must have the shape of `inputs`, {tuple(inputs.shape[1:])} each: "
+                f"got {tuple(test_inputs.shape[1:])}."
+            )
+        _require_same_length(test_inputs, test_labels, "test_labels", file)
+    _require_same_length(inputs, labels, "labels", file)
+    if "test_inputs" not in arrays:
+        start = _num_train(file, len(inputs), options)
+        test_inputs, test_labels = inputs[start:], labels[start:]
+        inputs, labels = inputs[:start], labels[:start]
+    for name, values in (("labels", labels), ("test_labels", test_labels)):
+        if values.is_floating_point() or values.is_complex() or values.ndim != 1:
+            raise ValueError(
+                f"`{name}` in {file} must be a list of class indices: got {_describe(values)}. Write integers, one per "
+                "point."
+            )
+        if values.dtype == torch.uint64 and len(values) and int(values.long().min()) < 0:  # from 2**63 on
+            raise ValueError(f"`{name}` in {file} must be class indices, 0..C-1: got numbers of 2**63 or more.")
+    num_classes = _count_classes(torch.cat([labels.long(), test_labels.long()]), file, options.num_classes)
 
-    def dataset(X: Tensor, y: Tensor) -> Dataset:
-        return Dataset((X.to(dtype) if X.is_floating_point() else X).contiguous(), y.long(), classes, file.stem)
+    def dataset(X: Tensor, y: Tensor, name: str) -> Dataset:
+        _validate_inputs(X, name, file)
+        X = (X.to(dtype) if X.is_floating_point() else X).contiguous()
+        validate_finite(X, f"`{name}` in {file} as {X.dtype}")
+        return Dataset(X, y.long(), num_classes, file.stem)
 
-    return dataset(inputs, labels), dataset(test_inputs, test_labels)
+    return dataset(inputs, labels, "inputs"), dataset(test_inputs, test_labels, "test_inputs")
+
+
+def _require_same_length(inputs: Tensor, labels: Tensor, name: str, file: Path) -> None:
+    if len(inputs) != len(labels):
+        raise ValueError(f"`{name}` in {file} must have one entry per point: got {len(labels)} for {len(inputs)}.")
+
+
+def _num_train(file: Path, count: int, options: SplitOptions) -> int:
+    """Return how many points of a file without `test_inputs` are training points; the others are held out."""
+    if options.num_train is None:
+        held_out = 0 if options.num_test is None else options.num_test
+        if held_out >= count:
+            raise ValueError(f"--num-test must leave training points: got {held_out} of the {count} points of {file}.")
+        return count - held_out
+    if not 1 <= options.num_train <= count:
+        raise ValueError(f"--num-train must lie in 1..{count} (the points of {file}): got {options.num_train}.")
+    if options.num_test is not None and options.num_train + options.num_test > count:
+        raise ValueError(
+            f"--num-train and --num-test must sum to at most the {count} points of {file}: got {options.num_train} and "
+            f"{options.num_test}."
+        )
+    return options.num_train
+
+
+def _count_classes(labels: Int64[Tensor, " n"], file: Path, num_classes: int | None) -> int:
+    """Return the number of classes. Nothing here, nor before it, has a size that depends on the largest label."""
+    distinct = labels.unique()
+    low, high, count = int(distinct[0]), int(distinct[-1]), len(distinct)
+    if num_classes is not None:
+        if not 0 <= low <= high < num_classes:
+            raise ValueError(
+                f"labels in {file} must lie in 0..{num_classes - 1} (--num-classes {num_classes}): got {low}..{high}."
+            )
+        return num_classes
+    if low != 0 or high != count - 1:
+        if high - low == count - 1:
+            advice = f"Subtract {low}." if low > 0 else f"Add {-low}."
+        else:
+            advice = "Renumber them, as numpy.unique(labels, return_inverse=True) does"
+            advice += ", or pass --num-classes if the others exist but have no point." if low >= 0 else "."
+        raise ValueError(
+            f"labels in {file} must be 0..C-1 without gaps: got {count} different ones from {low} to {high}. {advice}"
+        )
+    if count == 1:
+        raise ValueError(
+            f"labels in {file} must name at least two classes: all are 0. Pass --num-classes if others exist but have "
+            "no point."
+        )
+    return count
+
+
+def _validate_inputs(X: Tensor, name: str, file: Path) -> None:
+    if X.is_complex():
+        raise ValueError(f"`{name}` in {file} must be real numbers: got {_describe(X)}.")
+    if not X[:1].numel() and len(X):
+        raise ValueError(f"`{name}` in {file} must have at least one entry per point: got {_describe(X)}.")
 
 
 def _array(arrays: dict[str, Tensor], name: str, file: Path) -> Tensor:
     if name not in arrays:
-        raise ValueError(f"{file} must hold `{name}`: it holds {sorted(arrays)}.")
+        found = ", ".join(f"`{other}`" for other in arrays) or "neither inputs nor labels"
+        raise ValueError(f"{file} must hold `{name}`: got {found}.")
     if arrays[name].ndim < 1:
         raise ValueError(f"`{name}` in {file} must have one entry per point: got {_describe(arrays[name])}.")
     return arrays[name]

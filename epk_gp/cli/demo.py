@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
@@ -11,10 +10,10 @@ from torch import Tensor
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane
-from epk_gp.cli.app import app
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import NetworkSpec, build_network
-from epk_gp.cli.options import Dtype, Out, Quiet, Seed, make_folder, torch_dtype
+from epk_gp.cli.options import Dtype
+from epk_gp.cli.parsing import make_folder, torch_dtype
 from epk_gp.cli.summaries import certificate, describe_map, fitted_numbers, map_numbers
 from epk_gp.core.head import Head
 from epk_gp.core.model import zero_final_layer
@@ -51,14 +50,7 @@ _SMOKE = Size(
 )
 
 
-@app.command(short_help="Run the paper's problem, from training to figures.")
-def demo(
-    out: Out = Path("demo_output"),
-    seed: Seed = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, for a second or two.")] = False,
-    quiet: Quiet = False,
-) -> None:
+def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> None:
     """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute)."""
     size, timer, folder = _SMOKE if smoke else Size(), Stopwatch(), make_folder(out)
     held_out, trajectory = _record(size, seed, torch_dtype(dtype), quiet)

@@ -1,22 +1,14 @@
 """`epk-gp export`: a run written to one file."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from epk_gp.cli.app import app
-from epk_gp.cli.options import Quiet, RunFolder
 from epk_gp.provenance import Stopwatch
 from epk_gp.storage.export import export_run
 
 
-@app.command(short_help="Write a run to one safetensors file.")
-def export(
-    run: RunFolder,
-    out: Annotated[Path, typer.Option(help="New .safetensors file.")] = Path("run.safetensors"),
-    quiet: Quiet = False,
-) -> None:
+def export(*, run: Path, out: Path, quiet: bool) -> None:
     """Write a recorded run, after checking its files, to one safetensors file for other tools."""
     timer = Stopwatch()
     if out.exists():

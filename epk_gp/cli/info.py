@@ -1,26 +1,21 @@
 """`epk-gp info`: the contents of a run."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from epk_gp.cli.app import app
 from epk_gp.cli.manifest import read_network_spec
-from epk_gp.cli.options import Quiet, RunFolder, make_folder
+from epk_gp.cli.parsing import make_folder, require_folder
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.storage.check import check_run
 from epk_gp.storage.schema import chunk_schema
 
 
-@app.command(short_help="Show the contents of a run.")
-def info(
-    run: RunFolder,
-    out: Annotated[Path | None, typer.Option(help="Folder for info.json; none is written by default.")] = None,
-    quiet: Quiet = False,
-) -> None:
+def info(*, run: Path, out: Path | None, quiet: bool) -> None:
     """Show the contents of a recorded run, after checking its files; no network is built."""
     timer = Stopwatch()
+    if out is not None:
+        require_folder(out)
     summary, spec = check_run(run, progress=not quiet), read_network_spec(run)
     header = summary.header
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())

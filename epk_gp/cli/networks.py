@@ -1,6 +1,7 @@
 """The networks of the command line: two built-in ones, and those of a user's factory."""
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from epk_gp.core.model import functionalize
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}
+
+
+_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class NetworkSpec:
     name: str
     input_shape: tuple[int, ...]
     num_outputs: int
-    width: int = 64
+    width: int = _WIDTH
     activation: str = "relu"
 
 
@@ -49,12 +53,14 @@ def build_network(spec: NetworkSpec) -> nn.Module:
         if spec.width < 1:
             raise ValueError(f"--width must be at least 1: got {spec.width}.")
         size = torch.Size(spec.input_shape).numel()
+        _require_memory(spec.width * (size + 1) + spec.num_outputs * (spec.width + 1))
         layers = [nn.Linear(size, spec.width), activation(), nn.Linear(spec.width, spec.num_outputs)]
         return nn.Sequential(*([nn.Flatten()] if len(spec.input_shape) > 1 else []), *layers)
     if spec.name == "cnn":
         if len(spec.input_shape) != 3 or min(spec.input_shape[1:]) < 4:
             raise ValueError(f"the cnn needs images (channels, height >= 4, width >= 4): got {spec.input_shape}.")
         channels, height, width = spec.input_shape
+        _require_memory((16 * (height // 4) * (width // 4) + 1) * spec.num_outputs)
         return nn.Sequential(
             nn.Conv2d(channels, 8, 3, padding=1),
             activation(),
@@ -66,6 +72,33 @@ def build_network(spec: NetworkSpec) -> nn.Module:
             nn.Linear(16 * (height // 4) * (width // 4), spec.num_outputs),
         )
     raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {spec.name!r}.")
+
+
+def network_spec(
+    name: str, X: Shaped[Tensor, "n ..."], num_outputs: int, width: int | None, activation: str | None
+) -> NetworkSpec:
+    """Describe the network that a user names, for given inputs.
+
+    Raises:
+        ValueError: An option does not belong to this network, or a built-in network cannot take the inputs.
+    """
+    if name not in ("mlp", "cnn") and ":" not in name:
+        raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {name!r}.")
+    if width is not None and name != "mlp":
+        raise ValueError(f"--width belongs to --network mlp: got --network {name}.")
+    if activation is not None and name not in ("mlp", "cnn"):
+        raise ValueError(f"--activation belongs to --network mlp and cnn: got --network {name}.")
+    if name in ("mlp", "cnn"):
+        if not X.is_floating_point():
+            raise ValueError(
+                f"--network {name} must have floating-point inputs: got {X.dtype}. Write `inputs` as floats."
+            )
+        if X.ndim < 2:
+            raise ValueError(
+                f"--network {name} must have inputs of shape (n, D) or more: got {tuple(X.shape)}. "
+                f"Write one number per point as ({len(X)}, 1)."
+            )
+    return NetworkSpec(name, tuple(X.shape[1:]), num_outputs, width or _WIDTH, activation or "relu")
 
 
 def validate_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: int) -> int:
@@ -86,6 +119,18 @@ def validate_network(net: nn.Module, X: Shaped[Tensor, "n ..."], num_classes: in
             f"the network must have an output per class: got {outputs.shape[1]} for {num_classes} classes."
         )
     return outputs.shape[1]
+
+
+def _require_memory(num_weights: int) -> None:
+    """Raise before weights are allocated that cannot fit: the system may end the process instead of refusing."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 8 * num_weights > available:
+        raise ValueError(
+            f"the network must fit into the memory, {available / 2**30:.0f} GiB: its {num_weights:.1e} weights take "
+            f"{8 * num_weights / 2**30:.0f} GiB. Take a smaller --width, or inputs or classes of which there are fewer."
+        )
 
 
 def _from_factory(name: str) -> nn.Module:

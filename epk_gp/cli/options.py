@@ -1,15 +1,15 @@
-"""The options that several commands share, and how their values are parsed."""
+"""The options that commands share, the values that options can have, and the limits of numbers."""
 
+from collections.abc import Callable
 from enum import StrEnum
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 
-from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
-
-PARTIAL = "partial"  # folder of a long job's partial sums, which is removed when the job is done
+_MAX_COUNT = 10**9  # no command can do anything this many times; larger numbers overflow in places
+_MAX_SEED = 2**63 - 1
 
 
 class Dtype(StrEnum):
@@ -26,11 +26,127 @@ class HeadName(StrEnum):
     log_softmax = "log_softmax"
 
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.")]
+class VerifiedHeads(StrEnum):
+    """The heads whose outputs are verified."""
+
+    both = "both"
+    logits = "logits"
+    log_softmax = "log_softmax"
+
+
+class LossName(StrEnum):
+    """Losses that can be chosen by name."""
+
+    cross_entropy = "cross-entropy"
+    mse = "mse"
+
+
+class OptimizerName(StrEnum):
+    """Optimizers whose update rule is known."""
+
+    sgd = "sgd"
+    adam = "adam"
+    adamw = "adamw"
+    rmsprop = "rmsprop"
+    adagrad = "adagrad"
+
+
+class CompressionName(StrEnum):
+    """How weights are stored."""
+
+    none = "none"
+    deltas = "deltas"
+
+
+class ExplainedOutputs(StrEnum):
+    """The outputs whose contributions are computed."""
+
+    every = "all"
+    predicted = "predicted"
+
+
+class Side(StrEnum):
+    """The points along one side of a block of the kernel."""
+
+    test = "test"
+    train = "train"
+
+
+class PlaneName(StrEnum):
+    """Planes on which a map is drawn."""
+
+    principal = "principal"
+    coordinates = "coordinates"
+
+
+class CoupledOutputs(StrEnum):
+    """How a GP's outputs are correlated."""
+
+    full = "full"
+    independent = "independent"
+
+
+class TargetsName(StrEnum):
+    """The targets that a GP is conditioned on."""
+
+    network = "network"
+    dirichlet = "dirichlet"
+
+
+def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[Any, Any, int | None], int | None]:
+    """Return a callback for an option: it raises if the value is not in minimum .. maximum."""
+
+    def validate(_: Any, parameter: Any, value: int | None) -> int | None:
+        if value is not None and value < minimum:
+            raise ValueError(f"{parameter.opts[0]} must be at least {minimum}: got {value}.")
+        if value is not None and value > maximum:
+            raise ValueError(f"{parameter.opts[0]} must be at most {maximum}: got {value}.")
+        return value
+
+    return validate
+
+
+def number(
+    minimum: float = 0.0, *, below: float = float("inf"), or_equal: bool = True
+) -> Callable[[Any, Any, float | None], float | None]:
+    """Return a callback for an option: it raises if the value is not finite and in minimum .. below.
+
+    Args:
+        minimum: The smallest value that is accepted.
+        below: Every value that is accepted is smaller.
+        or_equal: Whether the minimum itself is accepted.
+    """
+
+    def validate(_: Any, parameter: Any, value: float | None) -> float | None:
+        if value is None:
+            return None
+        large_enough = value >= minimum if or_equal else value > minimum
+        if not (isfinite(value) and large_enough and value < below):
+            least = f"at least {minimum:g}" if or_equal else "positive" if minimum == 0 else f"above {minimum:g}"
+            most = "finite" if below == float("inf") else f"below {below:g}"
+            raise ValueError(f"{parameter.opts[0]} must be {least} and {most}: got {value}.")
+        return value
+
+    return validate
+
+
+def _not_a_file(run: Path) -> Path:
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"RUN must be the folder of a recorded run: {run} is a file.")
+    return run
+
+
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", callback=_not_a_file, show_default=False)
+]
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.", callback=count(0, _MAX_SEED))]
 SeedOfPoints = Annotated[
-    int | None, typer.Option(help="Draw the points at random with this seed; by default the first ones are taken.")
+    int | None,
+    typer.Option(
+        help="Draw the points at random with this seed; by default the first ones are taken.",
+        callback=count(0, _MAX_SEED),
+    ),
 ]
 Network = Annotated[
     str | None,
@@ -41,7 +157,10 @@ Network = Annotated[
 ]
 PointsFile = Annotated[
     Path | None,
-    typer.Option(help="File (.safetensors or .npz) with `inputs`; by default the run's held-out points."),
+    typer.Option(
+        help="File (.safetensors or .npz) with `inputs`; by default the run's held-out points, or its training inputs "
+        "if it has none."
+    ),
 ]
 HeadOption = Annotated[
     HeadName | None,
@@ -52,65 +171,13 @@ HeadOption = Annotated[
 ]
 RuleOption = Annotated[
     str,
-    typer.Option(help="adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint."),
+    typer.Option(
+        help="adaptive[:TOL], gauss-legendre:N (N up to 1000), left-riemann:N, midpoint:N (N up to 10000) or "
+        "left-endpoint."
+    ),
 ]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
-Memory = Annotated[float, typer.Option(help="Memory for the computation, GiB.")]
+Memory = Annotated[
+    float, typer.Option(help="Memory for the computation, GiB, at least 0.001.", callback=number(0.001, below=1e6))
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
-
-
-def parse_rule(text: str) -> Rule:
-    """Return the quadrature rule that an option names.
-
-    Raises:
-        ValueError: There is no rule of this name, or its number is missing or wrong.
-    """
-    name, colon, number = text.partition(":")
-    try:
-        if name == "adaptive":
-            return adaptive(float(number)) if colon else adaptive()
-        if name == "left-endpoint" and not colon:
-            return left_endpoint()
-        if name in ("gauss-legendre", "left-riemann", "midpoint") and colon:
-            if not number.removeprefix("-").isdecimal():
-                raise ValueError(f"N must be a whole number of nodes, as in {name}:4: got {number!r}.")
-            count = int(number)
-            fixed = {"gauss-legendre": gauss_legendre, "left-riemann": left_riemann, "midpoint": midpoint}
-            return fixed[name](count)
-    except ValueError as error:
-        if name == "adaptive":
-            raise ValueError(
-                f"--rule adaptive:TOL needs a positive number as its tolerance: got {number!r}."
-            ) from error
-        raise ValueError(f"--rule {text}: {error}") from error
-    raise ValueError(
-        f"--rule must be adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint: got {text!r}."
-    )
-
-
-def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """Return torch's dtype of this name."""
-    return torch.float32 if dtype is Dtype.float32 else torch.float64
-
-
-def memory_bytes(memory: float) -> int:
-    """Convert GiB to bytes.
-
-    Raises:
-        ValueError: The number is not positive and finite.
-    """
-    if not 0 < memory < float("inf"):
-        raise ValueError(f"--memory must be positive: got {memory}.")
-    return int(memory * 2**30)
-
-
-def make_folder(out: Path) -> Path:
-    """Create the folder for the results, before anything is computed, and return it.
-
-    Raises:
-        OSError: The folder cannot be created, or a file has its name.
-    """
-    if out.exists() and not out.is_dir():
-        raise FileExistsError(f"--out must be a folder: {out} is a file.")
-    out.mkdir(parents=True, exist_ok=True)
-    return out

@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 from torch import nn
 from torch.nn import functional as F
 
-from epk_gp.cli.app import app
-from epk_gp.cli.data import load_split, write_held_out
+from epk_gp.cli.data import SplitOptions, load_split, write_held_out
 from epk_gp.cli.manifest import write_manifest
-from epk_gp.cli.networks import NetworkSpec, build_network, validate_network
-from epk_gp.cli.options import Dtype, Quiet, Seed, torch_dtype
+from epk_gp.cli.networks import build_network, network_spec, validate_network
+from epk_gp.cli.options import CompressionName, Dtype, LossName, OptimizerName
+from epk_gp.cli.parsing import torch_dtype
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
@@ -29,88 +27,51 @@ from epk_gp.training.train import train
 _BLOCK = 1000  # inputs per forward pass when the accuracy is computed
 
 
-class LossName(StrEnum):
-    """Losses that can be chosen by name."""
-
-    cross_entropy = "cross-entropy"
-    mse = "mse"
-
-
-class OptimizerName(StrEnum):
-    """Optimizers whose update rule is known."""
-
-    sgd = "sgd"
-    adam = "adam"
-    adamw = "adamw"
-    rmsprop = "rmsprop"
-    adagrad = "adagrad"
-
-
-class CompressionName(StrEnum):
-    """How weights are stored."""
-
-    none = "none"
-    deltas = "deltas"
-
-
-@app.command(short_help="Train a network and record every step.")
 def record(
-    out: Annotated[Path, typer.Option(help="New folder for the run.")] = Path("run"),
-    data: Annotated[
-        str,
-        typer.Option(help="three-gaussians, digits, mnist, or a .safetensors or .npz file with `inputs` and `labels`."),
-    ] = "three-gaussians",
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of MNIST-format files, for --data mnist; default $EPK_GP_DATA/mnist.")
-    ] = None,
-    num_train: Annotated[int | None, typer.Option(help="Number of training points; all by default.")] = None,
-    num_test: Annotated[int, typer.Option(help="Largest number of held-out points stored beside the run.")] = 102,
-    network: Annotated[
-        str, typer.Option(help="mlp, cnn, or package.module:factory, which returns the torch.nn.Module.")
-    ] = "mlp",
-    width: Annotated[int, typer.Option(help="Hidden units of the mlp.")] = 64,
-    activation: Annotated[str, typer.Option(help="relu, tanh or gelu, in the mlp and the cnn.")] = "relu",
-    zero_final: Annotated[
-        bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
-    ] = False,
-    steps: Annotated[int, typer.Option(help="Steps of gradient descent.")] = 300,
-    optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of torch.optim.")] = OptimizerName.sgd,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
-    momentum: Annotated[float, typer.Option(help="Momentum, of sgd and rmsprop.")] = 0.0,
-    nesterov: Annotated[bool, typer.Option("--nesterov", help="Nesterov's momentum, of sgd.")] = False,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay; decoupled in adamw.")] = 0.0,
-    clip_norm: Annotated[float | None, typer.Option(help="Clip the gradient to this norm; not by default.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Points per step; all by default.")] = None,
-    loss: Annotated[
-        LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")
-    ] = LossName.cross_entropy,
-    dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in --out. Pass the options that it was started with.")
-    ] = False,
-    compression: Annotated[
-        CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
-    ] = CompressionName.none,
-    commit_seconds: Annotated[
-        float, typer.Option(help="Seconds between commits: a crash loses at most the steps of this time.")
-    ] = 60.0,
-    check_every: Annotated[
-        int, typer.Option(help="Recompute and check the gradient of one step in N; of every step by default.")
-    ] = 1,
-    seed: Seed = 0,
-    quiet: Quiet = False,
+    *,
+    out: Path,
+    data: str,
+    data_dir: Path | None,
+    num_train: int | None,
+    num_test: int | None,
+    num_classes: int | None,
+    network: str,
+    width: int | None,
+    activation: str | None,
+    zero_final: bool,
+    steps: int,
+    optimizer: OptimizerName,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    clip_norm: float | None,
+    batch_size: int | None,
+    loss: LossName,
+    dtype: Dtype,
+    resume: bool,
+    compression: CompressionName,
+    commit_seconds: float,
+    check_every: int,
+    seed: int,
+    quiet: bool,
 ) -> None:
     """Train a network by gradient descent and record every step."""
     timer = Stopwatch()
-    split = load_split(data, data_dir, num_train=num_train, num_test=num_test, seed=seed, dtype=torch_dtype(dtype))
+    rates = OptimizerRates(lr, momentum, nesterov, weight_decay)
+    validate_rates(optimizer, rates)
+    _require_usable_folder(out, resume)
+    asked = SplitOptions(num_train, num_test, num_classes, data_dir)
+    split = load_split(data, asked, seed=seed, dtype=torch_dtype(dtype))
     X, y = split.train.inputs, split.train.labels
-    spec = NetworkSpec(network, tuple(X.shape[1:]), split.train.num_classes, width, activation)
+    if batch_size is not None and batch_size > len(X):
+        raise ValueError(f"--batch-size must be at most the {len(X)} training points: got {batch_size}.")
+    spec = network_spec(network, X, split.train.num_classes, width, activation)
     torch.manual_seed(seed)
     net = build_network(spec).to(torch_dtype(dtype))
     if zero_final:
         zero_final_layer(net)
     num_outputs = validate_network(net, X, split.train.num_classes)
-    rates = OptimizerRates(lr, momentum, nesterov, weight_decay)
     config: dict[str, object] = {
         "data": data,
         "data_dir": None if data_dir is None else str(data_dir),
@@ -145,8 +106,20 @@ def record(
     predicted = {name: network_outputs(trajectory, d.inputs, block_size=_BLOCK).argmax(1) for name, d in parts}
     accuracy = {name: float((predicted[name] == d.labels).double().mean()) for name, d in parts}
     typer.echo(f"{trajectory!r}")
-    typer.echo("accuracy: " + ", ".join(f"{name} {100 * value:.1f} %" for name, value in accuracy.items()))
+    typer.echo("accuracy: " + ", ".join(f"{name} {100 * accuracy[name]:.1f} % of {len(d)} points" for name, d in parts))
+    if not len(split.held_out):
+        typer.echo("no held-out points: all points were trained on (--num-test N holds some out)")
     typer.echo(f"recorded in {out} ({timer.total:.1f} s)")
+
+
+def _require_usable_folder(out: Path, resume: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out must be a new folder: {out} is a file.")
+    if out.is_dir() and not resume and any(out.iterdir()):
+        raise FileExistsError(
+            f"--out must be a new or empty folder: {out} already holds something. Choose another, or pass --resume to "
+            "go on with the run in it."
+        )
 
 
 @dataclass(frozen=True)
@@ -159,19 +132,24 @@ class OptimizerRates:
     weight_decay: float
 
 
-def make_optimizer(net: nn.Module, name: OptimizerName, rates: OptimizerRates) -> torch.optim.Optimizer:
-    """Return one of torch's optimizers for the trainable parameters of a network.
+def validate_rates(name: OptimizerName, rates: OptimizerRates) -> None:
+    """Raise if an optimizer does not have a hyperparameter that is given.
 
     Raises:
-        ValueError: A hyperparameter is out of range, or the optimizer does not have it.
+        ValueError: Momentum is given to another optimizer than sgd and rmsprop, or Nesterov's to another than sgd, or
+            Nesterov's without momentum.
     """
-    if not 0 < rates.lr < float("inf"):
-        raise ValueError(f"--lr must be positive and finite: got {rates.lr}.")
-    options: dict[str, object] = {"lr": rates.lr, "weight_decay": rates.weight_decay}
     if rates.momentum and name not in (OptimizerName.sgd, OptimizerName.rmsprop):
         raise ValueError(f"--momentum belongs to sgd and rmsprop: got {rates.momentum} with {name}.")
     if rates.nesterov and name is not OptimizerName.sgd:
         raise ValueError(f"--nesterov belongs to sgd: got {name}.")
+    if rates.nesterov and not rates.momentum:
+        raise ValueError("--nesterov must come with a positive --momentum: got none. Pass, say, --momentum 0.9.")
+
+
+def make_optimizer(net: nn.Module, name: OptimizerName, rates: OptimizerRates) -> torch.optim.Optimizer:
+    """Return one of torch's optimizers for the trainable parameters of a network."""
+    options: dict[str, object] = {"lr": rates.lr, "weight_decay": rates.weight_decay}
     if name in (OptimizerName.sgd, OptimizerName.rmsprop):
         options["momentum"] = rates.momentum
     if name is OptimizerName.sgd:

@@ -1,8 +1,6 @@
 """`epk-gp uncertainty`: a Gaussian process on the logits, evaluated at points and over a plane through the data."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
@@ -10,21 +8,10 @@ from torch import Tensor
 
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import Plane, coordinate_plane, principal_plane
-from epk_gp.cli.app import app
 from epk_gp.cli.data import PointSource, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import (
-    Dtype,
-    Network,
-    Out,
-    PointsFile,
-    Quiet,
-    RunFolder,
-    Seed,
-    make_folder,
-    parse_rule,
-    torch_dtype,
-)
+from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName
+from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
 from epk_gp.cli.summaries import describe_map, fitted_numbers, map_numbers
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.models import LogitGP
@@ -33,62 +20,30 @@ from epk_gp.plots.figures import draw_map
 from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
 from epk_gp.quadrature.rules import QuadratureRule
 
-
-class PlaneName(StrEnum):
-    """Planes on which a map is drawn."""
-
-    principal = "principal"
-    coordinates = "coordinates"
-
-
 _AXIS_NAMES = {
     "principal": ("first principal direction", "second principal direction"),
     "coordinates": ("$x_1$", "$x_2$"),
 }
 
 
-class OutputsName(StrEnum):
-    """How the GP's outputs are correlated."""
-
-    full = "full"
-    independent = "independent"
-
-
-class TargetsName(StrEnum):
-    """The targets that the GP is conditioned on."""
-
-    network = "network"
-    dirichlet = "dirichlet"
-
-
-@app.command(short_help="Fit a GP and map its uncertainty.")
 def uncertainty(
-    run: RunFolder,
-    out: Out = Path("uncertainty"),
-    num_condition: Annotated[
-        int, typer.Option(help="Largest number of training points that the GP is conditioned on.")
-    ] = 300,
-    outputs: Annotated[OutputsName, typer.Option(help="Coupled classes, or one GP per class.")] = OutputsName.full,
-    targets: Annotated[
-        TargetsName, typer.Option(help="The network's outputs, or Dirichlet-transformed labels.")
-    ] = TargetsName.network,
-    plane: Annotated[
-        PlaneName, typer.Option(help="The data's two principal directions, or the first two coordinates, others 0.")
-    ] = PlaneName.principal,
-    grid: Annotated[int, typer.Option(help="Nodes per side of the map.")] = 40,
-    margin: Annotated[float, typer.Option(help="Border around the training points, in units of their extent.")] = 0.4,
-    num_samples: Annotated[int, typer.Option(help="Monte Carlo draws through the softmax.")] = 1024,
-    rule: Annotated[
-        str, typer.Option(help="A fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
-    ] = ("gauss-legendre:4"),
-    fit_steps: Annotated[int, typer.Option(help="Steps of the fit by marginal likelihood.")] = 50,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
-    ] = Dtype.float64,
-    seed: Seed = 0,
-    quiet: Quiet = False,
+    *,
+    run: Path,
+    out: Path,
+    num_condition: int,
+    outputs: CoupledOutputs,
+    targets: TargetsName,
+    plane: PlaneName,
+    grid: int,
+    margin: float,
+    num_samples: int,
+    rule: str,
+    fit_steps: int,
+    points: Path | None,
+    network: str | None,
+    dtype: Dtype,
+    seed: int,
+    quiet: bool,
 ) -> None:
     """Fit a GP with the exact path kernel, in float64; write its uncertainty at held-out points and over a plane."""
     timer, quadrature = Stopwatch(), parse_rule(rule)
@@ -98,9 +53,10 @@ def uncertainty(
         )
     trajectory = open_run(run, network)
     surface = _choose_plane(trajectory, plane)
-    X = read_points(PointSource(run, points, torch.float64), trajectory, None)
-    folder = make_folder(out)
-    chosen = choose_points(trajectory, num_condition, seed)
+    asked = read_points(PointSource(run, points, torch.float64), trajectory, None)
+    X, folder = asked.X, make_folder(out)
+    typer.echo(f"predicting at {asked} and on a map of {grid} x {grid} nodes")
+    chosen = draw_rows(trajectory.num_points, num_condition, seed).tolist()
     gp = LogitGP(trajectory, outputs.value, targets=targets.value, points=chosen, rule=quadrature)
     losses = gp.fit(fit_steps, progress=not quiet)
     generator = torch.Generator().manual_seed(seed)
@@ -124,7 +80,7 @@ def uncertainty(
         "seed": seed,
     }
     config |= {"plane": plane.value, "grid": grid, "margin": margin, "num_samples": num_samples}
-    config |= {"fit_steps": fit_steps, "rule": rule, "dtype": dtype.value}
+    config |= {"fit_steps": fit_steps, "rule": rule, "dtype": dtype.value, "points": str(asked)}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
     typer.echo(f"GP on {len(chosen)} training points: outputscale {results['outputscale']}, noise {results['noise']}")
     typer.echo(describe_map(m))
@@ -135,18 +91,6 @@ def uncertainty(
 
 def _choose_plane(trajectory: Trajectory, name: PlaneName) -> Plane:
     return (principal_plane if name is PlaneName.principal else coordinate_plane)(trajectory.inputs)
-
-
-def choose_points(trajectory: Trajectory, count: int, seed: int) -> list[int]:
-    """Draw the indices of the training points that the GP is conditioned on.
-
-    Raises:
-        ValueError: `count` is below 1.
-    """
-    if count < 1:
-        raise ValueError(f"--num-condition must be at least 1: got {count}.")
-    chosen: list[int] = draw_rows(trajectory.num_points, count, seed).tolist()
-    return chosen
 
 
 def _map_arrays(m: UncertaintyMap) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from epk_gp.plots import (
 )
 
 _DPI = 100
-_MAX_IMAGES = 6  # training images drawn of either sign
+_IMAGE_WIDTH = 0.79  # inches
 _MAX_POINTS = 600  # training points drawn on a map
 
 
@@ -116,13 +116,14 @@ def draw_attributions(
         top: Number of training points drawn of either sign.
     """
     images = _as_images(trajectory.inputs)
-    shown = min(top, _MAX_IMAGES) if images is not None else top
-    height = 1.9 if images is not None else 1.6 + 0.34 * top
-    figure = Figure(figsize=(13.5, height * len(chosen)), layout="constrained")
+    shown = min(top, trajectory.num_points)
+    height = 1.9 if images is not None else 1.6 + 0.34 * shown
+    left_width = 10.3 if images is None else max(10.3, _IMAGE_WIDTH * (2 * shown + 1))
+    figure = Figure(figsize=(left_width + 3.2, height * len(chosen)), layout="constrained")
     rows = figure.subfigures(len(chosen), 1, squeeze=False)[:, 0]
     points = _as_images(X)
     for row, n in zip(rows, chosen, strict=True):
-        left, right = row.subfigures(1, 2, width_ratios=(3.2, 1))
+        left, right = row.subfigures(1, 2, width_ratios=(left_width, 3.2))
         start, end = (f"{float(v[n]):.3g}".replace("-", "−") for v in (breakdown.initial, breakdown.network))
         if images is None or points is None:
             _draw_bars(left.subplots(), breakdown.samples[n], trajectory.targets, top)

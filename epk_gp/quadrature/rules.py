@@ -7,6 +7,10 @@ import numpy as np
 
 from epk_gp.core.validation import validate_count, validate_positive
 
+# Measured with NumPy 2.4 on one core: 0.06 s and an error of 2e-11 for 1000 Gauss-Legendre nodes, 0.5 s for 2000, and
+# 80 GB for 100,000, as NumPy takes the eigenvalues of a matrix with a row per node.
+MAX_GAUSS_LEGENDRE_NODES = 1000
+MAX_COMPOSITE_NODES = 10_000  # with 100,000 equal weights their rounded sum is no longer 1 to within 1e-12
 _TYPICAL_INTERVALS = 16  # of a point and step under the adaptive rule, for block sizes only: a choice, not a bound
 
 # Gradients for one point and step, by default.
@@ -92,10 +96,11 @@ class AdaptiveRule:
 
         Raises:
             TypeError: `tol` is not a number, or `order` or `max_evaluations` is not a whole number.
-            ValueError: `tol` is not positive and finite, `order` is below 1, or `max_evaluations` is below `order`.
+            ValueError: `tol` is not positive and finite, `order` is not in 1 .. 1000, or `max_evaluations` is below
+                `order`.
         """
         validate_positive(self.tol, "tol")
-        validate_count(self.order, "order")
+        _validate_nodes(self.order, MAX_GAUSS_LEGENDRE_NODES, "order")
         validate_count(self.max_evaluations, "max_evaluations", minimum=self.order)
 
     @property
@@ -123,8 +128,13 @@ Rule = QuadratureRule | AdaptiveRule
 
 
 def gauss_legendre(n: int) -> QuadratureRule:
-    """Gauss-Legendre with n nodes: exact for polynomials of degree 2n - 1."""
-    validate_count(n, "the number of nodes")
+    """Gauss-Legendre with n nodes: exact for polynomials of degree 2n - 1.
+
+    Raises:
+        TypeError: n is not a whole number.
+        ValueError: n is not in 1 .. 1000.
+    """
+    _validate_nodes(n, MAX_GAUSS_LEGENDRE_NODES)
     x, w = np.polynomial.legendre.leggauss(n)
     return QuadratureRule(f"Gauss-Legendre {n}", tuple(((1 + x) / 2).tolist()), tuple((w / w.sum()).tolist()))
 
@@ -135,14 +145,24 @@ def left_endpoint() -> QuadratureRule:
 
 
 def left_riemann(n: int) -> QuadratureRule:
-    """Left Riemann sum with n nodes: Algorithm 1 of Bell et al. (2023) with T = n."""
-    validate_count(n, "the number of nodes")
+    """Left Riemann sum with n nodes: Algorithm 1 of Bell et al. (2023) with T = n.
+
+    Raises:
+        TypeError: n is not a whole number.
+        ValueError: n is not in 1 .. 10,000.
+    """
+    _validate_nodes(n, MAX_COMPOSITE_NODES)
     return QuadratureRule(f"left Riemann {n}", tuple(k / n for k in range(n)), (1 / n,) * n)
 
 
 def midpoint(n: int) -> QuadratureRule:
-    """Composite midpoint rule with n nodes."""
-    validate_count(n, "the number of nodes")
+    """Composite midpoint rule with n nodes.
+
+    Raises:
+        TypeError: n is not a whole number.
+        ValueError: n is not in 1 .. 10,000.
+    """
+    _validate_nodes(n, MAX_COMPOSITE_NODES)
     return QuadratureRule(f"midpoint {n}", tuple((k + 0.5) / n for k in range(n)), (1 / n,) * n)
 
 
@@ -159,3 +179,9 @@ def validate_rule(rule: object) -> None:
     """
     if not isinstance(rule, QuadratureRule | AdaptiveRule):
         raise TypeError(f"rule must be a quadrature rule such as epk_gp.gauss_legendre(4): got {rule!r}.")
+
+
+def _validate_nodes(n: object, maximum: int, name: str = "the number of nodes") -> None:
+    validate_count(n, name)
+    if int(n) > maximum:  # type: ignore[call-overload]  # an integer, as validate_count has made sure
+        raise ValueError(f"{name} must be at most {maximum}: got {n}. The adaptive rule needs no such number.")

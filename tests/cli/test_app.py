@@ -1,6 +1,9 @@
 """The application: its commands, their shared options, and how errors end it."""
 
 import json
+import subprocess
+import sys
+from textwrap import dedent
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import refused, run
-from epk_gp.cli.options import parse_rule
+from epk_gp.cli.parsing import parse_rule
 
 COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty")
 
@@ -35,6 +38,27 @@ def test_without_a_command_the_commands_are_listed(capsys):
     assert run() == 0
     out = capsys.readouterr().out
     assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_an_option_in_front_of_the_command_is_answered(capsys, option):
+    assert run(option) == 0
+    assert ("epk-gp " + epk.__version__ in capsys.readouterr().out) == (option == "--version")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--help",), ("--version",), *((name, "--help") for name in COMMANDS)], ids=str)
+def test_help_does_not_wait_for_pytorch(words):
+    """In a process of its own, as the type checks of this test run import it."""
+    code = f"""
+        import sys
+        from epk_gp.cli import main
+        main({list(words)})
+        print("imported:", sorted({{"torch", "gpytorch", "numpy", "scipy", "matplotlib"}} & sys.modules.keys()))
+    """
+    ended = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
+    assert ended.stdout.endswith("imported: []\n")
+    assert len(ended.stdout.splitlines()) > 1
 
 
 def test_progress_bars_go_to_stderr(recorded, capsys):
@@ -96,7 +120,7 @@ def test_an_interrupted_command_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr("epk_gp.cli.verify.parse_rule", interrupt)
     assert run("verify", "nowhere") == 130
-    assert capsys.readouterr().err.strip() == "error: interrupted."
+    assert capsys.readouterr().err.strip() == "epk-gp: error: interrupted."
 
 
 def test_rules_are_read_as_they_are_written():
@@ -118,7 +142,7 @@ def test_rules_are_read_as_they_are_written():
             "--rule adaptive:TOL needs a positive number as its tolerance: got 'abc'",
         ),
         ("verify", ("--rule", "adaptive:-1"), "needs a positive number as its tolerance: got '-1'"),
-        ("verify", ("--tol", -1), "--tol must not be negative"),
+        ("verify", ("--tol", -1), "--tol must be at least 0 and finite: got -1.0"),
         ("verify", ("--num-points", 0), "--num-points must be at least 1"),
         ("verify", ("--points", "nowhere.npz"), "it does not exist"),
         ("verify", ("--network", "cnn"), "the cnn needs images"),

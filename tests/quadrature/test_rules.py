@@ -119,3 +119,24 @@ def test_a_bound_below_the_first_evaluations_is_refused():
     with pytest.raises(ValueError, match="max_evaluations must be at least 4: got 3"):
         epk.adaptive(1e-9, order=4, max_evaluations=3)
     assert epk.adaptive(1e-9, order=4, max_evaluations=4) != epk.adaptive(1e-9, order=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "largest"),
+    [
+        (epk.gauss_legendre, 1000),
+        (epk.left_riemann, 10_000),
+        (epk.midpoint, 10_000),
+        (lambda n: epk.adaptive(order=n), 1000),
+    ],
+    ids=["gauss_legendre", "left_riemann", "midpoint", "adaptive"],
+)
+def test_the_number_of_nodes_has_a_limit_and_reaches_it(make, largest):
+    assert len(make(largest).interval_rule) == largest
+    for n in (largest + 1, 10**9, 10**30):
+        with pytest.raises(ValueError, match=f"must be at most {largest}: got {n}"):
+            make(n)
+
+
+def test_the_largest_gauss_legendre_rule_is_exact_to_rounding():
+    assert abs(1000 * integral(epk.gauss_legendre(1000), 999) - 1) < 1e-10

@@ -1,0 +1,286 @@
+"""The commands: names, options and help. What each one does is in the module of its name, imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from epk_gp.cli.app import command
+from epk_gp.cli.options import (
+    CompressionName,
+    CoupledOutputs,
+    Dtype,
+    ExplainedOutputs,
+    HeadOption,
+    LossName,
+    Memory,
+    Network,
+    OptimizerName,
+    Out,
+    PlaneName,
+    PointsFile,
+    Quiet,
+    RuleOption,
+    RunDtype,
+    RunFolder,
+    Seed,
+    SeedOfPoints,
+    Side,
+    TargetsName,
+    VerifiedHeads,
+    count,
+    number,
+)
+
+
+@command("Run the paper's problem, from training to figures.")
+def demo(
+    out: Out = Path("demo_output"),
+    seed: Seed = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, for a second or two.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute)."""
+
+
+@command("Train a network and record every step.")
+def record(
+    out: Annotated[Path, typer.Option(help="New folder for the run.")] = Path("run"),
+    data: Annotated[
+        str,
+        typer.Option(
+            help="three-gaussians, digits, mnist, or a .safetensors or .npz file with `inputs` and `labels` 0 .. C-1, "
+            "and perhaps `test_inputs` and `test_labels`."
+        ),
+    ] = "three-gaussians",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of MNIST-format files, for --data mnist; default $EPK_GP_DATA/mnist.")
+    ] = None,
+    num_train: Annotated[
+        int | None, typer.Option(help="Number of training points, the first ones of a file; all by default.")
+    ] = None,
+    num_test: Annotated[
+        int | None,
+        typer.Option(
+            help="Largest number of held-out points stored beside the run, 102 by default. Of a file: of its "
+            "`test_inputs`, or else of the points after the first --num-train, or else, where neither is given, that "
+            "many of its last points, and none by default.",
+            callback=count(1, 10**6),
+        ),
+    ] = None,
+    num_classes: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of classes C of a file, if some have no point; by default every one of 0 .. C-1 must have "
+            "one.",
+            callback=count(2, 10**6),
+        ),
+    ] = None,
+    network: Annotated[
+        str, typer.Option(help="mlp, cnn, or package.module:factory, which returns the torch.nn.Module.")
+    ] = "mlp",
+    width: Annotated[
+        int | None, typer.Option(help="Hidden units of the mlp; 64 by default.", callback=count(1, 10**6))
+    ] = None,
+    activation: Annotated[
+        str | None, typer.Option(help="relu, tanh or gelu, in the mlp and the cnn; relu by default.")
+    ] = None,
+    zero_final: Annotated[
+        bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Steps of gradient descent.", callback=count())] = 300,
+    optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of torch.optim.")] = OptimizerName.sgd,
+    lr: Annotated[float, typer.Option(help="Learning rate.", callback=number(or_equal=False))] = 0.1,
+    momentum: Annotated[
+        float, typer.Option(help="Momentum, of sgd and rmsprop: from 0, below 1.", callback=number(below=1.0))
+    ] = 0.0,
+    nesterov: Annotated[
+        bool, typer.Option("--nesterov", help="Nesterov's momentum, of sgd; needs --momentum.")
+    ] = False,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay; decoupled in adamw.", callback=number())] = 0.0,
+    clip_norm: Annotated[
+        float | None,
+        typer.Option(help="Clip the gradient to this norm; not by default.", callback=number(or_equal=False)),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Points per step; all by default.", callback=count())] = None,
+    loss: Annotated[
+        LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")
+    ] = LossName.cross_entropy,
+    dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume the run in --out. Pass the options that it was started with.")
+    ] = False,
+    compression: Annotated[
+        CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
+    ] = CompressionName.none,
+    commit_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Seconds between commits: a crash loses at most the steps of this time.",
+            callback=number(or_equal=False),
+        ),
+    ] = 60.0,
+    check_every: Annotated[
+        int,
+        typer.Option(
+            help="Recompute and check the gradient of one step in N; of every step by default.", callback=count()
+        ),
+    ] = 1,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Train a network by gradient descent and record every step."""
+
+
+@command("Show the contents of a run.")
+def info(
+    run: RunFolder,
+    out: Annotated[Path | None, typer.Option(help="Folder for info.json; none is written by default.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Show the contents of a recorded run, after checking its files; no network is built."""
+
+
+@command("Check that the kernel machine equals the network.", alone={"checksums": ("run", "quiet")})
+def verify(
+    ctx: typer.Context,
+    run: RunFolder,
+    checksums: Annotated[bool, typer.Option("--checksums", help="Check the files only.")] = False,
+    head: Annotated[
+        VerifiedHeads | None,
+        typer.Option(help="Outputs that are verified; by default both for cross entropy, the logits otherwise."),
+    ] = None,
+    rule: RuleOption = "adaptive",
+    tol: Annotated[
+        float | None,
+        typer.Option(help="Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.", callback=number()),
+    ] = None,
+    num_points: Annotated[
+        int | None,
+        typer.Option(help="Largest number of points; 10 by default, of a --points file all.", callback=count()),
+    ] = None,
+    all_points: Annotated[
+        bool, typer.Option("--all-points", help="Use every point: the time grows in proportion.")
+    ] = False,
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
+    seed: SeedOfPoints = None,
+    quiet: Quiet = False,
+) -> None:
+    """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
+
+
+@command("Write a run to one safetensors file.")
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option(help="New .safetensors file.")] = Path("run.safetensors"),
+    quiet: Quiet = False,
+) -> None:
+    """Write a recorded run, after checking its files, to one safetensors file for other tools."""
+
+
+@command("Write the contribution of each training point.")
+def attribute(
+    run: RunFolder,
+    out: Out = Path("attribution"),
+    num_points: Annotated[
+        int, typer.Option(help="Largest number of points that are explained; the first 6 are drawn.", callback=count())
+    ] = 6,
+    top: Annotated[
+        int, typer.Option(help="Training points listed and drawn of either sign, at most 50.", callback=count(1, 50))
+    ] = 8,
+    head: HeadOption = None,
+    rule: RuleOption = "adaptive",
+    outputs: Annotated[
+        ExplainedOutputs,
+        typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
+    ] = ExplainedOutputs.every,
+    memory: Memory = 1.0,
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps.
+
+    A command that was killed resumes from its partial sums when it is run again.
+    """
+
+
+@command("Write a block of the exact path kernel.")
+def gram(
+    run: RunFolder,
+    out: Out = Path("gram"),
+    rows: Annotated[
+        Side,
+        typer.Option(
+            help="test: the points of --points, or the held-out points, or the training inputs of a run without any, "
+            "as test copies; train: training copies."
+        ),
+    ] = Side.test,
+    columns: Annotated[Side, typer.Option(help="The same for the columns.")] = Side.train,
+    num_rows: Annotated[
+        int | None, typer.Option(help="Largest number of points along the rows.", callback=count())
+    ] = None,
+    num_columns: Annotated[
+        int | None, typer.Option(help="Largest number of points along the columns.", callback=count())
+    ] = None,
+    head: HeadOption = None,
+    rule: RuleOption = "gauss-legendre:4",
+    memory: Memory = 1.0,
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
+
+    A command that was killed resumes from its partial sums when it is run again.
+    """
+
+
+@command("Fit a GP and map its uncertainty.")
+def uncertainty(
+    run: RunFolder,
+    out: Out = Path("uncertainty"),
+    num_condition: Annotated[
+        int, typer.Option(help="Largest number of training points that the GP is conditioned on.", callback=count())
+    ] = 300,
+    outputs: Annotated[
+        CoupledOutputs, typer.Option(help="Coupled classes, or one GP per class.")
+    ] = CoupledOutputs.full,
+    targets: Annotated[
+        TargetsName, typer.Option(help="The network's outputs, or Dirichlet-transformed labels.")
+    ] = TargetsName.network,
+    plane: Annotated[
+        PlaneName, typer.Option(help="The data's two principal directions, or the first two coordinates, others 0.")
+    ] = PlaneName.principal,
+    grid: Annotated[int, typer.Option(help="Nodes per side of the map, 2 to 400.", callback=count(2, 400))] = 40,
+    margin: Annotated[
+        float,
+        typer.Option(
+            help="Border around the training points, in units of their extent (< 1000).",
+            callback=number(below=1000.0),
+        ),
+    ] = 0.4,
+    num_samples: Annotated[
+        int, typer.Option(help="Monte Carlo draws through the softmax, 2 to 100000.", callback=count(2, 10**5))
+    ] = 1024,
+    rule: Annotated[
+        str, typer.Option(help="A fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
+    ] = "gauss-legendre:4",
+    fit_steps: Annotated[int, typer.Option(help="Steps of the fit by marginal likelihood.", callback=count())] = 50,
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
+    ] = Dtype.float64,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Fit a GP with the exact path kernel, in float64; write its uncertainty at held-out points and over a plane."""

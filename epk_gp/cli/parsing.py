@@ -1,0 +1,71 @@
+"""What the words of options stand for: rules, types, amounts of memory, folders."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from epk_gp.cli.options import Dtype
+from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+
+PARTIAL = "partial"  # folder of a long job's partial sums, which is removed when the job is done
+_MAX_DIGITS = 18  # of a number of nodes; Python itself refuses to read thousands of them
+
+
+def parse_rule(text: str) -> Rule:
+    """Return the quadrature rule that an option names.
+
+    Raises:
+        ValueError: There is no rule of this name, or its number is missing or wrong.
+    """
+    name, colon, number = text.partition(":")
+    try:
+        if name == "adaptive":
+            return adaptive(float(number)) if colon else adaptive()
+        if name == "left-endpoint" and not colon:
+            return left_endpoint()
+        if name in ("gauss-legendre", "left-riemann", "midpoint") and colon:
+            if not re.fullmatch(rf"-?[0-9]{{1,{_MAX_DIGITS}}}", number):
+                raise ValueError(f"N must be a whole number of nodes, as in {name}:4: got {number[:40]!r}.")
+            fixed = {"gauss-legendre": gauss_legendre, "left-riemann": left_riemann, "midpoint": midpoint}
+            return fixed[name](int(number))
+    except ValueError as error:
+        if name == "adaptive":
+            raise ValueError(
+                f"--rule adaptive:TOL needs a positive number as its tolerance: got {number!r}."
+            ) from error
+        raise ValueError(f"--rule {text[:60]}: {error}") from error
+    raise ValueError(
+        f"--rule must be adaptive[:TOL], gauss-legendre:N, left-riemann:N, midpoint:N or left-endpoint: got {text!r}."
+    )
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """Return torch's dtype of this name."""
+    return torch.float32 if dtype is Dtype.float32 else torch.float64
+
+
+def memory_bytes(memory: float) -> int:
+    """Convert GiB to bytes."""
+    return int(memory * 2**30)
+
+
+def make_folder(out: Path) -> Path:
+    """Create the folder for the results, before anything is computed, and return it.
+
+    Raises:
+        OSError: The folder cannot be created, or a file has its name.
+    """
+    require_folder(out)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def require_folder(out: Path) -> None:
+    """Raise if a file has the name of the folder for the results.
+
+    Raises:
+        FileExistsError: A file has this name.
+    """
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"--out must be a folder: {out} is a file.")
