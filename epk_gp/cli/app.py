@@ -4,7 +4,9 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Annotated, Any, NoReturn
 
@@ -83,6 +85,21 @@ def command(
     return register
 
 
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Show warnings as errors are shown."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        typer.echo(f"epk-gp: warning: {message}", err=True)
+
+    shown_before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown_before
+
+
 def _require_alone(ctx: Any, flag: str, meant: Sequence[str]) -> None:
     """Raise if the command line has an option that means nothing beside a flag."""
     for parameter in ctx.command.params:
@@ -108,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"arguments must not be empty: got {empty[0]!r} ({' '.join(word or repr(word) for word in words)})."
         )
     try:
-        status = app(args=words or ["--help"], prog_name="epk-gp", standalone_mode=False)
+        with _warnings_in_one_line():
+            status = app(args=words or ["--help"], prog_name="epk-gp", standalone_mode=False)
     except _UsageError as error:
         path = getattr(getattr(error, "ctx", None), "command_path", "epk-gp")
         message: str = error.format_message()  # type: ignore[attr-defined]  # click's protocol

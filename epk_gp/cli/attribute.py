@@ -1,9 +1,9 @@
 """`epk-gp attribute`: the exact contribution of every training point to predictions."""
 
 import shutil
+import warnings
 from pathlib import Path
 
-import torch
 import typer
 
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise, write_table
@@ -11,10 +11,12 @@ from epk_gp.cli.data import PointSource, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype, ExplainedOutputs, HeadName
 from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, parse_rule, torch_dtype
+from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.head import resolve_head
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.axes import by_sample
+from epk_gp.kernel_machine.certification import attribution_findings
 from epk_gp.plots.figures import draw_attributions
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
@@ -50,17 +52,19 @@ def attribute(
     X, folder = chosen.X, make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
-    parts, by_range = attribute_many(
-        trajectory,
-        X,
-        [[by_sample(trajectory)], [step_ranges(trajectory)]],
-        head=head_name,
-        rule=quadrature,
-        classes=predicted if outputs is ExplainedOutputs.predicted else None,
-        checkpoint=folder / PARTIAL,
-        memory_budget=memory_bytes(memory),
-        progress=not quiet,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
+        parts, by_range = attribute_many(
+            trajectory,
+            X,
+            [[by_sample(trajectory)], [step_ranges(trajectory)]],
+            head=head_name,
+            rule=quadrature,
+            classes=predicted if outputs is ExplainedOutputs.predicted else None,
+            checkpoint=folder / PARTIAL,
+            memory_budget=memory_bytes(memory),
+            progress=not quiet,
+        )
     breakdown = prediction_breakdown(parts, by_range, predicted)
     arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
     arrays |= {"network": parts.network, "steps": by_range.values, "predicted": predicted, "inputs": X}
@@ -98,15 +102,11 @@ def _require_completeness(parts: GroupedAttribution, rule: Rule) -> None:
     """Raise if the contributions under an adaptive rule do not sum to the outputs. A fixed rule guarantees nothing.
 
     Raises:
-        ValueError: The sum differs from the network's outputs by more than the rule's tolerance allows.
+        ValueError: The contributions are not certified.
     """
-    if not isinstance(rule, AdaptiveRule):
-        return
-    size = max(1.0, float(parts.network.abs().max()))
-    allowed = 10 * rule.tol + (1e-9 if parts.network.dtype == torch.float64 else 1e-3) * size
-    error = float((parts.total - parts.network).abs().max())
-    if not error <= allowed:
+    if isinstance(rule, AdaptiveRule) and not parts.certified:
+        findings = "; ".join(attribution_findings(parts))
         raise ValueError(
-            f"the contributions must sum to the network's outputs to within {allowed:.1g}: they differ by {error:.3g}. "
-            "Do not use them; check the run with epk-gp verify."
+            f"the contributions must sum to the network's outputs, certified: {findings}. Do not use them; check the "
+            "run with epk-gp verify."
         )

@@ -15,6 +15,7 @@ def certificate(result: Reconstruction) -> dict[str, float]:
         "total_residual": result.total_residual,
         "evaluations": result.evaluations,
         "max_step_mismatch": result.max_step_mismatch,
+        "certified": result.certified,
     }
 
 

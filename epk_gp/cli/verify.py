@@ -1,5 +1,6 @@
 """`epk-gp verify`: whether the kernel machine equals the network, and whether the files are undamaged."""
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -10,10 +11,12 @@ from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype, VerifiedHeads
 from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
 from epk_gp.cli.summaries import certificate
+from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
+from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.storage.check import check_run
 
 _HEADS: dict[str, list[Head]] = {
@@ -41,7 +44,7 @@ def verify(
     seed: int | None,
     quiet: bool,
 ) -> None:
-    """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
+    """Rebuild the network's outputs from its training data; exit status 1 if they are not certified, or off."""
     if checksums:
         _check_files(run, quiet)
         return
@@ -60,16 +63,23 @@ def verify(
     folder = None if out is None else make_folder(out)
     more = "" if len(X) == chosen.available else " (--all-points takes all, in proportionally more time)"
     typer.echo(f"verifying at {chosen}{more}")
-    results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
+        results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
     errors = torch.tensor([result.max_error for result in results.values()], dtype=torch.float64)
     error = float(errors.max())  # a NaN stays NaN, as it would not in Python's max
+    is_adaptive = isinstance(quadrature, AdaptiveRule)  # a fixed rule leaves what it leaves: --tol judges it
+    findings = [finding for result in results.values() for finding in result.findings] if is_adaptive else []
     if folder is not None:
         config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
         config["points"] = str(chosen)
         numbers = {name: certificate(result) for name, result in results.items()}
-        write_json(folder / "verify.json", "verify", config, numbers | {"passed": error <= allowed}, timer)
+        passed = error <= allowed and not findings
+        write_json(folder / "verify.json", "verify", config, numbers | {"passed": passed}, timer)
+    if findings:
+        raise ValueError(f"the certificate must hold: {'; '.join(findings)}. Do not use results of this run.")
     if not error <= allowed:
         raise ValueError(f"the kernel machine must equal the network to within {allowed:g}: it differs by {error:.3g}.")
     typer.echo(f"verified: the largest error is {error:.2g}, at most {allowed:g} ({timer.total:.1f} s)")
