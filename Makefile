@@ -36,7 +36,7 @@ test test-fast lint: export OMP_NUM_THREADS := 1
 test test-fast lint: export MKL_NUM_THREADS := 1
 test test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-fast lint format docs bench clean
+.PHONY: demo test test-fast lint format docs bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -66,6 +66,11 @@ docs: $(DEV)
 # Some 20 minutes and 8 GiB; peers get environments of their own.
 bench: $(DEV)
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+# Some 15 minutes; the table of docs/reliability.md.
+faults: export OMP_NUM_THREADS := 1
+faults: $(DEV)
+	$(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

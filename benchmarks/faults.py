@@ -1,0 +1,182 @@
+"""Plant faults of every kind, count what becomes of them, and write the table of docs/reliability.md.
+
+    python benchmarks/faults.py [--thread-rounds 1] [--out benchmarks]
+
+Some 15 minutes on two cores. Exit status 1 if anything was silently wrong.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+PLANTED = 540  # the property test's draws
+SOUND = 200
+FLIPS = 400  # on each of three runs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of fault.
+
+    Attributes:
+        kind: What was tried.
+        tried: How often.
+        found: How many ended in an error of the package's own, or in a result that says it is not certified.
+        harmless: How many left a result that is right.
+        silent: How many were wrong without a word.
+        seconds: How long it took.
+    """
+
+    kind: str
+    tried: int
+    found: int
+    harmless: int
+    silent: int
+    seconds: float
+
+
+def main() -> int:
+    """Count all kinds of faults and write faults.json and faults.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--thread-rounds", type=int, default=1, help="Rounds of all calls on all networks.")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", help="Folder of the results.")
+    arguments = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    sys.path.insert(0, str(TESTS))
+    kinds: dict[str, Callable[[], tuple[int, int, int, int]]] = {
+        "trainings with one planted fault: index, label, weight, reduction, order, precision, buffer, left-over "
+        "gradient, weights replaced after the last step": planted_faults,
+        "sound trainings (the control: nothing may be found)": sound_trainings,
+        "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
+        "kills (SIGKILL) of a recording, at random and after each file operation": kills,
+        "flipped bits and cut files of stored runs": flips,
+        "hostile files: false sizes and names, links, pipes, other content": lambda: cases(
+            "storage/test_hostile_files.py"
+        ),
+        "bad arguments of the library": lambda: cases("bad_input"),
+        "wrong uses of the command line": lambda: cases("cli/test_wrong_uses.py"),
+        "folders and disks that fail while a run is recorded": lambda: cases(
+            "storage/test_lost_files.py", "storage/test_write_failures.py"
+        ),
+    }
+    rows = []
+    for kind, count in kinds.items():
+        start = time.monotonic()
+        row = Row(kind, *count(), seconds=round(time.monotonic() - start, 1))
+        rows.append(row)
+        print(f"{row.tried:>6} tried, {row.found:>6} found, {row.harmless:>6} harmless, {row.silent} silent: {kind}")
+    (arguments.out / "faults.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    (arguments.out / "faults.md").write_text(table(rows))
+    return int(any(row.silent for row in rows))
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = ["| tried | how many | found | without effect | silently wrong |", "|---|---|---|---|---|"]
+    lines += [f"| {row.kind} | {row.tried} | {row.found} | {row.harmless} | {row.silent} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def planted_faults() -> tuple[int, int, int, int]:
+    """Count the outcomes of trainings with a fault."""
+    return _outcomes(_tests_module("random_faults").count_outcomes(0, PLANTED))
+
+
+def sound_trainings() -> tuple[int, int, int, int]:
+    """Count the outcomes of trainings without one: here an alarm is the fault."""
+    counts = _tests_module("random_faults").count_outcomes(10_000, SOUND, planted=False)
+    return SOUND, 0, counts["exact"], SOUND - counts["exact"]
+
+
+def _outcomes(counts: Any) -> tuple[int, int, int, int]:
+    tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
+    return tried, found, counts["exact"], tried - found - counts["exact"]
+
+
+def thread_faults(rounds: int) -> tuple[int, int, int, int]:
+    """Count calls whose bytes differ from those of one thread."""
+    counted = _tests_module("thread_faults").count_thread_faults(rounds)
+    for fault in counted.faults:
+        print(f"       {fault}")
+    return counted.calls, 0, counted.calls - len(counted.faults), len(counted.faults)
+
+
+def kills() -> tuple[int, int, int, int]:
+    """Kill recordings; a kill is without effect if what was committed is there and the run can be resumed."""
+    tried, problems = 0, 0
+    for mode in ("random", "operations"):
+        with _folder_in_memory() as folder:
+            command = [sys.executable, str(TESTS / "crashes.py"), mode, str(folder), "7"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        result = json.loads(done.stdout)
+        tried, problems = tried + result["kills"], problems + len(result["problems"])
+    return tried, 0, tried - problems, problems
+
+
+def flips() -> tuple[int, int, int, int]:
+    """Damage files of stored runs; each must be found by name."""
+    corruption = _tests_module("storage.test_corruption")
+    missed = 0
+    for compression, finish in (("none", True), ("deltas", True), ("none", False)):
+        with _folder_in_memory() as folder:
+            run, draw = corruption.record(folder / "run", compression, finish), random.Random(17)
+            copy = shutil.copytree(run, folder / "copy")
+            files = sorted(file.name for file in copy.iterdir())
+            for number in range(FLIPS):
+                file = copy / files[number % len(files)]
+                corruption.damage(file, draw)
+                result = corruption.opened(copy)
+                missed += not (isinstance(result, Exception) and corruption.names(result, file))
+                shutil.copy(run / file.name, file)
+    return 3 * FLIPS, 3 * FLIPS - missed, 0, missed
+
+
+def cases(*files: str) -> tuple[int, int, int, int]:
+    """Count the cases of test files, each of which demands one clear error; one that fails counts as silent."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
+        subprocess.run([*command, *(str(TESTS / file) for file in files)], capture_output=True, cwd=ROOT, check=False)
+        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    tried = int(suite.get("tests", 0)) - int(suite.get("skipped", 0))
+    return tried, tried - failed, 0, failed
+
+
+def _tests_module(name: str) -> ModuleType:
+    """Import a module of the tests, which need not be a package."""
+    file = TESTS.joinpath(*name.split(".")).with_suffix(".py")
+    specification = importlib.util.spec_from_file_location(file.stem, file)
+    if specification is None or specification.loader is None:
+        raise ImportError(f"{file} must be a module.")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules.setdefault(file.stem, module)
+    specification.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _folder_in_memory() -> Iterator[Path]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as name:
+        yield Path(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
