@@ -15,7 +15,7 @@ from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import GAUSSIAN_MEANS
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import PALETTE
-from harness import Experiment, main
+from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 
 
@@ -37,7 +37,7 @@ class Result:
     Attributes:
         x: Columns of the background.
         y: Its rows.
-        network_class: Class that the network predicts at each node of the background.
+        network_class: Class that the network predicts at each node of the background, one digit per node.
         points: Training points in the plane.
         values: Kernel values of the drawn training points, (test point, class, training point).
         tests: The test points in the plane.
@@ -49,7 +49,7 @@ class Result:
 
     x: list[float]
     y: list[float]
-    network_class: list[list[int]]
+    network_class: list[str]
     points: list[list[float]]
     values: list[list[list[float]]]
     tests: list[list[float]]
@@ -96,7 +96,7 @@ def run(config: Config) -> Result:
     return Result(
         x=x.tolist(),
         y=y.tolist(),
-        network_class=background.reshape(len(y), len(x)).tolist(),
+        network_class=classes_as_text(background.reshape(len(y), len(x))),
         points=points[::stride].tolist(),
         values=values[:, :, ::stride].transpose(0, 1).tolist(),
         tests=project(plane, tests).tolist(),
@@ -110,12 +110,13 @@ def draw(result: Result) -> Figure:
     """Draw training points in their kernel value's colour, one row per test point and one column per class."""
     figure = Figure(figsize=(12, 10.2), layout="constrained")
     points, values = np.array(result.points), np.array(result.values)
+    background = classes_from_text(result.network_class)
     edges = (result.x[0], result.x[-1], result.y[0], result.y[-1])
     faint = ListedColormap(PALETTE[:3])
     for n, row in enumerate(figure.subplots(3, 3, sharex=True, sharey=True)):
         for c, ax in enumerate(row):
             ax.imshow(
-                result.network_class,
+                background,
                 origin="lower",
                 extent=edges,
                 cmap=faint,

@@ -189,7 +189,7 @@ def _summary(tables: list[dict[str, dict[str, float]]]) -> list[dict]:
     rows = []
     for name in tables[0]:
         columns = tables[0][name]
-        values = {key: torch.tensor([table[name][key] for table in tables]) for key in columns}
+        values = {key: torch.tensor([table[name][key] for table in tables], dtype=torch.float64) for key in columns}
         rows.append({"name": name} | {key: [float(v.mean()), float(v.std())] for key, v in values.items()})
     return rows
 
