@@ -40,6 +40,7 @@ class Result:
         network_class: Class that the network predicts at each node of the background, one digit per node.
         points: Training points in the plane.
         values: Kernel values of the drawn training points, (test point, class, training point).
+        num_train: Number M of all training points.
         tests: The test points in the plane.
         predicted: Classes that the network predicts for them.
         numbers: One entry per test point and class: rank correlation of the kernel value with the Euclidean distance,
@@ -52,6 +53,7 @@ class Result:
     network_class: list[str]
     points: list[list[float]]
     values: list[list[list[float]]]
+    num_train: int
     tests: list[list[float]]
     predicted: list[int]
     numbers: list[dict[str, float | int | None]]
@@ -99,6 +101,7 @@ def run(config: Config) -> Result:
         network_class=classes_as_text(background.reshape(len(y), len(x))),
         points=points[::stride].tolist(),
         values=values[:, :, ::stride].transpose(0, 1).tolist(),
+        num_train=len(X),
         tests=project(plane, tests).tolist(),
         predicted=predicted.tolist(),
         numbers=numbers,
@@ -128,13 +131,16 @@ def draw(result: Result) -> Figure:
             order = values[n, c].argsort()
             dots = ax.scatter(*points[order].T, c=values[n, c][order], s=11, cmap="viridis")
             ax.plot(*result.tests[n], marker="*", color="white", markeredgecolor="black", markersize=15)
-            entry = result.numbers[3 * n + c]["rank_correlation_with_distance"]
+            entry = f"{result.numbers[3 * n + c]['rank_correlation_with_distance']:+.2f}".replace("-", "−")
             star = " (predicted)" if c == result.predicted[n] else ""
-            ax.set_title(f"output {c}{star}: rank corr. with distance {entry:+.2f}", fontsize="small")
+            ax.set_title(f"output {c}{star}: rank corr. with distance {entry}", fontsize="small")
             figure.colorbar(dots, ax=ax, fraction=0.046, pad=0.03).ax.tick_params(labelsize="small")
     figure.supxlabel("$x_1$")
     figure.supylabel("$x_2$")
-    figure.suptitle("kernel value K(x, x_i)[c, c] of training points x_i with x, the mean of a class (star)")
+    figure.suptitle(
+        "kernel value $K(x, x_i)_{cc}$ of training points $x_i$ with $x$, the mean of a class (star)\n"
+        f"{len(points)} of {result.num_train} training points are drawn; rank correlations are over all"
+    )
     return figure
 
 

@@ -81,7 +81,7 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
 def save_picture(figure: Figure, file: Path) -> None:
     """Write a PNG with a palette of 256 colours, which is a third of the size and looks the same.
 
-    What the figure says in words is written into the file too, for a test that the picture is not an old one.
+    What the figure says in words is written into the file too, so that a test can tell an old picture.
     """
     words = PngInfo()
     words.add_itxt(_WORDS, json.dumps(words_of(figure), ensure_ascii=False), zip=True)

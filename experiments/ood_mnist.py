@@ -218,7 +218,7 @@ def draw(result: Result) -> Figure:
         )  # fmt: skip
     right.set_yticks(models, [row["name"] for row in result.calibration], fontsize="small")
     right.invert_yaxis()
-    right.set(xscale="log", xlabel="smaller is better", title="in distribution")
+    right.set(xscale="log", xlabel="mean ± standard deviation; smaller is better", title="in distribution")
     right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     right.xaxis.set_minor_formatter(NullFormatter())
