@@ -130,7 +130,7 @@ def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, Any]:
 
 def draw(result: Result) -> Figure:
     """Draw kernel value and standard deviation, one row per dimension."""
-    figure = Figure(figsize=(10.5, 4.7 * len(result.maps)), layout="constrained")
+    figure = Figure(figsize=(11.2, 4.7 * len(result.maps)), layout="constrained")
     dims = list(dict.fromkeys(entry["dim"] for entry in result.numbers))
     rows = figure.subplots(len(dims), 2, squeeze=False)
     for axes, dim, m in zip(rows, dims, result.maps, strict=True):

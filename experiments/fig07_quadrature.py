@@ -99,8 +99,8 @@ def draw(result: Result) -> Figure:
         ax.set_xlabel("network output")
     axes[0].set_ylabel("kernel machine")
     ax = lower.subplots()
+    ax.set_title("every rule: what it costs, and what it leaves")  # before the names, whose places depend on the layout
     error_against_evaluations(ax, [_short_name(name) for name in result.rules], result.evaluations, result.max_error)
-    ax.set_title("every rule: what it costs, and what it leaves")
     return figure
 
 

@@ -93,14 +93,15 @@ def save_picture(figure: Figure, file: Path) -> None:
 
 def words_of(figure: Figure) -> list[str]:
     """List the titles, axis labels, legend entries and annotations of a figure, without the numbers of its ticks."""
-    return [text for text in _words(figure) if text]
+    return [text.get_text() for text in texts_of(figure)]
 
 
-def _words(artist: Artist) -> Iterator[str]:
-    if isinstance(artist, Text):
-        yield artist.get_text()
+def texts_of(artist: Artist) -> Iterator[Text]:
+    """Yield the Text objects of `words_of`."""
+    if isinstance(artist, Text) and artist.get_text():
+        yield artist
     for child in [artist.label] if isinstance(artist, Axis) else artist.get_children():
-        yield from _words(child)
+        yield from texts_of(child)
 
 
 def words_in(picture: Path) -> list[str]:

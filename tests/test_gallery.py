@@ -1,14 +1,16 @@
 """The committed pictures, saved results and prose of the gallery belong together."""
 
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from harness import read_result, words_in, words_of
+from harness import read_result, texts_of, words_in, words_of
 
 ROOT = Path(__file__).parents[1]
 GALLERY = ROOT / "docs" / "gallery"
@@ -74,7 +76,7 @@ def uncertainty(r: dict) -> list[str]:
         f"({spans(column(n, 'rank_correlation_of_kernel_with_distance'), '+.2f')})",
         f"to the power {spans(column(n, 'diagonal_growth_exponent_mean'))}",
         f"{spans(shares, '.0f')} % of the kernel's variance",
-        f"An RBF kernel has less than {power(1.01 * max(column(n, 'location_variance_share_rbf')), 0)}",
+        f"The control, an RBF kernel, has less than {power(1.01 * max(column(n, 'location_variance_share_rbf')), 0)}",
     ]
 
 
@@ -196,6 +198,37 @@ def test_the_picture_says_what_its_saved_result_draws(name):
     experiment = importlib.import_module(name).EXPERIMENT
     drawn = words_of(experiment.draw(read_result(experiment, GALLERY / f"{name}.json")))
     assert words_in(GALLERY / f"{name}.png") == drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_no_word_of_a_picture_is_cut_off_or_under_another(name):
+    experiment = importlib.import_module(name).EXPERIMENT
+    figure = experiment.draw(read_result(experiment, GALLERY / f"{name}.json"))
+    assert covered_words(figure) == []
+
+
+def covered_words(figure: Figure) -> list[str]:
+    figure.draw_without_rendering()
+    boxes = {text: text.get_window_extent() for text in texts_of(figure)}
+    frame = figure.bbox
+    outside = [
+        text.get_text()
+        for text, box in boxes.items()
+        if box.x0 < frame.x0 or box.y0 < frame.y0 or box.x1 > frame.x1 or box.y1 > frame.y1
+    ]
+    pairs = itertools.combinations(boxes.items(), 2)
+    return outside + [f"{a.get_text()} / {b.get_text()}" for (a, box), (b, other) in pairs if box.overlaps(other)]
+
+
+def test_a_word_that_is_cut_off_or_under_another_is_found():
+    """The negative control."""
+    figure = Figure()
+    figure.text(0.5, 0.5, "seen")
+    assert covered_words(figure) == []
+    figure.text(0.51, 0.5, "under")
+    figure.text(-0.01, 0.1, "cut")
+    assert covered_words(figure) == ["cut", "seen / under"]
 
 
 def test_an_error_that_is_not_zero_is_not_drawn_as_zero():
