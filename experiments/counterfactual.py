@@ -17,6 +17,7 @@ from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.datasets import Dataset
 from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.plots import PALETTE
+from epk_gp.plots.common import short
 from harness import Experiment, main
 from problems import build, images
 
@@ -219,7 +220,7 @@ def draw(result: Result) -> Figure:
         x, y = (np.array(values) for values in result.scatter[name])
         ax.scatter(x, y, s=12, color=PALETTE[k], linewidth=0)
         ax.axline((x.mean(), y.mean()), slope=result.slope[name], color="black", linewidth=0.8)
-        ax.set(xlabel="exact contribution", title=f"{name}: slope {result.slope[name]:.4f}")
+        ax.set(xlabel="exact contribution", title=f"{name}: slope {short(result.slope[name])}")
         ax.grid(visible=True, color="#dddddd", linewidth=0.7)
     upper.axes[0].set_ylabel("effect of having the point\n(leave-one-out retraining)")
     upper.suptitle("log p(true class) of one test point, a dot per training point", fontsize="medium")

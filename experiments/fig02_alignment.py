@@ -86,7 +86,7 @@ def draw(result: Result) -> Figure:
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for k, (name, values, mean) in enumerate(zip(KERNELS, result.fine_error, result.mean, strict=True)):
-        label = f"{name}: mean |error| {mean:.2g}°"
+        label = f"{name}: mean |error| over all points and steps {mean:.2g}°"
         left.plot(result.fine_time, values, color=PALETTE[k], label=label)
         left.fill_between(result.fine_time, 0, values, color=PALETTE[k], alpha=0.12, linewidth=0)
     left.axhline(0, color="black", linewidth=1.2, label="exact path kernel (reference)")

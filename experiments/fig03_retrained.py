@@ -1,6 +1,7 @@
 """Figure 3: class predictions over the plane when a support vector machine retrains the kernel's coefficients."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, proba
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import uncertainty_map
-from harness import Experiment, classes_as_text, classes_from_text, main
+from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 
 RADII = (1.0, 3.0, 10.0)
@@ -38,7 +39,7 @@ class Result:
     Attributes:
         x: Columns of the map.
         y: Its rows.
-        probability: Probability of each class on the map, by the retrained machine.
+        probability: Probability of each class on the map (C, y, x), by the retrained machine, as `floats_as_text`.
         points: Some training points in the plane.
         labels: Classes of these points.
         network_class: Class that the network predicts on a finer grid over the same square, one digit per node.
@@ -51,7 +52,7 @@ class Result:
 
     x: list[float]
     y: list[float]
-    probability: list[list[list[float]]]
+    probability: dict[str, Any]
     points: list[list[float]]
     labels: list[int]
     network_class: list[str]
@@ -98,7 +99,7 @@ def run(config: Config) -> Result:
     return Result(
         x=x.tolist(),
         y=y.tolist(),
-        probability=parts[0][1].T.reshape(-1, len(y), len(x)).tolist(),
+        probability=floats_as_text(parts[0][1].T.reshape(-1, len(y), len(x))),
         points=training[::stride].tolist(),
         labels=trajectory.targets[::stride].tolist(),
         network_class=classes_as_text(
@@ -115,12 +116,13 @@ def run(config: Config) -> Result:
 def draw(result: Result) -> Figure:
     """Draw one map per class."""
     figure = Figure(figsize=(12.5, 4.6), layout="constrained")
+    maps = floats_from_text(result.probability)
     for c, ax in enumerate(figure.subplots(1, 3)):
         uncertainty_map(
             ax,
             np.array(result.x),
             np.array(result.y),
-            np.array(result.probability[c]),
+            maps[c],
             title=f"class {c}",
             points=np.array(result.points),
             labels=np.array(result.labels),

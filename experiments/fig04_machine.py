@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 import epk_gp as epk
 from epk_gp.kernel_machine.single_machine import single_machine
 from epk_gp.plots import PALETTE, reconstruction_scatter
+from epk_gp.plots.common import short
 from harness import Experiment, main
 from problems import SMALL_TOY, Toy, record_toy
 
@@ -61,20 +62,25 @@ def draw(result: Result) -> Figure:
     left, right = figure.subplots(1, 2)
     network = np.array(result.network)
     chosen = [0, len(result.rules) - 3, len(result.rules) - 2]
-    for k, i in enumerate(chosen):
-        machine = np.array(result.machine[i])
+    found = [np.array(result.machine[i]) for i in chosen]
+    errors = [np.abs(machine - network) for machine in found]
+    lowest = min((error[error > 0].min() for error in errors if error.any()), default=1e-16)
+    for k, (i, machine, error) in enumerate(zip(chosen, found, errors, strict=True)):
         if k != 1:
             reconstruction_scatter(left, network, machine, label=result.rules[i])
             left.collections[-1].set_facecolor(PALETTE[k])
-        error = np.maximum(np.abs(machine - network), 1e-17)
-        right.scatter(
-            network, error, s=14, color=PALETTE[k], marker="o^s"[k], alpha=0.8, linewidth=0, label=result.rules[i]
-        )
+        marks, zero = {"s": 14, "marker": "o^s"[k], "linewidth": 0.8}, error == 0
+        label = f"{result.rules[i]}: largest {short(error.max())}"
+        right.scatter(network[~zero], error[~zero], color=PALETTE[k], alpha=0.8, label=label, **marks)
+        if zero.any():
+            label = f"error of exactly 0 at {zero.sum()} of {len(zero)} points, drawn below"
+            at = np.full(zero.sum(), lowest / 10)
+            right.scatter(network[zero], at, facecolor="none", edgecolor=PALETTE[k], label=label, **marks)
     left.set(title="held-out points, class 0 (the paper's class 1)")
     left.set_xlabel("network, log probability of class 0")
     left.set_ylabel("kernel machine")
-    right.set(yscale="log", ylim=(1e-17, 10), xlabel="network, log probability of class 0")
-    right.set_title("|kernel machine − network| (0 is drawn at 1e−17)")
+    right.set(yscale="log", ylim=(lowest / 50, 10), xlabel="network, log probability of class 0")
+    right.set_title("|kernel machine − network|")
     right.grid(visible=True, color="#dddddd", linewidth=0.7)
     right.set_axisbelow(True)
     left.legend(*left.get_legend_handles_labels(), fontsize="small", loc="upper left")

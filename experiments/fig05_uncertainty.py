@@ -1,6 +1,7 @@
 """Figure 5: kernel value and Monte Carlo standard deviation over a grid, and how stationary the kernel is."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, nearest_d
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
 from epk_gp.plots import uncertainty_map
-from harness import Experiment, classes_as_text, classes_from_text, main
+from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 
 
@@ -39,11 +40,11 @@ class Result:
 
     Attributes:
         numbers: One entry per dimension and seed.
-        maps: One entry per dimension: x, y, kernel, std, points, labels, network_class.
+        maps: One entry per dimension: x, y, kernel and std (as `floats_as_text`), points, labels, network_class.
     """
 
     numbers: list[dict[str, float | int | None]]
-    maps: list[dict[str, list]]
+    maps: list[dict[str, Any]]
 
 
 def run(config: Config) -> Result:
@@ -114,13 +115,13 @@ def _stationarity(config: Config, trajectory: epk.Trajectory, X: Tensor) -> dict
     }
 
 
-def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, list]:
+def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, Any]:
     stride = -(-len(m.training) // 300)
     return {
         "x": m.x.tolist(),
         "y": m.y.tolist(),
-        "kernel": m.kernel.tolist(),
-        "std": m.std.tolist(),
+        "kernel": floats_as_text(m.kernel),
+        "std": floats_as_text(m.std),
         "points": m.training[::stride].tolist(),
         "labels": labels[::stride].tolist(),
         "network_class": classes_as_text(m.boundary_classes),
@@ -129,7 +130,7 @@ def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, list]:
 
 def draw(result: Result) -> Figure:
     """Draw kernel value and standard deviation, one row per dimension."""
-    figure = Figure(figsize=(10.5, 4.7 * len(result.maps)), layout="constrained")
+    figure = Figure(figsize=(11.2, 4.7 * len(result.maps)), layout="constrained")
     dims = list(dict.fromkeys(entry["dim"] for entry in result.numbers))
     rows = figure.subplots(len(dims), 2, squeeze=False)
     for axes, dim, m in zip(rows, dims, result.maps, strict=True):
@@ -139,7 +140,7 @@ def draw(result: Result) -> Figure:
                 ax,
                 np.array(m["x"]),
                 np.array(m["y"]),
-                np.array(m[key]),
+                floats_from_text(m[key]),
                 title=title,
                 points=np.array(m["points"]),
                 labels=np.array(m["labels"]),

@@ -15,7 +15,7 @@ from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import GAUSSIAN_MEANS
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import PALETTE
-from harness import Experiment, main
+from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 
 
@@ -37,9 +37,10 @@ class Result:
     Attributes:
         x: Columns of the background.
         y: Its rows.
-        network_class: Class that the network predicts at each node of the background.
+        network_class: Class that the network predicts at each node of the background, one digit per node.
         points: Training points in the plane.
         values: Kernel values of the drawn training points, (test point, class, training point).
+        num_train: Number M of all training points.
         tests: The test points in the plane.
         predicted: Classes that the network predicts for them.
         numbers: One entry per test point and class: rank correlation of the kernel value with the Euclidean distance,
@@ -49,9 +50,10 @@ class Result:
 
     x: list[float]
     y: list[float]
-    network_class: list[list[int]]
+    network_class: list[str]
     points: list[list[float]]
     values: list[list[list[float]]]
+    num_train: int
     tests: list[list[float]]
     predicted: list[int]
     numbers: list[dict[str, float | int | None]]
@@ -96,9 +98,10 @@ def run(config: Config) -> Result:
     return Result(
         x=x.tolist(),
         y=y.tolist(),
-        network_class=background.reshape(len(y), len(x)).tolist(),
+        network_class=classes_as_text(background.reshape(len(y), len(x))),
         points=points[::stride].tolist(),
         values=values[:, :, ::stride].transpose(0, 1).tolist(),
+        num_train=len(X),
         tests=project(plane, tests).tolist(),
         predicted=predicted.tolist(),
         numbers=numbers,
@@ -110,12 +113,13 @@ def draw(result: Result) -> Figure:
     """Draw training points in their kernel value's colour, one row per test point and one column per class."""
     figure = Figure(figsize=(12, 10.2), layout="constrained")
     points, values = np.array(result.points), np.array(result.values)
+    background = classes_from_text(result.network_class)
     edges = (result.x[0], result.x[-1], result.y[0], result.y[-1])
     faint = ListedColormap(PALETTE[:3])
     for n, row in enumerate(figure.subplots(3, 3, sharex=True, sharey=True)):
         for c, ax in enumerate(row):
             ax.imshow(
-                result.network_class,
+                background,
                 origin="lower",
                 extent=edges,
                 cmap=faint,
@@ -127,13 +131,16 @@ def draw(result: Result) -> Figure:
             order = values[n, c].argsort()
             dots = ax.scatter(*points[order].T, c=values[n, c][order], s=11, cmap="viridis")
             ax.plot(*result.tests[n], marker="*", color="white", markeredgecolor="black", markersize=15)
-            entry = result.numbers[3 * n + c]["rank_correlation_with_distance"]
+            entry = f"{result.numbers[3 * n + c]['rank_correlation_with_distance']:+.2f}".replace("-", "−")
             star = " (predicted)" if c == result.predicted[n] else ""
-            ax.set_title(f"output {c}{star}: rank corr. with distance {entry:+.2f}", fontsize="small")
+            ax.set_title(f"output {c}{star}: rank corr. with distance {entry}", fontsize="small")
             figure.colorbar(dots, ax=ax, fraction=0.046, pad=0.03).ax.tick_params(labelsize="small")
     figure.supxlabel("$x_1$")
     figure.supylabel("$x_2$")
-    figure.suptitle("kernel value K(x, x_i)[c, c] of training points x_i with x, the mean of a class (star)")
+    figure.suptitle(
+        "kernel value $K(x, x_i)_{cc}$ of training points $x_i$ with $x$, the mean of a class (star)\n"
+        f"{len(points)} of {result.num_train} training points are drawn; rank correlations are over all"
+    )
     return figure
 
 

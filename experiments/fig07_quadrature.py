@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 import epk_gp as epk
 from epk_gp.core.head import Head
 from epk_gp.plots import PALETTE, error_against_evaluations
+from epk_gp.plots.common import short
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
 from harness import Experiment, main
 from problems import Images, record_images
@@ -94,14 +95,17 @@ def draw(result: Result) -> Figure:
     for k, (ax, name, machine) in enumerate(zip(axes, result.drawn, result.machines, strict=True)):
         ax.axline((0, 0), slope=1, color="black", linewidth=0.8)
         ax.scatter(network, np.array(machine), s=9, color=PALETTE[k], linewidth=0)
-        ax.set_title(f"{name.partition(',')[0]}\nlargest error {errors[name]:.1e}", fontsize="small")
+        ax.set_title(f"{_short_name(name)}\nlargest |error| {short(errors[name])}", fontsize="small")
         ax.set_xlabel("network output")
     axes[0].set_ylabel("kernel machine")
     ax = lower.subplots()
-    names = [name.replace("Gauss-Legendre", "Gauss").replace(" 4, tol", ", tol") for name in result.rules]
-    error_against_evaluations(ax, names, result.evaluations, result.max_error)
-    ax.set_title("every rule: what it costs, and what it leaves")
+    ax.set_title("every rule: what it costs, and what it leaves")  # before the names, whose places depend on the layout
+    error_against_evaluations(ax, [_short_name(name) for name in result.rules], result.evaluations, result.max_error)
     return figure
+
+
+def _short_name(rule: str) -> str:
+    return rule.replace("Gauss-Legendre", "Gauss").replace(" 4, tol", ", tol")
 
 
 EXPERIMENT = Experiment(

@@ -109,6 +109,8 @@ def draw(result: Result) -> Figure:
     d.plot(range(1, steps + 1), result.path_angle_to_chord, color=PALETTE[1], label="between the step and the line")
     d.set(xlabel="step s", ylabel="degrees", title="angles along the real path")
     d.legend(fontsize="small")
+    first = result.numbers[0]
+    figure.suptitle(f"ReLU CNN on images, seed {first['seed']}, {first['steps']} full-batch steps", fontsize="medium")
     for ax in (a, b, c, d):
         ax.grid(visible=True, color="#dddddd", linewidth=0.7)
         ax.set_axisbelow(True)

@@ -1,18 +1,23 @@
 """The command line of the experiments, and how their results are saved and read again."""
 
 import argparse
+import base64
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from epk_gp.datasets import DATA_VARIABLE
@@ -22,8 +27,8 @@ Config = TypeVar("Config")
 Result = TypeVar("Result")
 
 GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
-_DIGITS = 6  # significant digits of the numbers in saved lists
 _DPI = 90
+_WORDS = "words"  # key of a figure's words in its PNG
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Experiment(Generic[Config, Result]):
         name: Name of its files.
         config: Configuration of the full run.
         smoke: Configuration for the tests, which takes seconds and needs no data beyond scikit-learn's.
-        result: The dataclass that `run` returns; its fields can be written as JSON.
+        result: The dataclass that `run` returns. Its fields hold what JSON has: numbers, text, lists and dictionaries.
+            So the saved result equals it in every digit, and a picture drawn again is the same picture.
         run: Function that computes the result.
         draw: Function that draws a result.
     """
@@ -59,22 +65,49 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
         os.environ[DATA_VARIABLE] = str(options.data_dir)
     options.out.mkdir(parents=True, exist_ok=True)
     file, picture = (options.out / f"{experiment.name}{suffix}" for suffix in (".json", ".png"))
-    if not options.redraw:
+    if options.redraw:
+        result = read_result(experiment, file)
+    else:
         config, timer = (experiment.smoke if options.smoke else experiment.config), Stopwatch()
         result = experiment.run(config)
-        content = {"experiment": experiment.name, "config": asdict(config), "results": _plain(asdict(result))}
+        content = {"experiment": experiment.name, "config": asdict(config), "results": asdict(result)}
         file.write_text(json.dumps(content | provenance(timer), allow_nan=False) + "\n")
-    save_picture(experiment.draw(read_result(experiment, file)), picture)
+    save_picture(experiment.draw(result), picture)
     print(
         f"written: {file.name} ({file.stat().st_size >> 10} KiB), {picture.name} ({picture.stat().st_size >> 10} KiB)"
     )
 
 
 def save_picture(figure: Figure, file: Path) -> None:
-    """Write a PNG with a palette of 256 colours, which is a third of the size and looks the same."""
+    """Write a PNG with a palette of 256 colours, which is a third of the size and looks the same.
+
+    What the figure says in words is written into the file too, so that a test can tell an old picture.
+    """
+    words = PngInfo()
+    words.add_itxt(_WORDS, json.dumps(words_of(figure), ensure_ascii=False), zip=True)
     buffer = BytesIO()
     figure.savefig(buffer, dpi=_DPI)
-    Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
+    whole = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    whole.save(file, optimize=True, pnginfo=words)
+
+
+def words_of(figure: Figure) -> list[str]:
+    """List the titles, axis labels, legend entries and annotations of a figure, without the numbers of its ticks."""
+    return [text.get_text() for text in texts_of(figure)]
+
+
+def texts_of(artist: Artist) -> Iterator[Text]:
+    """Yield the Text objects of `words_of`."""
+    if isinstance(artist, Text) and artist.get_text():
+        yield artist
+    for child in [artist.label] if isinstance(artist, Axis) else artist.get_children():
+        yield from texts_of(child)
+
+
+def words_in(picture: Path) -> list[str]:
+    """Read the words of the figure that `save_picture` wrote."""
+    with Image.open(picture) as image:
+        return json.loads(image.info[_WORDS])
 
 
 def read_result(experiment: Experiment[Config, Result], file: Path) -> Result:
@@ -88,6 +121,17 @@ def read_result(experiment: Experiment[Config, Result], file: Path) -> Result:
     return experiment.result(**json.loads(file.read_text())["results"])
 
 
+def floats_as_text(values: Tensor) -> dict[str, Any]:
+    """Write a large array as its float64 bytes in base64: exact, and half of what its decimal digits take."""
+    array = values.detach().cpu().double().numpy().astype("<f8")
+    return {"shape": list(array.shape), "float64": base64.b64encode(array.tobytes()).decode()}
+
+
+def floats_from_text(saved: dict[str, Any]) -> np.ndarray:
+    """Undo `floats_as_text`."""
+    return np.frombuffer(base64.b64decode(saved["float64"], validate=True), "<f8").reshape(saved["shape"])
+
+
 def classes_as_text(classes: Tensor) -> list[str]:
     """Write a map of classes 0 … 9 as one string of digits per row: a third of what a list of lists takes."""
     return ["".join(map(str, row)) for row in classes.tolist()]
@@ -96,14 +140,3 @@ def classes_as_text(classes: Tensor) -> list[str]:
 def classes_from_text(rows: list[str]) -> np.ndarray:
     """Undo `classes_as_text`."""
     return np.array([[int(c) for c in row] for row in rows])
-
-
-def _plain(value: Any) -> Any:
-    """Turn tensors into lists, and round the numbers in lists."""
-    if isinstance(value, Tensor):
-        return _plain(value.tolist())
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [float(f"{v:.{_DIGITS}g}") if isinstance(v, float) else _plain(v) for v in value]
-    return value

@@ -216,7 +216,9 @@ def draw(result: Result) -> Figure:
         for i, row in enumerate(matrix):
             for j, value in enumerate(row):
                 colour = "white" if abs(value) > 0.6 * size else "black"
-                ax.text(j, i, f"{value:.3g}", ha="center", va="center", fontsize="small", color=colour)
+                ax.text(
+                    j, i, f"{value:.3g}".replace("-", "−"), ha="center", va="center", fontsize="small", color=colour
+                )
         names = [f"x{i}, class {int(point[2])}" for i, point in enumerate(result.points)]
         ax.set_xticks(range(len(names)), [f"x{i}" for i in range(len(names))])
         ax.set_yticks(range(len(names)), names, fontsize="small")

@@ -189,7 +189,7 @@ def _summary(tables: list[dict[str, dict[str, float]]]) -> list[dict]:
     rows = []
     for name in tables[0]:
         columns = tables[0][name]
-        values = {key: torch.tensor([table[name][key] for table in tables]) for key in columns}
+        values = {key: torch.tensor([table[name][key] for table in tables], dtype=torch.float64) for key in columns}
         rows.append({"name": name} | {key: [float(v.mean()), float(v.std())] for key, v in values.items()})
     return rows
 
@@ -218,7 +218,7 @@ def draw(result: Result) -> Figure:
         )  # fmt: skip
     right.set_yticks(models, [row["name"] for row in result.calibration], fontsize="small")
     right.invert_yaxis()
-    right.set(xscale="log", xlabel="smaller is better", title="in distribution")
+    right.set(xscale="log", xlabel="mean ± standard deviation; smaller is better", title="in distribution")
     right.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     right.xaxis.set_minor_formatter(NullFormatter())

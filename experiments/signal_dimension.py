@@ -96,7 +96,7 @@ def draw(result: Result) -> Figure:
     for k, name in enumerate(result.problems):
         for ax, values, label in (
             (left, result.eigenvalues[k], f"{name}: {result.gram_principal[k]} hold 95 %"),
-            (right, result.energies[k], f"{name}: {result.dimension[k]:.1f} of {result.inputs[k]} hold 95 %"),
+            (right, result.energies[k], f"{name}: {result.dimension[k]:.1f} of {result.inputs[k]} hold 95 % (mean)"),
         ):
             held = np.array(values).cumsum(0)
             ax.plot(range(1, len(held) + 1), held, color=PALETTE[k], label=label)

@@ -1,0 +1,250 @@
+"""The committed pictures, saved results and prose of the gallery belong together."""
+
+import importlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from harness import read_result, texts_of, words_in, words_of
+
+ROOT = Path(__file__).parents[1]
+GALLERY = ROOT / "docs" / "gallery"
+NAMES = sorted(file.stem for file in GALLERY.glob("*.json"))
+SECTIONS = {
+    re.search(r"python experiments/(\w+)\.py", section)[1]: " ".join(section.replace("**", "").split())
+    for section in (ROOT / "docs" / "gallery.md").read_text().split("\n## ")[1:]
+}
+SLOW = {"fig07_quadrature"}  # its names are placed so that they do not overlap
+NO_NUMBERS = {"ood_mnist"}  # its prose states none: they are in its tables, which docs/hooks.py makes from the JSON
+
+
+def power(value: float, digits: int = 1) -> str:
+    """0.0014 → 1.4e-3."""
+    return re.sub(r"e([-+])0*", lambda sign: "e-" if sign[1] == "-" else "e", f"{value:.{digits}e}")
+
+
+def spans(values: Iterable[float], form: str = ".2f") -> str:
+    """Smallest and largest by size, as in "−0.21 to −0.37"; one number if both are written alike."""
+    ends = sorted(values, key=abs)
+    return " to ".join(dict.fromkeys(f"{value:{form}}".replace("-", "−") for value in (ends[0], ends[-1])))
+
+
+def column(entries: list[dict], key: str, **where: object) -> list[float]:
+    return [entry[key] for entry in entries if all(entry[k] == v for k, v in where.items())]
+
+
+def alignment(r: dict) -> list[str]:
+    dpk, first, last = r["mean"]
+    a, b, c = r["mean_angle_to_exact"]
+    return [
+        f"is {dpk:.2g}° for the DPK, {first:.2g}° for the NTK at the initial weights and {last:.2g}° for the NTK at",
+        f"lie {a:.2f}°, {b:.0f}° and {c:.0f}° from the exact one",
+        f"(Figure 4: {saved('fig04_machine')['max_error'][0]:.2f})",
+    ]
+
+
+def retrained(r: dict) -> list[str]:
+    rows = zip(
+        ("SVM on the path kernel", "SVM on an RBF kernel", "network"), r["accuracy"], r["confidence"], strict=True
+    )
+    return [f"| {name} | {accuracy:.3f} | {', '.join(f'{p:.3f}' for p in ps)} |" for name, accuracy, ps in rows] + [
+        f"agree at {r['agreement']:.0%}".replace("%", " %")
+    ]
+
+
+def machine(r: dict) -> list[str]:
+    *_, hundred, adaptive, single = r["max_error"]
+    return [
+        f"100 left Riemann nodes leave {power(hundred)}.",
+        f"The adaptive rule leaves {power(adaptive)} with {r['evaluations'][-2]:.1f} evaluations",
+        f"the single machine of Theorem 3.7 leaves {power(single)}.",
+    ]
+
+
+def uncertainty(r: dict) -> list[str]:
+    n = r["numbers"]
+    falls = [column(n, "share_of_directions_in_which_std_falls", dim=dim) for dim in (2, 100)]
+    low, high = ([100 * share for share in shares] for shares in falls)
+    shares = [100 * share for share in column(n, "location_variance_share")]
+    return [
+        f"in {spans(low, '.0f')} % of directions (2 dimensions) and {spans(high, '.0f')} % (100)",
+        f"is {spans(column(n, 'rank_correlation_of_std_with_distance'))} everywhere",
+        f"({spans(column(n, 'rank_correlation_of_kernel_with_distance'), '+.2f')})",
+        f"to the power {spans(column(n, 'diagonal_growth_exponent_mean'))}",
+        f"{spans(shares, '.0f')} % of the kernel's variance",
+        f"The control, an RBF kernel, has less than {power(1.01 * max(column(n, 'location_variance_share_rbf')), 0)}",
+    ]
+
+
+def kernel_values(r: dict) -> list[str]:
+    distance, own = "rank_correlation_with_distance", "rank_correlation_with_distance_own_class"
+    predicted = [entry for entry in r["numbers"] if entry["class"] == r["predicted"][entry["test"]]]
+    others = [entry for entry in r["numbers"] if entry not in predicted]
+    within = sorted(column(r["numbers"], own))
+    ratio, parts = "boundary_weight_ratio", r["contributions"]
+    return [
+        f"is {spans(column(others, distance))} for the two outputs that are not predicted",
+        f"and {spans(column(predicted, distance), '+.2f')} for the predicted one",
+        f"({within[0]:+.2f} to {within[-1]:+.2f})".replace("-", "−"),
+        f"kernel values {spans(column(r['numbers'], ratio), '.3g')} times",
+        f"{spans(column(parts, ratio), '.2g')} times as large",
+        f"with the margin is {spans(column(parts, 'rank_correlation_of_size_with_margin'))}",
+    ]
+
+
+def quadrature(r: dict) -> list[str]:
+    error, cost = dict(zip(r["rules"], r["max_error"], strict=True)), r["evaluations"][-1]
+    return [
+        f"One node is off by {error['left Riemann 1']:.2g},",
+        f"200 left Riemann nodes leave {power(error['left Riemann 200'])},",
+        f"eight nodes leave {power(error['Gauss-Legendre 8'], 0)}.",
+        f"leaves {power(r['max_error'][-1])} with {cost:.1f} evaluations: {power(r['gain'], 0)} times more exact",
+        f"at {100 * cost / 200:.0f} % of their cost",
+    ]
+
+
+def path_geometry(r: dict) -> list[str]:
+    def of(problem: str, key: str, times: float = 1) -> list[float]:
+        return [times * value for value in column(r["numbers"], key, problem=problem)]
+
+    assert all(of("toy", "norm_is_monotonic"))
+    assert not any(of("cnn", "norm_is_monotonic"))
+    return [
+        f"by {spans(of('toy', 'norm_change', 100), '.0f')} %, while the weights turn by "
+        f"{spans(of('toy', 'angle_to_initial'), '.0f')}°",
+        f"(distance over length {spans(of('toy', 'straightness'))})",
+        f"grows by {spans(of('cnn', 'norm_change', 100), '.0f')} %",
+        f"turn by {spans(of('cnn', 'angle_to_initial'), '.0f')}°",
+        f"({spans(of('cnn', 'straightness'))})",
+    ]
+
+
+def notebook(r: dict) -> list[str]:
+    assert r["same_prediction"] == 1
+    assert r["gram_smallest_eigenvalue"] > 0
+    return [
+        f"{r['num_test']} test images",
+        f"is {power(r['max_confidence_error'])}, of an output {power(r['max_output_error'])}, with "
+        f"{r['evaluations']:.1f} evaluations",
+        f"on {100 * r['notebook_agreement']:.1f} % of the images with a mean confidence of "
+        f"{r['notebook_confidence']:.3f}, where the network's is {r['network_confidence']:.3f}",
+    ]
+
+
+def signal(r: dict) -> list[str]:
+    (a, b), (c, d) = r["dimension_range"]
+    return [
+        f"lie in {r['dimension'][0]:.1f} of {r['inputs'][0]} directions on the toy",
+        f"(mean of ten predictions, {a} to {b})",
+        f"in {r['dimension'][1]:.1f} of {r['inputs'][1]} on MNIST ({c} to {d})",
+        "95 % lie in {} and {} directions".format(*r["gram_principal"]),
+    ]
+
+
+def counterfactual(r: dict) -> list[str]:
+    def means(key: str, score: str) -> str:
+        return spans([pair[0] for pair in column(r["table"], key, score=score)])
+
+    return [
+        f"output to {power(r['completeness'], 0)}.",
+        f"is {means('leave-one-out', 'exact path kernel')}, and an effect",
+        f"it is {means('datamodel', 'exact path kernel')}.",
+        f"rank worse ({means('datamodel', 'last-step gradients')})",
+    ]
+
+
+CLAIMS: dict[str, Callable[[dict], list[str]]] = {
+    "fig02_alignment": alignment,
+    "fig03_retrained": retrained,
+    "fig04_machine": machine,
+    "fig05_uncertainty": uncertainty,
+    "fig06_kernel_values": kernel_values,
+    "fig07_quadrature": quadrature,
+    "fig08_path_geometry": path_geometry,
+    "notebook_path_kernel": notebook,
+    "signal_dimension": signal,
+    "counterfactual": counterfactual,
+}
+
+
+def saved(name: str) -> dict:
+    return json.loads((GALLERY / f"{name}.json").read_text())["results"]
+
+
+def test_every_result_has_a_section_and_its_numbers_are_compared():
+    assert SECTIONS.keys() == set(NAMES) == CLAIMS.keys() | NO_NUMBERS
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_prose_states_the_saved_numbers(name):
+    missing = [claim for claim in CLAIMS[name](saved(name)) if claim not in SECTIONS[name]]
+    assert missing == []
+
+
+def test_another_number_is_not_in_the_prose():
+    """The negative control."""
+    result = saved("fig04_machine")
+    result["max_error"][-1] *= 2
+    assert [claim in SECTIONS["fig04_machine"] for claim in machine(result)] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in NAMES])
+def test_the_picture_says_what_its_saved_result_draws(name):
+    """A picture drawn by older code, or from another result, has other words; the numbers in titles are words."""
+    experiment = importlib.import_module(name).EXPERIMENT
+    drawn = words_of(experiment.draw(read_result(experiment, GALLERY / f"{name}.json")))
+    assert words_in(GALLERY / f"{name}.png") == drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_no_word_of_a_picture_is_cut_off_or_under_another(name):
+    experiment = importlib.import_module(name).EXPERIMENT
+    figure = experiment.draw(read_result(experiment, GALLERY / f"{name}.json"))
+    assert covered_words(figure) == []
+
+
+def covered_words(figure: Figure) -> list[str]:
+    figure.draw_without_rendering()
+    boxes = {text: text.get_window_extent() for text in texts_of(figure)}
+    frame = figure.bbox
+    outside = [
+        text.get_text()
+        for text, box in boxes.items()
+        if box.x0 < frame.x0 or box.y0 < frame.y0 or box.x1 > frame.x1 or box.y1 > frame.y1
+    ]
+    pairs = itertools.combinations(boxes.items(), 2)
+    return outside + [f"{a.get_text()} / {b.get_text()}" for (a, box), (b, other) in pairs if box.overlaps(other)]
+
+
+def test_a_word_that_is_cut_off_or_under_another_is_found():
+    """The negative control."""
+    figure = Figure()
+    figure.text(0.5, 0.5, "seen")
+    assert covered_words(figure) == []
+    figure.text(0.51, 0.5, "under")
+    figure.text(-0.01, 0.1, "cut")
+    assert covered_words(figure) == ["cut", "seen / under"]
+
+
+def test_an_error_that_is_not_zero_is_not_drawn_as_zero():
+    """The errors of Figure 4 are differences of saved outputs, which six digits would turn into 0."""
+    for name in ("fig04_machine", "fig07_quadrature"):
+        words = " ".join(words_in(GALLERY / f"{name}.png"))
+        assert min(saved(name)["max_error"]) > 0
+        assert not re.search(r"\|error\| 0(?![.\d])", words)
+        assert not re.search(r"largest 0(?![.\d])", words)
+
+
+def test_the_means_of_out_of_distribution_are_those_of_its_seeds():
+    summary = importlib.import_module("ood_mnist")._summary
+    result = saved("ood_mnist")
+    for key in ("detection", "calibration"):
+        for row, again in zip(result[key], summary([entry[key] for entry in result["every"]]), strict=True):
+            assert row.pop("name") == again.pop("name")
+            assert row == {column: pytest.approx(pair, rel=1e-12) for column, pair in again.items()}
