@@ -5,7 +5,9 @@ import base64
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +22,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from epk_gp.core.certificate import CertificateWarning
 from epk_gp.datasets import DATA_VARIABLE
 from epk_gp.provenance import Stopwatch, provenance
 
@@ -76,6 +79,14 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
     print(
         f"written: {file.name} ({file.stat().st_size >> 10} KiB), {picture.name} ({picture.stat().st_size >> 10} KiB)"
     )
+
+
+@contextmanager
+def uncertified_results() -> Iterator[None]:
+    """Leave out the warning of results that are not certified: here coarse rules are compared on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CertificateWarning)
+        yield
 
 
 def save_picture(figure: Figure, file: Path) -> None:
