@@ -99,9 +99,9 @@ DOORS: dict[str, Callable[..., Tensor]] = {
 # They have no kernel machine of a regression to give, and are tested by themselves below.
 OTHER_DOORS = {
     "kernel_machine.single_machine.single_machine",
-    "cli.gram.gram",
-    "cli.attribute.attribute",
-    "cli.verify.verify",
+    "cli.commands.gram",
+    "cli.commands.attribute",
+    "cli.commands.verify",
     "autodiff.cotangents.Cotangents",  # internal: None stands for other outputs than a head's
 }
 # What they compute has logits in its definition: the network's own outputs, a GP on logits, two machines of the logits.

@@ -29,7 +29,6 @@ FILE = re.compile(r"`((?:epk_gp/)?(?:\w+/)+\w+\.py)`")
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the reconstruction is not certified")  # that of a coarse rule, as the page says
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_the_page_s_code_runs_as_it_stands(page):
     names: dict[str, object] = {}

@@ -23,7 +23,6 @@ def exit_status(words: list[str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the reconstruction is not certified")  # that of the coarse rule, as the text says
 def test_the_readme_s_code_runs_as_it_stands(capsys):
     names: dict[str, object] = {}
     for block in code("python"):
