@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,6 +112,7 @@ def _outcomes(counts: Any) -> tuple[int, int, int, int]:
 
 def thread_faults(rounds: int) -> tuple[int, int, int, int]:
     """Count calls whose bytes differ from those of one thread."""
+    warnings.simplefilter("ignore")  # of coarse rules
     counted = _tests_module("thread_faults").count_thread_faults(rounds)
     for fault in counted.faults:
         print(f"       {fault}")

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor
 
+from epk_gp.core.fingerprint import fingerprint
 from epk_gp.storage.atomic_files import atomic_write, open_tensors, parse_json, read_bytes
 
 SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
@@ -35,8 +36,8 @@ class PartialSums:
         if manifest.is_file():
             if _recorded_fingerprint(manifest) != fingerprint:
                 raise ValueError(
-                    f"checkpoint {self.folder} must be of this very computation (run, points, rule, memory budget): it "
-                    "is of another. Choose another folder, or delete this one."
+                    f"checkpoint {self.folder} must be of this very computation (run, points, head, rule, step "
+                    "weights, memory budget): it is of another. Choose another folder, or delete this one."
                 )
         elif any(self.folder.iterdir()):
             raise ValueError(
@@ -62,9 +63,12 @@ class PartialSums:
             return {}, 0
         try:
             with open_tensors(file, str(file)) as stored:
-                count = int(stored.metadata()["count"])
+                metadata = stored.metadata()
                 # Copies: the next save replaces the file, which Windows refuses while tensors are mapped from it.
-                return {key: stored.get_tensor(key).clone() for key in stored.keys()}, count  # noqa: SIM118
+                tensors = {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118
+                if metadata["checksum"] != _checksum(tensors, metadata["count"]):
+                    raise ValueError("its content does not have the checksum that it was saved with")
+                return tensors, int(metadata["count"])
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file} must be a partial sum: it is damaged. Delete it, and its part starts anew."
@@ -73,8 +77,13 @@ class PartialSums:
     def save(self, name: str, tensors: dict[str, Tensor], count: int) -> None:
         """Replace a partial sum and its number of terms, atomically."""
         content = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        atomic_write(self.folder / f"{name}.safetensors", save(content, {"count": str(count)}))
+        metadata = {"count": str(count), "checksum": _checksum(content, str(count))}
+        atomic_write(self.folder / f"{name}.safetensors", save(content, metadata))
         self._last_save = time.monotonic()
+
+
+def _checksum(tensors: dict[str, Tensor], count: str) -> str:
+    return fingerprint(count, *(part for name in sorted(tensors) for part in (name, tensors[name])))
 
 
 def _recorded_fingerprint(manifest: Path) -> object:

@@ -294,3 +294,17 @@ def test_a_file_without_measure_is_refused_unread(tmp_path, name):
     )
     with pytest.raises(ValueError, match=message):
         checkpoints.PartialSums(tmp_path / "sums", "identity").load("sums")
+
+
+def test_a_flipped_bit_of_a_partial_sum_is_found(tmp_path):
+    sums = checkpoints.PartialSums(tmp_path / "sums", "1")
+    sums.save("a", {"total": torch.arange(5.0)}, 3)
+    loaded, count = sums.load("a")
+    assert torch.equal(loaded["total"], torch.arange(5.0))
+    assert count == 3
+    file = tmp_path / "sums" / "a.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="must be a partial sum: it is damaged. Delete it"):
+        sums.load("a")
