@@ -8,6 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.gradients import relative_rounding
@@ -195,16 +196,31 @@ def validate_end(setup: TrainingSetup, weights: Float[Tensor, " P"], num_steps: 
             f"'with' statement. {kept}"
         )
     setup.validate_frozen_state(weights, num_steps)
-    model = setup.model
     rows = evenly_spread(setup.X, _NUM_END_ROWS)
-    with torch.no_grad(), torch.random.fork_rng():
-        present = functionalize(setup.net, model.names)
-        for w in (weights, perturbed_initial(weights)):  # at the weights themselves a last layer of zeros hides all
-            params = model.unflatten(w)
-            recorded, found = model(params, rows), present(params, rows)
-            if (found - recorded).abs().max() > relative_rounding(w.dtype) * recorded.abs().max():
-                raise StepMismatchError(
-                    "the network's forward function must stay as it was when recording began: its outputs at the same "
-                    "weights are others now, so an attribute or a layer was changed. Change it after the 'with' "
-                    f"statement. {kept}"
-                )
+    # at the weights themselves a last layer of zeros would hide everything
+    if not all(_is_recorded_function(setup, w, rows) for w in (weights, perturbed_initial(weights))):
+        raise StepMismatchError(
+            "the network's forward function must stay as it was when recording began: its outputs at the same weights "
+            f"are others now, so an attribute or a layer was changed. Change it after the 'with' statement. {kept}"
+        )
+
+
+def _is_recorded_function(setup: TrainingSetup, w: Float[Tensor, " P"], rows: Shaped[Tensor, "n ..."]) -> bool:
+    """Return whether the user's network gives the recorded network's outputs in evaluation mode.
+
+    It is not copied for that: a network that keeps its activations cannot be copied after a backward pass.
+    """
+    model, net = setup.model, setup.net
+    params = model.unflatten(w)
+    buffers = {name: value.clone() for name, value in net.named_buffers()}
+    is_training = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), disable_fused_attention():
+            recorded, found = model(params, rows), torch.func.functional_call(net, {**params, **buffers}, (rows,))
+    finally:
+        for module, mode in is_training:
+            module.training = mode
+    if not isinstance(found, Tensor) or found.shape != recorded.shape:
+        return False
+    return bool((found - recorded).abs().max() <= relative_rounding(w.dtype) * recorded.abs().max())

@@ -133,3 +133,22 @@ def test_a_network_that_is_changed_after_the_recording_is_nobody_s_concern():
     trajectory = epk.train(net, X, y, optimizer=sgd(net), steps=2)
     average(net, trajectory.states[0])
     assert epk.reconstruct(trajectory, X[:2]).certified
+
+
+class Keeping(Scaled):
+    """Keeps its activations, which cannot be copied after a backward pass, and counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.kept = super().forward(x)
+        return self.kept
+
+
+def test_a_network_that_keeps_its_activations_is_no_false_alarm():
+    net, (X, y) = Keeping(), data()
+    net.inner[1].eval()
+    modes = [module.training for module in net.modules()]
+    assert epk.train(net, X, y, optimizer=sgd(net), steps=2).num_steps == 2
+    assert [module.training for module in net.modules()] == modes
