@@ -1,5 +1,6 @@
 """Every public function as a call on a run that threads share, and the kinds of network that it is tried on."""
 
+import hashlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -245,8 +246,8 @@ def _check(shared: Shared) -> object:
 
 def _export(shared: Shared) -> object:
     with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
-        size = export_run(shared.folder / "packed", Path(folder) / "run.npz")
-        return size, (Path(folder) / "run.npz").stat().st_size
+        size = export_run(shared.folder / "packed", Path(folder) / "run.safetensors")
+        return size, hashlib.sha256((Path(folder) / "run.safetensors").read_bytes()).hexdigest()
 
 
 def _statistics(shared: Shared) -> object:

@@ -48,7 +48,8 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
     states, updates = StoredStates(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
     S, P, L = len(steps), schema.num_weights, len(schema.sizes)
     per_weight = _fields_per_weight([updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last], schema)
-    in_memory = {**step_tensors(steps), **{name: value.contiguous() for name, value in data.items()}}
+    # by name, for safetensors lists a file's tensors in another order each time: equal runs give equal files
+    in_memory = {**step_tensors(steps), **{name: data[name].contiguous() for name in sorted(data)}}
     shapes = {"states": ([S + 1, P], schema.dtype), "update": ([S, len(FIELDS), L], torch.float64)}
     shapes |= {f"update.{STORED_FIELDS[FIELDS.index(name)]}": ([S, P], dtype) for name, dtype in per_weight.items()}
     shapes |= {name: (list(value.shape), value.dtype) for name, value in in_memory.items()}

@@ -104,6 +104,14 @@ def test_coefficients_per_weight_in_some_steps_only_are_exact_in_all(tmp_path):
     ]
 
 
+def test_an_export_is_the_same_file_each_time(run, tmp_path):
+    contents = set()
+    for number in range(8):
+        export_run(run, tmp_path / str(number))
+        contents.add((tmp_path / str(number)).read_bytes())
+    assert len(contents) == 1
+
+
 def test_an_export_does_not_replace_a_file(run, tmp_path):
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(FileExistsError, match="file must be a new file: .*mine exists. Choose another name"):
