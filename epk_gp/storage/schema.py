@@ -119,7 +119,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{file} must be the header of an epk_gp run: its 'format' is not {FORMAT!r}.")
     if header.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"run format version must be {FORMAT_VERSION}: {path} has {header.get('version')!r}. "
+            f"run format version must be {FORMAT_VERSION}: {file} has {header.get('version')!r}. "
             "Open it with the version of epk_gp that recorded it."
         )
     header = read_checksummed_json(content, str(file))
