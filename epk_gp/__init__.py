@@ -1,6 +1,6 @@
 """Exact path kernels: which training points made a prediction, exactly, and how sure can it be?"""
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from epk_gp import _moved
@@ -60,21 +60,17 @@ else:
     _FOLDERS = ("autodiff", "core", "gp", "gram", "kernel_machine", "kernels", "quadrature", "storage", "training")
 
     def __getattr__(name: str) -> object:
-        """Import a public name, or a folder of the package; or return what a name stood for in version 0.1."""
-        if name in _MODULES:
-            found = getattr(importlib.import_module(f"epk_gp.{_MODULES[name]}"), name)
-        elif name in _FOLDERS:  # `import epk_gp` is enough for epk_gp.gp.models.LogitGP
-            for module in sorted(set(_MODULES.values())):
-                importlib.import_module(f"epk_gp.{module}")
-            found = importlib.import_module(f"epk_gp.{name}")
-        else:
+        """Import all public names if one is asked for, or a folder; or return what a name stood for in version 0.1."""
+        if name not in _MODULES and name not in _FOLDERS:
             return _moved.resolve(name)
-        globals()[name] = found  # the next use finds it without this function
-        return found
+        # all of them, so that `import epk_gp` is enough for epk_gp.gp.models.LogitGP, whatever was used before it
+        modules = {module: import_module(f"epk_gp.{module}") for module in sorted(set(_MODULES.values()))}
+        globals().update({public: getattr(modules[module], public) for public, module in _MODULES.items()})
+        return globals()[name] if name in globals() else import_module(f"epk_gp.{name}")
 
     def __dir__() -> list[str]:
-        """List the public names too, imported or not."""
-        return sorted({*globals(), *__all__})
+        """List the public names and folders, imported or not."""
+        return sorted({*__all__, *_FOLDERS, *(name for name in globals() if name.startswith("__"))})
 
 
 __version__ = "0.2.0.dev0"

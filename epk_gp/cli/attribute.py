@@ -16,7 +16,7 @@ from epk_gp.core.head import resolve_head
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.kernel_machine.certification import attribution_findings
+from epk_gp.kernel_machine.certification import describe_findings
 from epk_gp.plots.figures import draw_attributions
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
@@ -105,7 +105,7 @@ def _require_completeness(parts: GroupedAttribution, rule: Rule) -> None:
         ValueError: The contributions are not certified.
     """
     if isinstance(rule, AdaptiveRule) and not parts.certified:
-        findings = "; ".join(attribution_findings(parts))
+        findings = "; ".join(describe_findings(parts))
         raise ValueError(
             f"the contributions must sum to the network's outputs, certified: {findings}. Do not use them; check the "
             "run with epk-gp verify."

@@ -2,7 +2,8 @@
 
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -136,9 +137,13 @@ class FunctionalModel:
         """Return the model with its frozen state in another dtype or on another device; each variant is made once."""
         with self.cache.lock:
             if spec not in self._variants:
-                module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
-                self._variants[spec] = FunctionalModel(module, self.names, self.shapes, self.cache)
+                self._variants[spec] = self.converted(spec)
             return self._variants[spec]
+
+    def converted(self, spec: TensorSpec) -> "FunctionalModel":
+        """Return the model in another dtype or on another device, as `variant`, without keeping it."""
+        module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
+        return FunctionalModel(module, self.names, self.shapes, self.cache)
 
     def _take_module_of_thread(self) -> nn.Module:
         """Return the thread's copy of the module, to be given back after the call.
@@ -151,6 +156,17 @@ class FunctionalModel:
             return own
         tensors = (*self.module.parameters(), *self.module.buffers())
         return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Leave torch's random numbers on the CPU and on one device as they were, whatever a network draws."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):  # by default the states of all GPUs are saved
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
+            yield
 
 
 def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> FunctionalModel:

@@ -1,13 +1,11 @@
 """Whether the integrals that an adaptive rule's nodes come from did what they were asked for."""
 
-import sys
-import warnings
 from dataclasses import dataclass, field
 from typing import final
 
 from torch import Tensor
 
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.certificate import warn_uncertified
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.status import QuadratureStatus
 
@@ -49,13 +47,4 @@ class IntegrationCheck:
             f"{max(entry[2] for entry in found):.2g}), so that nodes, and kernel values, are not exact. See "
             "QuadratureStatus, and epk_gp.reconstruct for the certificate."
         )
-        warnings.warn(message, CertificateWarning, stacklevel=_callers_level())
-
-
-def _callers_level() -> int:
-    """Return the stack level, seen from the calling function, of the first caller outside the package."""
-    level, frame = 1, sys._getframe(1)
-    package = __name__.partition(".")[0]
-    while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        level, frame = level + 1, outer
-    return level
+        warn_uncertified(message)

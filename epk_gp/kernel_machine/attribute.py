@@ -11,17 +11,19 @@ from torch import Tensor
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.fingerprint import fingerprint
+from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import SampleContributions, WeightDecayContribution, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import (
-    attribution_findings,
+    IntegrationRecord,
+    StepMismatches,
     coarsest_dtype,
-    residual_tolerance,
+    describe_findings,
     sum_tolerance,
-    warn_uncertified,
+    warn_if_uncertified,
 )
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, validate_problem
 from epk_gp.kernel_machine.progress import PassProgress
@@ -42,8 +44,12 @@ class Attribution:
         network: Outputs of the trained network, (n, C).
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
-        residual_tolerance: What `max_residual` may be: the rule's tolerance (1e-12 for a fixed rule) or rounding.
-        error_tolerance: What `max_error` may be: that, and the rounding of weights and terms.
+        residual_ratio: Largest ratio of a residual to what the rule's tolerance (1e-12 for a fixed rule) or rounding
+            allows.
+        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
+        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
+        worst_step: The step that has it; -1 for a run without steps.
+        error_tolerance: What `max_error` may be where both ratios are at most 1.
         statuses: Number of (point, step) pairs by the reason why the rule stopped refining them.
     """
 
@@ -53,7 +59,10 @@ class Attribution:
     network: Float[Tensor, "n C"]
     max_residual: float
     evaluations: float
-    residual_tolerance: float
+    residual_ratio: float
+    max_step_mismatch: float
+    mismatch_ratio: float
+    worst_step: int
     error_tolerance: float
     statuses: Mapping[QuadratureStatus, int]
 
@@ -69,8 +78,8 @@ class Attribution:
 
     @property
     def certified(self) -> bool:
-        """Whether quadrature and sum are within tolerance: a step that is not the stated one shows in the sum."""
-        return not attribution_findings(self)
+        """Whether quadrature, steps and sum are within tolerance, as for a `Reconstruction`."""
+        return not describe_findings(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +94,12 @@ class GroupedAttribution:
         axes: The axes.
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
-        residual_tolerance: What `max_residual` may be: the rule's tolerance (1e-12 for a fixed rule) or rounding.
-        error_tolerance: What `max_error` may be: that, and the rounding of weights and terms.
+        residual_ratio: Largest ratio of a residual to what the rule's tolerance (1e-12 for a fixed rule) or rounding
+            allows.
+        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
+        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
+        worst_step: The step that has it; -1 for a run without steps.
+        error_tolerance: What `max_error` may be where both ratios are at most 1.
         statuses: Number of (point, step) pairs by the reason why the rule stopped refining them.
     """
 
@@ -97,7 +110,10 @@ class GroupedAttribution:
     axes: tuple[Axis, ...]
     max_residual: float
     evaluations: float
-    residual_tolerance: float
+    residual_ratio: float
+    max_step_mismatch: float
+    mismatch_ratio: float
+    worst_step: int
     error_tolerance: float
     statuses: Mapping[QuadratureStatus, int]
 
@@ -114,8 +130,8 @@ class GroupedAttribution:
 
     @property
     def certified(self) -> bool:
-        """Whether quadrature and sum are within tolerance: a step that is not the stated one shows in the sum."""
-        return not attribution_findings(self)
+        """Whether quadrature, steps and sum are within tolerance, as for a `Reconstruction`."""
+        return not describe_findings(self)
 
 
 def attribute(
@@ -162,7 +178,10 @@ def attribute(
         network=parts.network,
         max_residual=parts.max_residual,
         evaluations=parts.evaluations,
-        residual_tolerance=parts.residual_tolerance,
+        residual_ratio=parts.residual_ratio,
+        max_step_mismatch=parts.max_step_mismatch,
+        mismatch_ratio=parts.mismatch_ratio,
+        worst_step=parts.worst_step,
         error_tolerance=parts.error_tolerance,
         statuses=parts.statuses,
     )
@@ -244,7 +263,7 @@ def _attribute(
         lambda net: _split(make_problem(net, kernel, X, classes, options), groupings),
     )
     if results:  # all are sums of the same terms
-        warn_uncertified("the attribution", attribution_findings(results[0]))
+        warn_if_uncertified("the attribution", results[0])
     return results
 
 
@@ -322,7 +341,7 @@ def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -
     name = f"sums-{fingerprint(problem.net.plan, is_vanilla, points)}"  # partial sums of another plan are other sums
     sums = [total for collector in collectors for total in (collector.values, collector.decay)]
     stored = None if folder is None else PartialSums(folder, _identity(problem, groupings))
-    progress = PassProgress(stored, sums, initial, name)
+    progress = PassProgress(stored, sums, IntegrationRecord(kernel.rule, trajectory.num_steps), name)
     if is_vanilla:
         vanilla_gd_pass(problem, emit, progress, points_per_block=points)
     else:
@@ -331,6 +350,9 @@ def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -
         adjoint_pass(problem, groups, emit, progress, points_per_block=points)
     record, steps = progress.record, max(1, trajectory.num_steps)
     dtype = coarsest_dtype(trajectory, initial)
+    mismatches = StepMismatches(dtype)
+    for replayed in replayed_steps(trajectory, problem.net.model, X):
+        mismatches.add(trajectory, problem.net.model, replayed)
     return tuple(
         GroupedAttribution(
             initial=initial,
@@ -340,7 +362,10 @@ def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -
             axes=collector.axes,
             max_residual=record.max_residual,
             evaluations=progress.evaluations / (len(X) * steps),
-            residual_tolerance=residual_tolerance(kernel.rule, initial.dtype, record.size, 1),
+            residual_ratio=record.residual_ratio,
+            max_step_mismatch=mismatches.largest,
+            mismatch_ratio=mismatches.ratio,
+            worst_step=mismatches.worst_step,
             error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(initial, network), steps),
             statuses=dict(record.statuses),
         )

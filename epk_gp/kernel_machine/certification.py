@@ -1,7 +1,6 @@
-"""Certificates: what quadrature and rounding may leave of a sum over the run, and the warning where more is left."""
+"""Certificates: what quadrature and rounding may leave of a sum over the run, and what is said where more is left."""
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,18 +10,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.certificate import CertificateWarning
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.certificate import warn_uncertified
+from epk_gp.core.gradients import ReplayedStep, mismatch_tolerance
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus
 
-# An adaptive rule may leave its tolerance in each interval of a step: a step that is cut leaves more than its share.
-_TOLERANCES = 8
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one
 
-# Rounding of the integral of one step, in eps of the outputs. The adaptive rule accepts 16.
-_ROUNDING = 64
+# An interval of a step may leave so many of the rule's tolerances, or so many eps of the outputs. The adaptive rule
+# accepts 1 and 16, and more where rounding inside the network is larger.
+_TOLERANCES, _INTERVAL_ROUNDING = 8, 64
+
+# A sum may miss its value by so many eps of its terms' sizes, per step as steps' rounding adds up at random. In float64
+# it is more than rounding: a gradient that is off by 1e-9 is still seen.
+_SUM_ROUNDING = {torch.float32: 64, torch.float64: 2**16}
 
 
 @dataclass
@@ -30,33 +34,72 @@ class IntegrationRecord:
     """What the integrals of a run left, over all points and steps.
 
     Attributes:
+        rule: How they were taken; a fixed rule is measured by the adaptive one's default tolerance.
+        num_steps: Steps that share the rule's tolerance.
         max_residual: Largest residual of a (point, step); NaN stays.
-        size: Largest output at the ends of the steps, at least 1.
+        residual_ratio: Largest ratio of a residual to what the rule's tolerance or rounding allows; NaN stays.
         statuses: Number of (point, step) pairs by the reason why their refinement ended.
     """
 
+    rule: Rule
+    num_steps: int
     max_residual: float = 0.0
-    size: float = 1.0
+    residual_ratio: float = 0.0
     statuses: Counter[QuadratureStatus] = field(default_factory=Counter)
 
     def add(self, integral: Integral) -> None:
         """Count the integrals of some points over one step."""
-        largest = torch.stack([integral.residual.max(), integral.start.abs().max(), integral.end.abs().max()])
-        residual, start, end = largest.tolist()
-        self.max_residual = larger(self.max_residual, residual)
-        self.size = max(self.size, start, end)
+        residual = integral.residual
+        size = torch.maximum(integral.start.abs(), integral.end.abs()).amax(dim=1).clamp(min=1.0)
+        # two nodes, the lowest order, or one make an interval
+        intervals = torch.bincount(integral.point, minlength=len(residual)) / min(2, len(self.rule.interval_rule))
+        rounding = _INTERVAL_ROUNDING * torch.finfo(size.dtype).eps * size
+        allowed = intervals * rounding.clamp(min=_TOLERANCES * _tolerance(self.rule) / max(1, self.num_steps))
+        largest, ratio = torch.stack([residual.max(), (residual / allowed).max()]).tolist()
+        self.max_residual, self.residual_ratio = larger(self.max_residual, largest), larger(self.residual_ratio, ratio)
         counts = torch.bincount(integral.status, minlength=len(QuadratureStatus)).tolist()
         self.statuses.update({status: counts[status] for status in QuadratureStatus if counts[status]})
 
     def state(self) -> dict[str, Tensor]:
         """Return the record as tensors, for a checkpoint."""
-        numbers = [self.max_residual, self.size, *(float(self.statuses[status]) for status in QuadratureStatus)]
-        return {"integration": torch.tensor(numbers, dtype=torch.float64)}
+        counts = (float(self.statuses[status]) for status in QuadratureStatus)
+        return {"integration": torch.tensor([self.max_residual, self.residual_ratio, *counts], dtype=torch.float64)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the record of a checkpoint."""
-        self.max_residual, self.size, *counts = state["integration"].tolist()
+        self.max_residual, self.residual_ratio, *counts = state["integration"].tolist()
         self.statuses = Counter({status: int(counts[status]) for status in QuadratureStatus if counts[status]})
+
+
+@dataclass
+class StepMismatches:
+    """The differences of recorded steps from replayed ones, in the weights.
+
+    Attributes:
+        dtype: The coarser of the dtypes of run and computation.
+        largest: Largest difference, over weights and steps; NaN stays.
+        ratio: Largest ratio of a step's difference to what rounding explains; NaN stays.
+        worst_step: The step that has it; -1 before the first one.
+    """
+
+    dtype: torch.dtype
+    largest: float = 0.0
+    ratio: float = 0.0
+    worst_step: int = -1
+
+    def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> None:
+        """Compare a step with the recorded one."""
+        index, w, d = replayed.step.index, replayed.w, replayed.d
+        mismatch = float((flat_weights(trajectory, index + 1, w) - w - d).abs().max())
+        tolerance = mismatch_tolerance(trajectory, model, replayed, mismatch, self.dtype)
+        ratio = mismatch / tolerance if tolerance else math.inf * mismatch if mismatch else 0.0
+        self.largest = larger(self.largest, mismatch)
+        if self.worst_step < 0 or not ratio <= self.ratio:
+            self.ratio, self.worst_step = larger(self.ratio, ratio), index
+
+
+def _tolerance(rule: Rule) -> float:
+    return rule.tol if isinstance(rule, AdaptiveRule) else _FIXED_RULE_TOLERANCE
 
 
 def larger(a: float, b: float) -> float:
@@ -69,19 +112,6 @@ def coarsest_dtype(trajectory: Trajectory, outputs: Float[Tensor, "n C"]) -> tor
     return torch.float32 if torch.float32 in (trajectory.dtype, outputs.dtype) else torch.float64
 
 
-def residual_tolerance(rule: Rule, dtype: torch.dtype, size: float, num_steps: int) -> float:
-    """Return what the residuals of one point may add up to over `num_steps` steps.
-
-    Args:
-        rule: How the steps were integrated; a fixed rule is measured by the adaptive one's default tolerance.
-        dtype: The dtype of the outputs.
-        size: Largest output.
-        num_steps: Number of steps.
-    """
-    tol = rule.tol if isinstance(rule, AdaptiveRule) else _FIXED_RULE_TOLERANCE
-    return max(_TOLERANCES * tol, _ROUNDING * torch.finfo(dtype).eps * size * num_steps)
-
-
 def sum_tolerance(rule: Rule, dtype: torch.dtype, terms: Float[Tensor, "n C"], num_steps: int) -> float:
     """Return by how much the terms of a prediction may miss the network's output.
 
@@ -91,64 +121,80 @@ def sum_tolerance(rule: Rule, dtype: torch.dtype, terms: Float[Tensor, "n C"], n
         terms: Sum of the terms' absolute values.
         num_steps: Number of steps, each of which carries the rounding of the weights.
     """
-    eps = torch.finfo(dtype).eps
-    share = 2**16 * eps if dtype == torch.float64 else _ROUNDING * eps
     size = max(1.0, float(terms.max()))
-    return residual_tolerance(rule, dtype, size, 1) + share * size * math.sqrt(max(1, num_steps))
-
-
-def describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
-    """Return what the statuses say of residuals that are too large; empty if they say nothing."""
-    if QuadratureStatus.FIXED in statuses:
-        return " (a fixed rule: epk_gp.adaptive() chooses its nodes by the residual)"
-    failed = {status: count for status, count in statuses.items() if not status.is_supported}
-    if not failed:
-        return ""
-    reasons = ", ".join(f"{count} {status.name}" for status, count in sorted(failed.items()))
-    return f" ({reasons} of {sum(statuses.values())} pairs of a point and a step)"
+    rounding = _SUM_ROUNDING[dtype] * torch.finfo(dtype).eps * size * math.sqrt(max(1, num_steps))
+    return _TOLERANCES * _tolerance(rule) + rounding
 
 
 @runtime_checkable
-class SumOfTerms(Protocol):
-    """An attribution: terms that sum to the network's output."""
-
-    @property
-    def max_residual(self) -> float:
-        """Largest quadrature residual of a (point, step)."""
-
-    @property
-    def residual_tolerance(self) -> float:
-        """What it may be."""
+class Certified(Protocol):
+    """A result with a certificate."""
 
     @property
     def max_error(self) -> float:
-        """Largest |total - network|."""
+        """Largest |sum - network|."""
 
     @property
     def error_tolerance(self) -> float:
         """What it may be."""
 
     @property
+    def max_residual(self) -> float:
+        """Largest quadrature residual of a (point, step)."""
+
+    @property
+    def residual_ratio(self) -> float:
+        """Largest ratio of a residual to what the rule's tolerance or rounding allows."""
+
+    @property
     def statuses(self) -> Mapping[QuadratureStatus, int]:
         """Number of (point, step) pairs by the reason why the rule stopped refining them."""
 
+    @property
+    def max_step_mismatch(self) -> float:
+        """Largest difference of a recorded step from the replayed one."""
 
-def attribution_findings(parts: SumOfTerms) -> list[str]:
-    """Return what speaks against the certificate of an attribution, with numbers; empty if it holds."""
+    @property
+    def mismatch_ratio(self) -> float:
+        """Largest ratio of such a difference to what rounding explains."""
+
+    @property
+    def worst_step(self) -> int:
+        """The step that has it."""
+
+
+def describe_findings(result: Certified) -> list[str]:
+    """Return why a result is not certified, with numbers; empty if it is."""
     findings = []
-    if not parts.max_residual <= parts.residual_tolerance:
+    if not result.residual_ratio <= 1:
         findings.append(
-            f"the residual of a step is {parts.max_residual:.2e}, more than {parts.residual_tolerance:.2e}"
-            + describe_statuses(parts.statuses)
+            f"the quadrature of a step leaves {result.residual_ratio:.2g} times what tolerance and rounding allow "
+            f"(largest residual {result.max_residual:.2e}{_describe_statuses(result.statuses)})"
         )
-    if not parts.max_error <= parts.error_tolerance:
+    if not result.mismatch_ratio <= 1:
         findings.append(
-            f"the terms miss the network's output by {parts.max_error:.2e}, more than {parts.error_tolerance:.2e}"
+            f"step {result.worst_step} differs from the step that the loss's gradient on the recorded batch gives by "
+            f"{result.mismatch_ratio:.2g} times what rounding explains (largest difference of a step "
+            f"{result.max_step_mismatch:.2e})"
+        )
+    if not result.max_error <= result.error_tolerance:
+        findings.append(
+            f"the sum misses the network's output by {result.max_error:.2e}, more than {result.error_tolerance:.2e}"
         )
     return findings
 
 
-def warn_uncertified(name: str, findings: list[str]) -> None:
-    """Warn that a result is not certified, with the numbers; nothing happens without findings."""
+def _describe_statuses(statuses: Mapping[QuadratureStatus, int]) -> str:
+    """Return what the statuses say of residuals that are too large; empty if they say nothing."""
+    if QuadratureStatus.FIXED in statuses:
+        return "; a fixed rule: epk_gp.adaptive() chooses its nodes by the residual"
+    notable = {status: count for status, count in statuses.items() if status is not QuadratureStatus.CONVERGED}
+    reasons = ", ".join(f"{count} {status.name}" for status, count in sorted(notable.items()))
+    return f"; {reasons} of {sum(statuses.values())} pairs of a point and a step" if notable else ""
+
+
+def warn_if_uncertified(name: str, result: Certified) -> None:
+    """Emit a `CertificateWarning` with the findings if a result is not certified."""
+    findings = describe_findings(result)
     if findings:
-        warnings.warn(f"{name} is not certified: {'; '.join(findings)}.", CertificateWarning, stacklevel=4)
+        warn_uncertified(f"{name} is not certified: {'; '.join(findings)}.")

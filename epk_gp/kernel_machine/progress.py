@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.kernel_machine.certification import IntegrationRecord
@@ -17,13 +16,12 @@ class PassProgress:
     Args:
         checkpoint: Where the state is kept; nowhere if None.
         sums: What the pass adds to; filled with what the checkpoint holds.
-        reference: Gives dtype and device.
+        record: What the integrals left; continued from the checkpoint.
         name: Name of the sums on disk; it must tell ways of dividing the work apart.
 
     Attributes:
         done: Number of work items that the sums hold.
         adjoint_state: The adjoint that the next work item needs.
-        record: What the integrals so far left.
         evaluations: Gradient evaluations so far.
     """
 
@@ -31,12 +29,12 @@ class PassProgress:
         self,
         checkpoint: PartialSums | None,
         sums: Sequence[Tensor],
-        reference: Float[Tensor, "..."],
+        record: IntegrationRecord,
         name: str = "sums",
     ) -> None:
         self.checkpoint, self.sums, self.name = checkpoint, sums, name
         self.adjoint_state: Tensor | None = None
-        self.record, self.evaluations = IntegrationRecord(), 0.0
+        self.record, self.evaluations = record, 0.0
         stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(name)
         if not stored:
             return
@@ -44,7 +42,7 @@ class PassProgress:
             total.copy_(stored[f"sum.{number}"])
         self.record.load(stored)
         self.evaluations = float(stored["evaluations"])
-        self.adjoint_state = stored["carried"].to(reference) if "carried" in stored else None
+        self.adjoint_state = stored["carried"].to(sums[0]) if "carried" in stored else None
 
     def advance(self, integral: Integral, adjoint_state: Tensor | None, *, is_last: bool) -> None:
         """Count one more work item, and save if it is time or the last one."""

@@ -1,6 +1,5 @@
 """The network as an ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023)."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Unpack
@@ -14,19 +13,18 @@ from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.gradients import ReplayedStep, mismatch_tolerance, replayed_steps
+from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import integration_points
-from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import (
     IntegrationRecord,
+    StepMismatches,
     coarsest_dtype,
-    describe_statuses,
-    larger,
-    residual_tolerance,
-    warn_uncertified,
+    describe_findings,
+    sum_tolerance,
+    warn_if_uncertified,
 )
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import Rule, adaptive
@@ -49,9 +47,11 @@ class Reconstruction:
         evaluations: Gradients evaluated per point and step, on average.
         max_step_mismatch: Largest difference, over weights and steps, between a recorded step and the one that the
             training gradients give: rounding of the weights' dtype.
-        residual_tolerance: What `total_residual` may be: the rule's tolerance (1e-12 for a fixed rule) or rounding.
-        mismatch_ratio: Largest ratio of a step's mismatch to what rounding of weights and gradients can explain.
+        residual_ratio: Largest ratio of the residual of a (point, step) to what the rule's tolerance (1e-12 for a fixed
+            rule) or rounding allows.
+        mismatch_ratio: Largest ratio of a step's mismatch to what rounding of weights and gradients explains.
         worst_step: The step that has it; -1 for a run without steps.
+        error_tolerance: What `max_error` may be where both are at most 1.
         statuses: Number of (point, step) pairs by the reason why the rule stopped refining them.
     """
 
@@ -63,36 +63,25 @@ class Reconstruction:
     total_residual: float
     evaluations: float
     max_step_mismatch: float
-    residual_tolerance: float
+    residual_ratio: float
     mismatch_ratio: float
     worst_step: int
+    error_tolerance: float
     statuses: Mapping[QuadratureStatus, int]
 
     @property
     def certified(self) -> bool:
-        """Whether quadrature and steps are within tolerance: the sum is then the network for the stated reasons.
+        """Whether quadrature, steps and sum are within tolerance.
 
         The residual alone sees the quadrature only; a step that is not the stated loss's on the stated data shows in
-        the mismatch. Both concern the sum, not each kernel value.
+        the mismatch. All concern the sum, not each kernel value.
         """
         return not self.findings
 
     @property
     def findings(self) -> list[str]:
-        """What speaks against the certificate, with numbers; empty if it holds."""
-        findings = []
-        if not self.total_residual <= self.residual_tolerance:
-            findings.append(
-                f"the residuals of a point add up to {self.total_residual:.2e}, more than {self.residual_tolerance:.2e}"
-                + describe_statuses(self.statuses)
-            )
-        if not self.mismatch_ratio <= 1:
-            findings.append(
-                f"step {self.worst_step} differs from the step that the loss's gradient on the recorded batch gives by "
-                f"{self.mismatch_ratio:.2g} times what rounding explains (largest difference of a step "
-                f"{self.max_step_mismatch:.2e})"
-            )
-        return findings
+        """Why the result is not certified, with numbers; empty if it is."""
+        return describe_findings(self)
 
 
 def reconstruct(
@@ -129,7 +118,7 @@ def reconstruct(
     kernel = PathKernel(trajectory, head, rule)
     kernel.validate_inputs(X)
     result = with_plan(trajectory, trajectory.model_for(X), lambda net: _reconstruct(net, kernel, X, parsed))
-    warn_uncertified("the reconstruction", result.findings)
+    warn_if_uncertified("the reconstruction", result)
     return result
 
 
@@ -139,8 +128,9 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
     network = network_outputs(trajectory, X, state=-1, head=head)
     total = torch.zeros_like(initial, dtype=torch.float64)
     residuals = torch.zeros_like(total[:, 0])
-    record, mismatches = IntegrationRecord(), _Mismatches(coarsest_dtype(trajectory, initial))
-    evaluations = 0.0
+    dtype, steps = coarsest_dtype(trajectory, initial), max(1, trajectory.num_steps)
+    record, mismatches = IntegrationRecord(rule, steps), StepMismatches(dtype)
+    evaluations, terms = 0.0, initial.abs().double() + network.abs()
     size = integration_points(options.memory_budget, rule.typical_nodes, X[0].nbytes, initial[0].nbytes)
     blocks = torch.arange(len(X), device=X.device).split(size)
     replay = replayed_steps(trajectory, net.model, X)
@@ -151,6 +141,7 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
             integral = integrate(segment, X[rows], rule, trajectory.num_steps)
             total[rows] += integral.total
             residuals[rows] += integral.residual
+            terms[rows] += integral.total.abs()
             record.add(integral)
             evaluations += float(integral.evaluations.sum()) / len(X)
         mismatches.add(trajectory, net.model, replayed)
@@ -162,27 +153,11 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         max_error=float((outputs - network).abs().max()),
         max_residual=record.max_residual,
         total_residual=float(residuals.max()),
-        evaluations=evaluations / max(1, trajectory.num_steps),
+        evaluations=evaluations / steps,
         max_step_mismatch=mismatches.largest,
-        residual_tolerance=residual_tolerance(rule, initial.dtype, record.size, max(1, trajectory.num_steps)),
+        residual_ratio=record.residual_ratio,
         mismatch_ratio=mismatches.ratio,
         worst_step=mismatches.worst_step,
+        error_tolerance=sum_tolerance(rule, dtype, terms, steps),
         statuses=dict(record.statuses),
     )
-
-
-class _Mismatches:
-    """The differences of recorded steps from replayed ones, in the weights."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.largest, self.ratio, self.worst_step = 0.0, 0.0, -1
-
-    def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> None:
-        index, w, d = replayed.step.index, replayed.w, replayed.d
-        mismatch = float((flat_weights(trajectory, index + 1, w) - w - d).abs().max())
-        tolerance = mismatch_tolerance(trajectory, model, replayed, mismatch, self.dtype)
-        ratio = mismatch / tolerance if tolerance else math.inf * mismatch if mismatch else 0.0
-        self.largest = larger(self.largest, mismatch)
-        if self.worst_step < 0 or not ratio <= self.ratio:
-            self.ratio, self.worst_step = larger(self.ratio, ratio), index

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
@@ -14,7 +15,7 @@ from epk_gp.core.memory_plan import single_machine_samples
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_inputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance, warn_uncertified
+from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance
 from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
 
 
@@ -90,7 +91,7 @@ def single_machine(
     if not result.certified:
         advice = "" if isinstance(rule, AdaptiveRule) else " (a fixed rule: epk_gp.adaptive() chooses its nodes)"
         finding = f"its sum misses the network's output by {error:.2e}, more than {allowed:.2e}{advice}"
-        warn_uncertified("the single kernel machine", [finding])
+        warn_uncertified(f"the single kernel machine is not certified: {finding}.")
     return result
 
 

@@ -71,7 +71,8 @@ class PartialSums:
                 return tensors, int(metadata["count"])
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{file} must be a partial sum: it is damaged. Delete it, and its part starts anew."
+                f"{file} must be a partial sum of this version: it is damaged, or older. Delete it, and its part "
+                "starts anew."
             ) from error
 
     def save(self, name: str, tensors: dict[str, Tensor], count: int) -> None:

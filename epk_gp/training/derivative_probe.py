@@ -5,7 +5,6 @@ stop-gradients and gradient reversal, for outputs that jump (hard routing, round
 in less precision than the weights have.
 """
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +12,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.model import FunctionalModel
+from epk_gp.core.gradients import move_by_rounding
+from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.training.setup import TrainingSetup
 from epk_gp.training.step_check import ObservedStep
 from epk_gp.training.validation import evenly_spread
@@ -37,8 +37,8 @@ _TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.1
 # Halvings of an interval in which a jump is looked for: tanh units of a diverging run switch within 1e-10 of a step.
 _HALVINGS = {torch.float64: 40, torch.float32: 8}
 
-# Outputs in float32 that differ from those in float64 by more than this share were computed in less than float32:
-# bfloat16 loses 2e-3, float16 and TF32 5e-4; float32 itself loses 1e-6 to 1e-5 in deep networks.
+# Outputs in float32 that differ from those in float64 by more than this share of their size were computed in less than
+# float32: bfloat16 loses 2e-3, float16 and TF32 5e-4; float32 itself loses 1e-6 to 1e-5 in deep networks.
 _LOST_PRECISION = 2e-4
 
 
@@ -52,8 +52,11 @@ class _Segment:
     X: Shaped[Tensor, "n ..."]
 
     def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
+        return self.outputs_at(self.w + t * self.d, rows)
+
+    def outputs_at(self, w: Float[Tensor, " P"], rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
         with torch.no_grad():
-            return self.model(self.model.unflatten(self.w + t * self.d), self.X if rows is None else rows)
+            return self.model(self.model.unflatten(w), self.X if rows is None else rows)
 
 
 class DerivativeProbe:
@@ -64,41 +67,43 @@ class DerivativeProbe:
 
     def look_at(self, setup: TrainingSetup, observed: ObservedStep) -> None:
         """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs."""
-        index = observed.step.index
+        index, batch = observed.step.index, observed.step.batch
         if index < self._next or torch.equal(observed.start, observed.end):
             return
         self._next = 4 * (index + 1) - 1
-        X = setup.X if observed.step.batch is None else setup.X[observed.step.batch]
-        with torch.random.fork_rng(), disable_fused_attention():
-            cause = _cause(setup.model, observed.start, observed.end, evenly_spread(X, _NUM_ROWS))
+        rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
+        X = rows if batch is None else setup.X[rows]
+        with random_state_kept(observed.start.device), disable_fused_attention():
+            cause = _cause(setup.model, observed.start, observed.end, X)
         if cause is None:
             return
         self._next = 1 << 62
-        warnings.warn(
+        warn_uncertified(
             f"step {index}: {cause}. The path integral of the gradients is then not the change of the outputs: "
-            "contributions will not sum to the prediction, and results will not be certified.",
-            CertificateWarning,
-            stacklevel=2,
+            "contributions may not sum to the prediction, and results that do not will not be certified."
         )
 
 
 def _cause(model: FunctionalModel, start: Tensor, end: Tensor, X: Tensor) -> str | None:
     """Return why gradients along a step do not integrate to the change of the outputs, or None if they may."""
     segment = _in_float64(model, start, end, X) or _Segment(model, start, end - start, X)
-    wrong = _derivative_error(segment, model.spec.dtype)
+    size = _size(segment)
+    if not 0 < size < float("inf"):  # dead outputs have a derivative of 0; NaN and infinity are found elsewhere
+        return None
+    wrong = _derivative_error(segment, size, model.spec.dtype)
     if wrong is not None:
         return (
             f"the network's derivative is not the derivative of its outputs: along the step they differ by {wrong:.1%} "
             "(a straight-through estimator, a stop-gradient such as detach(), gradient reversal, rounding, or reduced "
             "precision in forward)"
         )
-    lost = _lost_precision(model, segment, start, X)
+    lost = _lost_precision(model, segment, size, X)
     if lost is not None:
         return (
             f"the network computes in less precision than its weights have: its outputs are off by {lost:.1e} of their "
             "size (autocast, or a cast in forward)"
         )
-    jump = _largest_jump(segment, 64 * torch.finfo(model.spec.dtype).eps)
+    jump = _largest_jump(segment, 64 * torch.finfo(model.spec.dtype).eps * size)
     if jump is not None:
         return (
             f"the network's outputs jump by {jump:.1e} along the step (hard routing such as top-1 experts, argmax, "
@@ -108,37 +113,50 @@ def _cause(model: FunctionalModel, start: Tensor, end: Tensor, X: Tensor) -> str
 
 
 def _in_float64(model: FunctionalModel, start: Tensor, end: Tensor, X: Tensor) -> _Segment | None:
-    """Return the step in float64, or None where the network runs in its own dtype only."""
+    """Return the step in float64, or None where the network, or its derivative, needs its own dtype."""
     spec = TensorSpec(torch.float64, start.device)
-    wide = model if model.spec == spec else model.variant(spec)
-    segment = _Segment(wide, start.double(), end.double() - start.double(), spec.cast(X))
     try:
-        is_wide = segment.outputs(0.0).dtype == torch.float64
+        wide = model if model.spec == spec else model.converted(spec)
+        segment = _Segment(wide, start.double(), end.double() - start.double(), spec.cast(X))
+        f = segment.outputs(0.0)
+        _slopes(segment, torch.ones_like(f)[None], 0.0)
     except (RuntimeError, TypeError, ValueError):
         return None
-    return segment if is_wide else None
+    return segment if f.dtype == torch.float64 else None
 
 
-def _derivative_error(segment: _Segment, own_dtype: torch.dtype) -> float | None:
+def _size(segment: _Segment) -> float:
+    """Return the size of the outputs, and of what they are the difference of where terms cancel.
+
+    A network less its initial self has outputs near 0, whose rounding is that of its terms. It is measured: by how much
+    outputs change where weights are moved by one eps, in units of eps.
+    """
+    eps, f = torch.finfo(segment.w.dtype).eps, segment.outputs(0.0)
+    moved = segment.outputs_at(move_by_rounding(segment.w, eps))
+    return float(f.abs().max() + (moved - f).abs().max() / eps)
+
+
+def _derivative_error(segment: _Segment, size: float, own_dtype: torch.dtype) -> float | None:
     """Return the relative difference of autograd's derivative from central differences, if it is no rounding."""
     generator = torch.Generator().manual_seed(0)
     f = segment.outputs(0.0)
     V = torch.randn(_NUM_COMBINATIONS, *f.shape, generator=generator, dtype=torch.float64).to(f)
     slopes = [_slopes(segment, V, t) for t in _POSITIONS]
+
+    def median_error(change: float) -> float:  # one of the positions may lie at a kink
+        errors = [
+            _relative_error(segment, V, t, slope, change * size) for t, slope in zip(_POSITIONS, slopes, strict=True)
+        ]
+        return float(torch.tensor(errors).median())
+
     if f.dtype != torch.float64:
-        error = _median_error(segment, V, slopes, _COARSE_CHANGE)
+        error = median_error(_COARSE_CHANGE)
         return error if error > _COARSE_TOLERANCE else None
-    error = _median_error(segment, V, slopes, _FINE_CHANGE)
+    error = median_error(_FINE_CHANGE)
     if error <= _TOLERANCE or own_dtype == torch.float64:
         return error if error > _TOLERANCE else None
-    wider = _median_error(segment, V, slopes, _MEDIUM_CHANGE)
+    wider = median_error(_MEDIUM_CHANGE)
     return wider if wider > min(error / 10, 10 * _TOLERANCE) else None
-
-
-def _median_error(segment: _Segment, V: Tensor, slopes: list[Tensor], change: float) -> float:
-    """Return the error that half of the positions have; one of them may lie at a kink."""
-    errors = [_relative_error(segment, V, t, slope, change) for t, slope in zip(_POSITIONS, slopes, strict=True)]
-    return float(torch.tensor(errors).median())
 
 
 def _slopes(segment: _Segment, V: Float[Tensor, "r n C"], t: float) -> Float[Tensor, " r"]:
@@ -159,25 +177,26 @@ def _slopes(segment: _Segment, V: Float[Tensor, "r n C"], t: float) -> Float[Ten
 def _relative_error(
     segment: _Segment, V: Float[Tensor, "r n C"], t: float, slope: Float[Tensor, " r"], change: float
 ) -> float:
-    """Return the distance of slopes from a central difference over some relative change of the outputs."""
-    size = float((V * segment.outputs(t)).sum(dim=(1, 2)).norm())
+    """Return the distance of slopes from a central difference over some change of the outputs, less its rounding."""
+    scale = float(V.norm())  # of the combinations of outputs of size 1
     w = segment.w + t * segment.d
     reach = (1e-3 * w.abs().max() + 1e-6) / segment.d.abs().max()  # weights may move by a thousandth of their size
-    h = min(change * size / max(float(slope.norm()), 1e-300), float(reach))
+    h = min(change * scale / max(float(slope.norm()), 1e-300), float(reach))
+    if h * float(segment.d.abs().max()) < 1e3 * torch.finfo(V.dtype).eps * float(w.abs().max()):
+        return 0.0  # weights do not resolve the change: the training diverges
     difference = (V * (segment.outputs(t + h) - segment.outputs(t - h))).sum(dim=(1, 2)) / (2 * h)
-    rounding = 64 * torch.finfo(V.dtype).eps * size / h
+    rounding = 64 * torch.finfo(V.dtype).eps * _size(segment) * scale / h
     error = float((difference - slope).norm()) - rounding
     return max(error, 0.0) / max(float(slope.norm()), float(difference.norm()), 1e-300)
 
 
-def _lost_precision(model: FunctionalModel, segment: _Segment, start: Tensor, X: Tensor) -> float | None:
+def _lost_precision(model: FunctionalModel, segment: _Segment, size: float, X: Tensor) -> float | None:
     """Return by how much the outputs in the weights' own dtype are off, if that is more than float32 loses."""
-    if segment.model is model:
+    if segment.model.spec == model.spec:
         return None
     with torch.no_grad():
-        own = model(model.unflatten(start), X).double()
-    exact = segment.outputs(0.0)
-    lost = float((own - exact).abs().max() / exact.abs().max().clamp(min=1e-30))
+        own = model(model.unflatten(segment.w.to(model.spec.dtype)), X).double()
+    lost = float((own - segment.outputs(0.0)).abs().max()) / size
     return lost if lost > _LOST_PRECISION else None
 
 
@@ -198,7 +217,7 @@ def _largest_jump(segment: _Segment, rounding: float) -> float | None:
         k, row = divmod(index, distance.shape[1])
         slope = smooth[k, row] * _NUM_INTERVALS
         largest = max(largest, _jump_inside(segment, row, (grid[k], grid[k + 1]), (F[k, row], F[k + 1, row]), slope))
-    return largest if largest > rounding * float(F.abs().max()) else None
+    return largest if largest > rounding else None
 
 
 def _jump_inside(

@@ -1,6 +1,5 @@
 """Diagnosis of a recorded step that is not what the update rule predicts: which known cause explains it."""
 
-import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,6 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.gradients import (
     CANCELLATION_FACTOR,
     allclose,
@@ -24,7 +24,7 @@ from epk_gp.core.losses import (
     soft_targets,
     validate_targets,
 )
-from epk_gp.core.model import FunctionalModel
+from epk_gp.core.model import FunctionalModel, random_state_kept
 
 _NUM_ROWS = 64  # inputs on which the user's network is compared with the deterministic one
 
@@ -124,8 +124,8 @@ def _gradient_beside(model: FunctionalModel, check: StepCheck) -> Float[Tensor, 
     if w.dtype == torch.float64:
         moved = move_by_rounding(w, torch.finfo(w.dtype).eps)
         return batch_gradient(model, moved, X.flip(0), y.flip(0), check.loss, c.flip(0))
-    wide = FunctionalModel(copy.deepcopy(model.module).double(), model.names, model.shapes)
-    return batch_gradient(wide, w.double(), X.double() if X.is_floating_point() else X, y, check.loss, c)
+    spec = TensorSpec(torch.float64, w.device)
+    return batch_gradient(model.converted(spec), w.double(), spec.cast(X), y, check.loss, c)
 
 
 def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -> str | None:
@@ -133,7 +133,7 @@ def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -
     rows = check.X[:_NUM_ROWS]
     params = model.unflatten(check.start)
     buffers = {name: value.clone() for name, value in net.named_buffers()}
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), random_state_kept(check.start.device):
         outputs = [torch.func.functional_call(net, {**params, **buffers}, (rows,)) for _ in range(2)]
         expected = model(params, rows)
     if not all(isinstance(z, Tensor) for z in outputs):

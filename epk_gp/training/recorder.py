@@ -368,8 +368,12 @@ class Recorder:
             )
         if not self._has_refused:
             validate_end(self._setup, self._history.last.end, self.num_steps)
-        if self._unchecked is not None:
-            check_against_exact_gradient(self._setup, self._unchecked)
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None:
+            try:
+                check_against_exact_gradient(self._setup, unchecked)
+            except StepMismatchError as error:
+                raise StepMismatchError(f"{error} The step is kept, and results will not be certified.") from error
         if self._commits is not None:
             self._commits.mark_complete()
 

@@ -13,7 +13,7 @@ from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.gradients import relative_rounding
 from epk_gp.core.losses import Loss, validate_loss_row_independence, validate_output_scale, validate_targets
-from epk_gp.core.model import FunctionalModel, functionalize
+from epk_gp.core.model import FunctionalModel, functionalize, random_state_kept
 from epk_gp.core.update_rules import UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
 from epk_gp.core.validation import validate_count, validate_finite
 from epk_gp.storage.schema import run_header
@@ -142,7 +142,7 @@ class TrainingSetup:
         params, rows = self.model.unflatten(perturbed_initial(weights)), self.X[:NUM_FINGERPRINT_POINTS]
         with torch.no_grad():
             before, after = self.model(params, rows), self.model({**params, **changed}, rows)
-        if not torch.equal(before, after):
+        if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
             raise StepMismatchError(
                 f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
                 f"{next(iter(changed))!r} changed."
@@ -189,7 +189,12 @@ def validate_end(setup: TrainingSetup, weights: Float[Tensor, " P"], num_steps: 
     kept = f"The {num_steps} recorded steps are kept."
     parameters = dict(setup.net.named_parameters())
     is_complete = all(name in parameters for name in setup.model.names)
-    if not is_complete or not torch.equal(setup.weights().to(weights), weights):
+    if is_complete and (setup.weights().dtype, setup.weights().device) != (weights.dtype, weights.device):
+        raise StepMismatchError(
+            f"the network must end the recording as it was trained, in {weights.dtype} on {weights.device}: it is in "
+            f"{setup.weights().dtype} on {setup.weights().device}. Convert it after the 'with' statement. {kept}"
+        )
+    if not is_complete or not torch.equal(setup.weights(), weights):
         raise StepMismatchError(
             "the weights at the end of the recording must be those that the last step left: they were replaced after "
             "it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them after the "
@@ -216,11 +221,16 @@ def _is_recorded_function(setup: TrainingSetup, w: Float[Tensor, " P"], rows: Sh
     is_training = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(), disable_fused_attention():
+        with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
             recorded, found = model(params, rows), torch.func.functional_call(net, {**params, **buffers}, (rows,))
     finally:
         for module, mode in is_training:
             module.training = mode
     if not isinstance(found, Tensor) or found.shape != recorded.shape:
         return False
-    return bool((found - recorded).abs().max() <= relative_rounding(w.dtype) * recorded.abs().max())
+    is_finite = recorded.isfinite()  # at perturbed weights a network may leave its domain
+    largest = recorded[is_finite].abs().max() if is_finite.any() else 0.0
+    return bool(
+        torch.equal(found.isfinite(), is_finite)
+        and ((found - recorded)[is_finite].abs() <= relative_rounding(w.dtype) * largest).all()
+    )

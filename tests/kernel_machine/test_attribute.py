@@ -12,6 +12,7 @@ from epk_gp.autodiff.planning import plan_for
 from epk_gp.kernel_machine.adjoint import adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
+from epk_gp.kernel_machine.certification import IntegrationRecord
 from epk_gp.kernel_machine.problem import make_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from helpers import NETWORKS, assert_close, make_case
@@ -74,7 +75,7 @@ def test_the_two_ways_to_accumulate_agree():
         total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
 
     groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
-    adjoint_pass(problem, groups, emit, PassProgress(None, [total], total), points_per_block=2)
+    adjoint_pass(problem, groups, emit, PassProgress(None, [total], IntegrationRecord(rule, 1)), points_per_block=2)
     with pytest.warns(epk.CertificateWarning, match="a fixed rule"):
         parts = epk.attribute(case.trajectory, case.test, rule=rule)
     assert_close(total, parts.samples)

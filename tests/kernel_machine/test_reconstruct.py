@@ -44,7 +44,7 @@ def test_one_node_does_not_equal_the_network(case: Case) -> None:
     """The negative control: without the integral the same sum is off (Figure 7)."""
     if case.name == "linear":
         pytest.skip("the logits of a linear network are linear in t: one node is exact")
-    with pytest.warns(CertificateWarning, match="the residuals of a point add up to .* .a fixed rule"):
+    with pytest.warns(CertificateWarning, match="the quadrature of a step leaves .*; a fixed rule"):
         result = epk.reconstruct(case.trajectory, case.test, head=case.heads[-1], rule=epk.left_endpoint())
     assert not result.certified
     assert result.max_error > 1e-3 * result.network.abs().max()

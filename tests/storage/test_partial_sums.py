@@ -290,7 +290,9 @@ def test_a_file_without_measure_is_refused_unread(tmp_path, name):
     with (tmp_path / "sums" / name).open("r+b") as file:
         file.truncate(1 << 40)
     message = (
-        "must be of this very computation" if name == "checkpoint.json" else "must be a partial sum: it is damaged"
+        "must be of this very computation"
+        if name == "checkpoint.json"
+        else "must be a partial sum of this version: it is damaged"
     )
     with pytest.raises(ValueError, match=message):
         checkpoints.PartialSums(tmp_path / "sums", "identity").load("sums")
@@ -306,5 +308,5 @@ def test_a_flipped_bit_of_a_partial_sum_is_found(tmp_path):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="must be a partial sum: it is damaged. Delete it"):
+    with pytest.raises(ValueError, match="must be a partial sum of this version: it is damaged, or older. Delete it"):
         sums.load("a")

@@ -1,5 +1,7 @@
 """The probe at recording: networks whose gradients do not integrate to their outputs are named, others are not."""
 
+import copy
+
 import pytest
 import torch
 from checked_networks import FAULTY, SOUND, Autocast, Base, SingleInside, TopOneExperts
@@ -72,6 +74,69 @@ def test_a_fault_that_the_first_step_cannot_show_is_named_later():
 
     with pytest.warns(CertificateWarning, match="^step 3: "):
         record(Late, make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0), steps=5)
+
+
+class Centred(nn.Module):
+    """A network less its initial self: its outputs begin at 0, and their rounding is that of its terms."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Base()
+        self.initial = copy.deepcopy(self.net).requires_grad_(False)
+
+    def forward(self, x):
+        return self.net(x) - self.initial(x)
+
+
+class DeadOutputs(nn.Module):
+    """Outputs and derivatives are 0; weight decay moves the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        nn.init.constant_(self.linear.bias, -100.0)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+class _Square(torch.autograd.Function):
+    """Its backward pass is written for float32."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * (g @ torch.eye(g.shape[1])) * x
+
+
+class SingleBackward(Base):
+    def forward(self, x):
+        return self.c(_Square.apply(self.hidden(x)))
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.float64, 1e-7), (torch.float64, 1e-9), (torch.float32, 1e-5)])
+def test_outputs_that_cancel_are_no_false_alarm(dtype, rate):
+    def small(parameters):
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=rate)
+
+    assert record(Centred, dtype, small, steps=4).num_steps == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_dead_outputs_are_no_false_alarm(dtype):
+    def decaying(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01)
+
+    assert record(DeadOutputs, dtype, decaying, steps=2).num_steps == 2
+
+
+def test_a_backward_pass_for_float32_alone_does_not_stop_the_recording():
+    assert record(SingleBackward, torch.float32, steps=2).num_steps == 2
 
 
 def test_the_probe_leaves_the_random_generator_alone():

@@ -98,7 +98,12 @@ def remove_layer(net, initial):
     del net.inner[2]
 
 
+def convert(net, initial):
+    net.float()
+
+
 ENDS = {
+    "another_dtype": (convert, "must end the recording as it was trained, in torch.float64"),
     "averaged_weights": (average, "weights at the end of the recording .*EMA, SWA or Lookahead"),
     "missing_layer": (remove_layer, "weights at the end of the recording"),
     "attribute": (scale, "forward function must stay .*an attribute or a layer was changed"),
@@ -128,7 +133,7 @@ def test_a_network_that_is_changed_after_the_last_step_is_found_and_no_step_is_l
     assert kept.num_steps == 2
 
 
-def test_a_network_that_is_changed_after_the_recording_is_nobody_s_concern():
+def test_a_network_that_may_be_changed_after_the_recording():
     net, (X, y) = Scaled(), data()
     trajectory = epk.train(net, X, y, optimizer=sgd(net), steps=2)
     average(net, trajectory.states[0])
@@ -152,3 +157,19 @@ def test_a_network_that_keeps_its_activations_is_no_false_alarm():
     modes = [module.training for module in net.modules()]
     assert epk.train(net, X, y, optimizer=sgd(net), steps=2).num_steps == 2
     assert [module.training for module in net.modules()] == modes
+
+
+class RootOfWeight(nn.Module):
+    """Leaves its domain where weights are moved, as the fingerprint of a network moves them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = mlp(), nn.Parameter(torch.full((3,), 0.01))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale.sqrt()
+
+
+def test_a_network_that_is_not_defined_everywhere_is_no_false_alarm():
+    net, (X, y) = RootOfWeight().double(), data()
+    assert epk.train(net, X, y, optimizer=sgd(net, 1e-3), steps=2).num_steps == 2
