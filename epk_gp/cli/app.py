@@ -169,7 +169,8 @@ def _wrong_number(error: Exception, words: Sequence[str]) -> str | None:
     if parameter is None or ctx is None or ctx.info_name not in declared:
         return None
     hint, option = get_type_hints(declared[ctx.info_name]).get(parameter.name), parameter.opts[0]
-    kind = {int: int, int | None: int, float: float, float | None: float}.get(hint)
+    kinds: dict[Any, type[int] | type[float]] = {int: int, int | None: int, float: float, float | None: float}
+    kind = kinds.get(hint)
     if kind is None:
         return None
     values = [word for before, word in pairwise(words) if before == option]

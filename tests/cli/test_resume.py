@@ -96,7 +96,9 @@ def test_options_that_are_not_given_are_as_recorded(options_of, tmp_path, capsys
     assert manifest(resumed) == manifest(whole)
     assert manifest(resumed)["recorded_with"]["seed"] == 3
     assert run("record", "--out", resumed, "--resume", "--quiet") == 0  # nor is the number of steps another
-    assert "steps must be at least the 6" in refused(capsys, "record", "--out", resumed, "--resume", "--steps", 2)
+    assert "steps must be at least the 6" in refused(
+        capsys, "record", "--out", resumed, "--resume", "--steps", 2, "--quiet"
+    )
     assert manifest(resumed) == manifest(whole)
 
 
@@ -118,6 +120,12 @@ def test_a_run_that_is_killed_has_its_manifest(tmp_path, monkeypatch):
             run("record", "--out", tmp_path / "run", *SMALL, "--seed", 2)
     assert manifest(tmp_path / "run")["recorded_with"]["seed"] == 2
     assert (tmp_path / "run" / "held_out.safetensors").exists()
+
+
+def test_a_crash_while_the_manifest_is_written_does_not_block_the_folder(tmp_path):
+    (tmp_path / "network.json.part").write_bytes(b"{")
+    assert run("record", "--out", tmp_path, *SMALL, "--resume") == 0
+    assert manifest(tmp_path)["recorded_with"]["seed"] == 0
 
 
 def test_a_recording_that_did_not_start_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -152,6 +160,15 @@ def test_a_factory_that_only_the_manifest_names_is_not_executed(user_module, tmp
     line = refused(capsys, "record", "--resume", "--steps", 3, "--quiet")
     assert f"If you trust it, pass --network {network}" in line
     assert run("record", "--resume", "--steps", 3, "--network", network, "--quiet") == 0
+
+
+def test_what_is_not_known_of_a_run_without_a_manifest_is_not_written_into_one(options_of, tmp_path):
+    for file in options_of.iterdir():
+        if file.name not in ("network.json", "held_out.safetensors"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert run("record", "--out", tmp_path, "--resume", *SMALL, *OPTIONS, "--steps", 6, "--zero-final-layer") == 0
+    unknown = {"seed", "zero_final_layer"}
+    assert manifest(options_of)["recorded_with"].keys() - manifest(tmp_path)["recorded_with"].keys() == unknown
 
 
 @pytest.mark.parametrize("value", ["many", None, True, 1.5], ids=str)
