@@ -7,8 +7,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -56,7 +57,7 @@ def _common(
 
 
 def command(
-    short_help: str, alone: Mapping[str, Sequence[str]] = MappingProxyType({})
+    short_help: str, alone: Mapping[str, Sequence[str]] = MappingProxyType({}), completed_by: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command: its signature and docstring say what the command takes.
 
@@ -68,6 +69,8 @@ def command(
         short_help: The command's line in `epk-gp --help`.
         alone: Flags that leave only some other parameters a meaning, and those. The function must have a parameter
             `ctx`, which is not passed on.
+        completed_by: Module whose `complete_options` makes the final options of those and of the names of the
+            parameters that are on the command line. The function must have a parameter `ctx` here too.
     """
 
     def register(declared: Callable[..., None]) -> Callable[..., None]:
@@ -77,6 +80,11 @@ def command(
             for flag in (flag for flag in alone if options[flag]):
                 _require_alone(ctx, flag, alone[flag])
             module = importlib.import_module(f"epk_gp.cli.{declared.__name__}")
+            if "run" in options:
+                importlib.import_module("epk_gp.cli.parsing").validate_folders(options["run"], options.get("out"))
+            if completed_by is not None:
+                completing = importlib.import_module(completed_by)
+                options = completing.complete_options(options, {parameter.name for parameter in _given(ctx)})
             getattr(module, declared.__name__)(**options)
 
         app.command(short_help=short_help)(call)
@@ -100,11 +108,16 @@ def _warnings_in_one_line() -> Iterator[None]:
         warnings.showwarning = shown_before
 
 
+def _given(ctx: Any) -> list[Any]:
+    """Return the parameters that are on the command line."""
+    sources = ((parameter, ctx.get_parameter_source(parameter.name)) for parameter in ctx.command.params)
+    return [parameter for parameter, source in sources if source is not None and source.name == "COMMANDLINE"]
+
+
 def _require_alone(ctx: Any, flag: str, meant: Sequence[str]) -> None:
     """Raise if the command line has an option that means nothing beside a flag."""
-    for parameter in ctx.command.params:
-        given = ctx.get_parameter_source(parameter.name)
-        if parameter.name not in (flag, *meant) and given is not None and given.name == "COMMANDLINE":
+    for parameter in _given(ctx):
+        if parameter.name not in (flag, *meant):
             raise ValueError(
                 f"--{flag} must stand without {parameter.opts[0]}, which would be ignored. Pass one of them."
             )
@@ -129,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             status = app(args=words or ["--help"], prog_name="epk-gp", standalone_mode=False)
     except _UsageError as error:
         path = getattr(getattr(error, "ctx", None), "command_path", "epk-gp")
-        message: str = error.format_message()  # type: ignore[attr-defined]  # click's protocol
+        message: str = _wrong_number(error, words) or error.format_message()  # type: ignore[attr-defined]  # of click
         _exit_with_error(f"{message.strip().rstrip('.')}. See {path} --help.")
     except typer.Abort:
         _exit_with_error("interrupted.", _INTERRUPTED)
@@ -147,6 +160,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit_with_error("interrupted.", _INTERRUPTED)
     if isinstance(status, int) and status:
         sys.exit(status)
+
+
+def _wrong_number(error: Exception, words: Sequence[str]) -> str | None:
+    """Return what a numeric option must be, if a word in place of its number is the error."""
+    parameter, ctx = getattr(error, "param", None), getattr(error, "ctx", None)
+    declared = {info.callback.__name__: info.callback for info in app.registered_commands if info.callback}
+    if parameter is None or ctx is None or ctx.info_name not in declared:
+        return None
+    hint, option = get_type_hints(declared[ctx.info_name]).get(parameter.name), parameter.opts[0]
+    kinds: dict[Any, type[int] | type[float]] = {int: int, int | None: int, float: float, float | None: float}
+    kind = kinds.get(hint)
+    if kind is None:
+        return None
+    values = [word for before, word in pairwise(words) if before == option]
+    values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+    wrong = [value for value in values if not _is_number(value, kind)]
+    return f"{option} must be a {'whole ' * (kind is int)}number: got {wrong[-1]!r}" if wrong else None
+
+
+def _is_number(text: str, kind: type[int] | type[float]) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _describe(error: OSError) -> str:

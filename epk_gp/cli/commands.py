@@ -44,8 +44,9 @@ def demo(
     """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute)."""
 
 
-@command("Train a network and record every step.")
+@command("Train a network and record every step.", completed_by="epk_gp.cli.resume")
 def record(
+    ctx: typer.Context,
     out: Annotated[Path, typer.Option(help="New folder for the run.")] = Path("run"),
     data: Annotated[
         str,
@@ -109,7 +110,7 @@ def record(
     ] = LossName.cross_entropy,
     dtype: Annotated[Dtype, typer.Option(help="Type of data and weights.")] = Dtype.float64,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in --out. Pass the options that it was started with.")
+        bool, typer.Option("--resume", help="Resume the run in --out, with the options it was started with.")
     ] = False,
     compression: Annotated[
         CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
@@ -176,7 +177,7 @@ def verify(
 @command("Write a run to one safetensors file.")
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option(help="New .safetensors file.")] = Path("run.safetensors"),
+    out: Annotated[Path, typer.Option(help="New file, its name ending in .safetensors.")] = Path("run.safetensors"),
     quiet: Quiet = False,
 ) -> None:
     """Write a recorded run, after checking its files, to one safetensors file for other tools."""

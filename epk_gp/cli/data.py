@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from jaxtyping import Int64, Shaped
 from numpy.lib.npyio import NpzFile
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from epk_gp.cli.labels import FileLabels, count_classes
 from epk_gp.cli.manifest import held_out_checksum
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.validation import validate_finite
@@ -21,6 +22,7 @@ from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file, t
 
 _HELD_OUT = "held_out.safetensors"
 _NUM_TEST = 102  # held-out points by default
+_MAX_NAMES = 10  # of arrays, in a message
 _ARRAYS = ("inputs", "labels", "test_inputs", "test_labels")  # what is read of a file; others may hold anything
 
 
@@ -49,6 +51,11 @@ class SplitOptions:
     data_dir: Path | None = None
 
 
+def is_data_file(name: str) -> bool:
+    """Return whether --data names a file, rather than one of the named data sets."""
+    return Path(name).suffix in (".safetensors", ".npz")
+
+
 def load_split(name: str, options: SplitOptions, *, seed: int, dtype: torch.dtype) -> Split:
     """Load training data and held-out data.
 
@@ -65,7 +72,7 @@ def load_split(name: str, options: SplitOptions, *, seed: int, dtype: torch.dtyp
         OSError: A file is missing.
         ImportError: scikit-learn is not installed.
     """
-    is_file = Path(name).suffix in (".safetensors", ".npz")
+    is_file = is_data_file(name)
     if options.data_dir is not None and name != "mnist":
         raise ValueError(f"--data-dir belongs to --data mnist: got --data {name}.")
     if options.num_classes is not None and not is_file:
@@ -98,9 +105,29 @@ def write_held_out(run: Path, data: Dataset) -> str | None:
     """Write the held-out points, if there are any, into a run's folder, and return the checksum of the file."""
     if not len(data):
         return None
-    content = save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()})
+    content = _serialised(data)
     atomic_write(run / _HELD_OUT, content)
     return checksum(content)
+
+
+def validate_held_out(run: Path, data: Dataset) -> None:
+    """Raise if the held-out points are not those that a run was recorded with.
+
+    Raises:
+        ValueError: The points differ, or the manifest is damaged.
+    """
+    recorded = held_out_checksum(run)
+    if recorded is None and (run / _HELD_OUT).exists():  # of an early version, which stored no checksum
+        return
+    if recorded != (checksum(_serialised(data)) if len(data) else None):
+        raise ValueError(
+            f"the held-out points must be the recorded ones to resume the run at {run}: the data hold others. "
+            "Pass --data and --num-test as they were."
+        )
+
+
+def _serialised(data: Dataset) -> bytes:
+    return save({"inputs": data.inputs.contiguous(), "labels": data.labels.contiguous()})
 
 
 @dataclass(frozen=True)
@@ -242,11 +269,13 @@ def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[D
                 f"got {tuple(test_inputs.shape[1:])}."
             )
         _require_same_length(test_inputs, test_labels, "test_labels", file)
-    _require_same_length(inputs, labels, "labels", file)
-    if "test_inputs" not in arrays:
+        start = _num_train(file, len(inputs), SplitOptions(options.num_train))
+    else:
+        if "test_labels" in arrays:
+            _array(arrays, "test_inputs", file)  # raises: the labels alone would be ignored
         start = _num_train(file, len(inputs), options)
         test_inputs, test_labels = inputs[start:], labels[start:]
-        inputs, labels = inputs[:start], labels[:start]
+    _require_same_length(inputs, labels, "labels", file)
     for name, values in (("labels", labels), ("test_labels", test_labels)):
         if values.is_floating_point() or values.is_complex() or values.ndim != 1:
             raise ValueError(
@@ -255,7 +284,9 @@ def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[D
             )
         if values.dtype == torch.uint64 and len(values) and int(values.long().min()) < 0:  # from 2**63 on
             raise ValueError(f"`{name}` in {file} must be class indices, 0..C-1: got numbers of 2**63 or more.")
-    num_classes = _count_classes(torch.cat([labels.long(), test_labels.long()]), file, options.num_classes)
+    none = labels.new_empty(0).long()
+    taken = FileLabels(file, labels.long(), start, test_labels.long() if "test_inputs" in arrays else none)
+    num_classes = count_classes(taken, options.num_classes)
 
     def dataset(X: Tensor, y: Tensor, name: str) -> Dataset:
         _validate_inputs(X, name, file)
@@ -263,7 +294,7 @@ def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[D
         validate_finite(X, f"`{name}` in {file} as {X.dtype}")
         return Dataset(X, y.long(), num_classes, file.stem)
 
-    return dataset(inputs, labels, "inputs"), dataset(test_inputs, test_labels, "test_inputs")
+    return dataset(inputs[:start], labels[:start], "inputs"), dataset(test_inputs, test_labels, "test_inputs")
 
 
 def _require_same_length(inputs: Tensor, labels: Tensor, name: str, file: Path) -> None:
@@ -288,33 +319,6 @@ def _num_train(file: Path, count: int, options: SplitOptions) -> int:
     return options.num_train
 
 
-def _count_classes(labels: Int64[Tensor, " n"], file: Path, num_classes: int | None) -> int:
-    """Return the number of classes. Nothing here, nor before it, has a size that depends on the largest label."""
-    distinct = labels.unique()
-    low, high, count = int(distinct[0]), int(distinct[-1]), len(distinct)
-    if num_classes is not None:
-        if not 0 <= low <= high < num_classes:
-            raise ValueError(
-                f"labels in {file} must lie in 0..{num_classes - 1} (--num-classes {num_classes}): got {low}..{high}."
-            )
-        return num_classes
-    if low != 0 or high != count - 1:
-        if high - low == count - 1:
-            advice = f"Subtract {low}." if low > 0 else f"Add {-low}."
-        else:
-            advice = "Renumber them, as numpy.unique(labels, return_inverse=True) does"
-            advice += ", or pass --num-classes if the others exist but have no point." if low >= 0 else "."
-        raise ValueError(
-            f"labels in {file} must be 0..C-1 without gaps: got {count} different ones from {low} to {high}. {advice}"
-        )
-    if count == 1:
-        raise ValueError(
-            f"labels in {file} must name at least two classes: all are 0. Pass --num-classes if others exist but have "
-            "no point."
-        )
-    return count
-
-
 def _validate_inputs(X: Tensor, name: str, file: Path) -> None:
     if X.is_complex():
         raise ValueError(f"`{name}` in {file} must be real numbers: got {_describe(X)}.")
@@ -324,11 +328,22 @@ def _validate_inputs(X: Tensor, name: str, file: Path) -> None:
 
 def _array(arrays: dict[str, Tensor], name: str, file: Path) -> Tensor:
     if name not in arrays:
-        found = ", ".join(f"`{other}`" for other in arrays) or "neither inputs nor labels"
-        raise ValueError(f"{file} must hold `{name}`: got {found}.")
+        raise ValueError(f"{file} must hold `{name}`: got {_names(file)}.")
     if arrays[name].ndim < 1:
         raise ValueError(f"`{name}` in {file} must have one entry per point: got {_describe(arrays[name])}.")
     return arrays[name]
+
+
+def _names(file: Path) -> str:
+    """Return the names of the arrays in a .safetensors or .npz file, in words."""
+    if file.suffix == ".npz":
+        with file.open("rb") as stream:
+            names = list(np.load(stream, allow_pickle=False).files)
+    else:
+        with safe_open(file, framework="pt") as opened:
+            names = list(opened.keys())
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return (", ".join(f"`{name[:40]}`" for name in names[:_MAX_NAMES]) or "no array") + more
 
 
 def _describe(values: Tensor) -> str:

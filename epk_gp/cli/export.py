@@ -11,6 +11,8 @@ from epk_gp.storage.export import export_run
 def export(*, run: Path, out: Path, quiet: bool) -> None:
     """Write a recorded run, after checking its files, to one safetensors file for other tools."""
     timer = Stopwatch()
+    if out.suffix != ".safetensors":
+        raise ValueError(f"--out must be a .safetensors file, the one format of exports: got {out}.")
     if out.exists():
         raise FileExistsError(f"--out must be a new file: {out} exists. Choose another name.")
     size = export_run(run, out, progress=not quiet)

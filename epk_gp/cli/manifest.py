@@ -18,13 +18,13 @@ from epk_gp.storage.atomic_files import (
 from epk_gp.storage.run import load_trajectory
 from epk_gp.storage.schema import read_data, read_header
 
-_FILE = "network.json"
+MANIFEST = "network.json"
 
 
 def write_manifest(run: Path, spec: NetworkSpec, config: Mapping[str, object], held_out: str | None) -> None:
     """Write how the network is made, the options of the recording, and the checksum of the held-out points."""
     content = {"network": asdict(spec), "recorded_with": dict(config), "held_out_blake2b": held_out}
-    atomic_write(run / _FILE, checksummed_json(content))
+    atomic_write(run / MANIFEST, checksummed_json(content))
 
 
 def read_network_spec(run: Path) -> NetworkSpec | None:
@@ -47,8 +47,25 @@ def read_network_spec(run: Path) -> NetworkSpec | None:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{run / _FILE} must describe how the network is made: it does not ({error}). Pass --network."
+            f"{run / MANIFEST} must describe how the network is made: it does not ({error}). Pass --network."
         ) from error
+
+
+def read_options(run: Path) -> dict[str, Any] | None:
+    """Return the options that a run was recorded with, as JSON has them, or None if the run has no manifest.
+
+    Raises:
+        ValueError: The manifest is damaged.
+    """
+    manifest, spec = _read_manifest(run), read_network_spec(run)
+    if manifest is None or spec is None:
+        return None
+    options = manifest.get("recorded_with")
+    if not isinstance(options, dict):
+        raise ValueError(f"{run / MANIFEST} must hold the options of the recording: it does not.")
+    width, activation = spec.name == "mlp", spec.name in ("mlp", "cnn")  # those that have these options
+    network = {"network": spec.name, "width": spec.width if width else None}
+    return options | network | {"activation": spec.activation if activation else None}
 
 
 def held_out_checksum(run: Path) -> str | None:
@@ -80,7 +97,7 @@ def open_run(run: Path, network: str | None) -> Trajectory:
         shape = tuple(read_data(run, header)["inputs"].shape[1:])
         spec = NetworkSpec(network, shape, header["num_outputs"])
     if spec is None:
-        raise ValueError(f"--network must name the network: {run} has no {_FILE} that does.")
+        raise ValueError(f"--network must name the network: {run} has no {MANIFEST} that does.")
     if network is None and ":" in spec.name:
         raise ValueError(
             f"--network must name a factory before it is executed: {spec.name} makes the network of {run}. "
@@ -93,7 +110,7 @@ def open_run(run: Path, network: str | None) -> Trajectory:
 
 
 def _read_manifest(run: Path) -> dict[str, Any] | None:
-    file = run / _FILE
+    file = run / MANIFEST
     if regular_file_size(file, str(file)) is None:
         return None
     requirement = f"{file} must describe how the network is made"

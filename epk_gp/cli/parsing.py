@@ -1,5 +1,6 @@
 """What the words of options stand for: rules, types, amounts of memory, folders."""
 
+import os
 import re
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import torch
 
 from epk_gp.cli.options import Dtype
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+from epk_gp.storage.run import is_run
+from epk_gp.storage.schema import HEADER
 
 PARTIAL = "partial"  # folder of a long job's partial sums, which is removed when the job is done
 _MAX_DIGITS = 18  # of a number of nodes; Python itself refuses to read thousands of them
@@ -59,6 +62,19 @@ def make_folder(out: Path) -> Path:
     require_folder(out)
     out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def validate_folders(run: Path, out: Path | None) -> None:
+    """Raise if a folder holds no run, or if the results would be written into it.
+
+    Raises:
+        FileNotFoundError: The folder holds no run.
+        ValueError: The results would be written into the run's folder, or below it.
+    """
+    if not is_run(run):
+        raise FileNotFoundError(f"RUN must hold a recorded run: {run / HEADER} does not exist.")
+    if out is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
+        raise ValueError(f"--out must lie outside the folder of the run: got {out}, and the run is {run}.")
 
 
 def require_folder(out: Path) -> None:

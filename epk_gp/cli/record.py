@@ -1,6 +1,7 @@
 """`epk-gp record`: train a network and record every step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,17 +10,18 @@ import typer
 from torch import nn
 from torch.nn import functional as F
 
-from epk_gp.cli.data import SplitOptions, load_split, write_held_out
-from epk_gp.cli.manifest import write_manifest
-from epk_gp.cli.networks import build_network, network_spec, validate_network
+from epk_gp.cli.data import SplitOptions, load_split, validate_held_out, write_held_out
+from epk_gp.cli.manifest import read_network_spec, write_manifest
+from epk_gp.cli.networks import NetworkSpec, build_network, network_spec, validate_network
 from epk_gp.cli.options import CompressionName, Dtype, LossName, OptimizerName
 from epk_gp.cli.parsing import torch_dtype
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
+from epk_gp.datasets import Dataset
 from epk_gp.provenance import Stopwatch
 from epk_gp.storage.run import is_run
-from epk_gp.storage.writer import Storage
+from epk_gp.storage.writer import MANIFEST_FILES, Storage
 from epk_gp.training.clipping import ClipNorm
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.train import train
@@ -72,15 +74,13 @@ def record(
     if zero_final:
         zero_final_layer(net)
     num_outputs = validate_network(net, X, split.train.num_classes)
-    config: dict[str, object] = {
-        "data": data,
-        "data_dir": None if data_dir is None else str(data_dir),
-        "num_train": len(split.train),
-    }
+    config: dict[str, object] = {"data": data, "data_dir": None if data_dir is None else str(data_dir)}
+    config |= {"num_train": len(split.train), "num_test": num_test, "num_classes": num_classes, "dtype": str(dtype)}
     config |= {"steps": steps, "batch_size": batch_size, "loss": str(loss), "seed": seed, "clip_norm": clip_norm}
     config |= {"optimizer": str(optimizer)} | asdict(rates)
     config |= {"zero_final_layer": zero_final, "compression": str(compression), "check_every": check_every}
-    try:
+    description = _Description(out, spec, config, split.held_out)
+    with _resumed(description) if resume and is_run(out) else _created(description):
         trajectory = train(
             net,
             X,
@@ -97,11 +97,7 @@ def record(
             check_every=check_every,
             progress=not quiet,
         )
-    except (StepMismatchError, KeyboardInterrupt):  # the steps recorded so far can be opened
-        if is_run(out):
-            write_manifest(out, spec, config, write_held_out(out, split.held_out))
-        raise
-    write_manifest(out, spec, config, write_held_out(out, split.held_out))
+    description.write()
     parts = [(name, d) for name, d in (("training", split.train), ("held-out", split.held_out)) if len(d)]
     predicted = {name: network_outputs(trajectory, d.inputs, block_size=_BLOCK).argmax(1) for name, d in parts}
     accuracy = {name: float((predicted[name] == d.labels).double().mean()) for name, d in parts}
@@ -110,6 +106,60 @@ def record(
     if not len(split.held_out):
         typer.echo("no held-out points: all points were trained on (--num-test N holds some out)")
     typer.echo(f"recorded in {out} ({timer.total:.1f} s)")
+
+
+@dataclass(frozen=True, eq=False)
+class _Description:
+    """The files beside a run that say how it was made: the manifest and the held-out points."""
+
+    run: Path
+    spec: NetworkSpec
+    config: dict[str, object]
+    held_out: Dataset
+
+    def write(self) -> None:
+        """Write them."""
+        write_manifest(self.run, self.spec, self.config, write_held_out(self.run, self.held_out))
+
+
+@contextmanager
+def _created(description: _Description) -> Iterator[None]:
+    """Describe a new run before its first step, so that one that is killed can be resumed and opened too."""
+    out, existed = description.run, description.run.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        description.write()
+        yield
+    except BlockingIOError:  # another process creates a run here: the files are its own
+        raise
+    except BaseException:
+        if not is_run(out):
+            for name in MANIFEST_FILES:
+                (out / name).unlink(missing_ok=True)
+            if not existed:
+                with suppress(OSError):  # it holds something after all
+                    out.rmdir()
+        raise
+
+
+@contextmanager
+def _resumed(description: _Description) -> Iterator[None]:
+    """Describe a run that is resumed, once it was found to be the same; before, nothing is written.
+
+    Raises:
+        ValueError: The held-out points are not the recorded ones.
+    """
+    out = description.run
+    if read_network_spec(out) is None:  # what nothing checks is not known of a run that had no manifest
+        for name in ("seed", "zero_final_layer"):
+            del description.config[name]
+    else:
+        validate_held_out(out, description.held_out)
+    try:
+        yield
+    except (StepMismatchError, KeyboardInterrupt):
+        description.write()
+        raise
 
 
 def _require_usable_folder(out: Path, resume: bool) -> None:

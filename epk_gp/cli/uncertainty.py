@@ -13,6 +13,7 @@ from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName
 from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
 from epk_gp.cli.summaries import describe_map, fitted_numbers, map_numbers
+from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
@@ -52,6 +53,12 @@ def uncertainty(
             f"--rule must be a fixed rule, the same for all points: an adaptive one does not give a kernel. Got {rule}."
         )
     trajectory = open_run(run, network)
+    if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
+        raise ValueError(
+            "the outputs of the network must be logits, for the softmax makes class probabilities of them: the run's "
+            f"loss is {type(trajectory.loss).__name__}. Record with --loss cross-entropy, or take the standard "
+            "deviations of the outputs themselves from LogitGP(...).logit_posterior(X) in Python."
+        )
     surface = _choose_plane(trajectory, plane)
     asked = read_points(PointSource(run, points, torch.float64), trajectory, None)
     X, folder = asked.X, make_folder(out)

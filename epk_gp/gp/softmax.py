@@ -60,7 +60,8 @@ def softmax_uncertainty(
 
     Section 4.2, Bell et al. (2023): p = softmax((mean + covariance^(1/2) eps) / T) with eps ~ N(0, I_C). All points use
     the same eps: the result at a point does not depend on the other points, maps are smooth, and the Monte Carlo errors
-    of different points are correlated.
+    of different points are correlated. The outputs must be logits: those of a network that was trained on another
+    loss than cross entropy, as of `MeanSquaredError`, are not, and their softmax is no class probability.
 
     Args:
         posterior: Mean (n, C) and covariance (n, C, C), positive semi-definite to rounding.

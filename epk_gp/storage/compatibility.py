@@ -27,9 +27,9 @@ _REQUIREMENTS = {
     "shapes": "the network must have weights of the recorded shapes",
     "dtype": "the network must have the recorded dtype",
     "num_outputs": "the network must have the recorded number of outputs",
+    "loss": "the loss must be the recorded one",  # before the data: another loss may need targets of another kind
     "num_points": "the data must be the recorded ones, with as many points",
     "data_digest": "the data must be the recorded ones, bit for bit",
-    "loss": "the loss must be the recorded one",
     "law": "the optimizer must be the recorded one",
     "optimizer": "the optimizer must have the recorded options",
     "compression": "the storage's compression must be the recorded one",

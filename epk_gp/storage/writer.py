@@ -313,7 +313,7 @@ def _precedes_header(file: Path) -> bool:
     """Return whether a crash before the header was written can have left this file."""
     names = {JOURNAL, LOCK, MARKER, DATA, chunk_name(0), resume_name(0)}
     return file.name in MANIFEST_FILES or (
-        file.name.removesuffix(".part") in names | {HEADER} and not file.is_symlink()
+        file.name.removesuffix(".part") in names | {HEADER, *MANIFEST_FILES} and not file.is_symlink()
     )
 
 

@@ -103,8 +103,10 @@ def test_a_seed_draws_the_points_and_none_takes_the_first(recorded, tmp_path, co
         (("gram", "run", "--head", "foo"), "'foo' is not one of 'logits', 'log_softmax'"),
         (("uncertainty", "run", "--outputs", "foo"), "'foo' is not one of 'full', 'independent'"),
         (("record", "--dtype", "float16"), "'float16' is not one of 'float32', 'float64'"),
-        (("record", "--steps", "abc"), "Invalid value for '--steps': "),
-        (("record", "--lr", "fast"), "Invalid value for '--lr': "),
+        (("record", "--steps", "abc"), "--steps must be a whole number: got 'abc'."),
+        (("record", "--steps", "1e3"), "--steps must be a whole number: got '1e3'."),
+        (("record", "--steps=2", "--steps=2.5"), "--steps must be a whole number: got '2.5'."),
+        (("record", "--lr", "fast"), "--lr must be a number: got 'fast'."),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
 )
@@ -114,12 +116,12 @@ def test_words_that_mean_nothing_are_refused_in_one_line(capsys, words, message)
     assert line.endswith(" --help.")
 
 
-def test_an_interrupted_command_says_so(monkeypatch, capsys):
+def test_an_interrupted_command_says_so(recorded, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("epk_gp.cli.verify.parse_rule", interrupt)
-    assert run("verify", "nowhere") == 130
+    assert run("verify", recorded) == 130
     assert capsys.readouterr().err.strip() == "epk-gp: error: interrupted."
 
 
@@ -158,6 +160,8 @@ def test_commands_refuse_what_they_cannot_use(recorded, tmp_path, monkeypatch, c
     assert message in refused(capsys, command, recorded, "--quiet", *options)
 
 
-@pytest.mark.parametrize("command", ["info", "verify", "attribute", "gram", "uncertainty"])
+@pytest.mark.parametrize("command", ["info", "verify", "export", "attribute", "gram", "uncertainty"])
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys, command):
-    assert "must hold a recorded run" in refused(capsys, command, tmp_path)
+    said = f"RUN must hold a recorded run: {tmp_path / 'run.json'} does not exist."
+    assert said in refused(capsys, command, tmp_path)
+    assert "RUN must hold a recorded run: nowhere" in refused(capsys, command, "nowhere")

@@ -65,7 +65,9 @@ def test_record_goes_on_after_an_interrupt_as_if_it_had_not_been(tmp_path, monke
     digests = [read_journal(tmp_path / name).chunks[-1].digest for name in ("whole", "run")]
     assert digests[0] == digests[1]
     other = ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.02, *SMALL)
-    assert "must have the recorded options" in refused(capsys, "record", "--out", tmp_path / "run", "--resume", *other)
+    said = refused(capsys, "record", "--out", tmp_path / "run", "--resume", *other)
+    assert "--lr must be the recorded one to resume the run" in said
+    assert "it has 0.01, got 0.02." in said
 
 
 def test_a_run_is_never_overwritten(recorded, capsys):

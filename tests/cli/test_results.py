@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import epk_gp as epk
-from commands import refused, run
+from commands import SMALL, refused, run
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.kernel_machine.attribute import attribute_many
 
@@ -114,6 +114,14 @@ def test_uncertainty_writes_arrays_in_the_type_asked_for(recorded, tmp_path):
     assert load_file(tmp_path / "map.safetensors")["std"].dtype == torch.float32
     with np.load(tmp_path / "points.npz") as points:
         assert points["mean"].dtype == np.float32
+
+
+def test_uncertainty_refuses_outputs_that_are_no_logits(tmp_path, capsys):
+    assert run("record", "--out", tmp_path / "run", "--loss", "mse", *SMALL) == 0
+    line = refused(capsys, "uncertainty", tmp_path / "run", "--out", tmp_path / "out", "--quiet")
+    assert "the outputs of the network must be logits" in line
+    assert "the run's loss is MeanSquaredError. Record with --loss cross-entropy" in line
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -49,7 +49,19 @@ FILES = {
     "test_of_another_shape": {"inputs": X, "labels": Y, "test_inputs": X[:, :2], "test_labels": Y},
     "test_with_nan": {"inputs": X, "labels": Y, "test_inputs": X * np.nan, "test_labels": Y},
     "test_without_labels": {"inputs": X, "labels": Y, "test_inputs": X},
+    "test_labels_alone": {"inputs": X, "labels": Y, "test_labels": Y},
+    "sorted": {"inputs": X, "labels": np.arange(12) // 4},
+    "last_is_other": {"inputs": X, "labels": np.arange(12) // 11},
+    "train_0_to_2_test_1_to_3": {
+        "inputs": X,
+        "labels": np.arange(12) % 3,
+        "test_inputs": X[:3],
+        "test_labels": Y[:3] + 2,
+    },
+    "train_gap_in_test": {"inputs": X, "labels": 2 * Y, "test_inputs": X, "test_labels": np.arange(12) % 3},
+    "sorted_and_test": {"inputs": X, "labels": np.arange(12) // 4, "test_inputs": X[:2], "test_labels": Y[:2]},
     "no_labels": {"inputs": X},
+    "many_names": {f"a{k}": Y for k in range(12)},
     "other_names": {"X": X, "y": Y},
 }
 RECORD = ("record", "--out", "new", "--steps", 2, "--width", 3, "--quiet")
@@ -67,6 +79,18 @@ USES = [
     ((*RECORD, "--data", "one_point.npz"), "must name at least two classes"),
     ((*RECORD, "--data", "gap.npz", "--num-classes", 2), "must lie in 0..1 (--num-classes 2): got 0..2"),
     ((*RECORD, "--data", "from_minus_one.npz", "--num-classes", 2), "must lie in 0..1 (--num-classes 2): got -1..0"),
+    ((*RECORD, "--data", "train_0_to_2_test_1_to_3.npz"),
+     "`test_labels` in train_0_to_2_test_1_to_3.npz must lie in 0..2, the classes of the training points: got 2..3."),
+    ((*RECORD, "--data", "train_gap_in_test.npz"), "labels in train_gap_in_test.npz must be 0..C-1 without gaps"),
+    ((*RECORD, "--data", "sorted.npz", "--num-train", 8),
+     "labels of the other points of sorted.npz must lie in 0..1, the classes of the training points: got 2..2. "
+     "The file may be sorted by class: shuffle its points"),
+    ((*RECORD, "--data", "sorted.npz", "--num-train", 6, "--num-test", 1), "The file may be sorted by class: shuffle"),
+    ((*RECORD, "--data", "sorted.npz", "--num-test", 4), "The file may be sorted by class: shuffle"),
+    ((*RECORD, "--data", "sorted_and_test.npz", "--num-train", 8), "The file may be sorted by class: shuffle"),
+    ((*RECORD, "--data", "last_is_other.npz", "--num-train", 9),
+     "labels of the first 9 points of last_is_other.npz, the training points, must name at least two classes: all are "
+     "0. The file may be sorted by class: shuffle its points"),
     ((*OWN, "--num-classes", 1), "--num-classes must be at least 2: got 1"),
     ((*OWN, "--num-classes", 10**9), "--num-classes must be at most 1000000: got 1000000000"),
     ((*RECORD, "--num-classes", 3), "--num-classes belongs to a file of one's own: got --data three-gaussians"),
@@ -87,8 +111,12 @@ USES = [
     ((*RECORD, "--data", "test_of_another_shape.npz"), "must have the shape of `inputs`, (3,) each: got (2,)"),
     ((*RECORD, "--data", "test_with_nan.npz"), "`test_inputs` in test_with_nan.npz as torch.float64 must be finite"),
     ((*RECORD, "--data", "test_without_labels.npz"), "must hold `test_labels`: got `inputs`, `labels`, `test_inputs`"),
+    ((*RECORD, "--data", "test_labels_alone.npz"),
+     "must hold `test_inputs`: got `inputs`, `labels`, `test_labels`."),
     ((*RECORD, "--data", "no_labels.npz"), "must hold `labels`: got `inputs`."),
-    ((*RECORD, "--data", "other_names.npz"), "must hold `inputs`: got neither inputs nor labels."),
+    ((*RECORD, "--data", "other_names.npz"), "other_names.npz must hold `inputs`: got `X`, `y`."),
+    ((*RECORD, "--data", "many_names.npz"), "`a8`, `a9` and 2 more."),
+    ((*RECORD, "--data", "other_names.safetensors"), "must hold `inputs`: got `X`."),
     ((*RECORD, "--data", "array.npz"), "it holds a single array, as an .npy file does"),
     ((*RECORD, "--data", "folder.npz"), "folder.npz must be a .safetensors or .npz file: it is a folder"),
     ((*RECORD, "--data", "empty.npz"), "empty.npz must be a whole .npz file"),
@@ -109,7 +137,7 @@ USES = [
     # training
     ((*OWN, "--steps", 0), "--steps must be at least 1"),
     ((*OWN, "--steps", 10**30), "--steps must be at most 1000000000"),
-    ((*OWN, "--steps", "1e3"), "Invalid value for '--steps'"),
+    ((*OWN, "--steps", "1e3"), "--steps must be a whole number: got '1e3'."),
     *(((*OWN, "--lr", value), "--lr must be positive and finite: got") for value in (0, -0.1, "nan", "inf")),
     *(((*OWN, "--momentum", value), "--momentum must be at least 0 and below 1: got")
       for value in (2, 1, -0.1, "nan", "inf", "1e300")),
@@ -178,7 +206,13 @@ USES = [
     (("demo", "--out", "file"), "--out must be a folder: file is a file"),
     (("info", "run", "--out", "file/below"), "file/below cannot be used: not a directory."),
     (("info", "run", "--out", "a" * 300), "cannot be used: file name too long."),
-    (("export", "run", "--out", "file"), "--out must be a new file: file exists"),
+    (("export", "run", "--out", "file.safetensors"), "--out must be a new file: file.safetensors exists"),
+    *((("export", "run", "--out", name), f"--out must be a .safetensors file, the one format of exports: got {name}.")
+      for name in ("x.npz", "x", "x.safetensors.gz")),
+    *(((command, "run", "--out", out), f"--out must lie outside the folder of the run: got {out}, and the run is run.")
+      for command in ("info", "verify", "attribute", "gram", "uncertainty")
+      for out in ("run", "run/below", "full/../run", "link")),
+    (("export", "run", "--out", "run/run.safetensors"), "--out must lie outside the folder of the run"),
     (("export", "run", "--out", "no/where.safetensors"), "no/where"),
 ]
 # fmt: on
@@ -194,8 +228,10 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "array.npy").rename(folder / "array.npz")
     (folder / "folder.npz").mkdir()
     (folder / "full").mkdir()
-    for name in ("full/file", "file", "empty.npz", "empty.safetensors"):
+    for name in ("full/file", "file", "file.safetensors", "empty.npz", "empty.safetensors"):
         (folder / name).write_bytes(b"")
+    save_file({"X": torch.zeros(2)}, folder / "other_names.safetensors")
+    (folder / "link").symlink_to("run")
     assert run(*RECORD, "--data", folder / "ok.npz", "--out", folder / "run") == 0
     return folder
 
@@ -221,6 +257,15 @@ def test_odd_uses_that_mean_something_pass(own, tmp_path, monkeypatch, capsys):
     assert run(*OWN, "--seed", 2**63 - 1, "--batch-size", 12, "--out", tmp_path / "seed") == 0
     assert run("verify", "run", "--num-points", 10**9, "--tol", 0.5, "--rule", "gauss-legendre:20", "--quiet") == 0
     assert "12 training inputs" in capsys.readouterr().out
+
+
+def test_a_sorted_file_is_split_where_the_number_of_classes_is_given(own, tmp_path):
+    """And labels of held-out points need not name every class."""
+    asked = ("--data", own / "sorted.npz", "--num-train", 8, "--num-classes", 3)
+    assert run(*RECORD, *asked, "--out", tmp_path / "run") == 0
+    assert open_run(tmp_path / "run", None).num_outputs == 3
+    assert run(*RECORD, "--data", own / "sorted_and_test.npz", "--out", tmp_path / "test") == 0
+    assert open_run(tmp_path / "test", None).num_outputs == 3
 
 
 def test_a_class_without_a_point_is_an_output_where_the_number_of_classes_is_given(own, tmp_path):

@@ -25,6 +25,10 @@ OTHERS = {
     "labels": ({"y": data()[1].flip(0)}, "data must be the recorded ones, bit for bit"),
     "fewer": ({"X": data(9)[0], "y": data(9)[1]}, "data must be the recorded ones, with as many points"),
     "loss": ({"loss": epk.CrossEntropy("sum")}, "loss must be the recorded one"),
+    "loss_and_targets": (
+        {"loss": epk.MeanSquaredError(), "y": torch.nn.functional.one_hot(data()[1], 3).double()},
+        "loss must be the recorded one",
+    ),
     "law": ({"optimizer": lambda net: torch.optim.Adam(net.parameters())}, "optimizer must be the recorded one"),
     "rate": ({"optimizer": lambda net: sgd(net, 0.2)}, "optimizer must have the recorded options"),
     "momentum": ({"optimizer": lambda net: sgd(net, momentum=0.1)}, "optimizer must have the recorded options"),

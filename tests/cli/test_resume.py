@@ -1,0 +1,182 @@
+"""`epk-gp record --resume`: the manifest stays true, and what differs from the recorded options is refused by name."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import epk_gp as epk
+from commands import SMALL, refused, run, write_data
+from epk_gp.cli.manifest import write_manifest
+from epk_gp.cli.networks import NetworkSpec
+from epk_gp.storage.index import read_journal
+
+OPTIONS = ("--batch-size", 7, "--momentum", 0.5, "--clip-norm", 2.5, "--activation", "tanh")
+
+
+@pytest.fixture(scope="module")
+def options_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with options that are not the default ones."""
+    folder = tmp_path_factory.mktemp("resume") / "run"
+    assert run("record", "--out", folder, *SMALL, *OPTIONS) == 0
+    return folder
+
+
+def manifest(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "network.json").read_text())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--seed", 5), "--seed must be the recorded one to resume the run at {}: it has 0, got 5."),
+        (
+            ("--zero-final-layer",),
+            "--zero-final-layer must be the recorded one to resume the run at {}: it has off, got on.",
+        ),
+        (
+            ("--data", "digits"),
+            "--data must be the recorded one to resume the run at {}: it has three-gaussians, got digits.",
+        ),
+        (("--num-train", 25), "--num-train must be the recorded one to resume the run at {}: it has 24, got 25."),
+        (("--num-test", 4), "--num-test must be the recorded one to resume the run at {}: it has 6, got 4."),
+        (("--network", "cnn"), "--network must be the recorded one to resume the run at {}: it has mlp, got cnn."),
+        (("--width", 6), "--width must be the recorded one to resume the run at {}: it has 5, got 6."),
+        (
+            ("--activation", "relu"),
+            "--activation must be the recorded one to resume the run at {}: it has tanh, got relu.",
+        ),
+        (
+            ("--optimizer", "adam"),
+            "--optimizer must be the recorded one to resume the run at {}: it has sgd, got adam.",
+        ),
+        (("--lr", 0.2), "--lr must be the recorded one to resume the run at {}: it has 0.1, got 0.2."),
+        (("--momentum", 0.25), "--momentum must be the recorded one to resume the run at {}: it has 0.5, got 0.25."),
+        (("--nesterov",), "--nesterov must be the recorded one to resume the run at {}: it has off, got on."),
+        (
+            ("--weight-decay", 0.5),
+            "--weight-decay must be the recorded one to resume the run at {}: it has 0.0, got 0.5.",
+        ),
+        (("--clip-norm", 3), "--clip-norm must be the recorded one to resume the run at {}: it has 2.5, got 3.0."),
+        (("--batch-size", 8), "--batch-size must be the recorded one to resume the run at {}: it has 7, got 8."),
+        (("--loss", "mse"), "--loss must be the recorded one to resume the run at {}: it has cross-entropy, got mse."),
+        (
+            ("--dtype", "float32"),
+            "--dtype must be the recorded one to resume the run at {}: it has float64, got float32.",
+        ),
+        (
+            ("--compression", "deltas"),
+            "--compression must be the recorded one to resume the run at {}: it has none, got deltas.",
+        ),
+        (("--check-every", 2), "--check-every must be the recorded one to resume the run at {}: it has 1, got 2."),
+        (("--num-classes", 3), "--num-classes must be the recorded one to resume the run at {}: it has none, got 3."),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_an_option_that_differs_is_refused_by_name_with_both_values(options_of, capsys, given, said):
+    before = contents(options_of)
+    line = refused(capsys, "record", "--out", options_of, "--resume", "--steps", 6, "--quiet", *given)
+    assert said.format(options_of) in line
+    assert contents(options_of) == before
+
+
+def test_options_that_are_not_given_are_as_recorded(options_of, tmp_path, capsys):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    seeded = (*SMALL, *OPTIONS, "--seed", 3, "--zero-final-layer")
+    assert run("record", "--out", whole, *seeded, "--steps", 6) == 0
+    assert run("record", "--out", resumed, *seeded) == 0
+    assert run("record", "--out", resumed, "--resume", "--steps", 6, "--seed", 3, "--quiet") == 0
+    assert read_journal(resumed).chunks[-1].digest == read_journal(whole).chunks[-1].digest
+    assert manifest(resumed) == manifest(whole)
+    assert manifest(resumed)["recorded_with"]["seed"] == 3
+    assert run("record", "--out", resumed, "--resume", "--quiet") == 0  # nor is the number of steps another
+    assert "steps must be at least the 6" in refused(
+        capsys, "record", "--out", resumed, "--resume", "--steps", 2, "--quiet"
+    )
+    assert manifest(resumed) == manifest(whole)
+
+
+def test_a_run_that_is_killed_has_its_manifest(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        """As SIGKILL: nothing is written after it."""
+
+    left, real = [2], epk.Recorder._before_step
+
+    def killed(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(epk.Recorder, "_before_step", killed)
+        with pytest.raises(Killed):
+            run("record", "--out", tmp_path / "run", *SMALL, "--seed", 2)
+    assert manifest(tmp_path / "run")["recorded_with"]["seed"] == 2
+    assert (tmp_path / "run" / "held_out.safetensors").exists()
+
+
+def test_a_crash_while_the_manifest_is_written_does_not_block_the_folder(tmp_path):
+    (tmp_path / "network.json.part").write_bytes(b"{")
+    assert run("record", "--out", tmp_path, *SMALL, "--resume") == 0
+    assert manifest(tmp_path)["recorded_with"]["seed"] == 0
+
+
+def test_a_recording_that_did_not_start_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def fail(*arguments, **options):
+        raise ValueError("no")
+
+    monkeypatch.setattr("epk_gp.cli.record.train", fail)
+    assert refused(capsys, "record", "--out", tmp_path / "run", *SMALL).endswith(" no")
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_moved_are_resumed_and_other_held_out_points_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_data(Path("a.npz"))
+    assert run("record", "--data", "a.npz", "--num-train", 9, "--width", 3, "--steps", 2, "--quiet") == 0
+    os.rename("a.npz", "b.npz")
+    assert run("record", "--data", "b.npz", "--resume", "--steps", 3, "--quiet") == 0
+    assert manifest(Path("run"))["recorded_with"]["data"] == "b.npz"
+    with np.load("b.npz") as arrays:
+        X, y = arrays["inputs"].copy(), arrays["labels"]
+    X[10] += 1
+    np.savez("b.npz", inputs=X, labels=y)
+    before = contents(Path("run"))
+    line = refused(capsys, "record", "--resume", "--steps", 4, "--quiet")
+    assert "the held-out points must be the recorded ones to resume the run at run" in line
+    assert contents(Path("run")) == before
+
+
+def test_a_factory_that_only_the_manifest_names_is_not_executed(user_module, tmp_path, capsys):
+    data, network = write_data(tmp_path / "data.npz"), f"{user_module}:tanh_net"
+    assert run("record", "--data", data, "--network", network, "--steps", 2, "--quiet") == 0
+    line = refused(capsys, "record", "--resume", "--steps", 3, "--quiet")
+    assert f"If you trust it, pass --network {network}" in line
+    assert run("record", "--resume", "--steps", 3, "--network", network, "--quiet") == 0
+
+
+def test_what_is_not_known_of_a_run_without_a_manifest_is_not_written_into_one(options_of, tmp_path):
+    for file in options_of.iterdir():
+        if file.name not in ("network.json", "held_out.safetensors"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert run("record", "--out", tmp_path, "--resume", *SMALL, *OPTIONS, "--steps", 6, "--zero-final-layer") == 0
+    unknown = {"seed", "zero_final_layer"}
+    assert manifest(options_of)["recorded_with"].keys() - manifest(tmp_path)["recorded_with"].keys() == unknown
+
+
+@pytest.mark.parametrize("value", ["many", None, True, 1.5], ids=str)
+def test_a_manifest_with_options_of_another_kind_is_refused(options_of, tmp_path, capsys, value):
+    for file in options_of.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = manifest(options_of)
+    spec = stored["network"] | {"input_shape": tuple(stored["network"]["input_shape"])}
+    write_manifest(tmp_path, NetworkSpec(**spec), stored["recorded_with"] | {"seed": value}, stored["held_out_blake2b"])
+    line = refused(capsys, "record", "--out", tmp_path, "--resume", "--steps", 6, "--quiet")
+    assert f"must hold the options of the recording: seed is damaged (it is {value!r})" in line
