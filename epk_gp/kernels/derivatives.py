@@ -69,8 +69,8 @@ class _Values(torch.autograd.Function):
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if is_transformed(weights):
             raise TypeError(
-                "a backward pass of an EPKKernel must not be inside a transformation of torch.func: got weights that "
-                "vmap or another one made. Call torch.autograd.grad once for each set of weights."
+                "a backward pass of an EPKKernel must have plain tensors as weights: got one inside a transformation, "
+                "as vmap, is_grads_batched=True and vectorize=True make it. Call torch.autograd.grad for one at a time."
             )
         x, y = ctx.saved_tensors
         with torch.no_grad():

@@ -12,10 +12,12 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.set_pairs import PointSets, SetPairs
 from epk_gp.kernels.tagging import split_copy
 
-# of torch itself, which has no public name for it; without it a transformed tensor gets an error of torch's
-_is_functorch_tensor: Callable[[Tensor], bool] | None = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
-)
+# of torch itself, which has no public names for them; without them a transformed tensor gets an error of torch's
+_TRANSFORMED: list[Callable[[Tensor], bool]] = [
+    getattr(torch._C._functorch, name)
+    for name in ("is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
+    if hasattr(getattr(torch._C, "_functorch", None), name)
+]
 
 
 def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> None:
@@ -132,8 +134,8 @@ def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:
 
 
 def is_transformed(x: Shaped[Tensor, "*n"]) -> bool:
-    """Return whether x is a tensor inside `torch.func.grad`, `vmap` or another transformation, which has no data."""
-    return _is_functorch_tensor is not None and _is_functorch_tensor(x)
+    """Return whether x is inside `torch.func.grad`, `vmap` or another transformation, where a tensor has no data."""
+    return any(has_kind(x) for has_kind in _TRANSFORMED)
 
 
 def own_points(

@@ -9,6 +9,7 @@ import epk_gp as epk
 import reference
 from epk_gp.gp.means import NetworkMean
 from epk_gp.gp.output_coupling import CoupledOutputs
+from epk_gp.kernels import tagged_points
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import assert_close, make_case
 
@@ -189,11 +190,17 @@ def test_transformations_of_torch_func_are_refused(name):
 
 
 def test_weights_inside_a_transformation_are_refused():
+    """Of torch.func, and of autograd's own."""
     case = make_case("tanh", steps=1)
     x = test_copy(case.test[:2]).requires_grad_()
     K = kernel_of(case, "trace").forward(x, x)
-    with pytest.raises(TypeError, match="must not be inside a transformation of torch.func: got weights"):
-        torch.func.vmap(lambda w: torch.autograd.grad(K, x, w)[0])(torch.ones(2, 2, 2, dtype=torch.float64))
+    weights = torch.ones(2, 2, 2, dtype=torch.float64)
+    for call in (
+        lambda: torch.func.vmap(lambda w: torch.autograd.grad(K, x, w, retain_graph=True)[0])(weights),
+        lambda: torch.autograd.grad(K, x, weights, is_grads_batched=True, retain_graph=True),
+    ):
+        with pytest.raises(TypeError, match="must have plain tensors as weights: got one inside a transformation"):
+            call()
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
@@ -234,3 +241,10 @@ def test_a_posterior_can_be_differentiated_with_respect_to_its_test_points(outpu
         return gp(torch.cat([x, zeros], 1)).variance
 
     assert gradcheck(variances, (x,), fast_mode=True)
+
+
+def test_a_torch_without_names_for_transformed_tensors_takes_plain_ones(monkeypatch):
+    case = make_case("tanh", steps=1)
+    x = test_copy(case.test[:2]).requires_grad_()
+    monkeypatch.setattr(tagged_points, "_TRANSFORMED", [])
+    assert torch.autograd.grad(kernel_of(case, "trace").forward(x, x).sum(), x)[0].isfinite().all()
