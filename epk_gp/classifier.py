@@ -1,6 +1,7 @@
 """A scikit-learn classifier: a recorded network, and the uncertainty of its predictions. Needs scikit-learn."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Literal, final
 
@@ -89,7 +90,8 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             y: n labels of any kind.
 
         Raises:
-            TypeError: `network` is neither a module nor a function that returns one, or an option is of the wrong kind.
+            TypeError: `network` is neither a module nor a function of two numbers that returns one, or an option is of
+                the wrong kind.
             ValueError: There are fewer than two classes, the network has not one output per class, an option is out of
                 range, or data, network or optimizer cannot be recorded.
         """
@@ -178,6 +180,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             return copy.deepcopy(self.network)
         if not callable(self.network):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {self.network!r}.")
+        _validate_factory(self.network)
         net = self.network(num_features, num_classes)
         if not isinstance(net, nn.Module):
             raise TypeError(f"network must be a torch.nn.Module or a function that returns one: got {net!r}.")
@@ -190,6 +193,21 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     def _logits(self, X: ArrayLike) -> Tensor:
         points = self._points(X)
         return network_outputs(self.trajectory_, points)
+
+
+def _validate_factory(network: Callable[[int, int], nn.Module]) -> None:
+    """Raise if a function cannot be called with two arguments, as far as its signature says."""
+    try:
+        signature = inspect.signature(network)
+    except (TypeError, ValueError):  # it has none that Python can read
+        return
+    try:
+        signature.bind(0, 0)
+    except TypeError as error:
+        raise TypeError(
+            "network must be a function of two arguments, the numbers of features and classes: got "
+            f"{network!r} with the arguments {signature}. Write it as lambda num_features, num_classes: ..."
+        ) from error
 
 
 def _validate_num_outputs(net: nn.Module, point: Tensor, num_classes: int) -> None:

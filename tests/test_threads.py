@@ -15,12 +15,13 @@ from thread_tools import THREADS, at_once, switching_often
 from torch import Tensor, nn
 
 from epk_gp.autodiff import verification
-from epk_gp.autodiff.directional import forward_mode
+from epk_gp.autodiff.directional import _close_level, forward_mode
 from epk_gp.autodiff.planning import plan_for
 from epk_gp.autodiff.verification import passes_check
 from epk_gp.autodiff.warning_filter import filter_own_warnings
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.kernels.cache import BlockCache
+from epk_gp.training import own_random_numbers
 from epk_gp.training.own_random_numbers import draw_from
 from helpers import make_case
 
@@ -134,6 +135,19 @@ def test_a_level_of_forward_mode_that_was_left_open_is_closed(monkeypatch: pytes
     with forward_mode():
         assert torch.autograd.forward_ad.unpack_dual(torch.ones(1)).tangent is None
     assert torch.autograd.forward_ad.exit_dual_level is exit_level
+
+
+@pytest.mark.parametrize(("module", "name"), [("_C", "_exit_dual_level"), ("forward_ad", "_current_level")])
+def test_a_torch_without_its_private_levels_is_no_error(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own function closes the level then."""
+    forward_ad, closed = torch.autograd.forward_ad, []
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._C if module == "_C" else forward_ad, name)
+        patch.setattr(forward_ad, "exit_dual_level", lambda: closed.append(name))
+        _close_level()
+    assert closed == [name]
 
 
 def interrupt(work: Callable[[], object], line: int) -> bool:
@@ -274,5 +288,48 @@ def test_random_numbers_of_ones_own_are_those_of_the_global_generator() -> None:
     before = torch.get_rng_state()
     with draw_from(torch.Generator().manual_seed(3)):
         found = build()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("missing", ["_overloadname", "_schema"])
+def test_random_numbers_of_ones_own_need_no_private_name_of_torch(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Without:
+        """An operation without one of its attributes."""
+
+        def __init__(self, func: Any) -> None:
+            self.func = func
+
+        def __getattr__(self, name: str) -> Any:
+            if name == missing:
+                raise AttributeError(name)
+            return getattr(self.func, name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.func(*args, **kwargs)
+
+    def draw() -> list[Tensor]:
+        return [
+            torch.rand(3),
+            torch.randint(2, 9, (4,)),
+            torch.randperm(5),
+            torch.zeros(3).normal_(),
+            torch.rand(2) + 1,
+        ]
+
+    dispatch = own_random_numbers._Redirection.__torch_dispatch__
+    monkeypatch.setattr(
+        own_random_numbers._Redirection,
+        "__torch_dispatch__",
+        lambda self, func, *rest: dispatch(self, Without(func), *rest),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        expected = draw()
+    before = torch.get_rng_state()
+    with draw_from(torch.Generator().manual_seed(3)):
+        found = draw()
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

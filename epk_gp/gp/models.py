@@ -165,6 +165,32 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         with _GPYTORCH:
             return super().__call__(x, **kwargs)
 
+    def set_train_data(
+        self,
+        inputs: Shaped[Tensor, "..."] | Sequence[Shaped[Tensor, "..."]] | None = None,
+        targets: Shaped[Tensor, "..."] | None = None,
+        strict: bool = True,
+    ) -> None:
+        """Change the targets, as GPyTorch does; the training points stay those of `points`.
+
+        Args:
+            inputs: None, or the training points as they are.
+            targets: As `train_targets`.
+            strict: Whether GPyTorch demands the targets' shape, dtype and device.
+
+        Raises:
+            ValueError: The inputs are other points.
+            RuntimeError: The targets are not as `strict` demands.
+        """
+        if inputs is not None:
+            given, (own,) = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), self.train_inputs
+            if len(given) != 1 or given[0].shape != own.shape or not torch.equal(given[0].to(own), own):
+                raise ValueError(
+                    "the training points of a LogitGP must stay those of gp.points: got others. Make a new process, "
+                    "LogitGP(trajectory, points=...)."
+                )
+        super().set_train_data(targets=targets, strict=strict)
+
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
         """Return the prior at tagged points.
 

@@ -6,12 +6,11 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.gradient_demand import is_gradient_dropped
 from epk_gp.kernels.output_structure import OutputStructure
-from epk_gp.kernels.tagged_points import as_set_pairs, same_points, squeeze_repeated
+from epk_gp.kernels.tagged_points import as_set_pairs, is_transformed, same_points, squeeze_repeated
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +38,8 @@ def with_derivatives(
 ) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"]:
     """Attach derivatives to kernel values; they are computed when a backward pass asks for them.
 
+    They can be asked for with `create_graph=True`, but not be differentiated again: that raises a RuntimeError.
+
     The gradient of points that were joined with others, as GPyTorch joins training with test points, is not computed
     if no part of it is used: it is NaN then, and never seen (`is_gradient_dropped`).
 
@@ -65,19 +66,50 @@ class _Values(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (x, y), asked = ctx.saved_tensors, ctx.needs_input_grad[:2]
-        wanted = [
-            is_asked and not is_gradient_dropped(edge[0], z)
-            for is_asked, edge, z in zip(asked, ctx.next_functions[:2], (x, y), strict=True)
-        ]
-        found = _gradients(ctx.of, x, y, weights, (wanted[0], wanted[1])) if any(wanted) else (None, None)
-        gradients = [
-            torch.full_like(z, torch.nan) if is_asked and gradient is None else gradient
-            for is_asked, gradient, z in zip(asked, found, (x, y), strict=True)
-        ]
+        if is_transformed(weights):
+            raise TypeError(
+                "a backward pass of an EPKKernel must have plain tensors as weights: got one inside a transformation, "
+                "as vmap, is_grads_batched=True and vectorize=True make it. Call torch.autograd.grad for one at a time."
+            )
+        x, y = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = _asked_gradients(ctx, x.detach(), y.detach(), weights.detach())
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = cast(Any, _DifferentiatedOnce.apply(x, y, weights, *gradients))  # type: ignore[no-untyped-call]
         return gradients[0], gradients[1], None, None
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """Tie gradients to all that they depend on; without it a second derivative would be 0, and nobody would see it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, weights: Tensor, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *weights: Tensor | None) -> None:
+        raise RuntimeError(
+            "an EPKKernel must be differentiated at most once: got a second derivative, as a Hessian or a gradient "
+            "penalty needs it. Take finite differences of the gradient, or detach the gradient if it is a constant."
+        )
+
+
+def _asked_gradients(ctx: Any, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients that a backward pass asks for; those that it throws away are NaN."""
+    asked = ctx.needs_input_grad[:2]
+    wanted = [
+        is_asked and not is_gradient_dropped(edge[0], z)
+        for is_asked, edge, z in zip(asked, ctx.next_functions[:2], (x, y), strict=True)
+    ]
+    found = _gradients(ctx.of, x, y, weights, (wanted[0], wanted[1])) if any(wanted) else (None, None)
+    gradients = [
+        torch.full_like(z, torch.nan) if is_asked and gradient is None else gradient
+        for is_asked, gradient, z in zip(asked, found, (x, y), strict=True)
+    ]
+    return gradients[0], gradients[1]
 
 
 def _gradients(

@@ -34,8 +34,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
 
     Points are rows made with `train_copy` and `test_copy`: the flattened input, then the copy column. There is nothing
     to learn in it: the network's weights are no parameters of the kernel. Values have the dtype of the points, and each
-    block is computed once (see `BlockCache`). They can be differentiated with respect to the points, once; the copy
-    column gets the gradient 0. A state dict holds the run's digest: it loads only into a kernel of the same run.
+    block is computed once (see `BlockCache`). They can be differentiated with respect to the points, once and in
+    reverse mode (a second derivative raises a RuntimeError, `torch.func` a TypeError); the copy column gets the
+    gradient 0. A state dict holds the run's digest: it loads only into a kernel of the same run.
 
     Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
     edited while it was computed.
@@ -165,6 +166,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             (*d, n * R, m * R), or (*d, n * R) with `diag`; R = C for outputs="full", else 1.
 
         Raises:
+            TypeError: Points of a kind that the kernel cannot take, inside a transformation of `torch.func`, or with a
+                forward-mode tangent.
             ValueError: Points that the kernel cannot take.
         """
         if last_dim_is_batch:
@@ -177,7 +180,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
         evaluate, value_ndim = (batch_of_diagonals, 1) if diag else (batch_of_blocks, 2)
         matrices = self._matrices.to(x1.device)
-        values = evaluate(self.config, x1.detach(), x1.detach() if x2 is x1 else x2.detach(), matrices)
+        left = x1.detach()
+        values = evaluate(self.config, left, left if x2 is x1 else x2.detach(), matrices)
         batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], matrices.shape)
         values = values.expand(*batch, *values.shape[-value_ndim:])
         if requires_graph(x1) or requires_graph(x2):

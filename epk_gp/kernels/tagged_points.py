@@ -1,6 +1,9 @@
 """Rows of tagged points, as GPyTorch hands them over, checked against a run and translated to `Points`."""
 
+from collections.abc import Callable
+
 import torch
+import torch.autograd.forward_ad as fwAD
 from jaxtyping import Shaped
 from torch import Tensor
 
@@ -8,6 +11,13 @@ from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.set_pairs import PointSets, SetPairs
 from epk_gp.kernels.tagging import split_copy
+
+# of torch itself, which has no public names for them; without them a transformed tensor gets an error of torch's
+_TRANSFORMED: list[Callable[[Tensor], bool]] = [
+    getattr(torch._C._functorch, name)
+    for name in ("is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
+    if hasattr(getattr(torch._C, "_functorch", None), name)
+]
 
 
 def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> None:
@@ -19,13 +29,23 @@ def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns
 
     Raises:
         TypeError: `x` is not a tensor, or its entries are complex or Boolean, or not float32 or float64 where the
-            network takes floating-point numbers.
+            network takes floating-point numbers, or it is inside a transformation of `torch.func`, or has a
+            forward-mode tangent.
         ValueError: The rows have another width than the run's inputs and the copy column, there are none, the copy
             column is not 0 or 1, a value is not finite, or a gradient with respect to integers is asked for.
     """
     if not isinstance(x, Tensor):
         raise TypeError(
             f"points must be a torch.Tensor: got {type(x).__name__}. Make them with train_copy or test_copy."
+        )
+    if is_transformed(x):
+        raise TypeError(
+            "points must be plain tensors: got one inside a transformation of torch.func, as grad, vmap and jvp make "
+            "it. Differentiate with torch.autograd.grad, and pass batches of points as one tensor."
+        )
+    if fwAD.unpack_dual(x).tangent is not None:
+        raise TypeError(
+            "points must have no forward-mode tangent: got a dual tensor. Differentiate with torch.autograd.grad."
         )
     width = torch.Size(trajectory.input_shape).numel() + 1
     if x.ndim < 2 or x.shape[-1] != width:
@@ -111,6 +131,33 @@ def as_set_pairs(
 def requires_graph(x: Shaped[Tensor, "*n"]) -> bool:
     """Return whether autograd will ask for derivatives with respect to x."""
     return x.requires_grad and torch.is_grad_enabled()
+
+
+def is_transformed(x: Shaped[Tensor, "*n"]) -> bool:
+    """Return whether x is inside `torch.func.grad`, `vmap` or another transformation, where a tensor has no data."""
+    return any(has_kind(x) for has_kind in _TRANSFORMED)
+
+
+def own_points(
+    x: Shaped[Tensor, "*b n columns"], y: Shaped[Tensor, "*c m columns"]
+) -> tuple[Shaped[Tensor, "*d n columns"], Shaped[Tensor, "*e m columns"]]:
+    """Copy points: should another thread edit them meanwhile, a block and its key still are of the same points.
+
+    A batch dimension that is expanded, and so repeats one slice, has size 1 in the copy.
+
+    Args:
+        x: (*b, n, D + 1).
+        y: (*c, m, D + 1); the copies are one object if x and y are.
+    """
+    own = _copy_once(x)
+    return own, own if x is y else _copy_once(y)
+
+
+def _copy_once(x: Tensor) -> Tensor:
+    for dim in range(x.ndim - 2):
+        if x.shape[dim] > 1 and x.stride(dim) == 0:
+            x = x.narrow(dim, 0, 1)
+    return x.detach().clone()
 
 
 def same_points(x: Shaped[Tensor, "*n"], y: Shaped[Tensor, "*m"]) -> bool:

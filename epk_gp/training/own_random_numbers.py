@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -41,14 +41,25 @@ class _Redirection(TorchDispatchMode):
             form = _form_with_generator(func)
             if form is not None:
                 return form(*args, **{**kwargs, "generator": self.generator})
+            if not _has_argument_names(func):  # another torch, which finds the form itself, or says that there is none
+                with suppress(RuntimeError, TypeError):
+                    return func.overloadpacket(*args, **{**kwargs, "generator": self.generator})
         return func(*args, **kwargs)
 
 
 def _form_with_generator(func: Any) -> Any:
     """Return an operation's form with the same arguments and a generator; None if there is none."""
+    if not _has_argument_names(func):
+        return None
     names = _argument_names(func) | {"generator"}
-    forms = (getattr(func.overloadpacket, name) for name in (func._overloadname, *func.overloadpacket.overloads()))
+    own = getattr(func, "_overloadname", None)  # the first to try
+    others = [name for name in func.overloadpacket.overloads() if name != own]
+    forms = (getattr(func.overloadpacket, name) for name in ([] if own is None else [own]) + others)
     return next((form for form in forms if _argument_names(form) == names), None)
+
+
+def _has_argument_names(func: Any) -> bool:
+    return hasattr(func, "_schema")  # a private name of torch's
 
 
 def _argument_names(func: Any) -> set[str]:

@@ -9,8 +9,9 @@ from torch import nn
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.kernels.tagging import test_copy
+from epk_gp.kernels.tagging import test_copy, train_copy
 from gp_cases import MEANS, N_TEST, OUTPUTS, C, D, M, make_net, make_run, per_point
+from helpers import assert_close
 
 
 @pytest.mark.parametrize("mean", MEANS)
@@ -128,3 +129,24 @@ def test_options_that_a_process_cannot_use_are_refused(trajectory):
     for option in ({"progress": True}, {"checkpoint": "folder"}, {"accumulate": torch.float64}):
         with pytest.raises(TypeError, match=r"LogitGP\(\) got an unexpected keyword argument"):
             LogitGP(trajectory, **option)
+
+
+@pytest.mark.parametrize("outputs", ["full", "independent"])
+def test_other_training_points_are_refused_and_other_targets_taken(trajectory, X_test, outputs):
+    gp = LogitGP(trajectory, outputs, points=[0, 2])
+    (x,) = gp.train_inputs
+    before = gp.logit_posterior(X_test).mean
+    for other in (train_copy(trajectory.inputs[:2]).double(), (x[:1],), x.flip(0), (x, x)):
+        for strict in (True, False):
+            with pytest.raises(ValueError, match=r"must stay those of gp.points: got others. Make a new process, Log"):
+                gp.set_train_data(other, gp.train_targets, strict=strict)
+    assert gp.train_inputs[0] is x
+    assert torch.equal(gp.logit_posterior(X_test).mean, before)
+    targets = gp.train_targets + 1
+    gp.set_train_data(x.clone(), targets)
+    assert torch.equal(gp.train_targets, targets)
+    assert not torch.equal(gp.logit_posterior(X_test).mean, before)
+    gp.set_train_data((x,), targets - 1)
+    assert_close(gp.logit_posterior(X_test).mean, before)
+    with pytest.raises(RuntimeError, match="Cannot modify"):  # GPyTorch's own
+        gp.set_train_data(targets=targets[:1, :1])

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -204,3 +205,24 @@ def test_a_computation_that_fails_leaves_no_block(trajectory, monkeypatch, error
     assert torch.lerp is original
     assert len(kernel.config.cache) == 0
     assert torch.equal(kernel.forward(x, x, diag=diag), expected)
+
+
+@pytest.mark.parametrize("diag", [False, True])
+def test_points_are_copied_once_for_a_block_and_its_key(trajectory, monkeypatch, diag):
+    """Also where the block is there already; two sets are a copy each, and an expanded batch is copied without it."""
+    kernel, original, copied = EPKKernel(trajectory, "trace"), torch.Tensor.clone, []
+    x, y = (test_copy(torch.randn(4, 2, dtype=torch.float64)) for _ in range(2))
+
+    def clone(self, *args, **kwargs):
+        copied.append(tuple(self.shape))
+        return original(self, *args, **kwargs)
+
+    points = {"one": ((x, x), 1), "two": ((x, y), 2), "expanded": ((x.expand(3, 5, 4, 3),) * 2, 1)}
+    for name, (pair, count) in points.items():
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "clone", clone)
+                kernel.forward(*pair, diag=diag)
+            sizes = [np.prod(shape) for shape in copied if shape[-2:] == (4, 3)]
+            assert sizes == [12] * count, name
+            copied.clear()

@@ -9,11 +9,13 @@ import epk_gp as epk
 import reference
 from epk_gp.gp.means import NetworkMean
 from epk_gp.gp.output_coupling import CoupledOutputs
+from epk_gp.kernels import tagged_points
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import assert_close, make_case
 
 MODES = ["full", "independent", "trace", "sum", 1]
 RULE = epk.gauss_legendre(2)
+TWICE = "an EPKKernel must be differentiated at most once: got a second derivative, .* Take finite differences"
 
 
 def kernel_of(case, outputs="full", head="log_softmax", **options):
@@ -127,8 +129,94 @@ def test_a_second_derivative_is_refused():
     case = make_case("tanh", steps=1)
     x = test_copy(case.test).requires_grad_()
     (first,) = torch.autograd.grad(kernel_of(case).forward(x, x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=TWICE):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("diag", [False, True])
+def test_a_hessian_is_refused_and_not_zero(diag):
+    case = make_case("tanh", steps=1)
+    kernel, x = kernel_of(case, "trace"), test_copy(case.test[:2])
+    for vectorize in (False, True):
+        with pytest.raises(RuntimeError, match=TWICE):
+            torch.autograd.functional.hessian(lambda z: kernel.forward(z, z, diag=diag).sum(), x, vectorize=vectorize)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_gradient_penalty_is_refused_on_either_side(side):
+    case = make_case("tanh", steps=1)
+    kernel, x, y = kernel_of(case, "trace"), test_copy(case.test[:2]).requires_grad_(), test_copy(case.test[2:4])
+    value = kernel.forward(*((x, y) if side == 0 else (y, x))).sum()
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=TWICE):
+        (value + gradient.square().sum()).backward()
+
+
+def test_a_gradient_with_a_graph_that_nobody_differentiates_is_the_same():
+    """`create_graph=True` alone, as libraries pass it; a constant made of it, and what else is differentiated twice."""
+    case = make_case("tanh", steps=1)
+    kernel, x = kernel_of(case, "trace"), test_copy(case.test[:3]).requires_grad_()
+    joint = torch.cat([train_copy(case.trajectory.inputs[:2]), x])  # the gradient of the first two points is left out
+    calls = {"itself": lambda: kernel.forward(x, x), "joined": lambda: kernel.forward(joint[:2], joint[2:])}
+    for name, call in calls.items():
+        (expected,) = torch.autograd.grad(call().square().sum(), x)
+        value = call().square().sum()
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        assert gradient.requires_grad, name
+        assert torch.equal(gradient, expected), name
+        (again,) = torch.autograd.grad(value + gradient.detach().square().sum(), x)
+        assert torch.equal(again, expected), name
+    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(kernel.forward(x, x).sum() + weight**3, weight, create_graph=True)
+    assert torch.autograd.grad(gradient, weight)[0] == 12  # nothing of the kernel's is in it
+
+
+TRANSFORMATIONS = {
+    "grad": lambda call, x: torch.func.grad(lambda z: call(z).sum())(x),
+    "vmap": lambda call, x: torch.func.vmap(lambda z: call(z[None]))(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (torch.ones_like(x),)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations_of_torch_func_are_refused(name):
+    case = make_case("tanh", steps=1)
+    kernel, gp, x = kernel_of(case, "trace"), epk.LogitGP(case.trajectory, rule=RULE), test_copy(case.test[:2])
+    for call in (lambda z: kernel.forward(z, z), lambda z: kernel(z).to_dense(), lambda z: gp(z).mean):
+        with pytest.raises(
+            TypeError, match=r"points must be plain tensors: got one inside a transformation .*autograd"
+        ):
+            TRANSFORMATIONS[name](call, x)
+
+
+def test_weights_inside_a_transformation_are_refused():
+    """Of torch.func, and of autograd's own."""
+    case = make_case("tanh", steps=1)
+    x = test_copy(case.test[:2]).requires_grad_()
+    K = kernel_of(case, "trace").forward(x, x)
+    weights = torch.ones(2, 2, 2, dtype=torch.float64)
+    for call in (
+        lambda: torch.func.vmap(lambda w: torch.autograd.grad(K, x, w, retain_graph=True)[0])(weights),
+        lambda: torch.autograd.grad(K, x, weights, is_grads_batched=True, retain_graph=True),
+    ):
+        with pytest.raises(TypeError, match="must have plain tensors as weights: got one inside a transformation"):
+            call()
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_forward_mode_tangent_is_refused_and_not_lost(is_cached):
+    """A block that the kernel keeps has none."""
+    case = make_case("tanh", steps=1)
+    kernel, x = kernel_of(case, "trace"), test_copy(case.test[:2])
+    mean = NetworkMean(kernel.config, CoupledOutputs(3), 0)
+    if is_cached:
+        kernel.forward(x, x)
+        mean(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        for call in (lambda: kernel.forward(dual, x), lambda: kernel.forward(x, dual), lambda: mean(dual)):
+            with pytest.raises(TypeError, match="points must have no forward-mode tangent: got a dual tensor"):
+                call()
 
 
 @pytest.mark.parametrize("state", [0, -1])
@@ -153,3 +241,10 @@ def test_a_posterior_can_be_differentiated_with_respect_to_its_test_points(outpu
         return gp(torch.cat([x, zeros], 1)).variance
 
     assert gradcheck(variances, (x,), fast_mode=True)
+
+
+def test_a_torch_without_names_for_transformed_tensors_takes_plain_ones(monkeypatch):
+    case = make_case("tanh", steps=1)
+    x = test_copy(case.test[:2]).requires_grad_()
+    monkeypatch.setattr(tagged_points, "_TRANSFORMED", [])
+    assert torch.autograd.grad(kernel_of(case, "trace").forward(x, x).sum(), x)[0].isfinite().all()
