@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py [--thread-rounds 1] [--out benchmarks]
 
-Some 15 minutes on two cores. Exit status 1 if anything was silently wrong.
+Some 10 minutes on two cores. Exit status 1 if anything was silently wrong.
 """
 
 import argparse

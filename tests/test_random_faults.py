@@ -19,7 +19,7 @@ def test_a_planted_fault_is_found_or_without_effect(case):
 @pytest.mark.slow
 def test_a_sound_training_is_no_false_alarm():
     """The negative control."""
-    assert count_outcomes(10_000, 100, planted=False) == {"exact": 100}
+    assert count_outcomes(10_000, 50, planted=False) == {"exact": 50}
 
 
 def test_every_kind_of_fault_is_drawn():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_calls import CALLS, NAMES, Shared, share
+from thread_calls import CALLS, Shared, share
 from thread_faults import count_faults, expected_results, outcome
 from thread_tools import THREADS, at_once, switching_often
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def test_eight_threads_get_the_bytes_that_one_gets(call: str, alone: Shared, tog
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["transformer"])  # `make faults` takes all networks
 def test_all_calls_at_once_on_a_new_run_change_nothing(name: str) -> None:
     """In another order in each thread, from a network of which nothing is known yet."""
     count = count_faults(name, tuple(CALLS), expected_results(name), seed=0)
