@@ -34,12 +34,16 @@ class FunctionalModel:
         module: The network in evaluation mode. It belongs to the model from now on.
         names: Names of the trained parameters, in the order of `named_parameters`.
         shapes: Their shapes.
+        statistics: Names of the buffers that training-mode forward passes move (running means and variances). The path
+            of a run goes through them too.
         cache: What was found out about the network; a new one by default.
 
     Attributes:
         module: The network in evaluation mode.
         names: Names of the trained parameters.
         shapes: Their shapes.
+        statistics: Names of the moving statistics.
+        statistic_shapes: Their shapes.
         spec: Dtype and device of the trained parameters.
         cache: How to differentiate the network; shared by all variants.
     """
@@ -49,9 +53,12 @@ class FunctionalModel:
         module: nn.Module,
         names: tuple[str, ...],
         shapes: tuple[torch.Size, ...],
+        statistics: tuple[str, ...] = (),
         cache: ModelCache | None = None,
     ) -> None:
         self.module, self.names, self.shapes = module, names, shapes
+        self.statistics = statistics
+        self.statistic_shapes = tuple(module.get_buffer(name).shape for name in statistics)
         parameter = module.get_parameter(names[0])
         self.spec = TensorSpec(parameter.dtype, parameter.device)
         self.cache = ModelCache() if cache is None else cache
@@ -60,7 +67,7 @@ class FunctionalModel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the network alone: variants and copies for threads are made again where they are needed."""
-        return {"module": self.module, "names": self.names, "shapes": self.shapes}
+        return {name: getattr(self, name) for name in ("module", "names", "shapes", "statistics")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the network."""
@@ -70,6 +77,11 @@ class FunctionalModel:
     def num_weights(self) -> int:
         """Number P of trained weights."""
         return sum(self.sizes)
+
+    @property
+    def num_statistics(self) -> int:
+        """Number Q of moving statistics."""
+        return sum(shape.numel() for shape in self.statistic_shapes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -98,7 +110,13 @@ class FunctionalModel:
         return outputs
 
     def evaluate(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
-        """Evaluate the network without looking at what it returns, as under `torch.func.vmap`."""
+        """Evaluate the network without looking at what it returns, as under `torch.func.vmap`.
+
+        Raises:
+            RuntimeError: The moving statistics are not among the parameters.
+        """
+        if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
+            raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
         module = self._take_module_of_thread()
         try:
             with disable_fused_attention():  # everywhere, or bytes would depend on what other threads do
@@ -113,10 +131,18 @@ class FunctionalModel:
         """Concatenate the trained parameters in the model's order."""
         return torch.cat([params[name].detach().reshape(-1) for name in self.names])
 
-    def unflatten(self, flat: Float[Tensor, " P"]) -> dict[str, Tensor]:
-        """View a flat weight vector as named parameters."""
-        pieces = flat.split([shape.numel() for shape in self.shapes])
-        return {name: piece.view(shape) for name, piece, shape in zip(self.names, pieces, self.shapes, strict=True)}
+    def unflatten(self, flat: Float[Tensor, " n"]) -> dict[str, Tensor]:
+        """View a flat vector of P weights, or of P weights and Q moving statistics, as named tensors."""
+        names, shapes = self.names, self.shapes
+        if len(flat) > self.num_weights:
+            names, shapes = names + self.statistics, shapes + self.statistic_shapes
+        pieces = flat.split([shape.numel() for shape in shapes])
+        return {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
+
+    def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
+        """Concatenate the moving statistics in the model's order."""
+        values = [buffers[name].detach().reshape(-1) for name in self.statistics]
+        return torch.cat(values) if values else torch.zeros(0, dtype=self.spec.dtype, device=self.spec.device)
 
     def unflatten_rows(self, rows: Float[Tensor, "G P"]) -> dict[str, Tensor]:
         """View G flat weight vectors as named parameters, each with a first dimension of G."""
@@ -125,9 +151,10 @@ class FunctionalModel:
         return {name: piece.unflatten(1, shape) if shape else piece.squeeze(1) for name, piece, shape in named}
 
     def frozen_state(self) -> dict[str, Tensor]:
-        """Return buffers and frozen parameters by name: what f depends on beside the trained weights."""
-        parameters = {name: p for name, p in self.module.named_parameters() if name not in self.names}
-        return {name: value.detach() for name, value in (*parameters.items(), *self.module.named_buffers())}
+        """Return buffers and frozen parameters by name: what f depends on beside what the path goes through."""
+        moving = {*self.names, *self.statistics}
+        tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+        return {name: value.detach() for name, value in tensors if name not in moving}
 
     def spec_for(self, X: Shaped[Tensor, "..."]) -> TensorSpec:
         """Return the dtype and device of a computation on X: floating inputs set both, integers leave the dtype."""
@@ -143,7 +170,7 @@ class FunctionalModel:
     def converted(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model in another dtype or on another device, as `variant`, without keeping it."""
         module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
-        return FunctionalModel(module, self.names, self.shapes, self.cache)
+        return FunctionalModel(module, self.names, self.shapes, self.statistics, self.cache)
 
     def _take_module_of_thread(self) -> nn.Module:
         """Return the thread's copy of the module, to be given back after the call.
@@ -169,12 +196,15 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
             yield
 
 
-def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> FunctionalModel:
+def functionalize(
+    net: nn.Module, names: tuple[str, ...] | None = None, statistics: tuple[str, ...] = ()
+) -> FunctionalModel:
     """Copy a network as a function of its trained weights.
 
     Args:
         net: The network. Its weights are not kept.
         names: The trained parameters; all parameters that require a gradient by default.
+        statistics: The buffers that training-mode forward passes move.
 
     Raises:
         TypeError: `net` is not a module, or it cannot be copied.
@@ -218,7 +248,7 @@ def functionalize(net: nn.Module, names: tuple[str, ...] | None = None) -> Funct
     for part in module.modules():  # what they do to the user's gradients, the check of the steps sees
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
-    return FunctionalModel(module, names, tuple(parameters[name].shape for name in names))
+    return FunctionalModel(module, names, tuple(parameters[name].shape for name in names), statistics)
 
 
 def zero_final_layer(net: nn.Module) -> nn.Module:

@@ -1,9 +1,58 @@
-"""One recorded training step."""
+"""One recorded training step, with what its forward passes depended on."""
 
 from dataclasses import dataclass
 
-from jaxtyping import Float64, Int64
+import torch
+from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SeenRows:
+    """Rows of a forward pass that are unlike the recorded data, as the network or the loss saw them.
+
+    Attributes:
+        index: Which k rows of the pass.
+        values: The rows.
+    """
+
+    index: Int64[Tensor, " k"]
+    values: Shaped[Tensor, "k ..."]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPass:
+    """One training forward pass whose gradient a step uses; everything that the weights and the data do not say.
+
+    Attributes:
+        num_rows: Number of rows of the batch that the pass saw; the passes of a step follow one another in
+            `Step.batch`.
+        modes: Which modules of the network, in the order of `modules()`, were in training mode. None where the network
+            in evaluation mode computes the same.
+        inputs: Rows of the input that are unlike X[batch] (augmented, mixed, adversarial), packed as X is.
+        targets: Rows of the loss's target that are unlike y[batch]. For class labels they are vectors q such that the
+            loss of a row is -<q, log softmax(outputs)>.
+        random_state: State of torch's random numbers on the CPU when the pass began; None if it drew none.
+        device_random_state: The same of the network's accelerator.
+        statistics: The moving statistics when the pass began, (Q,); None if they are those at the start of the step.
+        statistics_after: Those when it ended; None if they are those at the end of the step.
+        autocast: The dtype of automatic mixed precision; None without it.
+    """
+
+    num_rows: int
+    modes: Bool[Tensor, " modules"] | None = None
+    inputs: SeenRows | None = None
+    targets: SeenRows | None = None
+    random_state: UInt8[Tensor, " bytes"] | None = None
+    device_random_state: UInt8[Tensor, " bytes"] | None = None
+    statistics: Float[Tensor, " Q"] | None = None
+    statistics_after: Float[Tensor, " Q"] | None = None
+    autocast: torch.dtype | None = None
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the network in evaluation mode, on the rows as seen, computes what the pass computed."""
+        return self.modes is None and self.random_state is None and self.device_random_state is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,10 +64,13 @@ class Step:
         lr: The learning rate eps_s, that of the optimizer's first parameter group.
         batch: Indices into the training data, or None for all points in order.
         sample_weights: The weights c of the batch's samples in the loss. None stands for the weights that the loss
-            gives to a single batch; other weights come from accumulated gradients.
+            gives to a single batch; other weights come from accumulated gradients or weighted samples.
+        passes: The forward passes on consecutive rows of the batch. Empty if the network in evaluation mode, on X and y
+            as recorded, computes the same.
     """
 
     index: int
     lr: float
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None
+    passes: tuple[ForwardPass, ...] = ()

@@ -60,6 +60,8 @@ class Trajectory:
         num_outputs: C.
         digest: blake2b over data, layout, weights and steps: equal for equal runs, in memory or on disk.
         data_digest: blake2b over inputs and targets.
+        statistics: The moving statistics of all S + 1 states, each flat, (Q,); None for a network without them.
+        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
     """
 
     model: FunctionalModel
@@ -73,13 +75,16 @@ class Trajectory:
     num_outputs: int
     digest: str
     data_digest: str
+    statistics: States | None = None
+    unexplained: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
         state = self.__dict__.copy()  # at once: another thread may be adding the cached property
         state.pop("is_vanilla_gd", None)  # found out again
-        if isinstance(self.states, tuple):
-            state["states"] = tuple(w.clone() for w in self.states)
+        for name in ("states", "statistics"):
+            if isinstance(state[name], tuple):
+                state[name] = tuple(value.clone() for value in state[name])
         if isinstance(self.updates, tuple):
             state["updates"] = tuple(
                 UpdateCoefficients(*(value.clone() for value in update)) for update in self.updates
@@ -138,7 +143,7 @@ class Trajectory:
         return torch.tensor([step.lr for step in self.steps], dtype=torch.float64)
 
     def weights(self, s: int) -> dict[str, Tensor]:
-        """Return the weights of state s by name (0 .. S; negative counts from the end).
+        """Return the weights of state s, and its moving statistics, by name (0 .. S; negative counts from the end).
 
         Raises:
             IndexError: There is no such state.
@@ -147,7 +152,7 @@ class Trajectory:
         count = self.num_steps + 1
         if not -count <= s < count:
             raise IndexError(f"state must lie in 0..{self.num_steps} (or be negative): got {s}.")
-        return self.model.unflatten(self.states[s % count].to(self.device, copy=True))
+        return self.model.unflatten(_joined(self, s % count).to(self.device, copy=True))
 
     def __repr__(self) -> str:
         """Describe the run in one line."""
@@ -202,6 +207,17 @@ def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "
     """Read a state's flat weights in the dtype and on the device of a computation on `reference`."""
     spec = trajectory.model.spec_for(reference)
     return trajectory.states[state].to(dtype=spec.dtype, device=spec.device)
+
+
+def flat_state(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " PQ"]:
+    """Read a state of the path, P weights and then Q moving statistics, as `flat_weights` reads the weights."""
+    spec = trajectory.model.spec_for(reference)
+    return _joined(trajectory, state).to(dtype=spec.dtype, device=spec.device)
+
+
+def _joined(trajectory: Trajectory, state: int) -> Tensor:
+    w = trajectory.states[state]
+    return w if trajectory.statistics is None else torch.cat([w, trajectory.statistics[state].to(w)])
 
 
 def network_outputs(
