@@ -141,7 +141,7 @@ class FunctionalModel:
 
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
         """Concatenate the moving statistics in the model's order."""
-        values = [buffers[name].detach().reshape(-1) for name in self.statistics]
+        values = [buffers[name].detach().reshape(-1).to(self.spec.dtype) for name in self.statistics]
         return torch.cat(values) if values else torch.zeros(0, dtype=self.spec.dtype, device=self.spec.device)
 
     def unflatten_rows(self, rows: Float[Tensor, "G P"]) -> dict[str, Tensor]:
