@@ -194,11 +194,12 @@ class TrainingReplay:
 
     def _arguments(self, data: PassData) -> tuple[tuple[Any, ...], dict[str, Any]]:
         X = data.X.to(self.spec.device)
-        rows = TensorSpec(self.dtype_of(data), self.spec.device).cast(X) if X.dtype == self.model.spec.dtype else X
-        return (rows,), {}
+        is_in_run_dtype = X.dtype == self.model.spec.dtype  # an input of another dtype is cast by the network itself
+        rows = TensorSpec(self.dtype_of(data), self.spec.device).cast(X) if is_in_run_dtype else X
+        return self.model.signature.unpack(rows)
 
     def _losses(self, returned: Any, data: PassData) -> Tensor:
-        return pass_losses(self.loss, returned, data)
+        return pass_losses(self.loss, self.model.signature.outputs(returned), data)
 
     @contextmanager
     def _conditions(self, module: nn.Module, forward: ForwardPass, *, exact: bool) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,16 +15,18 @@ from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_in
 from epk_gp.core.gradients import relative_rounding
 from epk_gp.core.losses import Loss, validate_loss_row_independence, validate_output_scale, validate_targets
 from epk_gp.core.model import FunctionalModel, functionalize, random_state_kept
+from epk_gp.core.replay import TrainingData
 from epk_gp.core.update_rules import UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
 from epk_gp.core.validation import validate_count, validate_finite
 from epk_gp.storage.schema import run_header
 from epk_gp.training.clipping import Clip, validate_clip
 from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.training.mode_check import moving_statistics
 from epk_gp.training.validation import (
     evenly_spread,
     parse_data,
     trained_names,
-    validate_layer_modes,
+    validate_batch_statistics,
     validated_fingerprint,
 )
 
@@ -92,9 +95,22 @@ class TrainingSetup:
         """Number C of outputs."""
         return self.fingerprint.shape[1]
 
+    @cached_property
+    def training_data(self) -> TrainingData:
+        """What the network is trained on."""
+        return TrainingData(self.X, self.y, self.loss)
+
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
         return self.model.flatten(dict(self.net.named_parameters()))
+
+    def statistics(self) -> Float[Tensor, " Q"] | None:
+        """Return a copy of the network's present moving statistics; None if it has none."""
+        return self.model.flatten_statistics(dict(self.net.named_buffers())) if self.model.statistics else None
+
+    def state(self, weights: Float[Tensor, " P"]) -> Float[Tensor, " PQ"]:
+        """Join weights with the network's present moving statistics."""
+        return torch.cat([weights, self.model.flatten_statistics(dict(self.net.named_buffers()))])
 
     def header(self) -> dict[str, Any]:
         """Return the description of the run for its header."""
@@ -114,7 +130,7 @@ class TrainingSetup:
 
     def digest(self, header: dict[str, Any], weights: Float[Tensor, " P"]) -> str:
         """Return the digest of the run before its first step."""
-        return fingerprint_start(header, self.model, self.fingerprint, weights)
+        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics())
 
     def validate_frozen_state(self, weights: Float[Tensor, " P"], index: int) -> None:
         """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
@@ -139,7 +155,8 @@ class TrainingSetup:
         }
         if not changed:
             return
-        params, rows = self.model.unflatten(perturbed_initial(weights)), self.X[:NUM_FINGERPRINT_POINTS]
+        params = self.model.unflatten(self.state(perturbed_initial(weights)))
+        rows = self.X[:NUM_FINGERPRINT_POINTS]
         with torch.no_grad():
             before, after = self.model(params, rows), self.model({**params, **changed}, rows)
         if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
@@ -164,11 +181,15 @@ def make_setup(
     """
     model = functionalize(net, trained_names(net, optimizer))
     X, y = parse_data(*data)
-    validate_layer_modes(net)
+    validate_batch_statistics(net)
+    statistics = moving_statistics(net, model, X)
+    if statistics:
+        model = functionalize(net, model.names, statistics)
     weights = model.flatten(dict(net.named_parameters()))
     for name, value in model.unflatten(weights).items():
         validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
-    fingerprint = validated_fingerprint(model, weights, X)
+    state = torch.cat([weights, model.flatten_statistics(dict(net.named_buffers()))])
+    fingerprint = validated_fingerprint(model, state, X)
     validate_targets(loss, y, len(X), fingerprint.shape[1])
     validate_output_scale(loss, fingerprint)
     validate_loss_row_independence(loss, fingerprint, y[: len(fingerprint)])
@@ -216,13 +237,16 @@ def _is_recorded_function(setup: TrainingSetup, w: Float[Tensor, " P"], rows: Sh
     It is not copied for that: a network that keeps its activations cannot be copied after a backward pass.
     """
     model, net = setup.model, setup.net
-    params = model.unflatten(w)
+    params = model.unflatten(setup.state(w))
     buffers = {name: value.clone() for name, value in net.named_buffers()}
     is_training = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
         with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
-            recorded, found = model(params, rows), torch.func.functional_call(net, {**params, **buffers}, (rows,))
+            args, kwargs = model.signature.unpack(rows)
+            recorded = model(params, rows)
+            returned = torch.func.functional_call(net, {**params, **buffers}, args, kwargs)
+            found = model.signature.outputs(returned)
     finally:
         for module, mode in is_training:
             module.training = mode
