@@ -47,7 +47,7 @@ class RunHistory:
     def append(self, step: Step, end: Float[Tensor, " P"], update: UpdateCoefficients, digest: str) -> None:
         """Add a step and copies of its results."""
         copy_in = self._arena.copy_in
-        self._results[step.index] = StepResult(copy_in(end), UpdateCoefficients(*map(copy_in, update)), digest)
+        self._results[step.index] = StepResult(copy_in(end), update.map(copy_in), digest)
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step if step.batch is None else replace(step, batch=copy_in(step.batch)))
 

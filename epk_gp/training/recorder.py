@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize
+from epk_gp.core.optimizers import learning_rate
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
-from epk_gp.core.update_rules import UpdateRule, learning_rate
+from epk_gp.core.update_rules import UpdateRule
 from epk_gp.core.validation import validate_count
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
@@ -30,6 +31,7 @@ from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.derivative_probe import DerivativeProbe
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.history import RunHistory
+from epk_gp.training.optimizer_state import StatesBefore, states_before
 from epk_gp.training.setup import make_setup, parse_step_rules, validate_end
 from epk_gp.training.step_check import (
     ObservedStep,
@@ -138,7 +140,7 @@ class Recorder:
         self._phase = Phase.READY
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._announced: list[AnnouncedBatch] = []  # batches of the next step
-        self._state_uninitialised: set[str] = set()  # parameters of which the optimizer had no state before its step
+        self._states_before: StatesBefore = {}  # of the optimizer, before its step
         self._first = len(self._history.steps)  # the first step that this recorder makes; others are of a resumed run
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
@@ -302,11 +304,9 @@ class Recorder:
         self._commits = CommitSchedule(writer, storage, self._history, training)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        parameters = dict(self.net.named_parameters())
-        states = {name: optimizer.state.get(parameters[name], {}) for name in self._setup.model.names}
-        self._state_uninitialised = {
-            name for name, state in states.items() if all(value is None for value in state.values())
-        }
+        named, rule = dict(self.net.named_parameters()), self._setup.rules.update_rule
+        parameters = {name: named[name] for name in self._setup.model.names}
+        self._states_before = states_before(optimizer, parameters, rule.needs_before)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         self._has_refused = True
@@ -337,7 +337,7 @@ class Recorder:
             start=self._history.last.end,
             end=end,
             momentum=self._training.momentum,
-            state_uninitialised=self._state_uninitialised,
+            before=self._states_before,
         )
         if index == self._first or is_recomputed(index, setup.rules.check_every):
             checked, self._unchecked = check_against_exact_gradient(setup, observed), None

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs, perturbed_initial
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.optimizers import Optimizers, as_optimizers
 from epk_gp.core.validation import validate_finite
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
@@ -30,17 +30,18 @@ _RANDOM_LAYERS = (
 )
 
 
-def trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the parameters that an optimizer trains.
+def trained_names(net: nn.Module, optimizers: Optimizers) -> tuple[str, ...]:
+    """Return the names of the parameters that one or several optimizers train.
 
     Raises:
-        TypeError: `net` is not a module.
-        ValueError: The optimizer trains a tensor that is not a parameter of the network.
+        TypeError: `net` is not a module, or there is something else than an optimizer.
+        ValueError: An optimizer trains a tensor that is not a parameter of the network.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
     names = {id(p): name for name, p in net.named_parameters()}
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(id(p) not in names for p in trained):
         raise ValueError(
             "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
