@@ -103,7 +103,7 @@ def fingerprint_step(
     hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
     if step.sample_weights is not None:
         hasher.update(tensor_bytes(step.sample_weights))
-    for value in update:
+    for value in update.tensors():
         hasher.update(tensor_bytes(value))
     hasher.update(tensor_bytes(end))
     if statistics is not None:

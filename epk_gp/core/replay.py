@@ -92,7 +92,9 @@ def passes_of(step: Step, data: TrainingData) -> list[PassData]:
     ]
 
 
-def seen_inputs(X: Shaped[Tensor, "M ..."], rows: Int64[Tensor, " n"], seen: SeenRows | None) -> Shaped[Tensor, "n ..."]:
+def seen_inputs(
+    X: Shaped[Tensor, "M ..."], rows: Int64[Tensor, " n"], seen: SeenRows | None
+) -> Shaped[Tensor, "n ..."]:
     """Return rows of X as the network saw them."""
     if seen is None:
         return X[rows]
@@ -116,9 +118,7 @@ class TrainingReplay:
         self.spec = model.spec if spec is None else spec
         self._modules: dict[torch.dtype, nn.Module] = {}
 
-    def gradient(
-        self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False
-    ) -> ReplayedPass:
+    def gradient(self, state: Float[Tensor, " PQ"], data: PassData, *, exact: bool = False) -> ReplayedPass:
         """Replay a forward and backward pass.
 
         Args:

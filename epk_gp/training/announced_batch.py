@@ -70,7 +70,8 @@ def _last_with_rows(forwards: list[CapturedForward], num_rows: int) -> list[Capt
     for forward in reversed(forwards):
         if len(forward.inputs) == num_rows:
             return [forward]
-    taken, rows = [], 0
+    taken: list[CapturedForward] = []
+    rows = 0
     for forward in reversed(forwards):
         taken.insert(0, forward)
         rows += len(forward.inputs)

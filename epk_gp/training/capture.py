@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.model import FunctionalModel
+from epk_gp.training.diagnosis import StepMismatchError
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
 # gradients switched on, are dropped in favour of later ones.
@@ -62,6 +63,7 @@ class ForwardCapture:
         net: The user's network.
         model: The recorded network.
         pack: Packs what the network was called with into rows; None if it was called otherwise than on X.
+        on_forward: Called when a pass with gradients begins.
         waiting: Passes with gradients that no announced batch has taken.
         count: Number of passes so far.
         statistics: The moving statistics after the last pass; they may move in no other way.
@@ -70,6 +72,7 @@ class ForwardCapture:
     net: nn.Module
     model: FunctionalModel
     pack: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
+    on_forward: Callable[[], None]
     waiting: list[CapturedForward] = field(default_factory=list)
     count: int = 0
     statistics: Tensor | None = None
@@ -92,7 +95,28 @@ class ForwardCapture:
         self._hooks = []
         self.waiting = []
 
+    def statistics_now(self, index: int) -> Float[Tensor, " Q"] | None:
+        """Return the present moving statistics; None for a network without them.
+
+        Args:
+            index: Number of the step, for the error message.
+
+        Raises:
+            StepMismatchError: They were changed in another way than by a forward pass.
+        """
+        if not self.model.statistics:
+            return None
+        present = self.model.flatten_statistics(dict(self.net.named_buffers()))
+        if self.statistics is None or not torch.equal(present, self.statistics):
+            raise StepMismatchError(
+                f"step {index}: moving statistics must be moved by the network's forward passes alone: they were "
+                "changed in another way."
+            )
+        return present
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self.on_forward()
         rows = self.pack(args, kwargs)
         if rows is None:
             self._begun.append(None)
@@ -118,7 +142,11 @@ class ForwardCapture:
         device = self.model.spec.device
         drew = not torch.equal(before.random_state, torch.random.get_rng_state())
         on_device = _device_random_state(device)
-        drew_on_device = on_device is not None and not torch.equal(on_device, before.device_random_state)
+        drew_on_device = (
+            on_device is not None
+            and before.device_random_state is not None
+            and (not torch.equal(on_device, before.device_random_state))
+        )
         forward = CapturedForward(
             inputs=before.inputs,
             modes=torch.tensor([part.training for part in self.net.modules()]),
@@ -130,7 +158,7 @@ class ForwardCapture:
             position=self.count,
         )
         self.waiting = [*self.waiting[-_MAX_WAITING + 1 :], forward]
-        outputs = returned
+        outputs = self.model.signature.outputs(returned)
         if isinstance(outputs, Tensor) and outputs.requires_grad:
             forward.outputs = outputs.detach()
             outputs.register_hook(lambda gradient: _add_gradient(forward, gradient))

@@ -63,7 +63,7 @@ class RunHistory:
         """Add a step and copies of its results."""
         copy_in = self._arena.copy_in
         held = None if statistics is None else copy_in(statistics)
-        self._results[step.index] = StepResult(copy_in(end), UpdateCoefficients(*map(copy_in, update)), digest, held)
+        self._results[step.index] = StepResult(copy_in(end), update.map(copy_in), digest, held)
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step if step.batch is None else replace(step, batch=copy_in(step.batch)))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from epk_gp.core.fingerprint import tensor_bytes
 from epk_gp.core.replay import TrainingData
-from epk_gp.core.step import ForwardPass, SeenRows
-from epk_gp.training.announced_batch import AnnouncedBatch, stated_weights
+from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.training.announced_batch import AnnouncedBatch, join_batches, stated_weights
 from epk_gp.training.capture import CapturedForward
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.mode_check import ModeCheck
@@ -32,13 +32,14 @@ class PassRecords:
     has_other_rows: bool = False
     _index_of_row: dict[bytes, int] = field(default_factory=dict)
 
-    def of_step(
-        self, index: int, announced: Sequence[AnnouncedBatch], statistics: tuple[Tensor, Tensor] | None
-    ) -> tuple[list[ForwardPass], list[Tensor] | None]:
-        """Return the forward passes of a step, none if they follow from the data, and the weights of their rows.
+    def step(
+        self, index: int, lr: float, announced: Sequence[AnnouncedBatch], statistics: tuple[Tensor, Tensor] | None
+    ) -> Step:
+        """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
 
         Args:
-            index: Number of the step, for error messages.
+            index: Number of the step.
+            lr: Its learning rate.
             announced: Its batches.
             statistics: The moving statistics at the start and at the end of the step.
 
@@ -60,13 +61,15 @@ class PassRecords:
                     passes.append(ForwardPass(len(rows)))
                     found.append(part)
                     continue
-                record, used = self._record(index, forwards[number], rows, part)
+                record, c_seen = self._record(index, forwards[number], rows, part)
                 passes.append(_with_statistics(record, forwards[number], statistics))
-                found.append(used)
+                found.append(c_seen)
             weights.append(torch.cat(found))
         is_plain = all(forward.is_plain for forward in passes)
-        one = len(announced) == 1 and announced[0].is_plain and torch.equal(weights[0], stated[0])
-        return ([] if is_plain else passes), (None if one else weights)
+        is_stated = len(announced) == 1 and announced[0].is_plain and torch.equal(weights[0], stated[0])
+        return join_batches(
+            index, lr, announced, None if is_stated else weights, [] if is_plain else passes, len(self.data.inputs)
+        )
 
     def _record(
         self, index: int, forward: CapturedForward, rows: Int64[Tensor, " n"], c: Tensor

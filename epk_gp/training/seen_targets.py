@@ -1,9 +1,9 @@
 """The targets and weights that a loop's loss used, where they are unlike the recorded ones.
 
 A loop computes its loss outside of the network. What the loss did to a row shows in its gradient in the row's outputs,
-delta_i = c_i d loss_i / d z_i: under cross entropy it is c_i (softmax(z_i) - q_i), so the target q_i (mixup, CutMix, label
-noise) and the weight c_i of a row follow from it. What does not follow is left as stated, and the check of the step's
-gradient decides.
+delta_i = c_i d loss_i / d z_i: under cross entropy it is c_i (softmax(z_i) - q_i), so the target q_i (mixup, CutMix,
+label noise) and the weight c_i of a row follow from it. What does not follow is left as stated, and the check of the
+step's gradient decides.
 """
 
 from dataclasses import dataclass
@@ -65,9 +65,7 @@ class SeenTargets:
     c: Float64[Tensor, " n"]
 
 
-def seen_targets(
-    loss: Loss, seen: OutputGradient, y: Shaped[Tensor, "n ..."], c: Float64[Tensor, " n"]
-) -> SeenTargets:
+def seen_targets(loss: Loss, seen: OutputGradient, y: Shaped[Tensor, "n ..."], c: Float64[Tensor, " n"]) -> SeenTargets:
     """Find the targets and weights that explain the gradient in the outputs.
 
     Args:

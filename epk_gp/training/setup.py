@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
@@ -15,8 +14,16 @@ from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_in
 from epk_gp.core.gradients import relative_rounding
 from epk_gp.core.losses import Loss, validate_loss_row_independence, validate_output_scale, validate_targets
 from epk_gp.core.model import FunctionalModel, functionalize, random_state_kept
+from epk_gp.core.optimizers import (
+    Optimizers,
+    Rules,
+    learning_rate,
+    rule_for,
+    validate_fresh_optimizer,
+    validate_unexplained,
+)
 from epk_gp.core.replay import TrainingData
-from epk_gp.core.update_rules import UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
+from epk_gp.core.update_rules import UpdateRule
 from epk_gp.core.validation import validate_count, validate_finite
 from epk_gp.storage.schema import run_header
 from epk_gp.training.clipping import Clip, validate_clip
@@ -41,31 +48,35 @@ class StepRules:
         update_rule: How the optimizer's step follows from the gradient.
         clip: The gradient clipping before each step, if any.
         check_every: The gradient of one step out of this many is recomputed.
+        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
     """
 
     update_rule: UpdateRule
     clip: Clip | None
     check_every: int
+    unexplained: float | None = None
 
 
 def parse_step_rules(
-    optimizer: Optimizer, update_rule: UpdateRule | None, clip: Clip | None, check_every: int
+    optimizer: Optimizers, update_rule: Rules, clip: Clip | None, check_every: int, unexplained: float | None = None
 ) -> StepRules:
     """Return the rules of the steps; the update rule is that of the optimizer if none is given.
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: The update rule is not known, the optimizer holds momentum, its learning rate is not finite, the
-            bound of clipping is not positive, or clipping is combined with `check_every`.
+        ValueError: The update rule is not known or leaves more unexplained than is allowed, the optimizer holds
+            momentum, its learning rate is not finite, the bound of clipping is not positive, or clipping is combined
+            with `check_every`.
     """
-    rule = rule_for(optimizer) if update_rule is None else update_rule
+    rule = rule_for(optimizer, update_rule)
+    validate_unexplained(rule, unexplained)
     validate_fresh_optimizer(optimizer)
     learning_rate(optimizer)
     validate_clip(clip)
     validate_count(check_every, "check_every")
     if check_every > 1 and clip is not None:
         raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
-    return StepRules(rule, clip, check_every)
+    return StepRules(rule, clip, check_every, unexplained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +179,7 @@ class TrainingSetup:
 
 def make_setup(
     net: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     data: tuple[Tensor, Tensor],
     loss: Loss,
     rules: StepRules,

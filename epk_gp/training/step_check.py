@@ -1,12 +1,12 @@
 """The check of one step: is the change of the weights the one that the update rule predicts?"""
 
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from epk_gp.core.gradients import (
     CANCELLATION_FACTOR,
@@ -15,10 +15,12 @@ from epk_gp.core.gradients import (
     relative_rounding,
     step_tolerance,
 )
+from epk_gp.core.optimizers import Optimizers, as_optimizers
 from epk_gp.core.replay import passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import (
     NO_UPDATE,
+    WEIGHTS,
     LinearStep,
     UpdateCoefficients,
     predict_step,
@@ -26,6 +28,7 @@ from epk_gp.core.update_rules import (
     stack_coefficients,
 )
 from epk_gp.training.diagnosis import StepCheck, StepMismatchError, explain_mismatch
+from epk_gp.training.optimizer_state import StatesBefore
 from epk_gp.training.setup import TrainingSetup
 from epk_gp.training.step_gradient import step_gradient
 
@@ -39,7 +42,8 @@ class ObservedStep:
         start: The weights before it.
         end: The weights after it.
         gradient: The gradient that the optimizer used; zero for a parameter without one.
-        without_gradient: Names of the parameters without a gradient, which torch neither clips nor moves.
+        without_gradient: Names of the parameters without a gradient. torch neither clips nor moves those whose gradient
+            is None; one that was frozen during the run and has a gradient of zeros moves by its momentum and decay.
         update: The coefficients of the step, read from the optimizer, without gradient clipping.
         momentum: The momentum buffer before the step, as the recorder follows it.
         start_statistics: The moving statistics before the step, (Q,).
@@ -72,44 +76,70 @@ class CheckedStep:
 
 def observe_step(
     setup: TrainingSetup,
-    optimizer: Optimizer,
+    optimizers: Optimizers,
     step: Step,
     *,
     start: Float[Tensor, " P"],
     end: Float[Tensor, " P"],
     momentum: Float[Tensor, " P"],
     statistics: tuple[Tensor, Tensor] | None = None,
-    state_uninitialised: Set[str],
+    before: StatesBefore,
 ) -> ObservedStep:
     """Read gradient and coefficients of a step from the network and its optimizer, right after it.
 
     Args:
         setup: The training.
-        optimizer: Its optimizer.
+        optimizers: The optimizers that made the step; the parameters of others did not move.
         step: Learning rate and batch of the step.
         start: The weights before the step.
         end: The weights after the step.
         momentum: The momentum buffer before the step.
         statistics: The moving statistics before and after the step; None for a network without them.
-        state_uninitialised: Names of the parameters of which the optimizer had no state before the step.
+        before: The optimizers' states before the step (`states_before`).
+
+    Raises:
+        StepMismatchError: A parameter that is not recorded has a gradient and is trained.
     """
     model, named = setup.model, dict(setup.net.named_parameters())
     parameters = {name: named[name] for name in model.names}
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    owned = {
+        id(p): (group, optimizer.state)
+        for optimizer in as_optimizers(optimizers)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    for name, parameter in named.items():
+        if name not in parameters and id(parameter) in owned and parameter.grad is not None:
+            raise StepMismatchError(
+                f"step {step.index}: a parameter that is trained at any time must be trainable when recording begins: "
+                f"{name!r} was frozen or in no optimizer then. Give it to the optimizer with requires_grad=True before "
+                "the recorder is made, and freeze it afterwards."
+            )
+    frozen = {
+        name
+        for name, p in parameters.items()
+        if p.grad is None or id(p) not in owned or not (p.requires_grad or bool(_dense_gradient(p).any()))
+    }
 
     def coefficients(name: str, parameter: nn.Parameter) -> LinearStep:
-        if parameter.grad is None:
+        if parameter.grad is None or id(parameter) not in owned:
             return NO_UPDATE
-        state = optimizer.state.get(parameter, {})
-        is_first = name in state_uninitialised
-        return setup.rules.update_rule.coefficients(parameter, groups[id(parameter)], state, is_first)
+        group, states = owned[id(parameter)]
+        old: Mapping[str, Any] = before.get(name, {})
+        if WEIGHTS in rule.needs_before:
+            old = {**old, WEIGHTS: weights_before[name]}
+        linear = rule.coefficients(parameter, group, old, states.get(parameter, {}))
+        return replace(linear, grad_scale=0.0) if name in frozen else linear
+
+    rule, weights_before = setup.rules.update_rule, model.unflatten(start)
+    gradients = {name: torch.zeros_like(p) if name in frozen else _dense_gradient(p) for name, p in parameters.items()}
 
     return ObservedStep(
         step=step,
         start=start,
         end=end,
-        gradient=model.flatten({name: _dense_gradient(parameter) for name, parameter in parameters.items()}),
-        without_gradient={name for name, parameter in parameters.items() if parameter.grad is None},
+        gradient=model.flatten(gradients),
+        without_gradient=frozen,
         update=stack_coefficients([coefficients(*item) for item in parameters.items()], model.sizes),
         momentum=momentum,
         start_statistics=start[:0] if statistics is None else statistics[0],

@@ -1,15 +1,17 @@
 """Validation of what a recorder is given: network, optimizer, data and batches."""
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs, perturbed_initial
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.optimizers import Optimizers, as_optimizers
 from epk_gp.core.validation import validate_finite
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
@@ -21,17 +23,18 @@ _NO_CHECKPOINTING = (
 )
 
 
-def trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the parameters that an optimizer trains.
+def trained_names(net: nn.Module, optimizers: Optimizers) -> tuple[str, ...]:
+    """Return the names of the parameters that one or several optimizers train.
 
     Raises:
-        TypeError: `net` is not a module.
-        ValueError: The optimizer trains a tensor that is not a parameter of the network.
+        TypeError: `net` is not a module, or there is something else than an optimizer.
+        ValueError: An optimizer trains a tensor that is not a parameter of the network.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
     names = {id(p): name for name, p in net.named_parameters()}
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(id(p) not in names for p in trained):
         raise ValueError(
             "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
@@ -116,11 +119,12 @@ def validate_no_checkpointing(model: FunctionalModel, state: Tensor, rows: Tenso
     Raises:
         ValueError: The network uses `torch.utils.checkpoint`.
     """
-    leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(state).items()}
+    params = {name: value.detach() for name, value in model.unflatten(state).items()}
+    leaves = {name: params[name].requires_grad_() for name in model.names}
     with torch.enable_grad():
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTING):
-                outputs = model(leaves, rows)
+                outputs = model({**params, **leaves}, rows)
         except RuntimeError as error:
             if _NO_CHECKPOINTING not in str(error):
                 raise
@@ -170,6 +174,36 @@ def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) ->
     if low < 0 or high >= num_points:
         raise ValueError(f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}.")
     return batch.detach().to(torch.int64).clone()
+
+
+def parse_batch_weight(weight: object, num_rows: int, index: int) -> float | Tensor:
+    """Return the factor of a batch's loss, or of each of its rows, as a number or as float64.
+
+    Args:
+        weight: The factor.
+        num_rows: Number of rows of the batch, B.
+        index: Number of the step, for the error message.
+
+    Raises:
+        TypeError: The factor is no number and no tensor.
+        ValueError: A factor is not finite, or there is not one per row.
+    """
+    if isinstance(weight, Tensor) and weight.ndim:
+        if weight.shape != (num_rows,):
+            raise ValueError(
+                f"step {index}: weight must be a number or have one entry per row of the batch: got shape "
+                f"{tuple(weight.shape)} for {num_rows} rows."
+            )
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"step {index}: the weights of a batch's rows must be finite.")
+        return weight.detach().cpu().double()
+    if isinstance(weight, Tensor):
+        weight = float(weight)
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        raise TypeError(f"step {index}: weight must be a number, or a tensor with one per row: got {weight!r}.")
+    if not math.isfinite(float(weight)):
+        raise ValueError(f"step {index}: the weight of a batch must be finite: got {weight}.")
+    return float(weight)
 
 
 def evenly_spread(X: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "m ..."]:
