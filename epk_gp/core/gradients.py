@@ -99,14 +99,14 @@ def batch_gradient(
 
     Args:
         model: The network.
-        w: Its weights.
+        w: Its weights. With moving statistics behind them the gradient is that in both.
         X: Inputs of the batch.
         y: Their targets.
         loss: The loss of a sample.
         c: Weight of each sample in the batch's loss.
     """
     weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
-    leaves = [weights[name] for name in model.names]
+    leaves = [*weights.values()]
     rows = batch_gradient_rows(X[0].numel())
     total = torch.zeros_like(w)
     with torch.enable_grad():
