@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
+from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.signature import Signature
 
 
@@ -140,7 +141,8 @@ class FunctionalModel:
         args, kwargs = self.signature.unpack(X)
         module = self._take_module_of_thread()
         try:
-            with disable_fused_attention():  # everywhere, or bytes would depend on what other threads do
+            # everywhere, or bytes would depend on what other threads do
+            with disable_fused_attention(), self._differentiable_in_statistics(params):
                 returned = functional_call(module, dict(params), args, kwargs)
         except StopForwardError:
             self._of_thread.module = module
@@ -148,27 +150,37 @@ class FunctionalModel:
         self._of_thread.module = module
         return returned
 
+    def _differentiable_in_statistics(self, params: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+        if not self.statistics:
+            return nullcontext()
+        return WrittenOutNormalisation(params[name] for name in self.statistics)
+
     def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
         """Concatenate the trained parameters in the model's order."""
         return torch.cat([params[name].detach().reshape(-1) for name in self.names])
 
     def unflatten(self, flat: Float[Tensor, " n"]) -> dict[str, Tensor]:
         """View a flat vector of P weights, or of P weights and Q moving statistics, as named tensors."""
-        names, shapes = self.names, self.shapes
-        if len(flat) > self.num_weights:
-            names, shapes = names + self.statistics, shapes + self.statistic_shapes
+        names, shapes = self._layout(len(flat))
         pieces = flat.split([shape.numel() for shape in shapes])
         return {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
+
+    def _layout(self, size: int) -> tuple[tuple[str, ...], tuple[torch.Size, ...]]:
+        """Return names and shapes of what a flat vector of P or of P + Q numbers holds."""
+        if size > self.num_weights:
+            return self.names + self.statistics, self.shapes + self.statistic_shapes
+        return self.names, self.shapes
 
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
         """Concatenate the moving statistics in the model's order."""
         values = [buffers[name].detach().reshape(-1).to(self.spec.dtype) for name in self.statistics]
         return torch.cat(values) if values else torch.zeros(0, dtype=self.spec.dtype, device=self.spec.device)
 
-    def unflatten_rows(self, rows: Float[Tensor, "G P"]) -> dict[str, Tensor]:
-        """View G flat weight vectors as named parameters, each with a first dimension of G."""
-        pieces = rows.split([shape.numel() for shape in self.shapes], dim=1)
-        named = zip(self.names, pieces, self.shapes, strict=True)
+    def unflatten_rows(self, rows: Float[Tensor, "G n"]) -> dict[str, Tensor]:
+        """View G flat vectors, as `unflatten` takes them, as named tensors, each with a first dimension of G."""
+        names, shapes = self._layout(rows.shape[1])
+        pieces = rows.split([shape.numel() for shape in shapes], dim=1)
+        named = zip(names, pieces, shapes, strict=True)
         return {name: piece.unflatten(1, shape) if shape else piece.squeeze(1) for name, piece, shape in named}
 
     def frozen_state(self) -> dict[str, Tensor]:
