@@ -99,7 +99,7 @@ class ResNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU())
-        self.layers = nn.Sequential(BasicBlock(3, 3), BasicBlock(3, 4, stride=2))
+        self.layers = nn.Sequential(BasicBlock(3, 4, stride=2))
         self.fc = nn.Linear(4, C)
 
     def forward(self, x):
@@ -121,7 +121,7 @@ def crop_and_flip(x, padding=1):
 def resnet():
     X, y = images(24)
     net = ResNet().double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
     with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
         net.train()
@@ -132,7 +132,7 @@ def resnet():
             recorder.batch(batch)  # recorder
             optimizer.step()
             scheduler.step()
-    return finish(recorder, net, images(26)[0][24:], X, y)
+    return finish(recorder, net, images(25)[0][24:], X, y)
 
 
 def small_cnn():
@@ -241,7 +241,7 @@ def segmentation():
             F.cross_entropy(net(X[batch]), masks[batch]).backward()
             recorder.batch(batch)  # recorder
             optimizer.step()
-    return finish(recorder, net, images(18)[0][16:], X, masks, output=pooled)
+    return finish(recorder, net, images(17)[0][16:], X, masks, output=pooled)
 
 
 RECIPES = [mnist_mlp, mnist_cnn, resnet, mixup, cutmix, label_noise, segmentation]

@@ -1,6 +1,7 @@
 """Brute force along the path of the weights and moving statistics: many Gauss nodes between located kinks."""
 
 import copy
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from recipes.problem import as_tuple
 from recipes.reference import step_terms, updates
 
 NODES = 16
+TOLERANCE = 1e-11  # of an integral along a step; smooth steps reach rounding with the first nodes
 KINK_WIDTH = 1e-10  # of a bracket: what a jump in the gradient adds to an integral is this small
 
 
@@ -50,7 +52,7 @@ class Pattern(TorchFunctionMode):
 
 @dataclass
 class Terms:
-    """Terms of the change of the outputs over a run: of each sample (n, C, M), of weight decay and statistics (n, C)."""
+    """Terms of the change of the outputs: of each sample (n, C, M), of weight decay and of statistics (n, C)."""
 
     samples: torch.Tensor
     decay: torch.Tensor
@@ -63,14 +65,15 @@ class Line:
     def __init__(self, result, start, end):
         self.net = copy.deepcopy(result.net).eval()
         self.inputs, self.output = result.X_test, result.output
-        self.moving = [name for name, value in start.items() if value.is_floating_point()]
+        names = [name for name, _ in (*self.net.named_parameters(), *self.net.named_buffers())]
+        self.moving = [name for name in names if start[name].is_floating_point()]
         self.start, self.end = start, end
 
     def outputs(self, t):
         """Return the outputs at t, and the tensors that they were computed from."""
         leaves = {n: torch.lerp(self.start[n], self.end[n], t).requires_grad_() for n in self.moving}
         args, kwargs = ((), self.inputs) if isinstance(self.inputs, dict) else (as_tuple(self.inputs), {})
-        returned = torch.func.functional_call(self.net, leaves, args, kwargs, tie_weights=True)
+        returned = torch.func.functional_call(self.net, leaves, args, kwargs)
         z = self.output(returned)
         return (z if z.ndim > 1 else z[:, None]), leaves
 
@@ -97,20 +100,34 @@ class Line:
 
     def average_gradients(self):
         """Return Phi, the gradients averaged over the line, by name, (n, C, *shape)."""
-        nodes, weights = np.polynomial.legendre.leggauss(NODES)
         points = self.breakpoints()
-        total = {}
-        for a, b in zip(points[:-1], points[1:], strict=True):
-            for node, weight in zip(nodes, weights, strict=True):
-                with Differentiable():
-                    z, leaves = self.outputs(a + (b - a) * (node + 1) / 2)
-                seeds = torch.eye(z.numel(), dtype=z.dtype).view(z.numel(), *z.shape)
-                rows = torch.autograd.grad(z, list(leaves.values()), seeds, is_grads_batched=True, allow_unused=True)
-                for name, row in zip(leaves, rows, strict=True):
-                    if row is not None:
-                        part = (b - a) * weight / 2 * row.detach().reshape(*z.shape, *row.shape[1:])
-                        total[name] = total.get(name, 0) + part
+        panels, total = list(itertools.pairwise(points)), {}
+        while panels:
+            a, b = panels.pop()
+            part, residual = self.integrate(a, b)
+            if residual > TOLERANCE:
+                panels += [(a, (a + b) / 2), ((a + b) / 2, b)]
+                continue
+            total = {name: value + total.get(name, 0) for name, value in part.items()}
         return total
+
+    def integrate(self, a, b):
+        """Integrate the gradients over [a, b]; and say by how much they miss the change of the outputs."""
+        nodes, weights = np.polynomial.legendre.leggauss(NODES)
+        total = {}
+        for node, weight in zip(nodes, weights, strict=True):
+            with Differentiable():
+                z, leaves = self.outputs(a + (b - a) * (node + 1) / 2)
+            seeds = torch.eye(z.numel(), dtype=z.dtype).view(z.numel(), *z.shape)
+            rows = torch.autograd.grad(z, list(leaves.values()), seeds, is_grads_batched=True, allow_unused=True)
+            for name, row in zip(leaves, rows, strict=True):
+                if row is not None:
+                    part = (b - a) * weight / 2 * row.detach().reshape(*z.shape, *row.shape[1:])
+                    total[name] = total.get(name, 0) + part
+        with torch.no_grad():
+            change = self.outputs(b)[0] - self.outputs(a)[0]
+        explained = sum(phi.flatten(2) @ (self.end[name] - self.start[name]).flatten() for name, phi in total.items())
+        return total, float((change - explained).abs().max())
 
 
 def brute_force_terms(result):

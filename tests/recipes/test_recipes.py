@@ -72,3 +72,64 @@ def initial_outputs(result):
         returned = result.net(**inputs) if isinstance(inputs, dict) else result.net(*as_tuple(inputs))
     result.net.load_state_dict(trained)
     return result.output(returned)
+
+
+@cache
+def attributed(recipe):
+    result = recorded(recipe)
+    return epk.attribute(result.trajectory, result.X_test, head="logits")
+
+
+@pytest.mark.parametrize("recipe", named(EXACT))
+def test_the_kernel_machine_is_the_trained_network(recipe):
+    result = recorded(recipe)
+    machine = epk.reconstruct(result.trajectory, result.X_test)
+    assert machine.certified
+    assert relative_error(machine.outputs, machine.network) < 1e-9
+    if machine.outputs.shape == result.outputs.shape:
+        head = torch.log_softmax(result.outputs, dim=1) if "CrossEntropy" in str(result.trajectory.loss) else None
+        assert relative_error(machine.network, result.outputs if head is None else head) < 1e-12
+
+
+@pytest.mark.parametrize("recipe", named(EXACT))
+def test_the_terms_sum_to_the_trained_network(recipe):
+    parts, result = attributed(recipe), recorded(recipe)
+    assert relative_error(parts.total, result.outputs.reshape(parts.total.shape)) < 1e-9
+    if parts.unexplained is not None:  # float64: rounding only
+        assert parts.unexplained.norm() < 1e-9 * parts.total.norm()
+
+
+@pytest.mark.parametrize("recipe", named(EXACT))
+def test_contributions_are_those_of_separate_backward_passes(recipe):
+    parts, expected = attributed(recipe), brute_force_terms(recorded(recipe))
+    scale = expected.samples.norm()
+    assert float((parts.samples - expected.samples).norm()) < 1e-8 * scale
+    assert float((parts.decay - expected.decay).norm()) < 1e-8 * scale
+    if parts.statistics is not None:
+        assert float((parts.statistics - expected.statistics).norm()) < 1e-8 * scale
+    else:
+        assert not expected.statistics.any()
+
+
+@pytest.mark.parametrize("recipe", named(LOW))
+def test_in_low_precision_what_the_law_leaves_is_a_term_of_its_own(recipe):
+    result = recorded(recipe)
+    parts = epk.attribute(result.trajectory, result.X_test, head="logits")
+    change = (parts.network - parts.initial).norm()
+    assert 0 < parts.unexplained.norm() < 0.1 * change
+    assert (parts.total - result.outputs).norm() < 1e-4 * change
+    without = parts.total - parts.unexplained
+    assert (without - result.outputs).norm() > 2 * (parts.total - result.outputs).norm()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "message"),
+    [
+        pytest.param(targets.contrastive, (ValueError, epk.StepMismatchError), "rows", id="contrastive"),
+        pytest.param(targets.lbfgs, (ValueError, TypeError), "LBFGS", id="lbfgs"),
+        pytest.param(targets.closure_given_to_sgd, (ValueError, epk.StepMismatchError), "closure", id="closure"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_in_words(recipe, error, message):
+    with pytest.raises(error, match=message):
+        recipe()
