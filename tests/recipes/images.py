@@ -1,0 +1,247 @@
+"""Image recipes: MNIST as in torch's examples, a residual network, mixed images, segmentation."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import epk_gp as epk
+from epk_gp.training.indexed_dataset import IndexedDataset
+from recipes.problem import C, batches, finish, images
+
+
+def mnist_mlp():
+    X, y = images(30)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loss_fn = nn.CrossEntropyLoss()
+    with epk.Recorder(net, optimizer, X, y, loss=loss_fn) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 10, epochs=3):
+            loss = loss_fn(net(X[batch]), y[batch])
+            loss.backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+            optimizer.zero_grad()
+    return finish(recorder, net, images(33)[0][30:], X, y)
+
+
+class MnistNet(nn.Module):
+    """The network of pytorch/examples, mnist/main.py, with fewer channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 3, 3, 1)
+        self.conv2 = nn.Conv2d(3, 4, 2, 1)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(4, 8)
+        self.fc2 = nn.Linear(8, C)
+
+    def forward(self, x):
+        x = self.conv1(x)
+        x = F.relu(x)
+        x = self.conv2(x)
+        x = F.relu(x)
+        x = F.max_pool2d(x, 2)
+        x = self.dropout1(x)
+        x = torch.flatten(x, 1)
+        x = self.fc1(x)
+        x = F.relu(x)
+        x = self.dropout2(x)
+        x = self.fc2(x)
+        return F.log_softmax(x, dim=1)
+
+
+def mnist_cnn():
+    X, y = images(30)
+    X_test, y_test = (data[30:] for data in images(33))
+    net = MnistNet().double()
+    optimizer = torch.optim.Adadelta(net.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    train_loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)  # recorder: indexed
+    with epk.Recorder(net, optimizer, X, y, loss=nn.NLLLoss()) as recorder:  # recorder
+        for _ in range(2):
+            net.train()
+            for indices, (data, target) in train_loader:
+                optimizer.zero_grad()
+                output = net(data)
+                loss = F.nll_loss(output, target)
+                loss.backward()
+                recorder.batch(indices)  # recorder
+                optimizer.step()
+            net.eval()
+            with torch.no_grad():
+                assert torch.isfinite(F.nll_loss(net(X_test), y_test, reduction="sum"))
+            scheduler.step()
+    return finish(recorder, net, X_test, X, y)
+
+
+class BasicBlock(nn.Module):
+    def __init__(self, inputs, outputs, stride=1):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        out = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU())
+        self.layers = nn.Sequential(BasicBlock(3, 4, stride=2))
+        self.fc = nn.Linear(4, C)
+
+    def forward(self, x):
+        return self.fc(self.layers(self.stem(x)).mean(dim=(2, 3)))
+
+
+def crop_and_flip(x, padding=1):
+    """Move each image by up to a pixel, and mirror one in two."""
+    size = x.shape[-1]
+    padded = F.pad(x, [padding] * 4)
+    seen = []
+    for image in padded:
+        top, left = torch.randint(2 * padding + 1, (2,)).tolist()
+        image = image[:, top : top + size, left : left + size]
+        seen.append(image.flip(-1) if torch.rand(()) < 0.5 else image)
+    return torch.stack(seen)
+
+
+def resnet():
+    X, y = images(24)
+    net = ResNet().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 12, epochs=3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(crop_and_flip(X[batch])), y[batch])
+            loss.backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+            scheduler.step()
+    return finish(recorder, net, images(25)[0][24:], X, y)
+
+
+def small_cnn():
+    layers = [nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(27, C)).double()
+
+
+def mixup():
+    X, y = images(24)
+    net = small_cnn()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    criterion = nn.CrossEntropyLoss()
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 8, epochs=2):
+            inputs, targets = X[batch], y[batch]
+            lam = float(torch.distributions.Beta(1.0, 1.0).sample())
+            index = torch.randperm(len(inputs))
+            outputs = net(lam * inputs + (1 - lam) * inputs[index])
+            loss = lam * criterion(outputs, targets) + (1 - lam) * criterion(outputs, targets[index])
+            optimizer.zero_grad()
+            loss.backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, images(26)[0][24:], X, y)
+
+
+def cutmix():
+    X, y = images(24)
+    net = small_cnn()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    criterion = nn.CrossEntropyLoss()
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 8, epochs=2):
+            inputs, targets = X[batch].clone(), y[batch]
+            lam = float(torch.rand(()))
+            if torch.rand(()) < 0.7:  # else the batch as it is
+                index = torch.randperm(len(inputs))
+                side = int(6 * math.sqrt(1 - lam))
+                top, left = torch.randint(6 - side + 1, (2,)).tolist()
+                inputs[:, :, top : top + side, left : left + side] = X[batch][
+                    index, :, top : top + side, left : left + side
+                ]
+                lam = 1 - side * side / 36
+                outputs = net(inputs)
+                loss = criterion(outputs, targets) * lam + criterion(outputs, targets[index]) * (1 - lam)
+            else:
+                loss = criterion(net(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, images(26)[0][24:], X, y)
+
+
+def label_noise():
+    X, y = images(30)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    with epk.Recorder(net, optimizer, X, y, loss=criterion) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 10, epochs=3):
+            noisy = torch.where(torch.rand(len(batch)) < 0.2, torch.randint(C, (len(batch),)), y[batch])
+            optimizer.zero_grad()
+            criterion(net(X[batch]), noisy).backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, images(33)[0][30:], X, y)
+
+
+class UNet(nn.Module):
+    """One level: down, up, and a skip connection."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
+        self.bottom = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.up = nn.ConvTranspose2d(4, 3, 2, stride=2)
+        self.head = nn.Conv2d(6, 2, 1)
+
+    def forward(self, x):
+        skipped = self.down(x)
+        return self.head(torch.cat([skipped, self.up(self.bottom(skipped))], dim=1))
+
+
+def pooled(pixels):
+    return pixels.mean(dim=(2, 3))
+
+
+def mean_over_pixels(pixels, masks):
+    return F.cross_entropy(pixels, masks, reduction="none").mean(dim=(1, 2))
+
+
+def segmentation():
+    X, _ = images(16)
+    masks = (X[:, 0] > 0.5).long()
+    net = UNet().double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    loss = epk.PerSampleLoss(mean_over_pixels)  # recorder: the mean over all pixels of a batch is that of its images
+    with epk.Recorder(net, optimizer, X, masks, loss=loss, output=pooled) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 8, epochs=3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), masks[batch]).backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, images(17)[0][16:], X, masks, output=pooled)
+
+
+RECIPES = [mnist_mlp, mnist_cnn, resnet, mixup, cutmix, label_noise, segmentation]

@@ -1,0 +1,280 @@
+"""Loops of their own kind: adversarial training, accumulation, averaged weights, several optimizers, weights."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.data import DataLoader, TensorDataset
+
+import epk_gp as epk
+from epk_gp.training.indexed_dataset import IndexedDataset
+from recipes.problem import C, batches, finish, images, vectors
+
+
+def mlp(*, batch_norm=False, dropout=0.0):
+    norm = [nn.BatchNorm1d(7)] if batch_norm else []
+    drop = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(nn.Linear(5, 7), *norm, nn.Tanh(), *drop, nn.Linear(7, C)).double()
+
+
+def pgd(net, x, y, eps=0.3, alpha=0.1, steps=2):
+    """Return rows inside the eps-box around x that the network takes for another class."""
+    x_adv = x + torch.empty_like(x).uniform_(-eps, eps)
+    for _ in range(steps):
+        x_adv.requires_grad_(True)
+        (gradient,) = torch.autograd.grad(F.cross_entropy(net(x_adv), y), x_adv)
+        x_adv = (x_adv.detach() + alpha * gradient.sign()).clamp(x - eps, x + eps)
+    return x_adv.detach()
+
+
+def pgd_in_training_mode():
+    X, y = vectors(24)
+    net = mlp(batch_norm=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 8, epochs=2):
+            x_adv = pgd(net, X[batch], y[batch])
+            optimizer.zero_grad()
+            F.cross_entropy(net(x_adv), y[batch]).backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def pgd_in_evaluation_mode():
+    X, y = vectors(24)
+    net = mlp(batch_norm=True, dropout=0.2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        for batch in batches(len(X), 8, epochs=2):
+            net.eval()
+            x_adv = pgd(net, X[batch], y[batch])
+            net.train()
+            optimizer.zero_grad()
+            F.cross_entropy(net(x_adv), y[batch]).backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def attack_through_backward():
+    """The attack's loss goes backward into the weights too; `zero_grad` throws that away (as in many tutorials)."""
+    X, y = vectors(24)
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        for batch in batches(len(X), 8, epochs=2):
+            delta = torch.zeros_like(X[batch], requires_grad=True)
+            F.cross_entropy(net(X[batch] + delta), y[batch]).backward()
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch] + 0.1 * delta.grad.sign()), y[batch]).backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def accumulation_with_batchnorm():
+    X, y = vectors(24)
+    net = mlp(batch_norm=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    accumulated = 3
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for number, batch in enumerate(batches(len(X), 4, epochs=2)):
+            loss = F.cross_entropy(net(X[batch]), y[batch]) / accumulated
+            loss.backward()
+            recorder.batch(batch, weight=1 / accumulated)  # recorder
+            if (number + 1) % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def ema():
+    X, y = vectors(24)
+    net = mlp(dropout=0.2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 8, epochs=3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+            averaged.update_parameters(net)
+    assert averaged.n_averaged == 9
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def swa():
+    X, y = vectors(24)
+    net = mlp(batch_norm=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    swa_model, swa_scheduler = AveragedModel(net), SWALR(optimizer, swa_lr=0.05, anneal_epochs=1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        for epoch in range(3):
+            net.train()
+            for batch in batches(len(X), 8, epochs=1):
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)  # recorder
+                optimizer.step()
+            if epoch > 0:
+                swa_model.update_parameters(net)
+                swa_scheduler.step()
+    update_bn(X.split(8), swa_model)
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def two_optimizers():
+    X, y = vectors(24)
+    net = mlp(dropout=0.2)
+    encoder = torch.optim.AdamW(net[0].parameters(), lr=0.01)
+    head = torch.optim.SGD(net[-1].parameters(), lr=0.1, momentum=0.9)
+    with epk.Recorder(net, [encoder, head], X, y) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 8, epochs=2):
+            encoder.zero_grad()
+            head.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)  # recorder
+            encoder.step()
+            head.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def freeze_then_thaw():
+    X, y = vectors(24)
+    backbone = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh())
+    net = nn.Sequential(backbone, nn.Linear(7, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        for epoch in range(3):
+            net.train()
+            frozen = epoch == 0
+            backbone.requires_grad_(not frozen)
+            if frozen:
+                backbone.eval()  # its BatchNorm keeps its statistics; the head's moves
+            for batch in batches(len(X), 8, epochs=1):
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)  # recorder
+                optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def train_from_loader(**options):
+    X, y = vectors(23)
+    net = mlp(batch_norm=True, dropout=0.2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True, num_workers=0, **options)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for _ in range(2):
+            for indices, (inputs, labels) in loader:  # recorder: the indices
+                optimizer.zero_grad()
+                F.cross_entropy(net(inputs), labels).backward()
+                recorder.batch(indices)  # recorder
+                optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def loader_with_an_uneven_last_batch():
+    return train_from_loader()
+
+
+def loader_that_drops_the_last_batch():
+    return train_from_loader(drop_last=True)
+
+
+def sample_weights():
+    X, y = vectors(24)
+    importance = torch.linspace(0.2, 2.0, 24, dtype=torch.float64)
+    net = mlp(dropout=0.2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 8, epochs=2):
+            optimizer.zero_grad()
+            losses = F.cross_entropy(net(X[batch]), y[batch], reduction="none")
+            (importance[batch] * losses).mean().backward()
+            recorder.batch(batch, weight=importance[batch])  # recorder
+            optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+class GCN(nn.Module):
+    """Two graph convolutions (Kipf and Welling 2017) on one graph, whose normalised adjacency matrix is a buffer."""
+
+    def __init__(self, adjacency):
+        super().__init__()
+        self.register_buffer("adjacency", adjacency)
+        self.conv1, self.conv2 = nn.Linear(5, 6), nn.Linear(6, C)
+
+    def forward(self, x):
+        x = F.relu(self.adjacency @ self.conv1(x))
+        x = F.dropout(x, p=0.5, training=self.training)
+        return self.adjacency @ self.conv2(x)
+
+
+def all_nodes(returned):
+    return returned.flatten(1)
+
+
+def gcn():
+    features, labels = vectors(12)
+    links = (torch.rand(12, 12, generator=torch.Generator().manual_seed(2)) < 0.2).double()
+    links = ((links + links.T + torch.eye(12, dtype=torch.float64)) > 0).double()
+    scale = links.sum(dim=1).rsqrt()
+    train_mask = torch.arange(12) < 8
+    net = GCN(scale[:, None] * links * scale).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
+    X, y = features[None], labels.where(train_mask, -100)[None]
+
+    def mean_over_labelled_nodes(z, targets):
+        return F.cross_entropy(z.unflatten(1, (12, C)).transpose(1, 2), targets, reduction="none").sum(1) / 8
+
+    loss = epk.PerSampleLoss(mean_over_labelled_nodes)  # recorder: the graph is one input
+    with epk.Recorder(net, optimizer, X, y, loss=loss, output=all_nodes) as recorder:  # recorder
+        net.train()
+        for _ in range(6):
+            optimizer.zero_grad()
+            out = net(X)[0]
+            F.cross_entropy(out[train_mask], labels[train_mask]).backward()
+            recorder.batch(None)  # recorder
+            optimizer.step()
+    return finish(recorder, net, X, X, y, output=all_nodes)
+
+
+def adversarial_images():
+    X, y = images(16)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for batch in batches(len(X), 8, epochs=2):
+            x_adv = pgd(net, X[batch], y[batch])
+            optimizer.zero_grad()
+            F.cross_entropy(net(x_adv), y[batch]).backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, images(18)[0][16:], X, y)
+
+
+RECIPES = [
+    pgd_in_training_mode,
+    pgd_in_evaluation_mode,
+    attack_through_backward,
+    accumulation_with_batchnorm,
+    ema,
+    swa,
+    two_optimizers,
+    freeze_then_thaw,
+    loader_with_an_uneven_last_batch,
+    loader_that_drops_the_last_batch,
+    sample_weights,
+    gcn,
+    adversarial_images,
+]

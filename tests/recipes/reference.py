@@ -1,0 +1,228 @@
+"""Brute force: what a recipe's loop did, watched from outside, and B backward passes for each of its steps.
+
+Nothing here comes from the package. `Watched` stands in a recipe where `epk.Recorder` stands. It keeps, for every step,
+the state before the step's forward passes, their arguments, the random state, the gradient of the loop's own loss in
+what the network returned, and the optimizer's numbers. From these it replays every loss term in plain torch.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from recipes.problem import as_tuple
+
+
+@dataclass
+class Pass:
+    """One forward pass of the root module with gradients."""
+
+    args: tuple
+    kwargs: dict
+    random_state: torch.Tensor
+    state: dict
+    modes: list
+    autocast: bool
+    grads: dict = field(default_factory=dict)  # of each returned tensor, by its place
+
+
+@dataclass
+class Announced:
+    """A batch with the pass whose gradient it is."""
+
+    watched: Pass
+    rows: torch.Tensor
+    weight: Any
+
+
+@dataclass
+class WatchedStep:
+    """A step: its batches, the state around it, gradients and optimizer states."""
+
+    batches: list
+    start: dict
+    gradients: dict
+    before: dict  # optimizer states
+    end: dict = field(default_factory=dict)
+    after: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)  # of each parameter: optimizer class and group
+
+
+def snapshot(net):
+    return {name: value.detach().clone() for name, value in net.state_dict(keep_vars=True).items()}
+
+
+def flatten(returned):
+    """Return the parts of what a network returned, and the function that puts other parts in their place."""
+    if isinstance(returned, dict):  # a ModelOutput
+        return list(returned.values()), lambda leaves: type(returned)(zip(returned, leaves, strict=True))
+    leaves, structure = pytree.tree_flatten(returned)
+    return leaves, lambda parts: pytree.tree_unflatten(parts, structure)
+
+
+class Watched:
+    """Stands for `epk.Recorder`; with `inner` it hands every call on to a real one."""
+
+    inner_class: Any = None
+
+    def __init__(self, net, optimizer, X, y, **options):
+        self.net, self.X, self.y, self.options = net, X, y, options
+        self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        self.inner = None if self.inner_class is None else self.inner_class(net, optimizer, X, y, **options)
+        self.steps, self.passes, self.announced, self.hooks = [], [], [], []
+        self.first, self.last = snapshot(net), snapshot(net)
+
+    def __enter__(self):
+        self.hooks = [
+            self.net.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.net.register_forward_hook(self._after_forward),
+            self.optimizers[0].register_step_pre_hook(self._before_step),
+            self.optimizers[-1].register_step_post_hook(self._after_step),
+        ]
+        if self.inner is not None:
+            self.inner.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()
+        return None if self.inner is None else self.inner.__exit__(*error)
+
+    def batch(self, indices, *, weight=1.0):
+        if self.inner is not None:
+            self.inner.batch(indices, weight=weight)
+        watched = next(one for one in reversed(self.passes) if one.grads)
+        M = len(next(iter(self.X.values())) if isinstance(self.X, dict) else as_tuple(self.X)[0])
+        rows = torch.arange(M) if indices is None else torch.as_tensor(indices)
+        self.announced.append(Announced(watched, rows, weight))
+
+    @property
+    def trajectory(self):
+        return self.inner.trajectory
+
+    def _before_forward(self, net, args, kwargs):
+        if not torch.is_grad_enabled():
+            return
+        keep = [pytree.tree_map(lambda x: x.detach().clone() if torch.is_tensor(x) else x, a) for a in (args, kwargs)]
+        modes = [module.training for module in net.modules()]
+        autocast = torch.is_autocast_enabled("cpu")
+        self.passes.append(Pass(*keep, torch.get_rng_state(), snapshot(net), modes, autocast))
+
+    def _after_forward(self, net, args, returned):
+        if not torch.is_grad_enabled():
+            return None
+        watched = self.passes[-1]
+        leaves, rebuild = flatten(returned)
+        for place, value in enumerate(leaves):
+            if torch.is_tensor(value) and value.requires_grad:
+                leaves[place] = value.clone()  # its gradient is that of what follows the network
+                leaves[place].register_hook(lambda g, place=place: self._collect(watched, place, g))
+        return rebuild(leaves)
+
+    @staticmethod
+    def _collect(watched, place, gradient):
+        watched.grads[place] = watched.grads.get(place, 0) + gradient.detach()
+
+    def _states(self):
+        parameters = {p: name for name, p in self.net.named_parameters()}
+        return {
+            parameters[p]: {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state.get(p, {}).items()}
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+
+    def _before_step(self, optimizer, args, kwargs):
+        gradients = {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
+        self.steps.append(WatchedStep(self.announced, self.last, gradients, self._states()))
+        self.announced, self.passes = [], []
+
+    def _after_step(self, optimizer, args, kwargs):
+        step = self.steps[-1]
+        step.end = self.last = snapshot(self.net)
+        step.after = self._states()
+        names = {p: name for name, p in self.net.named_parameters()}
+        for one in self.optimizers:
+            for group in one.param_groups:
+                options = {key: value for key, value in group.items() if key != "params"}
+                step.options |= {names[p]: (type(one).__name__, options) for p in group["params"]}
+
+
+def gradients_of_terms(watched, announced):
+    """Replay one pass and return the gradient of each of its rows' loss terms, by parameter, (B, *shape)."""
+    net, run = copy.deepcopy(watched.net), announced.watched
+    net.load_state_dict(run.state)
+    for module, training in zip(net.modules(), run.modes, strict=True):
+        module.training = training
+    torch.set_rng_state(run.random_state)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.autocast):
+        returned = net(*run.args, **run.kwargs)
+    terms = loss_terms(watched, announced, returned)
+    parameters = dict(net.named_parameters())
+    rows = [torch.autograd.grad(t, list(parameters.values()), retain_graph=True, allow_unused=True) for t in terms]
+    return {
+        name: torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in rows])
+        for k, (name, p) in enumerate(parameters.items())
+    }
+
+
+def loss_terms(watched, announced, returned):
+    """Return c_i loss_i of each row: <dL/dz_i, z_i> with the loop's own dL/dz, or else the stated loss itself."""
+    leaves, _ = flatten(returned)
+    grads, B = announced.watched.grads, len(announced.rows)
+    if all(g.ndim and len(g) == B for g in grads.values()):
+        return sum((grads[k] * leaves[k]).reshape(B, -1).sum(dim=1) for k in grads)
+    # The network itself returned the batch's loss, as GPTs do, or the pass's rows are not those of the batch.
+    loss = watched.options["loss"]
+    return loss.function(returned, watched.y[announced.rows]) * announced.weight / B
+
+
+def step_terms(watched, step, num_samples):
+    """Return each sample's share of the gradient that the optimizer was given, by parameter, (M, *shape).
+
+    The factor between the terms' sum and the gradient is that of clipping or of a scaler; there must be one.
+    """
+    total = {}
+    for announced in step.batches:
+        for name, terms in gradients_of_terms(watched, announced).items():
+            if name in step.gradients:
+                total.setdefault(name, terms.new_zeros(num_samples, *terms.shape[1:]))
+                total[name].index_add_(0, announced.rows, terms)
+    summed = torch.cat([total[name].sum(dim=0).flatten() for name in step.gradients])
+    used = torch.cat([step.gradients[name].flatten() for name in step.gradients])
+    factor = (used @ summed) / (summed @ summed)
+    mismatch = float((used - factor * summed).norm() / used.norm())
+    return {name: factor * terms for name, terms in total.items()}, mismatch
+
+
+def updates(step, name, gradients, momentum):
+    """Return each source's share of one parameter's step, (M + 1, *shape): samples, and weight decay in the last row.
+
+    The optimizer's own numbers (preconditioners) are taken from its state.
+    """
+    kind, group = step.options[name]
+    w, lr, decay = step.start[name], float(group["lr"]), group.get("weight_decay", 0.0)
+    before, after = step.before.get(name, {}), step.after.get(name, {})
+    g = torch.cat([gradients, torch.zeros_like(w)[None]])
+    if kind != "AdamW":
+        g[-1] += decay * w
+    if kind == "SGD":
+        mu = group["momentum"]
+        momentum[name] = mu * momentum[name] + g if name in momentum else g
+        return -lr * (g + mu * momentum[name] if group["nesterov"] else momentum[name])
+    if kind in ("Adam", "AdamW"):
+        (b1, b2), t = group["betas"], float(after["step"])
+        momentum[name] = b1 * momentum.get(name, 0) + (1 - b1) * g
+        scale = (after["exp_avg_sq"] / (1 - b2**t)).sqrt() + group["eps"]
+        change = -lr / (1 - b1**t) * momentum[name] / scale
+        if kind == "AdamW":
+            change[-1] -= lr * decay * w
+        return change
+    if kind == "RMSprop":
+        return -lr * g / (after["square_avg"].sqrt() + group["eps"])
+    if kind == "Adadelta":
+        acc = before["acc_delta"] if before else torch.zeros_like(w)
+        return -lr * g * (acc + group["eps"]).sqrt() / (after["square_avg"] + group["eps"]).sqrt()
+    raise NotImplementedError(kind)
