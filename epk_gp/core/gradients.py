@@ -8,7 +8,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.losses import Loss, per_sample_losses
+from epk_gp.core.loss_terms import loss_terms
+from epk_gp.core.losses import Loss
 from epk_gp.core.memory_plan import batch_gradient_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
@@ -111,7 +112,7 @@ def batch_gradient(
     total = torch.zeros_like(w)
     with torch.enable_grad():
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(w).split(rows), strict=True):
-            value = c_block @ per_sample_losses(loss, model(weights, X_block), y_block)
+            value = c_block @ loss_terms(model.signature, loss, model.returned(weights, X_block), y_block)
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             total += torch.cat(
                 [

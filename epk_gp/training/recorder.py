@@ -3,7 +3,7 @@
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from types import TracebackType
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.fingerprint import fingerprint_step
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import Step
@@ -68,16 +69,17 @@ class Recorder:
     Attributes:
         net: The network.
         optimizer: Its optimizer.
-        X: A copy of the training inputs.
+        X: A copy of the training inputs, in the structure in which they were given.
         y: A copy of their targets.
         loss: The loss.
+        signature: How the network is called, and how its outputs are taken from what it returns.
     """
 
     def __init__(
         self,
         net: nn.Module,
         optimizer: Optimizer,
-        X: Shaped[Tensor, "M ..."],
+        X: Inputs,
         y: Shaped[Tensor, "M ..."],
         *,
         loss: Loss | nn.Module = CrossEntropy(),
@@ -88,13 +90,15 @@ class Recorder:
         stateful: StatefulObjects | None = None,
         storage: Storage = Storage(),
         check_every: int = 1,
+        output: Callable[[Any], Tensor] | None = None,
     ) -> None:
         """Check everything that can be checked before training starts.
 
         Args:
             net: The network; X and y must be on its device.
             optimizer: Its optimizer. The recorded weights are those that it trains.
-            X: All M training inputs.
+            X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
+                takes them, net(*X) or net(**X).
             y: Their targets.
             loss: The loss that will be minimised.
             update_rule: How the optimizer's step follows from the gradient; known for torch's SGD, Adam, AdamW,
@@ -111,6 +115,8 @@ class Recorder:
             check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
                 every run); the others are compared with the update rule's step on the gradient that `backward()`
                 left. `reconstruct(...).max_step_mismatch` checks all of them afterwards.
+            output: Takes the outputs (n, C) that are to be explained from what the network returns, where that is
+                something else, such as `lambda returned: returned.logits`.
 
         Raises:
             TypeError: An argument is of another kind.
@@ -126,8 +132,10 @@ class Recorder:
         validate_stateful(stateful)
         if resume:
             validate_resumable(optimizer, stateful, path)
-        self._setup = make_setup(net, optimizer, (X, y), loss, rules)
-        self.net, self.optimizer, self.loss, self.X, self.y = net, optimizer, loss, self._setup.X, self._setup.y
+        self._setup = make_setup(net, optimizer, (X, y), loss, rules, output=output)
+        self.signature = self._setup.model.signature
+        self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
+        self.X = self.signature.structure(self._setup.X)
         header, start = self._setup.header(), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start))
@@ -273,7 +281,7 @@ class Recorder:
             count, digest = self._commits.num_committed, self._commits.digest
         return Trajectory(
             model=setup.model,
-            inputs=self.X,
+            inputs=setup.X,
             targets=self.y,
             loss=self.loss,
             update_rule=setup.rules.update_rule.name,
@@ -292,9 +300,9 @@ class Recorder:
         setup, history, training = self._setup, self._history, self._training
         full = header | {"compression": storage.compression, "check_every": setup.rules.check_every}
         if resume and is_run(path):
-            recorded, writer = resume_run(path, full, self.net, self.loss, training)
-            self._setup = replace(setup, model=functionalize(self.net, setup.model.names))
-            end = recorded.states[recorded.num_steps].to(self.X.device)
+            recorded, writer = resume_run(path, full, self.net, self.loss, training, output=self.signature.output)
+            self._setup = replace(setup, model=functionalize(self.net, setup.model.names, signature=self.signature))
+            end = recorded.states[recorded.num_steps].to(self.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps)
         else:
             start = RunStart(full, setup.data(), history.last.end, history.last.digest)
