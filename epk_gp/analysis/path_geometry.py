@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epk_gp.analysis.alignment import angle
 from epk_gp.core.gradients import batch_gradient
-from epk_gp.core.losses import CrossEntropy, per_sample_losses, sample_weights
+from epk_gp.core.losses import CrossEntropy, per_sample_losses
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_inputs, validate_trajectory
 from epk_gp.core.validation import validate_integer, validate_labels
 
@@ -88,13 +88,14 @@ def line_profile(
     P = model.num_weights
     length = float((end - w)[:P].norm())
     mean = CrossEntropy()
+    c = sample_weights(mean, labels)
     rows = []
     for t in torch.linspace(0, 1, int(size), dtype=w.dtype, device=w.device):
         point = w + t * (end - w)
         with torch.no_grad():
             z = torch.cat([model(model.unflatten(point), part) for part in X.split(1024)])
         accuracy = (z.argmax(1) == labels).to(w).mean()
-        slope = batch_gradient(model, point, X, labels, mean, sample_weights(mean, labels)) @ (end - w) / length
+        slope = batch_gradient(model, point, X, labels, mean, c, in_statistics=True) @ (end - w) / length
         rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), point[:P].norm(), slope]))
     times, accuracy, loss, norm, slopes = torch.stack(rows, dim=1)
     return LineProfile(times, accuracy, loss, norm, slopes, length)

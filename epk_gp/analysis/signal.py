@@ -7,7 +7,7 @@ from tqdm.auto import tqdm
 
 from epk_gp.analysis.alignment import output_gradients
 from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.losses import per_sample_losses
+from epk_gp.core.loss_terms import loss_terms
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, validate_inputs
 from epk_gp.core.validation import validate_finite, validate_integer, validate_tensor
@@ -96,7 +96,7 @@ def _directional_loss_input_gradients(
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
         inputs = X.detach().requires_grad_()
-        losses = per_sample_losses(trajectory.loss, model(leaves, inputs), y).sum()
+        losses = loss_terms(model.signature, trajectory.loss, model.returned(leaves, inputs), y).sum()
         ordered = [leaves[name] for name in model.names]
         gradients = torch.autograd.grad(losses, ordered, create_graph=True, allow_unused=True, materialize_grads=True)
         directional = torch.cat([g.reshape(-1) for g in gradients]) @ v

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
-from epk_gp.core.signature import Signature
+from epk_gp.core.signature import ONE_TENSOR, Signature
 
 
 class StopForwardError(Exception):
@@ -59,7 +59,7 @@ class FunctionalModel:
         shapes: tuple[torch.Size, ...],
         statistics: tuple[str, ...] = (),
         cache: ModelCache | None = None,
-        signature: Signature = Signature(),
+        signature: Signature = ONE_TENSOR,
     ) -> None:
         self.module, self.names, self.shapes, self.signature = module, names, shapes, signature
         self.statistics = statistics
@@ -242,7 +242,7 @@ def functionalize(
     net: nn.Module,
     names: tuple[str, ...] | None = None,
     statistics: tuple[str, ...] = (),
-    signature: Signature = Signature(),
+    signature: Signature = ONE_TENSOR,
 ) -> FunctionalModel:
     """Copy a network as a function of its trained weights.
 

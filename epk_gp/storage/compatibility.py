@@ -1,7 +1,7 @@
 """Whether a given network, loss, data set and optimizer are those of a recorded run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from epk_gp.core.forward_fingerprint import fingerprint_outputs
 from epk_gp.core.gradients import batch_gradient, step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.core.model import FunctionalModel, functionalize
+from epk_gp.core.signature import signature_from_json
 from epk_gp.core.trajectory import Trajectory, batch_of
 from epk_gp.core.update_rules import predict_step
 from epk_gp.storage.schema import WEIGHT_DTYPES, describe_loss
@@ -26,6 +27,7 @@ _REQUIREMENTS = {
     "names": "the network must train the recorded weights",
     "shapes": "the network must have weights of the recorded shapes",
     "dtype": "the network must have the recorded dtype",
+    "signature": "the inputs must consist of the recorded tensors, and output= be given or not as recorded",
     "num_outputs": "the network must have the recorded number of outputs",
     "loss": "the loss must be the recorded one",  # before the data: another loss may need targets of another kind
     "num_points": "the data must be the recorded ones, with as many points",
@@ -44,24 +46,37 @@ def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any],
         ValueError: An entry differs; the message says what must be as recorded.
     """
     for key, requirement in _REQUIREMENTS.items():
-        if recorded.get(key) != header[key]:
+        if recorded.get(key) != header.get(key):
             raise ValueError(
-                f"{requirement} to resume the run at {path}: {_difference(recorded.get(key), header[key])}."
+                f"{requirement} to resume the run at {path}: {_difference(recorded.get(key), header.get(key))}."
             )
 
 
-def recorded_model(header: Mapping[str, Any], data: Mapping[str, Tensor], net: nn.Module) -> FunctionalModel:
+def recorded_model(
+    header: Mapping[str, Any],
+    data: Mapping[str, Tensor],
+    net: nn.Module,
+    output: Callable[[Any], Tensor] | None = None,
+) -> FunctionalModel:
     """Copy a network of the recorded architecture, with the recorded frozen state and dtype, to the CPU.
 
     Args:
         header: The run's header.
         data: Its tensors, which hold the frozen state.
         net: The network; its weights do not matter and are not changed.
+        output: Takes the outputs from what the network returns, as at recording.
 
     Raises:
-        ValueError: The network has other parameters or buffers, by name or by shape.
+        ValueError: The network has other parameters or buffers, by name or by shape; or the data do not have the
+            recorded structure, or `output` must be given and is not.
     """
-    model = functionalize(net, tuple(header["names"]))
+    signature = signature_from_json(header.get("signature"), output)
+    if signature.layout is not None and data["inputs"].shape[1:] != (signature.layout.width,):
+        raise ValueError(
+            f"the run's inputs must have the {signature.layout.width} columns of the header's 'signature': got shape "
+            f"{tuple(data['inputs'].shape)}."
+        )
+    model = functionalize(net, tuple(header["names"]), signature=signature)
     for name, recorded, shape in zip(header["names"], header["shapes"], model.shapes, strict=True):
         if list(shape) != recorded:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Create, resume and open a run on disk."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,13 @@ def create_run(path: str | os.PathLike[str], start: RunStart, training: Training
 
 
 def resume_run(
-    path: str | os.PathLike[str], header: Mapping[str, Any], net: nn.Module, loss: Loss, training: TrainingState
+    path: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    net: nn.Module,
+    loss: Loss,
+    training: TrainingState,
+    *,
+    output: Callable[[Any], Tensor] | None = None,
 ) -> tuple[Trajectory, RunWriter]:
     """Open a run to continue it: check that it is the same, and restore the state of its last commit.
 
@@ -83,6 +89,7 @@ def resume_run(
         net: The network; its weights, frozen parameters and buffers are overwritten.
         loss: The loss.
         training: The optimizer and other objects, made as the recorded ones were; their state is overwritten.
+        output: Takes the outputs from what the network returns, as at recording.
 
     Returns:
         The run up to its last commit, and a writer that continues it.
@@ -96,7 +103,7 @@ def resume_run(
     validate_same_header(recorded, {**header, "optimizer": training.options()}, path)
     writer = open_for_writing(path, recorded)
     try:
-        trajectory = load_trajectory(path, net, loss=loss)
+        trajectory = load_trajectory(path, net, loss=loss, output=output)
         number, chunk = len(writer.chunks) - 1, writer.chunks[-1]
         tensors = read_training_state(path, number, chunk)
         training.load_state_dict(tensors, str(Path(path) / resume_name(number)))
@@ -112,7 +119,13 @@ def resume_run(
     return trajectory, writer
 
 
-def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss | None = None) -> Trajectory:
+def load_trajectory(
+    path: str | os.PathLike[str],
+    net: nn.Module,
+    *,
+    loss: Loss | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+) -> Trajectory:
     """Open a recorded run for reading.
 
     Every file is checked against the checksum it was committed with; the weights are then mapped, not loaded.
@@ -121,20 +134,22 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
         path: The run's folder.
         net: A network of the recorded architecture; its weights do not matter and are not changed.
         loss: The loss, needed only if it was a `PerSampleLoss`, whose function is not stored.
+        output: The function from what the network returns to its outputs, needed if the run was recorded with one.
 
     Returns:
         The run, with its data on the CPU.
 
     Raises:
         FileNotFoundError: The folder holds no run, or a file is missing.
+        TypeError: `output` is no function.
         ValueError: A file is damaged; or the network has other names, shapes or another forward function than the
-            recorded one; or the loss is missing or another one.
+            recorded one; or the loss or `output` is missing or another one.
     """
     header = read_header(path)
     schema = chunk_schema(header)
     data = read_data(path, header)
     chunks = read_journal(path).chunks
-    model = recorded_model(header, data, net)
+    model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in chunks for step in read_steps(path, schema, chunk))
     if fingerprint_data(data["inputs"], data["targets"]) != header["data_digest"]:
         raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")

@@ -79,6 +79,7 @@ def run_header(
 
     The digest of a run covers the text of this dictionary, so its keys and their order are part of the format.
     """
+    signature = model.signature.to_json()  # a network that takes one tensor has no entry
     return {
         "names": list(model.names),
         "shapes": [list(shape) for shape in model.shapes],
@@ -88,7 +89,7 @@ def run_header(
         "loss": describe_loss(loss),
         "law": {"name": update_rule},
         "data_digest": data_digest,
-    }
+    } | ({} if signature is None else {"signature": signature})
 
 
 def describe_loss(loss: Loss) -> dict[str, Any]:
