@@ -1,5 +1,6 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,14 +167,24 @@ def make_setup(
     data: tuple[Tensor, Tensor],
     loss: Loss,
     rules: StepRules,
+    *,
+    trained: Collection[str] = (),
 ) -> TrainingSetup:
     """Check network, data and loss against each other, and return the setup of the training.
+
+    Args:
+        net: The network.
+        optimizer: Its optimizer, or several.
+        data: All training inputs, and their targets.
+        loss: The stated loss.
+        rules: How the steps are made and checked.
+        trained: Names of parameters that are trained later in the run, and that no optimizer trains at present.
 
     Raises:
         TypeError: An argument is of another kind.
         ValueError: The data, the network or the targets cannot be recorded; the message says why.
     """
-    model = functionalize(net, trained_names(net, optimizer))
+    model = functionalize(net, trained_names(net, optimizer, trained))
     X, y = parse_data(*data)
     validate_layer_modes(net)
     weights = model.flatten(dict(net.named_parameters()))
