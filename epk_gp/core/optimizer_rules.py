@@ -43,7 +43,7 @@ def _decoupled(group: Options) -> float:
     return 1 - float(1 - _option(group, "lr") * _option(group, "weight_decay"))
 
 
-def _decays(group: Options, *, decoupled: bool) -> dict[str, float]:
+def _decays(group: Options, *, decoupled: bool) -> dict[str, Any]:
     if decoupled:
         return {"decoupled_decay": _decoupled(group)}
     return {"weight_decay": float(group["weight_decay"])}
@@ -261,7 +261,7 @@ def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], 
     X = U.T if U.shape[0] > U.shape[1] else U
     norm = X.norm().clamp(min=eps)
     X, identity = X / norm, torch.eye(len(X), dtype=X.dtype, device=X.device)
-    Q = identity / norm
+    Q: Tensor = identity / norm
     for _ in range(steps):
         A = X @ X.T
         polynomial = a * identity + b * A + c * A @ A
