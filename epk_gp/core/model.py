@@ -294,6 +294,8 @@ def functionalize(
     for part in module.modules():  # what they do to the user's gradients, the check of the steps sees
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            part.sparse = False  # the same function, with gradients in the layout of its weights
     shapes = tuple(parameters[name].shape for name in names)
     return FunctionalModel(module, names, shapes, statistics, signature=signature)
 

@@ -150,7 +150,7 @@ def read_update(
             values[name] = (
                 _read_row(tensors, diagonal, row, chunk, schema, reader) if diagonal in stored else numbers[number]
             )
-    return UpdateCoefficients(**values)
+    return UpdateCoefficients(*(values[name] for name in FIELDS))
 
 
 def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:

@@ -1,6 +1,6 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -189,22 +189,24 @@ def make_setup(
     rules: StepRules,
     *,
     output: Callable[[Any], Tensor] | None = None,
+    trained: Collection[str] = (),
 ) -> TrainingSetup:
     """Check network, data and loss against each other, and return the setup of the training.
 
     Args:
         net: The network.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or several.
         data: Training inputs, a tensor or several, and their targets.
         loss: The loss.
         rules: How the steps are made and checked.
         output: Takes the outputs (n, C) from what the network returns; None where it returns them.
+        trained: Names of parameters that are trained later in the run, and that no optimizer trains at present.
 
     Raises:
         TypeError: An argument is of another kind.
         ValueError: The data, the network or the targets cannot be recorded; the message says why.
     """
-    names = trained_names(net, optimizer)
+    names = trained_names(net, optimizer, trained)
     X, y, signature = parse_data(*data, output)
     model = functionalize(net, names, signature=signature)
     validate_batch_statistics(net)

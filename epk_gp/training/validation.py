@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -26,24 +26,32 @@ _NO_CHECKPOINTING = (
 )
 
 
-def trained_names(net: nn.Module, optimizers: Optimizers) -> tuple[str, ...]:
+def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the parameters that one or several optimizers train.
+
+    Args:
+        net: The network.
+        optimizers: Its optimizers.
+        trained: Names of further parameters that will be trained later in the run, which no optimizer holds yet.
 
     Raises:
         TypeError: `net` is not a module, or there is something else than an optimizer.
-        ValueError: An optimizer trains a tensor that is not a parameter of the network.
+        ValueError: An optimizer trains a tensor that is not a parameter of the network, or there is no parameter of a
+            stated name.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
     names = {id(p): name for name, p in net.named_parameters()}
     groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
-    trained = [p for group in groups for p in group["params"] if p.requires_grad]
-    if any(id(p) not in names for p in trained):
+    present = [p for group in groups for p in group["params"]]  # frozen ones too: they may thaw
+    if any(id(p) not in names for p in present):
         raise ValueError(
             "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
         )
-    trained_ids = {id(p) for p in trained}
-    return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids)
+    trained_ids = {id(p) for p in present}
+    if unknown := sorted(set(trained) - set(names.values())):
+        raise ValueError(f"trained must hold names of the network's parameters: got {', '.join(map(repr, unknown))}.")
+    return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
 
 
 def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = None) -> tuple[Tensor, Tensor, Signature]:
