@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epk_gp.analysis.alignment import angle
 from epk_gp.core.gradients import batch_gradient
-from epk_gp.core.losses import CrossEntropy, per_sample_losses
+from epk_gp.core.losses import CrossEntropy, per_sample_losses, sample_weights
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_inputs, validate_trajectory
 from epk_gp.core.validation import validate_integer, validate_labels
 

@@ -22,6 +22,7 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.validation import validate_count
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
+from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
 from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
@@ -153,7 +154,7 @@ class Recorder:
             ModeCheck(model, self._setup.state(start), self._setup.X),
             model.signature.output is None or not isinstance(loss, PerSampleLoss),
         )
-        self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start))
+        self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start), net)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         if path is not None:
             self._open_folder(path, header, storage, resume=resume)
@@ -336,6 +337,7 @@ class Recorder:
         """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
         setup, history, training = self._setup, self._history, self._training
         full = header | {"compression": storage.compression, "check_every": setup.rules.check_every}
+        full["modules"] = module_names(self.net)
         if resume and is_run(path):
             recorded, writer = resume_run(path, full, self.net, self.loss, training, output=self.signature.output)
             self._setup = replace(setup, model=functionalize(self.net, setup.model.names, signature=self.signature))
