@@ -114,7 +114,6 @@ def run_header(
     num_outputs: int,
     data_digest: str,
     unexplained: float | None = None,
-    signature: Any = None,
 ) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights.
 
@@ -130,7 +129,6 @@ def run_header(
         num_outputs: C.
         data_digest: Digest of the training data.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
-        signature: How the inputs are packed into one tensor, as a JSON value; None for one tensor.
     """
     of_version_3 = {
         "statistics": list(model.statistics),

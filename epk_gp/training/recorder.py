@@ -314,6 +314,7 @@ class Recorder:
             if self._phase is not Phase.CLOSED:
                 self._commits.commit()
             states, updates = self._commits.stored()
+            statistics = self._commits.stored_statistics()
             count, digest = self._commits.num_committed, self._commits.digest
         return Trajectory(
             model=setup.model,
@@ -340,11 +341,13 @@ class Recorder:
         full["modules"] = module_names(self.net)
         if resume and is_run(path):
             recorded, writer = resume_run(path, full, self.net, self.loss, training, output=self.signature.output)
-            self._setup = replace(setup, model=functionalize(self.net, setup.model.names, signature=self.signature))
+            names, statistics = setup.model.names, setup.model.statistics
+            self._setup = replace(setup, model=functionalize(self.net, names, statistics, self.signature))
             end = recorded.states[recorded.num_steps].to(self.y.device)
-            self._history = RunHistory(end, recorded.digest, recorded.steps)
+            self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
         else:
-            start = RunStart(full, setup.data(), history.last.end, history.last.digest)
+            last = history.last
+            start = RunStart(full, setup.data(), last.end, last.digest, last.statistics)
             writer = create_run(path, start, training)
         self._commits = CommitSchedule(writer, storage, self._history, training)
 

@@ -136,6 +136,7 @@ class TrainingSetup:
             num_points=len(self.X),
             num_outputs=self.num_outputs,
             data_digest=fingerprint_data(self.X, self.y),
+            unexplained=self.rules.unexplained,
         )
 
     def data(self) -> dict[str, Tensor]:
