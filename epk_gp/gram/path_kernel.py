@@ -204,6 +204,9 @@ def gram_block(
 
         K[n, c, m, d] = sum_s eta_s sum_q w_q <phi_sq(a_n)_c, phi_sq(b_m)_d>
 
+    Of a network with moving statistics, phi is the gradient in the weights of the network in evaluation mode, with the
+    statistics of the run's path at the same place as the weights: a kernel of the run, positive semi-definite as ever.
+
     Args:
         trajectory: Training run with S steps.
         a: N points, each a training or a test copy.

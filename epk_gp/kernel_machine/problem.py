@@ -12,6 +12,7 @@ from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import NodeWeights
 from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
+from epk_gp.autodiff.statistics import statistics_jacobian
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
 from epk_gp.core.step import Step
@@ -123,6 +124,34 @@ def integrate_step(
         jacobians = layer_jacobians(net, at, X[points], _cotangents(problem, rows[points]), problem.cost)
         batches.append(NodeBatch(jacobians, NodeWeights(integral.weight[part], points, len(rows))))
     return integral, batches
+
+
+def averaged_statistics_jacobian(
+    problem: AttributionProblem, step: Step, rows: Int64[Tensor, " N"], integral: Integral
+) -> Float[Tensor, "K N Q"]:
+    """Average the outputs' gradients in the moving statistics over a step, at the nodes of those in the weights.
+
+    With Phi the gradients in the weights, averaged over the same nodes,
+
+        <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = integral.total.
+
+    Args:
+        problem: The predictions.
+        step: The step.
+        rows: Which N of the points.
+        integral: The nodes, from `integrate_step`.
+    """
+    X, net = problem.X[rows], problem.net
+    start, end = (flat_state(problem.trajectory, s, X) for s in (step.index, step.index + 1))
+    Q = net.model.num_statistics
+    total = start.new_zeros(problem.num_outputs, len(rows), Q)
+    size = problem.memory.statistics_rows(problem.num_outputs, Q)
+    for part in torch.arange(len(integral.point), device=X.device).split(size):
+        points = integral.point[part]
+        at = WeightLocation(start, end - start, integral.t[part])
+        values = statistics_jacobian(net, at, X[points], _cotangents(problem, rows[points]))
+        total.index_add_(1, points, integral.weight[part][:, None] * values)
+    return total
 
 
 def _cotangents(problem: AttributionProblem, points: Tensor) -> Cotangents:
