@@ -242,7 +242,7 @@ class Recorder:
             raise RuntimeError(
                 "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
             )
-        batch = None if indices is None else parse_batch(indices, len(self.X), index)
+        batch = None if indices is None else parse_batch(indices, len(self.y), index)
         if not math.isfinite(weight):
             raise ValueError(f"step {index}: the weight of a batch must be finite: got {weight}.")
         try:
