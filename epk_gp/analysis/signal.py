@@ -9,7 +9,7 @@ from epk_gp.analysis.alignment import output_gradients
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.loss_terms import loss_terms
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, validate_inputs
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, parse_inputs
 from epk_gp.core.validation import validate_finite, validate_integer, validate_tensor
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
@@ -48,7 +48,7 @@ def input_gradients(
         ValueError: The point has another shape than the training inputs, or the output does not exist, or the run is
             not plain gradient descent.
     """
-    validate_inputs(trajectory, x)
+    x = parse_inputs(trajectory, x)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     validate_rule(rule)
     if not trajectory.inputs.is_floating_point():

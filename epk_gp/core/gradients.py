@@ -204,6 +204,29 @@ def batch_gradient(
     return total
 
 
+def sample_gradients(
+    model: FunctionalModel,
+    w: Float[Tensor, " P"],
+    X: Shaped[Tensor, "B ..."],
+    y: Shaped[Tensor, "B ..."],
+    loss: Loss,
+    c: Float[Tensor, " B"],
+) -> Float[Tensor, "B P"]:
+    """Return each sample's gradient c_i grad loss_i by a backward pass of its own, whatever the loss takes.
+
+    Arguments: as `batch_gradient`.
+    """
+    weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
+    leaves = [weights[name] for name in model.names]
+    with torch.enable_grad():
+        terms = c.to(w) * loss_terms(model.signature, loss, model.returned(weights, X), y)
+        rows = [
+            torch.autograd.grad(term, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for term in terms
+        ]
+    return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
+
+
 def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     """Return the largest difference between a recorded and a predicted step that rounding can explain.
 

@@ -14,6 +14,7 @@ from epk_gp.autodiff.layer_jacobian import NodeWeights
 from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
 from epk_gp.autodiff.statistics import statistics_jacobian
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state
@@ -64,22 +65,23 @@ class AttributionProblem:
         return f if self.classes is None else f.gather(1, self.classes[:, None])
 
 
-def validate_problem(kernel: PathKernel, X: Shaped[Tensor, "n ..."], classes: object) -> None:
-    """Raise if a prediction cannot be attributed.
+def parse_problem(kernel: PathKernel, X: Inputs, classes: object) -> Shaped[Tensor, "n ..."]:
+    """Return inputs as one tensor, after checking that their predictions can be attributed.
 
     Raises:
         TypeError, ValueError: The network cannot take the inputs; the head or the rule is unknown; `classes` are not
             one output per input.
     """
-    kernel.validate_inputs(X)
+    X = kernel.parse_inputs(X)
     if classes is None:
-        return
+        return X
     C = kernel.trajectory.num_outputs
     if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != X.shape[:1]:
         got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
         raise ValueError(f"classes must be an int64 tensor with one output per point, ({len(X)},): got {got}.")
     if not 0 <= int(classes.min()) <= int(classes.max()) < C:
         raise ValueError(f"classes must lie in 0..{C - 1}: got {int(classes.min())}..{int(classes.max())}.")
+    return X
 
 
 def make_problem(
@@ -89,7 +91,7 @@ def make_problem(
     classes: Int64[Tensor, " n"] | None,
     options: ComputeOptions,
 ) -> AttributionProblem:
-    """Prepare an attribution; the arguments were validated by `validate_problem`."""
+    """Prepare an attribution; the arguments were validated by `parse_problem`."""
     cost = ContractionCost(
         num_output_pairs=kernel.trajectory.num_outputs if classes is None else 1,
         num_contractions=kernel.rule.num_contractions,
