@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs
+from epk_gp.core.trajectory import Trajectory, flat_state, validate_inputs
 from epk_gp.core.validation import validate_integer, validate_labels, validate_number
 
 # Points that share a forward pass. Each point needs a backward pass of its own, which runs through the whole block.
@@ -94,12 +94,12 @@ def gradient_alignment(
     if not times or not all(0 <= t <= 1 for t in times):
         raise ValueError(f"times must lie in [0, 1]: got {list(times)}.")
     model = trajectory.model_for(X)
-    ntk = output_gradients(model, flat_weights(trajectory, int(ntk_state) % (S + 1), X), X, outputs, head)
+    ntk = output_gradients(model, flat_state(trajectory, int(ntk_state) % (S + 1), X), X, outputs, head)
     # One tensor for all results: small results that are allocated between large temporaries would fragment the memory.
     angles = X.new_empty(5, len(X), len(steps), len(times))
     for i, s in enumerate(steps):
-        start, end = flat_weights(trajectory, s, X), flat_weights(trajectory, s + 1, X)
-        step = (end - start)[None]
+        start, end = flat_state(trajectory, s, X), flat_state(trajectory, s + 1, X)
+        step = (end - start)[None, : model.num_weights]
         dpk = output_gradients(model, start, X, outputs, head)
         angles[1, :, i] = angle(dpk, step)[:, None]
         angles[2, :, i] = angle(ntk, step)[:, None]
@@ -126,7 +126,11 @@ def angle(u: Float[Tensor, "*n P"], v: Float[Tensor, "*m P"]) -> Float[Tensor, "
 
 
 def output_gradients(
-    model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "n ..."], outputs: Int64[Tensor, " n"], head: Head
+    model: FunctionalModel,
+    w: Float[Tensor, " PQ"],
+    X: Shaped[Tensor, "n ..."],
+    outputs: Int64[Tensor, " n"],
+    head: Head,
 ) -> Float[Tensor, "n P"]:
     """Return the gradient of one output per point, in the order of the flat weights."""
     blocks = zip(X.split(_BLOCK), outputs.split(_BLOCK), strict=True)

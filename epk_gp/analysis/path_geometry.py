@@ -9,13 +9,13 @@ from torch import Tensor
 from epk_gp.analysis.alignment import angle
 from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.losses import CrossEntropy, per_sample_losses, sample_weights
-from epk_gp.core.trajectory import Trajectory, flat_weights, validate_inputs, validate_trajectory
+from epk_gp.core.trajectory import Trajectory, flat_state, validate_inputs, validate_trajectory
 from epk_gp.core.validation import validate_integer, validate_labels
 
 
 @dataclass(frozen=True, eq=False)
 class LineProfile:
-    """A classifier on the line w_0 + t (w_S − w_0).
+    """A classifier on the line w_0 + t (w_S − w_0), on which its moving statistics, if any, move as well.
 
     Attributes:
         t: T values of t in [0, 1].
@@ -84,8 +84,9 @@ def line_profile(
     if size < 2:
         raise ValueError(f"size must be at least 2, for both ends of the line: got {size}.")
     model = trajectory.model_for(X)
-    w, end = (flat_weights(trajectory, s, X) for s in (0, trajectory.num_steps))
-    length = float((end - w).norm())
+    w, end = (flat_state(trajectory, s, X) for s in (0, trajectory.num_steps))
+    P = model.num_weights
+    length = float((end - w)[:P].norm())
     mean = CrossEntropy()
     rows = []
     for t in torch.linspace(0, 1, int(size), dtype=w.dtype, device=w.device):
@@ -94,7 +95,7 @@ def line_profile(
             z = torch.cat([model(model.unflatten(point), part) for part in X.split(1024)])
         accuracy = (z.argmax(1) == labels).to(w).mean()
         slope = batch_gradient(model, point, X, labels, mean, sample_weights(mean, labels)) @ (end - w) / length
-        rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), point.norm(), slope]))
+        rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), point[:P].norm(), slope]))
     times, accuracy, loss, norm, slopes = torch.stack(rows, dim=1)
     return LineProfile(times, accuracy, loss, norm, slopes, length)
 

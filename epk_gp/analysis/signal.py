@@ -9,7 +9,7 @@ from epk_gp.analysis.alignment import output_gradients
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.losses import per_sample_losses
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights, validate_inputs
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, validate_inputs
 from epk_gp.core.validation import validate_finite, validate_integer, validate_tensor
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
@@ -64,8 +64,8 @@ def input_gradients(
     chosen = torch.tensor([output], device=x.device)
     total = torch.zeros_like(trajectory.inputs.to(x))
     for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
-        w, end = (flat_weights(trajectory, s, x) for s in (step.index, step.index + 1))
-        direction = torch.zeros_like(w)
+        w, end = (flat_state(trajectory, s, x) for s in (step.index, step.index + 1))
+        direction = torch.zeros_like(w[: model.num_weights])
         for t, weight in rule:
             direction += weight * output_gradients(model, w + t * (end - w), x, chosen, head)[0]
         X, y, c = batch_of(trajectory, step, w)

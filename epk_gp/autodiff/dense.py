@@ -16,20 +16,20 @@ from epk_gp.core.attention import disable_fused_attention
 def dense_jacobian(
     net: PlannedModel,
     names: tuple[str, ...],
-    w: Float[Tensor, " P"],
+    w: Float[Tensor, " PQ"],
     X: Shaped[Tensor, "E ..."],
     cotangents: Float[Tensor, "K E C"],
     *,
-    d: Float[Tensor, " P"] | None = None,
+    d: Float[Tensor, " PQ"] | None = None,
     t: Float[Tensor, " E"] | None = None,
     create_graph: bool = False,
 ) -> DenseJacobian:
-    """Differentiate the contracted logits with respect to named parameters.
+    """Differentiate the contracted logits with respect to named parameters, or moving statistics.
 
     Args:
         net: The network.
         names: The parameters.
-        w: Flat weights.
+        w: Flat weights, and moving statistics behind them where the network has any.
         X: E inputs.
         cotangents: K cotangents of each sample's logits.
         d: Flat direction, if row e is evaluated at w + t_e d.

@@ -64,15 +64,15 @@ class WeightSegment:
 
     Attributes:
         net: The network.
-        w: Flat weights at t = 0, (P,).
-        d: Flat direction, (P,).
+        w: Flat weights at t = 0, and moving statistics behind them where the network has any, (P + Q,).
+        d: Flat direction, (P + Q,).
         head: "logits" or "log_softmax".
         memory_budget: Bytes that an evaluation may use.
     """
 
     net: PlannedModel
-    w: Float[Tensor, " P"]
-    d: Float[Tensor, " P"]
+    w: Float[Tensor, " PQ"]
+    d: Float[Tensor, " PQ"]
     head: Head
     memory_budget: int
 

@@ -12,9 +12,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from epk_gp.core.moving_statistics import normalise_by_statistics
 
 # Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
 JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
@@ -26,6 +27,7 @@ JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
     F.batch_norm: {3: "weight", 4: "bias"},
     F.instance_norm: {3: "weight", 4: "bias"},
     F.rms_norm: {2: "weight"},
+    normalise_by_statistics: {3: "weight", 4: "bias"},
     **{
         function: {1: "weight", 2: "bias"}
         for function in (
@@ -35,42 +37,13 @@ JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
 }  # fmt: skip
 LINEAR = F.linear
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-NORMALISATIONS = (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm)
+NORMALISATIONS = (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, normalise_by_statistics)
 LAYERS = (LINEAR, *CONVOLUTIONS, *NORMALISATIONS)
 CHANNELS_LAST = (LINEAR, F.layer_norm, F.rms_norm)
 
 
 class UnsupportedParameterUseError(ValueError):
     """The network uses its parameters otherwise than on the rows on which its plan was made."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerIO:
-    """Input and output of one call of a layer's function with a trained weight.
-
-    Attributes:
-        function: One of `LAYERS`.
-        weight: Name of its weight.
-        bias: Name of its bias, None without a trained one.
-        source: What the layer saw, (E, ...).
-        input: The same, detached unless a graph is kept.
-        input_is_constant: The input does not depend on the weights.
-        options: stride, padding, dilation, groups, by name.
-        shape: Shape of its output, (E, ...).
-        edge: Where the gradient with respect to the call's output can be taken.
-        normalise: What is scaled and shifted, as a function of the input; None except for normalisations.
-    """
-
-    function: Callable[..., Any]
-    weight: str
-    bias: str | None
-    source: Tensor
-    input: Tensor
-    input_is_constant: bool
-    options: dict[str, Any]
-    shape: torch.Size
-    edge: GradientEdge
-    normalise: Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -82,17 +55,19 @@ class ParameterUsage:
         names: All parameters among its arguments.
         weight: The one in the place of a jointly linear function's weight, if any.
         bias: The one in the place of its bias, if any.
+        num_statistics: How many are in the places of the statistics of `normalise_by_statistics`.
     """
 
     function: Callable[..., Any]
     names: tuple[str, ...]
     weight: str | None
     bias: str | None
+    num_statistics: int = 0
 
     @property
     def is_jointly_linear(self) -> bool:
-        """Whether the function is linear in all the parameters that it takes."""
-        return len(self.names) == (self.weight is not None) + (self.bias is not None)
+        """Whether the function is linear in all the parameters that it takes, statistics that it knows left out."""
+        return len(self.names) == (self.weight is not None) + (self.bias is not None) + self.num_statistics
 
 
 @dataclass(eq=False, slots=True)
@@ -127,6 +102,11 @@ class FunctionCall:
     def input(self) -> Any:
         """The first argument."""
         return self.argument(0, "input")
+
+    @property
+    def statistics(self) -> tuple[Any, ...]:
+        """The mean and the variance of `normalise_by_statistics`; nothing of another function."""
+        return self.args[1:3] if self.function is normalise_by_statistics else ()
 
     def in_slots(self) -> dict[str, Any]:
         """Return the arguments in the places of weight and bias, by these names; None where there is none."""
@@ -211,88 +191,66 @@ class ParameterUsageRecorder(ParameterInterception):
     def intercept(self, call: FunctionCall) -> Any:
         """Record the call; not that of a shape or a dtype, which does not depend on a parameter's value."""
         result = self.pass_through(call.run())
-        if _has_tensors(result):
+        if has_tensors(result):
             names = {name: self.name_of.get(id(value)) for name, value in call.in_slots().items()}
-            self.usages.append(ParameterUsage(call.function, call.params, names.get("weight"), names.get("bias")))
+            found = sum(id(value) in self.name_of for value in call.statistics)
+            self.usages.append(
+                ParameterUsage(call.function, call.params, names.get("weight"), names.get("bias"), found)
+            )
         return result
 
 
-@final
-class LayerIORecorder(ParameterInterception):
-    """Record inputs and gradient edges of the layers' calls with the given parameters.
+class MovedWeights(ParameterInterception):
+    """Evaluate rows at weights and statistics of their own."""
 
-    Args:
-        params: All parameters by name.
-        bias_of: The layers' weights, each with the bias that goes with it.
-        num_rows: E, rows that every call must see.
-        keep_graph: Keep the layers' inputs attached to the graph.
-    """
+    @abstractmethod
+    def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
+        """Return a parameter at every row, (E, ...); a tensor that does not move as it is."""
 
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        bias_of: Mapping[str, str | None],
-        num_rows: int,
-        *,
-        keep_graph: bool = False,
-    ) -> None:
-        observed = {*bias_of, *(bias for bias in bias_of.values() if bias is not None)}
-        super().__init__({name: value for name, value in params.items() if name in observed})
-        self.bias_of, self.num_rows, self.keep_graph = bias_of, num_rows, keep_graph
-        self.calls: list[LayerIO] = []
-
-    def intercept(self, call: FunctionCall) -> Any:
-        """Make the call and record it if it is a layer's."""
-        result = call.run()
-        if not _has_tensors(result):
-            return result
-        slots = call.in_slots() if call.function in LAYERS else {}
-        names = {name: self.name_of.get(id(value)) for name, value in slots.items()}
-        weight, bias = names.get("weight"), names.get("bias")
-        if weight is None or self.bias_of.get(weight, weight) != bias or {*call.params} - {weight, bias}:
-            raise UnsupportedParameterUseError(
-                f"the weights {sorted({*call.params})} must be used by their layers only."
-            )
-        x = call.input
-        _require_rows(x, result, self.num_rows, weight)
-        keys = ("stride", "padding", "dilation", "groups") if call.function in CONVOLUTIONS else ()
-        named = {name: value for name, value in call.kwargs.items() if name in keys}
-        self.calls.append(
-            LayerIO(
-                function=call.function,
-                weight=weight,
-                bias=bias,
-                source=x,
-                input=x if self.keep_graph else x.detach(),
-                input_is_constant=not self.keep_graph and not x.requires_grad,
-                options={**dict(zip(keys, call.args[3:], strict=False)), **named},
-                shape=result.shape,
-                edge=get_gradient_edge(result),
-                normalise=_without_scale_and_shift(call) if call.function in NORMALISATIONS else None,
-            )
-        )
-        return result
+    def normalise(self, call: FunctionCall) -> Any:
+        """Make a call of `normalise_by_statistics`, which is not linear in its statistics, with those of every row."""
+        x, *held = call.args[:5]
+        own = (None if value is None else self.of_rows(value, len(x)) for value in held)
+        return call.function(x, *own, *call.args[5:])
 
 
 @final
-class InterpolatedWeights(ParameterInterception):
+class InterpolatedWeights(MovedWeights):
     """Evaluate row e at weights w + t_e d: each jointly linear function is called once with w and once with d.
 
     Args:
         params: w by name.
         direction: d by name.
         t: (E,) positions on the segment, one per row; may carry a tangent or require a gradient.
+        statistics: Statistics of every row by name, (E, ...), which replace those at w + t_e d.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], direction: Mapping[str, Tensor], t: Tensor) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        direction: Mapping[str, Tensor],
+        t: Tensor,
+        statistics: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__({name: params[name] for name in direction})
         self.direction = {id(params[name]): value for name, value in direction.items()}
         self.t = t
+        self.statistics = {id(params[name]): value for name, value in (statistics or {}).items()}
+
+    def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
+        """Return w_e + t_e d for every row."""
+        step = self.direction.get(id(value))
+        if step is None or id(value) in self.statistics:
+            return self.statistics.get(id(value), value)
+        return value + self.t.view(-1, *[1] * value.ndim) * step
 
     def intercept(self, call: FunctionCall) -> Any:
         """Make the call, and add t times the call along the direction."""
+        if call.function is normalise_by_statistics:
+            require_rows(call.input, call.input, len(self.t), call.params[0])
+            return self.normalise(call)
         result = call.run()
-        if not _has_tensors(result):
+        if not has_tensors(result):
             return result
         along, moved = {}, 0
         for name, value in call.in_slots().items():
@@ -302,12 +260,12 @@ class InterpolatedWeights(ParameterInterception):
             moved += step is not None
             along[name] = torch.zeros_like(value) if step is None else step
         call.require_all_in_slots(moved)
-        _require_rows(call.input, result, len(self.t), call.params[0])
+        require_rows(call.input, result, len(self.t), call.params[0])
         return result + self.t.view(-1, *[1] * (result.ndim - 1)) * call.with_slots(along)
 
 
 @final
-class StackedWeights(ParameterInterception):
+class StackedWeights(MovedWeights):
     """Evaluate each of G equal parts of the rows at weights of its own.
 
     Args:
@@ -320,19 +278,26 @@ class StackedWeights(ParameterInterception):
         self.stacked = {id(params[name]): value for name, value in stacked.items()}
         self.num_parts = len(next(iter(stacked.values())))
 
+    def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
+        """Return every row's part's own."""
+        own = self.stacked.get(id(value))
+        return value if own is None else own.repeat_interleave(num_rows // self.num_parts, dim=0)
+
     def intercept(self, call: FunctionCall) -> Any:
         """Make the call part by part; linear layers in one product."""
         if not call.slots:
             result = call.run()  # a shape or a dtype; everything else is not supported
-            if not _has_tensors(result):
+            if not has_tensors(result):
                 return result
-        held = call.in_slots()
-        own = {name: self.stacked[id(value)] for name, value in held.items() if id(value) in self.stacked}
-        call.require_all_in_slots(len(own))
         x = call.input
         rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
         if not rows or rows % self.num_parts:  # whether these are all of the rows is known to the layer recorder
             raise UnsupportedParameterUseError(f"the layer of {call.params[0]} must see all rows: it saw {rows}.")
+        if call.function is normalise_by_statistics:
+            return self.normalise(call)
+        held = call.in_slots()
+        own = {name: self.stacked[id(value)] for name, value in held.items() if id(value) in self.stacked}
+        call.require_all_in_slots(len(own))
         parts = x.unflatten(0, (self.num_parts, -1))
         if call.function is LINEAR and (held["bias"] is None or "bias" in own) and "weight" in own:
             return _batched_linear(parts, own["weight"], own.get("bias")).flatten(0, 1)
@@ -348,24 +313,23 @@ def _batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result.view(*x.shape[:-1], -1)
 
 
-def _without_scale_and_shift(call: FunctionCall) -> Callable[[Tensor], Tensor]:
-    """Return a normalisation as a function of its input alone, without weight and bias."""
-    rest = [None if number in call.slots else value for number, value in enumerate(call.args)][1:]
-    named = {name: value for name, value in call.kwargs.items() if name not in {"input", *call.slots.values()}}
-
-    def normalise(x: Tensor) -> Tensor:
-        result: Tensor = call.function(x, *rest, **named)
-        return result
-
-    return normalise
-
-
-def _has_tensors(result: Any) -> bool:
-    """Whether a call computed something that can depend on a parameter's value: not a shape, not a dtype."""
+def has_tensors(result: Any) -> bool:
+    """Return whether a call computed something that can depend on a parameter's value: not a shape, not a dtype."""
     return isinstance(result, Tensor) or any(isinstance(value, Tensor) for value in _leaves((result,)))
 
 
-def _require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
+def require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
+    """Raise if a call does not see, and return, all rows.
+
+    Args:
+        x: Its input.
+        result: Its result.
+        num_rows: E.
+        name: A parameter that it takes.
+
+    Raises:
+        UnsupportedParameterUseError: Rows are missing.
+    """
     rows = len(x) if isinstance(x, Tensor) and x.ndim else 0
     if rows != num_rows or len(result) != num_rows:
         raise UnsupportedParameterUseError(f"the layer of {name} must see all {num_rows} rows: it saw {rows}.")

@@ -7,7 +7,7 @@ sides of an inner product. Parameters that are not a layer's are differentiated 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -21,14 +21,14 @@ from epk_gp.autodiff.dense import dense_jacobian
 from epk_gp.autodiff.interception import (
     LINEAR,
     InterpolatedWeights,
-    LayerIO,
-    LayerIORecorder,
+    MovedWeights,
     StackedWeights,
     UnsupportedParameterUseError,
 )
 from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
 from epk_gp.autodiff.layer_jacobian import LayerJacobian, append_bias_column, concat_rows
+from epk_gp.autodiff.layer_recorder import LayerIO, LayerIORecorder
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head
@@ -39,17 +39,20 @@ from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, rows_per_pa
 class WeightLocation:
     """Weights at which Jacobians are taken: `w`, or `w + t_e d` for row e, or `stacked[g]` for the g-th equal part.
 
+    All of them hold the moving statistics behind the weights, where the network has any. Jacobians are those in the
+    weights alone.
+
     Attributes:
-        w: Flat weights, (P,).
-        d: Flat direction, (P,), or None.
+        w: Flat weights, (P,), or flat weights and moving statistics, (P + Q,).
+        d: Flat direction, as `w`, or None.
         t: (E,) with `d`.
-        stacked: (G, P), or None.
+        stacked: G rows like `w`, or None.
     """
 
-    w: Float[Tensor, " P"]
-    d: Float[Tensor, " P"] | None = None
+    w: Float[Tensor, " PQ"]
+    d: Float[Tensor, " PQ"] | None = None
     t: Float[Tensor, " E"] | None = None
-    stacked: Float[Tensor, "G P"] | None = None
+    stacked: Float[Tensor, "G PQ"] | None = None
 
     @property
     def is_one_point(self) -> bool:
@@ -89,8 +92,9 @@ def layer_jacobians(
             values = cotangents.of_logits(_logits_row_by_row(net, at, X))
         return [dense_jacobian(net, model.names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph)]
     with torch.enable_grad(), disable_fused_attention():
-        recorder = LayerIORecorder(params, plan.bias_of, len(X), keep_graph=create_graph)
-        with _moved_weights(net, params, at), recorder:
+        moved = _moved_weights(net, params, at)
+        recorder = LayerIORecorder(params, plan.bias_of, len(X), keep_graph=create_graph, moved=moved)
+        with moved or nullcontext(), recorder:
             z = model(params, X)
         values = cotangents.of_logits(z if create_graph else z.detach())
         recorded = _RecordedForward(net, recorder.calls, z, values, cotangents)
@@ -121,7 +125,7 @@ def layer_jacobians_blocked(
 
 def layer_jacobians_at_weights(
     net: PlannedModel,
-    weights: Iterable[Float[Tensor, " P"]],
+    weights: Iterable[Float[Tensor, " PQ"]],
     X: Shaped[Tensor, "n ..."],
     head: Head,
     cost: ContractionCost,
@@ -290,13 +294,11 @@ def propagate_cotangents(
     ]
 
 
-def _moved_weights(
-    net: PlannedModel, params: Mapping[str, Tensor], at: WeightLocation
-) -> AbstractContextManager[object]:
+def _moved_weights(net: PlannedModel, params: Mapping[str, Tensor], at: WeightLocation) -> MovedWeights | None:
     if at.stacked is not None:
         return StackedWeights(params, net.model.unflatten_rows(at.stacked.detach().requires_grad_()))
     if at.t is None or at.d is None:
-        return nullcontext()
+        return None
     return InterpolatedWeights(params, net.model.unflatten(at.d), at.t)
 
 
@@ -305,7 +307,7 @@ def _logits_row_by_row(net: PlannedModel, at: WeightLocation, X: Tensor) -> Tens
     model = net.model
     params = model.unflatten(at.w)
     if at.t is None or at.d is None or net.plan.supports_interpolation:
-        with _moved_weights(net, params, at):
+        with _moved_weights(net, params, at) or nullcontext():
             return model(params, X)
     direction = model.unflatten(at.d)
     moved = ({name: w + t * direction[name] for name, w in params.items()} for t in at.t)

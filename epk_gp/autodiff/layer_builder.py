@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.interception import CHANNELS_LAST, LayerIO
+from epk_gp.autodiff.interception import CHANNELS_LAST
 from epk_gp.autodiff.layer_jacobian import LayerJacobian, append_bias_column, sum_outer_products
+from epk_gp.autodiff.layer_recorder import LayerIO
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 
 

@@ -7,7 +7,7 @@ from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.verification import build_plan, probe_rows
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, flat_weights
+from epk_gp.core.trajectory import Trajectory, flat_state
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
         key = (model.spec, cache.needs_dense_plan)
         if key not in cache.plans:
             X = model.spec.cast(probe_rows(trajectory.inputs))
-            w = flat_weights(trajectory, trajectory.num_steps, X)
+            w = flat_state(trajectory, trajectory.num_steps, X)
             cache.plans[key] = build_plan(model, w, X, all_dense=cache.needs_dense_plan)
         return PlannedModel(model, cache.plans[key])
 

@@ -47,13 +47,13 @@ def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
 
 
 def build_plan(
-    model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "E ..."], *, all_dense: bool = False
+    model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], *, all_dense: bool = False
 ) -> DifferentiationPlan:
     """Observe the network at weights w and choose how to differentiate it.
 
     Args:
         model: The network, in the computation's dtype.
-        w: Flat weights of some state.
+        w: Flat weights of some state, and its moving statistics.
         X: A few inputs.
         all_dense: Treat no parameter as a layer's, and do not interpolate weights.
 
@@ -112,10 +112,10 @@ class _Trial:
 
     Attributes:
         model: The network.
-        w: Flat weights off the trained ones, where a zero could hide a mistake.
+        w: Flat weights off the trained ones, where a zero could hide a mistake; statistics likewise.
         X: Inputs.
         cotangents: Two random cotangents of each sample's logits.
-        expected: The Jacobian of every parameter, by backward passes sample by sample.
+        expected: The Jacobian of every parameter and statistic, by backward passes sample by sample.
     """
 
     model: FunctionalModel
@@ -126,12 +126,13 @@ class _Trial:
 
     @property
     def direction(self) -> Tensor:
-        """A direction to move in."""
-        return 0.1 * self.w.flip(0)
+        """A direction to move in. A statistic may be a variance: it only grows."""
+        w, statistics = _split(self.model, self.w)
+        return torch.cat([0.1 * w.flip(0), 0.1 * statistics.abs().flip(0)])
 
 
 def validate_plan(
-    model: FunctionalModel, w: Float[Tensor, " P"], X: Shaped[Tensor, "E ..."], plan: DifferentiationPlan
+    model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], plan: DifferentiationPlan
 ) -> DifferentiationPlan:
     """Keep in the plan only what reproduces plain autograd on the rows of X."""
     trial = _make_trial(model, w, X, plan)
@@ -151,21 +152,28 @@ def validate_plan(
     plan = replace(plan, supports_jvp=passes_check(lambda: _jvp(trial)))
     plan = replace(plan, supports_double_backward=passes_check(lambda: _double_vjp(trial)))
     # all parameters are mapped over where derivatives along a segment can be had in no other way
-    names = plan.dense_params if plan.supports_interpolation and plan.supports_jvp else model.names
+    names = plan.dense_params if plan.supports_interpolation and plan.supports_jvp else model.names + model.statistics
     return replace(plan, supports_vmap=passes_check(lambda: _mapped_jacobian(trial, plan, names))) if names else plan
 
 
 def _make_trial(model: FunctionalModel, w: Tensor, X: Tensor, plan: DifferentiationPlan) -> _Trial:
     wave = torch.arange(w.numel(), device=w.device, dtype=torch.float64).sin().to(w.dtype)
-    here = w + 0.02 * wave
+    weights, statistics = _split(model, w)
+    here = torch.cat([weights + 0.02 * wave[: len(weights)], statistics + 0.02 * wave[len(weights) :].abs()])
     with torch.no_grad():
         z = model(model.unflatten(here), X)
     generator = torch.Generator().manual_seed(0)
     cotangents = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64).to(z)
     loop = PlannedModel(model, replace(plan, supports_vmap=False))
-    truth = dense_jacobian(loop, model.names, here, X, cotangents).values
-    pieces = truth.split([shape.numel() for shape in model.shapes], dim=2)
-    return _Trial(model, here, X, cotangents, dict(zip(model.names, pieces, strict=True)))
+    names, shapes = model.names + model.statistics, model.shapes + model.statistic_shapes
+    truth = dense_jacobian(loop, names, here, X, cotangents).values
+    pieces = truth.split([shape.numel() for shape in shapes], dim=2)
+    return _Trial(model, here, X, cotangents, dict(zip(names, pieces, strict=True)))
+
+
+def _split(model: FunctionalModel, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights and the moving statistics of a flat vector."""
+    return w[: model.num_weights], w[model.num_weights :]
 
 
 def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan) -> Pair:
@@ -197,7 +205,7 @@ def _interpolated_outputs(trial: _Trial) -> Pair:
 
 def _stacked_outputs(trial: _Trial) -> Pair:
     model, X, w = trial.model, trial.X, trial.w
-    stacked = torch.stack([w, 1.1 * w, 0.9 * w + 0.1 * w.flip(0)])
+    stacked = torch.stack([w, 1.1 * w, 0.9 * w + trial.direction])
     params = model.unflatten(w)
     with torch.no_grad(), disable_fused_attention():
         with StackedWeights(params, model.unflatten_rows(stacked)):

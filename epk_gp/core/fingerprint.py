@@ -13,7 +13,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.step import Step
+from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.update_rules import UpdateCoefficients
 
 _DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
@@ -59,7 +59,11 @@ def fingerprint_data(inputs: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M
 
 
 def fingerprint_start(
-    header: dict[str, Any], model: FunctionalModel, outputs: Float[Tensor, "n C"], start: Float[Tensor, " P"]
+    header: dict[str, Any],
+    model: FunctionalModel,
+    outputs: Float[Tensor, "n C"],
+    start: Float[Tensor, " P"],
+    statistics: Float[Tensor, " Q"] | None = None,
 ) -> str:
     """Return the digest of a run of no steps.
 
@@ -68,28 +72,59 @@ def fingerprint_start(
         model: The network; its frozen state is hashed.
         outputs: Its outputs near the initial weights (`fingerprint_outputs`); they stand for the forward function.
         start: The initial weights.
+        statistics: The initial moving statistics; None for a network without them.
     """
     hasher = hashlib.blake2b(repr(header).encode(), digest_size=_DIGEST_BYTES)
     for value in (*model.frozen_state().values(), outputs, start):
         hasher.update(tensor_bytes(value))
+    if statistics is not None:
+        _hash_tensor(hasher, statistics)
     return hasher.hexdigest()
 
 
-def fingerprint_step(before: str, step: Step, update: UpdateCoefficients, end: Float[Tensor, " P"]) -> str:
+def fingerprint_step(
+    before: str,
+    step: Step,
+    update: UpdateCoefficients,
+    end: Float[Tensor, " P"],
+    statistics: Float[Tensor, " Q"] | None = None,
+) -> str:
     """Return the digest of a run that is one step longer than the run with digest `before`.
 
     Args:
         before: Digest of the run up to this step.
-        step: Learning rate and batch of the step.
+        step: Learning rate, batch and forward passes of the step.
         update: Its coefficients.
         end: The weights after the step.
+        statistics: The moving statistics after the step; None for a network without them.
     """
     hasher = hashlib.blake2b(before.encode(), digest_size=_DIGEST_BYTES)
     hasher.update(repr(step.lr).encode())
     hasher.update(b"all" if step.batch is None else tensor_bytes(step.batch))
     if step.sample_weights is not None:
         hasher.update(tensor_bytes(step.sample_weights))
-    for value in update:
+    for value in update.tensors():
         hasher.update(tensor_bytes(value))
     hasher.update(tensor_bytes(end))
+    if statistics is not None:
+        _hash_tensor(hasher, statistics)
+    for forward in step.passes:
+        _hash_pass(hasher, forward)
     return hasher.hexdigest()
+
+
+def _hash_pass(hasher: "hashlib._Hash", forward: ForwardPass) -> None:
+    hasher.update(repr(("pass", forward.num_rows, str(forward.autocast))).encode())
+    for value in vars(forward).values():
+        if isinstance(value, SeenRows):
+            _hash_tensor(hasher, value.index)
+            _hash_tensor(hasher, value.values)
+        elif isinstance(value, Tensor):
+            _hash_tensor(hasher, value)
+        else:
+            hasher.update(b"none")
+
+
+def _hash_tensor(hasher: "hashlib._Hash", value: Tensor) -> None:
+    hasher.update(repr((tuple(value.shape), str(value.dtype))).encode())
+    hasher.update(tensor_bytes(value))

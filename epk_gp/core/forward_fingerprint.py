@@ -19,8 +19,21 @@ def perturbed_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
 
 
 def fingerprint_outputs(
-    model: FunctionalModel, initial: Float[Tensor, " P"], inputs: Shaped[Tensor, "M ..."]
+    model: FunctionalModel,
+    initial: Float[Tensor, " P"],
+    inputs: Shaped[Tensor, "M ..."],
+    statistics: Float[Tensor, " Q"] | None = None,
 ) -> Float[Tensor, "n C"]:
-    """Return the network's outputs at the first n = min(4, M) inputs, with the initial weights perturbed."""
+    """Return the network's outputs at the first n = min(4, M) inputs, with the initial weights perturbed.
+
+    Args:
+        model: The network.
+        initial: Its initial weights.
+        inputs: The training inputs.
+        statistics: Its initial moving statistics, if it has any; they are not perturbed, for a variance is positive.
+    """
+    state = perturbed_initial(initial)
+    if statistics is not None:
+        state = torch.cat([state, statistics.to(state)])
     with torch.no_grad():
-        return model(model.unflatten(perturbed_initial(initial)), inputs[:NUM_FINGERPRINT_POINTS])
+        return model(model.unflatten(state), inputs[:NUM_FINGERPRINT_POINTS])

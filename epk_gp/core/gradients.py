@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.losses import Loss, per_sample_losses
 from epk_gp.core.memory_plan import batch_gradient_rows
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.replay import TrainingData, TrainingReplay, passes_of
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, flat_weights
 from epk_gp.core.update_rules import predict_step
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
@@ -28,14 +31,20 @@ class ReplayedStep:
     Attributes:
         step: Its learning rate and batch.
         w: The weights w_s before it.
-        d: The update w_{s+1} - w_s that the update rule predicts.
+        d: The update w_{s+1} - w_s that the update rule predicts from exact gradients.
         momentum: The momentum buffer before it.
+        as_trained: The update that it predicts from gradients in the precision of the training; `d` itself without
+            automatic mixed precision.
+        statistics_error: Largest difference of moving statistics after a pass from the recorded ones, in units of what
+            rounding explains; 0 without them.
     """
 
     step: Step
     w: Float[Tensor, " P"]
     d: Float[Tensor, " P"]
     momentum: Float[Tensor, " P"]
+    as_trained: Float[Tensor, " P"]
+    statistics_error: float = 0.0
 
 
 def replayed_steps(trajectory: Trajectory, model: FunctionalModel, reference: Tensor) -> Iterator[ReplayedStep]:
@@ -49,13 +58,75 @@ def replayed_steps(trajectory: Trajectory, model: FunctionalModel, reference: Te
         reference: Tensor whose dtype and device the computation has.
     """
     momentum = torch.zeros_like(flat_weights(trajectory, 0, reference))
+    own_momentum = momentum  # in the precision of the training
+    run = RunReplay(trajectory, model, reference)
     for step in trajectory.steps:
         w, before = flat_weights(trajectory, step.index, reference), momentum
-        X, y, c = batch_of(trajectory, step, w)
-        with disable_fused_attention():
-            g = batch_gradient(model, w, X, y, trajectory.loss, c)
-        d, momentum = predict_step(trajectory.updates[step.index], model.sizes, w, g, before)
-        yield ReplayedStep(step, w, d, before)
+        update = trajectory.updates[step.index]
+        g, error = run.gradient(step)
+        d, momentum = predict_step(update, model.sizes, w, g, before)
+        as_trained = d
+        if any(forward.autocast is not None for forward in step.passes):
+            own, _ = run.gradient(step, exact=False)
+            as_trained, own_momentum = predict_step(update, model.sizes, w, own, own_momentum)
+        else:
+            own_momentum = momentum
+        yield ReplayedStep(step, w, d, before, as_trained, error)
+
+
+class RunReplay:
+    """Recomputes the gradients of a run's steps; to be used by one thread.
+
+    Args:
+        trajectory: The run.
+        model: Its network in the dtype of the computation.
+        reference: Tensor whose dtype and device the computation has.
+    """
+
+    def __init__(self, trajectory: Trajectory, model: FunctionalModel, reference: Tensor) -> None:
+        self.trajectory, self.model, self.reference = trajectory, model, reference
+        self.data = TrainingData(trajectory.inputs, trajectory.targets, trajectory.loss)
+
+    @cached_property
+    def passes(self) -> TrainingReplay:
+        """Replays the forward passes, in the run's own dtype where random numbers are drawn."""
+        own = self.trajectory.model.variant(TensorSpec(self.trajectory.dtype, self.model.spec.device))
+        return TrainingReplay(own, self.trajectory.loss, self.model.spec)
+
+    def gradient(self, step: Step, *, exact: bool = True) -> tuple[Float[Tensor, " P"], float]:
+        """Return the gradient of a step's loss, and the error of its statistics in units of their rounding."""
+        trajectory = self.trajectory
+        w = flat_weights(trajectory, step.index, self.reference)
+        if not step.passes:
+            X, y, c = batch_of(trajectory, step, w)
+            with disable_fused_attention():
+                return batch_gradient(self.model, flat_state(trajectory, step.index, w), X, y, trajectory.loss, c), 0.0
+        return self.gradient_at(step, flat_state(trajectory, step.index, self.reference), exact=exact)
+
+    def gradient_at(
+        self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True
+    ) -> tuple[Float[Tensor, " P"], float]:
+        """Return the gradient of the forward passes of a step at some state, and the error of its statistics."""
+        total, error = torch.zeros_like(state[: self.model.num_weights]), 0.0
+        for data in passes_of(step, self.data):
+            replayed = self.passes.gradient(state, data, exact=exact)
+            total += replayed.gradient
+            if self.trajectory.statistics is not None:
+                after = data.forward.statistics_after
+                after = self.trajectory.statistics[step.index + 1] if after is None else after
+                error = max(error, statistics_error(replayed.statistics, after, self.trajectory.dtype))
+        return total, error
+
+
+def statistics_error(replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"], dtype: torch.dtype) -> float:
+    """Return the largest difference of moving statistics, in units of what rounding explains.
+
+    A running variance adds a share of a batch's variance, whose relative rounding is that of a sum.
+    """
+    if not len(recorded):
+        return 0.0
+    allowed = relative_rounding(dtype) * recorded.abs().max().double() + torch.finfo(dtype).tiny
+    return float((replayed.double() - recorded.to(replayed.device).double()).abs().max() / allowed)
 
 
 def mismatch_tolerance(
@@ -80,37 +151,43 @@ def mismatch_tolerance(
     tolerance = float(4 * eps * w.abs().max() + share * d.abs().max())
     if not mismatch > tolerance:
         return tolerance
-    X, y, c = batch_of(trajectory, replayed.step, w)
-    with disable_fused_attention():
-        g = batch_gradient(model, move_by_rounding(w, eps), X.flip(0), y.flip(0), trajectory.loss, c.flip(0))
-    again, _ = predict_step(trajectory.updates[replayed.step.index], model.sizes, w, g, replayed.momentum)
+    step = replayed.step
+    state = flat_state(trajectory, step.index, w)
+    moved = torch.cat([move_by_rounding(w, eps), state[len(w) :]])
+    if step.passes:
+        g, _ = RunReplay(trajectory, model, w).gradient_at(step, moved)
+    else:
+        X, y, c = batch_of(trajectory, step, w)
+        with disable_fused_attention():
+            g = batch_gradient(model, moved, X.flip(0), y.flip(0), trajectory.loss, c.flip(0))
+    again, _ = predict_step(trajectory.updates[step.index], model.sizes, w, g, replayed.momentum)
     return max(tolerance, CANCELLATION_FACTOR * float((again - d).abs().max()))
 
 
 def batch_gradient(
     model: FunctionalModel,
-    w: Float[Tensor, " P"],
+    state: Float[Tensor, " PQ"],
     X: Shaped[Tensor, "B ..."],
     y: Shaped[Tensor, "B ..."],
     loss: Loss,
     c: Float[Tensor, " B"],
 ) -> Float[Tensor, " P"]:
-    """Return the gradient of a batch's loss, sum_i c_i grad loss_i, at the weights w.
+    """Return the gradient of a batch's loss, sum_i c_i grad loss_i, of the network in evaluation mode.
 
     Args:
         model: The network.
-        w: Its weights.
+        state: Its weights, and its moving statistics if it has any.
         X: Inputs of the batch.
         y: Their targets.
         loss: The loss of a sample.
         c: Weight of each sample in the batch's loss.
     """
-    weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
-    leaves = [weights[name] for name in model.names]
+    weights = {name: value.detach() for name, value in model.unflatten(state).items()}
+    leaves = [weights[name].requires_grad_() for name in model.names]
     rows = batch_gradient_rows(X[0].numel())
-    total = torch.zeros_like(w)
+    total = torch.zeros_like(state[: model.num_weights])
     with torch.enable_grad():
-        for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(w).split(rows), strict=True):
+        for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(state).split(rows), strict=True):
             value = c_block @ per_sample_losses(loss, model(weights, X_block), y_block)
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             total += torch.cat(

@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -13,6 +13,8 @@ from torch.func import functional_call
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
+from epk_gp.core.moving_statistics import WrittenOutNormalisation
+from epk_gp.core.signature import Signature
 
 
 class StopForwardError(Exception):
@@ -37,6 +39,7 @@ class FunctionalModel:
         statistics: Names of the buffers that training-mode forward passes move (running means and variances). The path
             of a run goes through them too.
         cache: What was found out about the network; a new one by default.
+        signature: How it is called, and how its outputs are taken from what it returns.
 
     Attributes:
         module: The network in evaluation mode.
@@ -46,6 +49,7 @@ class FunctionalModel:
         statistic_shapes: Their shapes.
         spec: Dtype and device of the trained parameters.
         cache: How to differentiate the network; shared by all variants.
+        signature: How it is called, and how its outputs are taken from what it returns.
     """
 
     def __init__(
@@ -55,8 +59,9 @@ class FunctionalModel:
         shapes: tuple[torch.Size, ...],
         statistics: tuple[str, ...] = (),
         cache: ModelCache | None = None,
+        signature: Signature = Signature(),
     ) -> None:
-        self.module, self.names, self.shapes = module, names, shapes
+        self.module, self.names, self.shapes, self.signature = module, names, shapes, signature
         self.statistics = statistics
         self.statistic_shapes = tuple(module.get_buffer(name).shape for name in statistics)
         parameter = module.get_parameter(names[0])
@@ -67,7 +72,7 @@ class FunctionalModel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the network alone: variants and copies for threads are made again where they are needed."""
-        return {name: getattr(self, name) for name in ("module", "names", "shapes", "statistics")}
+        return {name: getattr(self, name) for name in ("module", "names", "shapes", "statistics", "signature")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the network."""
@@ -93,39 +98,62 @@ class FunctionalModel:
 
         Raises:
             TypeError: The outputs are no floating-point numbers.
-            ValueError: The network does not return one row of outputs per input.
+            ValueError: The network, or the function `output` of its signature, does not return one row of outputs per
+                input.
         """
         outputs = self.evaluate(params, X)
+        is_own = self.signature.output is None  # whether the network itself returns the outputs
         if isinstance(outputs, Tensor) and not outputs.is_floating_point():
             raise TypeError(
-                f"the network must return floating-point outputs: got {outputs.dtype}. Leave argmax, rounding and "
-                "casts to integers out of forward()."
+                f"{'the network' if is_own else 'output'} must return floating-point outputs: got {outputs.dtype}. "
+                "Leave argmax, rounding and casts to integers out of forward()."
             )
         if not isinstance(outputs, Tensor) or outputs.ndim != 2 or outputs.shape[0] != X.shape[0]:
             got = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+            if not is_own:
+                raise ValueError(
+                    "output must map what the network returns for n inputs to a tensor of shape (n, C): got "
+                    f"{got} for {X.shape[0]} inputs."
+                )
             raise ValueError(
                 f"the network must map n inputs to a tensor of shape (n, C): got {got} for {X.shape[0]} inputs. "
-                "Wrap it in a module that returns one row of outputs per input."
+                "Say how to take one row of outputs per input from what it returns, as in "
+                f"output=lambda returned: {_output_example(outputs)}."
             )
         return outputs
 
     def evaluate(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
-        """Evaluate the network without looking at what it returns, as under `torch.func.vmap`.
+        """Evaluate the network without looking at its outputs, as under `torch.func.vmap`.
+
+        Raises:
+            RuntimeError: The moving statistics are not among the parameters.
+        """
+        return self.signature.outputs(self.returned(params, X))
+
+    def returned(self, params: Mapping[str, Tensor], X: Shaped[Tensor, "..."]) -> Any:
+        """Return what the network returns; the outputs are taken from it by `Signature.outputs`.
 
         Raises:
             RuntimeError: The moving statistics are not among the parameters.
         """
         if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
+        args, kwargs = self.signature.unpack(X)
         module = self._take_module_of_thread()
         try:
-            with disable_fused_attention():  # everywhere, or bytes would depend on what other threads do
-                outputs = functional_call(module, dict(params), (X,))
+            # everywhere, or bytes would depend on what other threads do
+            with disable_fused_attention(), self._differentiable_in_statistics(params):
+                returned = functional_call(module, dict(params), args, kwargs)
         except StopForwardError:
             self._of_thread.module = module
             raise
         self._of_thread.module = module
-        return outputs
+        return returned
+
+    def _differentiable_in_statistics(self, params: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+        if not self.statistics:
+            return nullcontext()
+        return WrittenOutNormalisation(params[name] for name in self.statistics)
 
     def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
         """Concatenate the trained parameters in the model's order."""
@@ -133,21 +161,26 @@ class FunctionalModel:
 
     def unflatten(self, flat: Float[Tensor, " n"]) -> dict[str, Tensor]:
         """View a flat vector of P weights, or of P weights and Q moving statistics, as named tensors."""
-        names, shapes = self.names, self.shapes
-        if len(flat) > self.num_weights:
-            names, shapes = names + self.statistics, shapes + self.statistic_shapes
+        names, shapes = self._layout(len(flat))
         pieces = flat.split([shape.numel() for shape in shapes])
         return {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
 
+    def _layout(self, size: int) -> tuple[tuple[str, ...], tuple[torch.Size, ...]]:
+        """Return names and shapes of what a flat vector of P or of P + Q numbers holds."""
+        if size > self.num_weights:
+            return self.names + self.statistics, self.shapes + self.statistic_shapes
+        return self.names, self.shapes
+
     def flatten_statistics(self, buffers: Mapping[str, Tensor]) -> Float[Tensor, " Q"]:
         """Concatenate the moving statistics in the model's order."""
-        values = [buffers[name].detach().reshape(-1) for name in self.statistics]
+        values = [buffers[name].detach().reshape(-1).to(self.spec.dtype) for name in self.statistics]
         return torch.cat(values) if values else torch.zeros(0, dtype=self.spec.dtype, device=self.spec.device)
 
-    def unflatten_rows(self, rows: Float[Tensor, "G P"]) -> dict[str, Tensor]:
-        """View G flat weight vectors as named parameters, each with a first dimension of G."""
-        pieces = rows.split([shape.numel() for shape in self.shapes], dim=1)
-        named = zip(self.names, pieces, self.shapes, strict=True)
+    def unflatten_rows(self, rows: Float[Tensor, "G n"]) -> dict[str, Tensor]:
+        """View G flat vectors, as `unflatten` takes them, as named tensors, each with a first dimension of G."""
+        names, shapes = self._layout(rows.shape[1])
+        pieces = rows.split([shape.numel() for shape in shapes], dim=1)
+        named = zip(names, pieces, shapes, strict=True)
         return {name: piece.unflatten(1, shape) if shape else piece.squeeze(1) for name, piece, shape in named}
 
     def frozen_state(self) -> dict[str, Tensor]:
@@ -170,7 +203,7 @@ class FunctionalModel:
     def converted(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model in another dtype or on another device, as `variant`, without keeping it."""
         module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
-        return FunctionalModel(module, self.names, self.shapes, self.statistics, self.cache)
+        return FunctionalModel(module, self.names, self.shapes, self.statistics, self.cache, self.signature)
 
     def _take_module_of_thread(self) -> nn.Module:
         """Return the thread's copy of the module, to be given back after the call.
@@ -185,6 +218,15 @@ class FunctionalModel:
         return copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
 
 
+def _output_example(returned: object) -> str:
+    """Return an example of a function that takes outputs from what a network returned."""
+    if isinstance(returned, Tensor):
+        return "returned.mean(dim=1)" if returned.ndim == 3 else "returned.flatten(1)"
+    if isinstance(getattr(returned, "logits", None), Tensor):
+        return "returned.logits"
+    return f"returned[{next(iter(returned), 0)!r}]" if isinstance(returned, Mapping) else "returned[0]"
+
+
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
     """Leave torch's random numbers on the CPU and on one device as they were, whatever a network draws."""
@@ -197,7 +239,10 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def functionalize(
-    net: nn.Module, names: tuple[str, ...] | None = None, statistics: tuple[str, ...] = ()
+    net: nn.Module,
+    names: tuple[str, ...] | None = None,
+    statistics: tuple[str, ...] = (),
+    signature: Signature = Signature(),
 ) -> FunctionalModel:
     """Copy a network as a function of its trained weights.
 
@@ -205,6 +250,7 @@ def functionalize(
         net: The network. Its weights are not kept.
         names: The trained parameters; all parameters that require a gradient by default.
         statistics: The buffers that training-mode forward passes move.
+        signature: How the network is called, and how its outputs are taken from what it returns.
 
     Raises:
         TypeError: `net` is not a module, or it cannot be copied.
@@ -248,7 +294,8 @@ def functionalize(
     for part in module.modules():  # what they do to the user's gradients, the check of the steps sees
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
-    return FunctionalModel(module, names, tuple(parameters[name].shape for name in names), statistics)
+    shapes = tuple(parameters[name].shape for name in names)
+    return FunctionalModel(module, names, shapes, statistics, signature=signature)
 
 
 def zero_final_layer(net: nn.Module) -> nn.Module:

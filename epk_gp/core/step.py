@@ -1,5 +1,6 @@
 """One recorded training step, with what its forward passes depended on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,11 @@ class ForwardPass:
     autocast: torch.dtype | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether everything that the pass depended on follows from weights, data and batch."""
+        return all(value is None for name, value in vars(self).items() if name != "num_rows")
+
+    @property
     def is_deterministic(self) -> bool:
         """Whether the network in evaluation mode, on the rows as seen, computes what the pass computed."""
         return self.modes is None and self.random_state is None and self.device_random_state is None
@@ -65,12 +71,12 @@ class Step:
         batch: Indices into the training data, or None for all points in order.
         sample_weights: The weights c of the batch's samples in the loss. None stands for the weights that the loss
             gives to a single batch; other weights come from accumulated gradients or weighted samples.
-        passes: The forward passes on consecutive rows of the batch. Empty if the network in evaluation mode, on X and y
-            as recorded, computes the same.
+        passes: The forward passes on consecutive rows of the batch: a tuple, or read and unpacked when they are
+            indexed. Empty if the network in evaluation mode, on X and y as recorded, computes the same.
     """
 
     index: int
     lr: float
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None
-    passes: tuple[ForwardPass, ...] = ()
+    passes: Sequence[ForwardPass] = ()

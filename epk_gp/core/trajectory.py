@@ -86,9 +86,7 @@ class Trajectory:
             if isinstance(state[name], tuple):
                 state[name] = tuple(value.clone() for value in state[name])
         if isinstance(self.updates, tuple):
-            state["updates"] = tuple(
-                UpdateCoefficients(*(value.clone() for value in update)) for update in self.updates
-            )
+            state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
         state["steps"] = tuple(s if s.batch is None else replace(s, batch=s.batch.clone()) for s in self.steps)
         return state
 
@@ -127,7 +125,8 @@ class Trajectory:
         """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights."""
         coefficients = (self.updates[s] for s in range(self.num_steps))
         return all(
-            not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
+            not u.has_matrices
+            and not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
             and bool((u.lr == u.lr[0]).all())
             and bool((u.grad_scale == u.grad_scale[0]).all())
             for u in coefficients

@@ -6,22 +6,25 @@ is
 
     h    = grad_scale * g + weight_decay * w
     m'   = beta * m + one_minus_dampening * h
-    step = -(momentum_lr * m' + lr * h) - decoupled_decay * w
+    step = -left (momentum_lr * m' + lr * h) right - decoupled_decay * w
 
-with one coefficient per parameter tensor, or one per weight (a diagonal preconditioner).
+with one coefficient per parameter tensor, or one per weight (a diagonal preconditioner). `left` and `right` are the
+matrices of a matrix preconditioner; for nearly all optimizers there are none. `epk_gp.core.optimizer_rules` reads the
+coefficients of torch's optimizers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn, optim
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 Number = float | Tensor
 Options = Mapping[str, Any]
+WEIGHTS = "weights"  # in `UpdateRule.needs_before`: the parameter itself as it was before the step
+MATRICES = ("left", "right")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class LinearStep:
         grad_scale: Factor of the gradient in h: -1 where the loss is maximised.
         weight_decay: Factor of the weights in h (coupled weight decay).
         decoupled_decay: Factor of the weights in the step (decoupled weight decay, times the learning rate).
+        left: Matrix (rows, rows) that the step of a parameter of rows * columns weights, row by row, is multiplied
+            with from the left; None for the identity.
+        right: Matrix (columns, columns) that it is multiplied with from the right; None for the identity.
     """
 
     lr: Number = 0.0
@@ -45,14 +51,16 @@ class LinearStep:
     grad_scale: Number = 1.0
     weight_decay: Number = 0.0
     decoupled_decay: Number = 0.0
+    left: Tensor | None = None
+    right: Tensor | None = None
 
 
 NO_UPDATE = LinearStep(
     beta=1.0, grad_scale=0.0
 )  # a parameter without a gradient: torch moves neither it nor its buffer
-FIELDS = tuple(field.name for field in fields(LinearStep))
+FIELDS = tuple(item.name for item in fields(LinearStep) if item.name not in MATRICES)
 
-Coefficients = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any], bool], LinearStep]
+Coefficients = Callable[[nn.Parameter, Options, Options, Options], LinearStep]
 
 
 @dataclass(frozen=True)
@@ -62,12 +70,20 @@ class UpdateRule:
     Attributes:
         name: Name of the rule in the run's header.
         coefficients: Function that is called after each step for each parameter that has a gradient, as
-            f(p, group, state, first): the parameter, the options of its group, the optimizer's state of it after the
-            step, and whether that state was empty before the step. Returns the coefficients of the step.
+            f(p, group, before, after): the parameter after the step, with its gradient, the options of its group, and
+            the optimizer's state of it before and after the step. Returns the coefficients of the step. `before` is
+            empty if there was no state before the step. Otherwise it has all entries of the state; those in
+            `needs_before` are copies, the others are None.
+        needs_before: Names of the entries of the state that the function reads in `before`. The name "weights" stands
+            for the parameter itself before the step, which is then there in the first step too.
+        unexplained: How much of the steps' norm the rule leaves unexplained, because the optimizer computes in a lower
+            precision than that of the weights; 0 for a rule that holds up to the rounding of the weights.
     """
 
     name: str
     coefficients: Coefficients
+    needs_before: tuple[str, ...] = ()
+    unexplained: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +91,8 @@ class UpdateCoefficients:
     """The coefficients of one step of all L parameters.
 
     Each attribute holds one number per parameter, (L,) float64, or one per weight, (P,). `LinearStep` says what each
-    stands for.
+    stands for. `left` and `right` hold square matrices by the position 0 .. L - 1 of the parameter; parameters whose
+    matrix is the identity are left out.
     """
 
     lr: Tensor
@@ -85,14 +102,42 @@ class UpdateCoefficients:
     grad_scale: Tensor
     weight_decay: Tensor
     decoupled_decay: Tensor
+    left: Mapping[int, Tensor] = field(default_factory=dict)
+    right: Mapping[int, Tensor] = field(default_factory=dict)
 
-    def __iter__(self) -> Any:
-        """Iterate over the coefficients in the order of `FIELDS`."""
+    def __iter__(self) -> Iterator[Tensor]:
+        """Iterate over the coefficients that are no matrices, in the order of `FIELDS`."""
         return iter(getattr(self, name) for name in FIELDS)
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the step of any parameter is multiplied with a matrix."""
+        return bool(self.left or self.right)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over all tensors: the coefficients, and then the matrices by the position of their parameter."""
+        yield from self
+        for name in MATRICES:
+            yield from (matrix for _, matrix in sorted(getattr(self, name).items()))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
+        """Return the same coefficients with a function applied to each tensor, matrices included."""
+        matrices = {name: {k: function(Q) for k, Q in getattr(self, name).items()} for name in MATRICES}
+        return UpdateCoefficients(*(function(value) for value in self), **matrices)
 
 
 def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
-    """Join the coefficients of all parameters; one that any parameter has per weight becomes one number per weight."""
+    """Join the coefficients of all parameters; one that any parameter has per weight becomes one number per weight.
+
+    Raises:
+        ValueError: A matrix is not square, or its side does not divide the parameter's number of weights.
+    """
+    matrices: dict[str, dict[int, Tensor]] = {name: {} for name in MATRICES}
+    for k, (step, size) in enumerate(zip(steps, sizes, strict=True)):
+        for name in MATRICES:
+            if (Q := getattr(step, name)) is not None:
+                matrices[name][k] = Q.detach()
+        _matrix_shape(matrices["left"].get(k), matrices["right"].get(k), size)
     joined = {}
     for name in FIELDS:
         values = [getattr(step, name) for step in steps]
@@ -107,7 +152,7 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
             for value, size in zip(values, sizes, strict=True)
         ]
         joined[name] = torch.cat(rows)
-    return UpdateCoefficients(**joined)
+    return UpdateCoefficients(**joined, **matrices)
 
 
 def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:
@@ -137,7 +182,54 @@ def predict_step(
     u = UpdateCoefficients(*(_scalar_or_per_weight(value, sizes, w) for value in update))
     h = u.grad_scale * g + u.weight_decay * w
     after = u.beta * m + u.one_minus_dampening * h
-    return -(u.momentum_lr * after + u.lr * h) - u.decoupled_decay * w, after
+    direction = apply_matrices(update, sizes, u.momentum_lr * after + u.lr * h)
+    return -direction - u.decoupled_decay * w, after
+
+
+def apply_matrices(
+    update: UpdateCoefficients, sizes: Sequence[int], vectors: Float[Tensor, "*n P"], *, transposed: bool = False
+) -> Float[Tensor, "*n P"]:
+    """Multiply flat vectors of weights with the matrices of a step, or with their transposes.
+
+    Args:
+        update: The coefficients of the step.
+        sizes: Number of weights of each of the L parameters.
+        vectors: Vectors of P weights.
+        transposed: Whether to multiply with the transposed matrices, as the adjoint of a step does.
+
+    Returns:
+        The products; the vectors themselves where the step has no matrices.
+    """
+    if not update.has_matrices:
+        return vectors
+    parts = list(vectors.split(list(sizes), dim=-1))
+    for k in update.left.keys() | update.right.keys():
+        left, right = (None if Q is None else Q.to(vectors) for Q in (update.left.get(k), update.right.get(k)))
+        part = parts[k].unflatten(-1, _matrix_shape(left, right, sizes[k]))
+        if left is not None:
+            part = (left.T if transposed else left) @ part
+        if right is not None:
+            part = part @ (right.T if transposed else right)
+        parts[k] = part.flatten(-2)
+    return torch.cat(parts, dim=-1)
+
+
+def _matrix_shape(left: Tensor | None, right: Tensor | None, size: int) -> tuple[int, int]:
+    """Return rows and columns of a parameter that is multiplied with matrices."""
+    for Q in (left, right):
+        if Q is not None and (Q.ndim != 2 or Q.shape[0] != Q.shape[1] or size % len(Q)):
+            raise ValueError(
+                "the matrix of a step must be square, with a side that divides the parameter's number of weights: got "
+                f"{tuple(Q.shape)} for {size} weights."
+            )
+    rows = len(left) if left is not None else size // (1 if right is None else len(right))
+    columns = size // rows
+    if right is not None and len(right) != columns:
+        raise ValueError(
+            f"the matrices of a step must fit a parameter of {size} weights from both sides: got {rows} rows and "
+            f"{len(right)} columns."
+        )
+    return rows, columns
 
 
 def _scalar_or_per_weight(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Tensor:
@@ -152,123 +244,3 @@ def scale_gradient(update: UpdateCoefficients, factor: float | Tensor, sizes: Se
     if isinstance(factor, Tensor):
         return replace(update, grad_scale=broadcast_to_params(update.grad_scale, sizes, factor) * factor)
     return replace(update, grad_scale=update.grad_scale * factor)
-
-
-def rule_for(optimizer: Optimizer) -> UpdateRule:
-    """Return the update rule of one of torch's optimizers.
-
-    Raises:
-        TypeError: The object is not an optimizer.
-        ValueError: The update rule of the optimizer is not known.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
-    if type(optimizer) not in _RULES:
-        known = ", ".join(sorted(kind.__name__ for kind in _RULES))
-        raise ValueError(
-            f"the optimizer's update rule must be known: that of {type(optimizer).__name__} is not. "
-            f"Use one of {known}, or pass the rule as update_rule=epk_gp.core.update_rules.UpdateRule(...)."
-        )
-    return _RULES[type(optimizer)]
-
-
-def validate_fresh_optimizer(optimizer: Optimizer) -> None:
-    """Raise if an optimizer holds momentum of gradients from before the recording.
-
-    No sample of the recorded run could account for that momentum.
-
-    Raises:
-        ValueError: A momentum buffer of the optimizer is not zero.
-    """
-    for state in optimizer.state.values():
-        for name in ("momentum_buffer", "exp_avg"):
-            buffer = state.get(name)
-            if isinstance(buffer, Tensor) and buffer.any():
-                raise ValueError(
-                    f"the optimizer must be fresh: its {name} holds gradients from before the recording. "
-                    "Make a new optimizer, or record from its first step on."
-                )
-
-
-def learning_rate(optimizer: Optimizer) -> float:
-    """Return the learning rate of the first parameter group, the kernel's weight eps_s of the step.
-
-    Raises:
-        ValueError: The learning rate of a group is negative or not finite.
-    """
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    for rate in rates:
-        if not 0 <= rate < float("inf"):
-            raise ValueError(f"the learning rate must be finite and not negative: got {rate}.")
-    return rates[0]
-
-
-def _sgd(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
-    lr, mu, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
-    sign = -1.0 if group["maximize"] else 1.0
-    if mu == 0:
-        return LinearStep(lr=lr, beta=1.0, grad_scale=sign, weight_decay=decay)
-    return LinearStep(
-        lr=lr if group["nesterov"] else 0.0,
-        momentum_lr=lr * mu if group["nesterov"] else lr,
-        beta=0.0 if first else mu,
-        # torch starts the buffer with the gradient itself, not dampened
-        one_minus_dampening=1.0 if first else 1.0 - float(group["dampening"]),
-        grad_scale=sign,
-        weight_decay=decay,
-    )
-
-
-def _adam(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
-    lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    count = float(state["step"])
-    v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-    denominator = v.sqrt() / (1 - beta2**count) ** 0.5 + eps
-    decoupled = bool(group.get("decoupled_weight_decay", False))
-    return LinearStep(
-        momentum_lr=lr / (1 - beta1**count) / denominator,
-        beta=0.0 if first else beta1,
-        one_minus_dampening=1 - beta1,
-        grad_scale=-1.0 if group["maximize"] else 1.0,
-        weight_decay=0.0 if decoupled else decay,
-        decoupled_decay=lr * decay if decoupled else 0.0,
-    )
-
-
-def _adamw(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
-    return _adam(p, {**group, "decoupled_weight_decay": True}, state, first)
-
-
-def _rmsprop(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
-    lr, mu = float(group["lr"]), float(group["momentum"])
-    v = state["square_avg"]
-    if group["centered"]:
-        v = v.addcmul(state["grad_avg"], state["grad_avg"], value=-1)
-    inverse = 1 / (v.sqrt() + float(group["eps"]))
-    return LinearStep(
-        lr=0.0 if mu > 0 else lr * inverse,
-        momentum_lr=lr if mu > 0 else 0.0,
-        beta=0.0 if first else mu,
-        one_minus_dampening=inverse if mu > 0 else 0.0,
-        grad_scale=-1.0 if group["maximize"] else 1.0,
-        weight_decay=float(group["weight_decay"]),
-    )
-
-
-def _adagrad(p: nn.Parameter, group: Options, state: Options, first: bool) -> LinearStep:
-    lr = float(group["lr"]) / (1 + (float(state["step"]) - 1) * float(group["lr_decay"]))
-    return LinearStep(
-        lr=lr / (state["sum"].sqrt() + float(group["eps"])),
-        grad_scale=-1.0 if group["maximize"] else 1.0,
-        weight_decay=float(group["weight_decay"]),
-    )
-
-
-_RULES: dict[type[Optimizer], UpdateRule] = {
-    optim.SGD: UpdateRule("SGD", _sgd),
-    optim.Adam: UpdateRule("Adam", _adam),
-    optim.AdamW: UpdateRule("AdamW", _adamw),
-    optim.RMSprop: UpdateRule("RMSprop", _rmsprop),
-    optim.Adagrad: UpdateRule("Adagrad", _adagrad),
-}

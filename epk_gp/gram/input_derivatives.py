@@ -19,7 +19,7 @@ from epk_gp.autodiff.layer_jacobian import LayerJacobian
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.autodiff.verification import allclose
-from epk_gp.core.trajectory import flat_weights
+from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.pair_products import PairSide, SetFactors, pair_products, set_factors
 from epk_gp.gram.set_pairs import PairBlock, PointSets, SetPairs, pair_blocks
@@ -109,7 +109,7 @@ def _jacobian_bytes(derivative: _Derivative) -> int:
     key = ("derivative", context.head, derivative.cost, derivative.net.model.spec)
     if key not in measured:
         X = derivative.net.model.spec.cast(context.trajectory.inputs[:1]).detach().requires_grad_()
-        at = WeightLocation(flat_weights(context.trajectory, 0, context.reference))
+        at = WeightLocation(flat_state(context.trajectory, 0, context.reference))
         with torch.enable_grad():
             jacobians = derivative.jacobians(at, X, all_outputs(context.head))
         measured[key] = sum(jacobian.nbytes for jacobian in jacobians)
@@ -123,7 +123,7 @@ def _with_verified_vmap(derivative: _Derivative) -> PlannedModel:
     with cache.lock, torch.enable_grad():
         if model.spec not in cache.vmap_second_derivatives:
             X = context.trajectory.inputs[:2].to(context.reference).requires_grad_()
-            start, end = (flat_weights(context.trajectory, state, context.reference) for state in (0, 1))
+            start, end = (flat_state(context.trajectory, state, context.reference) for state in (0, 1))
             at = WeightLocation(torch.lerp(start, end, 0.5))
             gradients = list[Tensor]()
             for supports_vmap in (True, False):

@@ -78,7 +78,7 @@ def _integrate(context: ExecutionContext, segment: WeightSegment, X: Tensor, rul
     return integral
 
 
-def _weights_at(context: ExecutionContext, s: int, t: float, keep: int) -> Float[Tensor, " P"]:
+def _weights_at(context: ExecutionContext, s: int, t: float, keep: int) -> Float[Tensor, " PQ"]:
     start = context.prefetcher.get(s, keep)
     return start if t == 0 else torch.lerp(start, context.prefetcher.get(s + 1, keep + 1), t)
 

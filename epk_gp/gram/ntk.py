@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epk_gp.core.fingerprint import tensor_bytes
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
 
 
@@ -33,22 +33,23 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
     count = trajectory.num_steps + 1
     if not -count <= state < count:
         raise IndexError(f"state must lie in 0..{trajectory.num_steps} (or be negative): got {state}.")
-    return ntk_at(trajectory, trajectory.states[state % count])
+    return ntk_at(trajectory, flat_state(trajectory, state % count, trajectory.states[0]))
 
 
-def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"]) -> Trajectory:
+def ntk_at(trajectory: Trajectory, w: Float[Tensor, " PQ"]) -> Trajectory:
     """Return a run of one step of length zero at any weights.
 
     Args:
         trajectory: Gives network, data and loss.
-        w: Flat weights.
+        w: Flat weights, and moving statistics behind them where the run has any.
     """
     hasher = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
     hasher.update(tensor_bytes(w))
-    sizes = trajectory.model.sizes
+    sizes, P = trajectory.model.sizes, trajectory.num_weights
     return replace(
         trajectory,
-        states=(w, w),
+        states=(w[:P], w[:P]),
+        statistics=None if trajectory.statistics is None else (w[P:], w[P:]),
         updates=(stack_coefficients([LinearStep(lr=1.0)] * len(sizes), sizes),),
         steps=(Step(index=0, lr=1.0, batch=None),),
         update_rule="none (NTK)",

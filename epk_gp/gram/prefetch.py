@@ -6,14 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.trajectory import Trajectory, flat_weights
+from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.storage.stored import StoredStates
 
 _PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
 
 
 class WeightPrefetcher:
-    """Flat weights of a run, for a pass from its first step to its last.
+    """Flat weights of a run, and its moving statistics behind them, for a pass from its first step to its last.
 
     States in memory are returned as they are. Others are read by a thread of their own, two before they are asked for,
     and kept for a while: states on disk (a packed state is the difference from the one before: to read one again is to
@@ -31,7 +31,7 @@ class WeightPrefetcher:
         self._stream = torch.cuda.current_stream(reference.device) if reference.is_cuda else None
         self._requested: dict[int, Future[Tensor]] = {}
 
-    def get(self, state: int, keep: int) -> Float[Tensor, " P"]:
+    def get(self, state: int, keep: int) -> Float[Tensor, " PQ"]:
         """Return a state.
 
         Args:
@@ -39,7 +39,7 @@ class WeightPrefetcher:
             keep: How many states before it may be asked for again.
         """
         if self._reader is None:
-            return flat_weights(self.trajectory, state, self.reference)
+            return flat_state(self.trajectory, state, self.reference)
         if state not in self._requested and self._requested and state < min(self._requested):
             self._requested.clear()  # another pass
         for number in range(state, min(state + _PREFETCH, self.trajectory.num_steps) + 1):
@@ -52,7 +52,7 @@ class WeightPrefetcher:
     def _fetch(self, state: int) -> Tensor:
         """Read a state; copy it to a GPU behind the work that is queued there, without waiting for that."""
         if self._stream is None or self.trajectory.device.type != "cpu":
-            return flat_weights(self.trajectory, state, self.reference)
-        row = self.trajectory.states[state].to(self.trajectory.model.spec_for(self.reference).dtype)
+            return flat_state(self.trajectory, state, self.reference)
+        row = flat_state(self.trajectory, state, self.reference.new_empty(0, device="cpu"))
         with torch.cuda.stream(self._stream):
             return row.pin_memory().to(self.reference.device, non_blocking=True)

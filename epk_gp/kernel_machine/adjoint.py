@@ -16,6 +16,7 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import batch_of, flat_weights
 from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
 from epk_gp.gram.step_average import averaged_jacobian
+from epk_gp.kernel_machine.adjoint_recursion import propagate
 from epk_gp.kernel_machine.problem import AttributionProblem, integrate_step
 from epk_gp.kernel_machine.progress import PassProgress
 
@@ -80,9 +81,7 @@ def adjoint_pass(
 ) -> None:
     """Go through the run from its last step to its first and emit every contribution.
 
-    With Phi the averaged gradients of the outputs, the adjoint of the momentum buffer is
-    M_s = momentum_lr_s Phi_s + beta_{s+1} M_{s+1}, that of h is H_s = one_minus_dampening_s M_s + lr_s Phi_s, and
-    sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
+    With H_s the adjoint of h (`propagate`), sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
 
     Args:
         problem: The predictions.
@@ -105,29 +104,12 @@ def adjoint_pass(
                 del batches
                 w = flat_weights(trajectory, step.index, problem.X)
                 u = trajectory.updates[step.index]
-                H, adjoint_state = _propagate(u, sizes, Phi, adjoint_state)
+                H, adjoint_state = propagate(u, sizes, Phi, adjoint_state)
                 adjoints = _StepAdjoints(step, rows, w, u, Phi, H)
                 _emit_weight_decay(problem, adjoints, groups, emit)
                 _emit_samples(problem, adjoints, groups, emit)
                 progress.advance(integral, adjoint_state, is_last=progress.done + 1 == work_items)
                 bar.update()
-
-
-def _propagate(
-    u: UpdateCoefficients, sizes: tuple[int, ...], Phi: Float[Tensor, "K N P"], adjoint_state: Tensor | None
-) -> tuple[Float[Tensor, "K N P"], Tensor | None]:
-    """Go one step back: return the adjoint of h, and what the step before receives."""
-    coefficients = (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
-    momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
-    M = adjoint_state
-    if momentum_lr.any():
-        M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
-    if M is None:
-        return lr * Phi, None
-    H = one_minus_dampening * M
-    if lr.any():
-        H.addcmul_(Phi, lr)
-    return H, M.mul_(beta) if beta.any() else None
 
 
 def _emit_weight_decay(

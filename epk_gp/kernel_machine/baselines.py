@@ -17,7 +17,7 @@ from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_o
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, loss_derivatives, soft_targets
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights, network_outputs, validate_inputs
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, network_outputs, validate_inputs
 from epk_gp.gram.ntk import ntk_at
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
@@ -168,7 +168,7 @@ def _path_blocks(
         size = vanilla_lr(trajectory, step)
         if size == 0:
             continue
-        start, end = (flat_weights(trajectory, s, X) for s in (step.index, step.index + 1))
+        start, end = (flat_state(trajectory, s, X) for s in (step.index, step.index + 1))
         rows, y, c = batch_of(trajectory, step, start)
         columns = (torch.arange(len(rows)) if step.batch is None else step.batch).to(X.device)
         for t, omega in rule:

@@ -15,7 +15,7 @@ from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, flat_weights
+from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
@@ -112,7 +112,7 @@ def integrate_step(
         max_nodes: Nodes evaluated at a time.
     """
     X, net = problem.X[rows], problem.net
-    w, end = (flat_weights(problem.trajectory, s, X) for s in (step.index, step.index + 1))
+    w, end = (flat_state(problem.trajectory, s, X) for s in (step.index, step.index + 1))
     segment = WeightSegment(net, w, end - w, problem.kernel.head, problem.options.memory_budget)
     integral = integrate(segment, X, problem.kernel.rule, problem.trajectory.num_steps)
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))

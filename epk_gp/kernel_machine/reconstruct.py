@@ -13,10 +13,10 @@ from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.gradients import replayed_steps
+from epk_gp.core.gradients import ReplayedStep, replayed_steps
 from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import integration_points
-from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import (
     IntegrationRecord,
@@ -136,7 +136,7 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
     replay = replayed_steps(trajectory, net.model, X)
     for replayed in tqdm(replay, desc="steps", total=trajectory.num_steps, disable=not options.progress):
         # half of the budget; the other half is the block's
-        segment = WeightSegment(net, replayed.w, replayed.d, head, options.memory_budget // 2)
+        segment = _replayed_segment(net, kernel, replayed, X, options.memory_budget // 2)
         for rows in blocks:
             integral = integrate(segment, X[rows], rule, trajectory.num_steps)
             total[rows] += integral.total
@@ -161,3 +161,14 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
         error_tolerance=sum_tolerance(rule, dtype, terms, steps),
         statuses=dict(record.statuses),
     )
+
+
+def _replayed_segment(
+    net: PlannedModel, kernel: PathKernel, replayed: ReplayedStep, X: Tensor, memory_budget: int
+) -> WeightSegment:
+    """Return a replayed step as a segment of the path: statistics move as recorded."""
+    w, d, P, index = replayed.w, replayed.d, net.model.num_weights, replayed.step.index
+    if net.model.statistics:
+        start, end = (flat_state(kernel.trajectory, s, X)[P:] for s in (index, index + 1))
+        w, d = torch.cat([w[:P], start]), torch.cat([d, end - start])
+    return WeightSegment(net, w, d, kernel.head, memory_budget)

@@ -7,7 +7,7 @@ from tqdm.auto import tqdm
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, weighted_loss
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_weights
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.step_average import NodeBatch, StepAverage
 from epk_gp.kernel_machine.adjoint import Emit, SampleContributions
@@ -64,7 +64,7 @@ def vanilla_gd_points(problem: AttributionProblem) -> int:
     """Count the points whose contributions are computed at a time."""
     # an upper bound: all C outputs, also where one is asked for
     every = Cotangents(all_outputs("logits").of_logits, are_constant=True)
-    at = WeightLocation(flat_weights(problem.trajectory, 0, problem.X))
+    at = WeightLocation(flat_state(problem.trajectory, 0, problem.X))
     jacobians = layer_jacobians(problem.net, at, problem.X[:1], every, problem.cost)
     return problem.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
 
@@ -74,7 +74,7 @@ def _emit_step(
 ) -> None:
     """Emit the contributions of one step's samples, some of them at a time."""
     trajectory, K = problem.trajectory, problem.num_outputs
-    w = flat_weights(trajectory, step.index, problem.X)
+    w = flat_state(trajectory, step.index, problem.X)
     X, y, c = batch_of(trajectory, step, w)
     samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
     eta = -vanilla_lr(trajectory, step)

@@ -44,19 +44,23 @@ _LOST_PRECISION = 2e-4
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """The network along a step, at some of the batch's rows."""
+    """The network along a step, at some of the batch's rows and with the moving statistics at its start."""
 
     model: FunctionalModel
     w: Float[Tensor, " P"]
     d: Float[Tensor, " P"]
     X: Shaped[Tensor, "n ..."]
+    statistics: Float[Tensor, " Q"]
 
     def outputs(self, t: float, rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
         return self.outputs_at(self.w + t * self.d, rows)
 
     def outputs_at(self, w: Float[Tensor, " P"], rows: Shaped[Tensor, "m ..."] | None = None) -> Float[Tensor, "m C"]:
         with torch.no_grad():
-            return self.model(self.model.unflatten(w), self.X if rows is None else rows)
+            return self.model(self.params(w), self.X if rows is None else rows)
+
+    def params(self, w: Float[Tensor, " P"]) -> dict[str, Tensor]:
+        return self.model.unflatten(torch.cat([w, self.statistics.to(w)]))
 
 
 class DerivativeProbe:
@@ -74,7 +78,7 @@ class DerivativeProbe:
         rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
         X = rows if batch is None else setup.X[rows]
         with random_state_kept(observed.start.device), disable_fused_attention():
-            cause = _cause(setup.model, observed.start, observed.end, X)
+            cause = _cause(setup.model, (observed.start, observed.end, observed.start_statistics), X)
         if cause is None:
             return
         self._next = 1 << 62
@@ -84,9 +88,16 @@ class DerivativeProbe:
         )
 
 
-def _cause(model: FunctionalModel, start: Tensor, end: Tensor, X: Tensor) -> str | None:
-    """Return why gradients along a step do not integrate to the change of the outputs, or None if they may."""
-    segment = _in_float64(model, start, end, X) or _Segment(model, start, end - start, X)
+def _cause(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> str | None:
+    """Return why gradients along a step do not integrate to the change of the outputs, or None if they may.
+
+    Args:
+        model: The recorded network.
+        path: The weights before and after the step, and the moving statistics before it.
+        X: Some rows of the batch.
+    """
+    start, end, statistics = path
+    segment = _in_float64(model, path, X) or _Segment(model, start, end - start, X, statistics)
     size = _size(segment)
     if not 0 < size < float("inf"):  # dead outputs have a derivative of 0; NaN and infinity are found elsewhere
         return None
@@ -112,12 +123,13 @@ def _cause(model: FunctionalModel, start: Tensor, end: Tensor, X: Tensor) -> str
     return None
 
 
-def _in_float64(model: FunctionalModel, start: Tensor, end: Tensor, X: Tensor) -> _Segment | None:
+def _in_float64(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> _Segment | None:
     """Return the step in float64, or None where the network, or its derivative, needs its own dtype."""
+    start, end, statistics = (value.double() for value in path)
     spec = TensorSpec(torch.float64, start.device)
     try:
         wide = model if model.spec == spec else model.converted(spec)
-        segment = _Segment(wide, start.double(), end.double() - start.double(), spec.cast(X))
+        segment = _Segment(wide, start, end - start, spec.cast(X), statistics)
         f = segment.outputs(0.0)
         _slopes(segment, torch.ones_like(f)[None], 0.0)
     except (RuntimeError, TypeError, ValueError):
@@ -161,10 +173,10 @@ def _derivative_error(segment: _Segment, size: float, own_dtype: torch.dtype) ->
 
 def _slopes(segment: _Segment, V: Float[Tensor, "r n C"], t: float) -> Float[Tensor, " r"]:
     """Return autograd's derivatives, along the step, of some combinations of the outputs."""
-    params = segment.model.unflatten(segment.w + t * segment.d)
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
+    params = segment.params(segment.w + t * segment.d)
+    leaves = {name: params[name].detach().requires_grad_() for name in segment.model.names}
     with torch.enable_grad():
-        f = segment.model(leaves, segment.X)
+        f = segment.model({**params, **leaves}, segment.X)
         if not f.requires_grad:
             return torch.zeros_like(V[:, 0, 0])
         pulled = [
@@ -195,7 +207,8 @@ def _lost_precision(model: FunctionalModel, segment: _Segment, size: float, X: T
     if segment.model.spec == model.spec:
         return None
     with torch.no_grad():
-        own = model(model.unflatten(segment.w.to(model.spec.dtype)), X).double()
+        params = {name: value.to(model.spec.dtype) for name, value in segment.params(segment.w).items()}
+        own = model(params, X).double()
     lost = float((own - segment.outputs(0.0)).abs().max()) / size
     return lost if lost > _LOST_PRECISION else None
 

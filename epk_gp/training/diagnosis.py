@@ -7,14 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.gradients import (
-    CANCELLATION_FACTOR,
-    allclose,
-    batch_gradient,
-    move_by_rounding,
-    relative_rounding,
-)
+from epk_gp.core.gradients import allclose, batch_gradient
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
@@ -25,6 +18,7 @@ from epk_gp.core.losses import (
     validate_targets,
 )
 from epk_gp.core.model import FunctionalModel, random_state_kept
+from epk_gp.core.step import Step
 
 _NUM_ROWS = 64  # inputs on which the user's network is compared with the deterministic one
 
@@ -38,17 +32,21 @@ class StepCheck:
     """A step beside the gradient that was recomputed from what the user states of it.
 
     Attributes:
-        start: Weights before the step, (P,).
+        state: Weights before the step, then moving statistics, (P + Q,).
+        step: The step.
         used: The gradient that the optimizer used, (P,).
-        gradient: Gradient of the stated loss on the stated batch at `start`, (P,), not clipped.
+        gradient: Gradient of the stated loss on the stated batch before the step, (P,), not clipped.
         clip_factor: The factor by which the stated clipping multiplies that gradient: one number, or one per weight.
         X: The stated batch.
         y: Its targets.
         c: The weights of its samples, (B,).
         loss: The stated loss.
+        statistics_error: Largest difference of moving statistics after a pass from those that its rows give, in units
+            of what rounding explains.
     """
 
-    start: Float[Tensor, " P"]
+    state: Float[Tensor, " PQ"]
+    step: Step
     used: Float[Tensor, " P"]
     gradient: Float[Tensor, " P"]
     clip_factor: float | Float[Tensor, " P"]
@@ -56,6 +54,12 @@ class StepCheck:
     y: Shaped[Tensor, "B ..."]
     c: Float[Tensor, " B"]
     loss: Loss
+    statistics_error: float = 0.0
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the gradient is that of recorded forward passes, not of the network in evaluation mode."""
+        return bool(self.step.passes)
 
     @cached_property
     def clipped(self) -> Float[Tensor, " P"]:
@@ -81,7 +85,7 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "
             "step"
         )
-    forward_cause = _explain_forward(net, model, check)
+    forward_cause = None if check.is_replayed else _explain_forward(net, model, check)
     if forward_cause is not None:
         return forward_cause
     if allclose(used, gradient):
@@ -104,37 +108,15 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
     )
 
 
-def consistent_up_to_rounding(model: FunctionalModel, check: StepCheck) -> bool:
-    """Return whether the optimizer's gradient is the stated one, up to what its dtype can lose by cancellation.
-
-    In float32 the loss by cancellation is measured: it is the difference of the recomputed gradient from the same
-    gradient in float64. In float64 it is the difference from the gradient of the rows in reverse order, at weights that
-    are moved by their own rounding.
-    """
-    difference = (check.used - check.clipped).abs().max()
-    if difference <= relative_rounding(check.start.dtype) * check.clipped.abs().max():
-        return True
-    cancelled = (check.gradient - _gradient_beside(model, check)).abs().max()
-    return bool(difference <= CANCELLATION_FACTOR * cancelled)
-
-
-def _gradient_beside(model: FunctionalModel, check: StepCheck) -> Float[Tensor, " P"]:
-    """Return the gradient of a step once more, as another computation would round it."""
-    X, y, c, w = check.X, check.y, check.c, check.start
-    if w.dtype == torch.float64:
-        moved = move_by_rounding(w, torch.finfo(w.dtype).eps)
-        return batch_gradient(model, moved, X.flip(0), y.flip(0), check.loss, c.flip(0))
-    spec = TensorSpec(torch.float64, w.device)
-    return batch_gradient(model.converted(spec), w.double(), spec.cast(X), y, check.loss, c)
-
-
 def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -> str | None:
     """Compare the user's network with the deterministic one, both with the weights before the step."""
     rows = check.X[:_NUM_ROWS]
-    params = model.unflatten(check.start)
+    params = model.unflatten(check.state)
     buffers = {name: value.clone() for name, value in net.named_buffers()}
-    with torch.no_grad(), random_state_kept(check.start.device):
-        outputs = [torch.func.functional_call(net, {**params, **buffers}, (rows,)) for _ in range(2)]
+    args, kwargs = model.signature.unpack(rows)
+    with torch.no_grad(), random_state_kept(check.state.device):
+        returned = [torch.func.functional_call(net, {**params, **buffers}, args, kwargs) for _ in range(2)]
+        outputs = [model.signature.outputs(value) for value in returned]
         expected = model(params, rows)
     if not all(isinstance(z, Tensor) for z in outputs):
         return "the network in training mode returns something else than one tensor: put it in evaluation mode"
@@ -150,7 +132,7 @@ def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -
 
 def _num_outputs(model: FunctionalModel, check: StepCheck) -> int:
     with torch.no_grad():
-        return model(model.unflatten(check.start), check.X[:1]).shape[1]
+        return model(model.unflatten(check.state), check.X[:1]).shape[1]
 
 
 def _explain_ratio(ratio: float, check: StepCheck, num_outputs: int) -> str:
@@ -183,13 +165,13 @@ def _matching_loss(model: FunctionalModel, check: StepCheck) -> str | None:
     for candidate in candidates:
         targets = y
         if has_labels and isinstance(candidate, MeanSquaredError):
-            targets = soft_targets(CrossEntropy(), y, check.start.new_empty(0, C))
+            targets = soft_targets(CrossEntropy(), y, check.state.new_empty(0, C))
         try:
             validate_targets(candidate, targets, len(check.X), C)
         except (TypeError, ValueError):
             continue
         c = sample_weights(candidate, targets)
-        gradient = batch_gradient(model, check.start, check.X, targets, candidate, c)
+        gradient = batch_gradient(model, check.state, check.X, targets, candidate, c)
         if candidate != stated and allclose(check.used, gradient):
             return str(candidate)
     return None

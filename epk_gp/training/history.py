@@ -17,6 +17,7 @@ class StepResult:
 
     Attributes:
         end: The weights after the step.
+        statistics: The moving statistics after the step; None for a network without them.
         update: Its coefficients; None where no step led to the weights.
         digest: Digest of the run up to the step.
     """
@@ -24,6 +25,7 @@ class StepResult:
     end: Float[Tensor, " P"]
     update: UpdateCoefficients | None
     digest: str
+    statistics: Float[Tensor, " Q"] | None = None
 
 
 class RunHistory:
@@ -33,10 +35,16 @@ class RunHistory:
         steps: Learning rate and batch of each step.
     """
 
-    def __init__(self, weights: Float[Tensor, " P"], digest: str, steps: Sequence[Step] = ()) -> None:
-        """Begin with the weights after `steps`, the initial weights if there are none."""
+    def __init__(
+        self,
+        weights: Float[Tensor, " P"],
+        digest: str,
+        steps: Sequence[Step] = (),
+        statistics: Float[Tensor, " Q"] | None = None,
+    ) -> None:
+        """Begin with the weights and statistics after `steps`, the initial ones if there are none."""
         self.steps = list(steps)
-        self._results = {len(self.steps) - 1: StepResult(weights, None, digest)}
+        self._results = {len(self.steps) - 1: StepResult(weights, None, digest, statistics)}
         self._arena = TensorArena()
 
     @property
@@ -44,10 +52,18 @@ class RunHistory:
         """The result of the last step."""
         return self._results[len(self.steps) - 1]
 
-    def append(self, step: Step, end: Float[Tensor, " P"], update: UpdateCoefficients, digest: str) -> None:
+    def append(
+        self,
+        step: Step,
+        end: Float[Tensor, " P"],
+        update: UpdateCoefficients,
+        digest: str,
+        statistics: Float[Tensor, " Q"] | None = None,
+    ) -> None:
         """Add a step and copies of its results."""
         copy_in = self._arena.copy_in
-        self._results[step.index] = StepResult(copy_in(end), UpdateCoefficients(*map(copy_in, update)), digest)
+        held = None if statistics is None else copy_in(statistics)
+        self._results[step.index] = StepResult(copy_in(end), update.map(copy_in), digest, held)
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
         self.steps.append(step if step.batch is None else replace(step, batch=copy_in(step.batch)))
 

@@ -1,7 +1,6 @@
 """The recorder: records each step of the user's own training loop."""
 
 import hashlib
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,26 +9,30 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize
+from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
-from epk_gp.core.update_rules import UpdateRule, learning_rate
 from epk_gp.core.validation import validate_count
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
-from epk_gp.training.announced_batch import AnnouncedBatch, join_batches
+from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
+from epk_gp.training.capture import ForwardCapture
 from epk_gp.training.clipping import Clip
 from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.derivative_probe import DerivativeProbe
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.history import RunHistory
+from epk_gp.training.mode_check import ModeCheck
+from epk_gp.training.optimizer_state import StatesBefore, states_before
+from epk_gp.training.pass_record import PassRecords
 from epk_gp.training.setup import make_setup, parse_step_rules, validate_end
 from epk_gp.training.step_check import (
     ObservedStep,
@@ -37,7 +40,7 @@ from epk_gp.training.step_check import (
     check_against_used_gradient,
     observe_step,
 )
-from epk_gp.training.validation import parse_batch, validate_layer_modes
+from epk_gp.training.validation import parse_batch, parse_batch_weight
 
 
 class Phase(Enum):
@@ -76,24 +79,25 @@ class Recorder:
     def __init__(
         self,
         net: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         X: Shaped[Tensor, "M ..."],
         y: Shaped[Tensor, "M ..."],
         *,
         loss: Loss | nn.Module = CrossEntropy(),
-        update_rule: UpdateRule | None = None,
+        update_rule: Rules = None,
         clip: Clip | None = None,
         path: str | os.PathLike[str] | None = None,
         resume: bool = False,
         stateful: StatefulObjects | None = None,
         storage: Storage = Storage(),
         check_every: int = 1,
+        unexplained: float | None = None,
     ) -> None:
         """Check everything that can be checked before training starts.
 
         Args:
             net: The network; X and y must be on its device.
-            optimizer: Its optimizer. The recorded weights are those that it trains.
+            optimizer: Its optimizer, or several. The recorded weights are those that they hold.
             X: All M training inputs.
             y: Their targets.
             loss: The loss that will be minimised.
@@ -111,6 +115,8 @@ class Recorder:
             check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
                 every run); the others are compared with the update rule's step on the gradient that `backward()`
                 left. `reconstruct(...).max_step_mismatch` checks all of them afterwards.
+            unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
+                its own in every result. None refuses a step that they do not explain up to rounding.
 
         Raises:
             TypeError: An argument is of another kind.
@@ -121,24 +127,29 @@ class Recorder:
             OSError: The folder cannot be written.
         """
         loss = as_loss(loss)
-        rules = parse_step_rules(optimizer, update_rule, clip, check_every)
+        rules = parse_step_rules(optimizer, update_rule, clip, check_every, unexplained)
         stateful = {} if stateful is None else stateful
         validate_stateful(stateful)
+        self._optimizers = as_optimizers(optimizer)
         if resume:
-            validate_resumable(optimizer, stateful, path)
+            validate_resumable(self._optimizers[0], stateful, path)
         self._setup = make_setup(net, optimizer, (X, y), loss, rules)
         self.net, self.optimizer, self.loss, self.X, self.y = net, optimizer, loss, self._setup.X, self._setup.y
         header, start = self._setup.header(), self._setup.weights()
         self._data_digest: str = header["data_digest"]
-        self._history = RunHistory(start, self._setup.digest(header, start))
-        self._training = TrainingState(optimizer, stateful, torch.zeros_like(start))
+        self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
+        model, data = self._setup.model, self._setup.training_data
+        self._capture = ForwardCapture(net, model, self._pack, self._on_forward)
+        self._passes = PassRecords(data, ModeCheck(model, self._setup.state(start), self.X))
+        self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start))
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         if path is not None:
             self._open_folder(path, header, storage, resume=resume)
         self._phase = Phase.READY
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
         self._announced: list[AnnouncedBatch] = []  # batches of the next step
-        self._state_uninitialised: set[str] = set()  # parameters of which the optimizer had no state before its step
+        self._stepped: list[Optimizer] = []  # the optimizers that have made their part of the next step
+        self._states_before: StatesBefore = {}  # of the optimizer, before its step
         self._first = len(self._history.steps)  # the first step that this recorder makes; others are of a resumed run
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
@@ -161,11 +172,16 @@ class Recorder:
         return tuple(self._history.steps)
 
     def __enter__(self) -> "Recorder":
-        """Start to observe the optimizer."""
+        """Start to observe the network and its optimizers."""
         self._hooks = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
+            hook
+            for optimizer in self._optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
         ]
+        self._capture.start()
         if self._phase is Phase.READY:  # a closed recorder stays closed: its folder is released
             self._phase = Phase.RECORDING
         return self
@@ -176,9 +192,11 @@ class Recorder:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
         for hook in self._hooks:
             hook.remove()
+        self._capture.stop()
         self._phase = Phase.CLOSED
         try:
             if kind is None:
+                self._complete_step()
                 self._complete_iteration()
             if self._commits is not None and not self._commits.failed:  # a second failure would hide the first
                 self._commits.commit_completed_only()
@@ -207,26 +225,35 @@ class Recorder:
             while self.num_steps < steps:
                 self._complete_iteration()
                 yield self.num_steps
+                self._complete_step()
             self._complete_iteration()
         finally:
             self._in_until = False
 
-    def batch(self, indices: Int64[Tensor, " B"] | Sequence[int] | None, *, weight: float = 1.0) -> None:
-        """Announce a batch whose gradient the next `optimizer.step()` uses.
+    def batch(
+        self,
+        indices: Int64[Tensor, " B"] | Sequence[int] | None,
+        *,
+        weight: float | Float[Tensor, " B"] = 1.0,
+    ) -> None:
+        """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
 
-        Where gradients are accumulated over several backward passes, announce each of their batches.
+        Where gradients are accumulated over several backward passes, announce each of their batches. What the network
+        saw of the batch (augmented rows, mixed targets, random numbers) is recorded as it was.
 
         Args:
             indices: Rows of X that the batch held, each as often as it occurred; None for all of X.
-            weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches.
+            weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
+                row's loss.
 
         Raises:
             RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
             TypeError: The indices are not integers.
             ValueError: The batch is empty, an index is out of range, or the weight is not finite.
-            StepMismatchError: The weights were changed since the last recorded step, or the network was switched to
-                something random.
+            StepMismatchError: The weights were changed since the last recorded step.
         """
+        if self._phase is Phase.RECORDING:
+            self._complete_step()
         index = self.num_steps
         if self._phase is not Phase.RECORDING:
             raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
@@ -235,11 +262,9 @@ class Recorder:
                 "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
             )
         batch = None if indices is None else parse_batch(indices, len(self.X), index)
-        if not math.isfinite(weight):
-            raise ValueError(f"step {index}: the weight of a batch must be finite: got {weight}.")
+        factor = parse_batch_weight(weight, len(self.X) if batch is None else len(batch), index)
         try:
-            validate_layer_modes(self.net)
-            learning_rate(self.optimizer)
+            learning_rate(self._optimizers)
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
         last = self._history.last.end
@@ -249,7 +274,7 @@ class Recorder:
                 "(an optimizer.step() outside the recorder's sight, or an edit)."
             )
         self._setup.validate_frozen_state(last, index)
-        self._announced.append(AnnouncedBatch(batch, weight))
+        self._announced.append(AnnouncedBatch(batch, factor, self._capture.count))
 
     @property
     def trajectory(self) -> Trajectory:
@@ -262,10 +287,16 @@ class Recorder:
         setup, history = self._setup, self._history
         states: States
         updates: Updates
+        statistics: States | None = None
+        if self._phase is Phase.RECORDING:
+            self._complete_step()
         if self._commits is None:
             count, digest = len(history.steps), history.last.digest
-            states = tuple(result.end for result in history.results(-1, count))
-            updates = tuple(result.update for result in history.results(0, count) if result.update is not None)
+            results = history.results(-1, count)
+            states = tuple(result.end for result in results)
+            updates = tuple(result.update for result in results if result.update is not None)
+            if setup.model.statistics:
+                statistics = tuple(result.statistics for result in results if result.statistics is not None)
         else:
             if self._phase is not Phase.CLOSED:
                 self._commits.commit()
@@ -283,6 +314,8 @@ class Recorder:
             num_outputs=setup.num_outputs,
             digest=digest,
             data_digest=self._data_digest,
+            statistics=statistics,
+            unexplained=setup.rules.unexplained,
         )
 
     def _open_folder(
@@ -301,43 +334,74 @@ class Recorder:
             writer = create_run(path, start, training)
         self._commits = CommitSchedule(writer, storage, self._history, training)
 
+    def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        return self._setup.model.signature.pack_call(args, kwargs, self.net.forward)
+
+    def _on_forward(self) -> None:
+        """Find the passes of the batches announced so far, before the next pass begins."""
+        self._complete_step()
+        assign_forwards(self._announced, self._capture.waiting, len(self.X))
+        gradients = (p.grad for group in self._optimizers[0].param_groups for p in group["params"])
+        if all(g is None for g in gradients):  # gradients were cleared without a step (a skipped one of a GradScaler)
+            self._announced = [batch for batch in self._announced if not batch.forwards]
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        if optimizer in self._stepped:
+            self._complete_step()
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = dict(self.net.named_parameters())
-        states = {name: optimizer.state.get(parameters[name], {}) for name in self._setup.model.names}
-        self._state_uninitialised = {
-            name for name, state in states.items() if all(value is None for value in state.values())
-        }
+        own = {name: parameters[name] for name in self._setup.model.names if id(parameters[name]) in held}
+        needed = self._setup.rules.update_rule.needs_before
+        self._states_before = {**self._states_before, **states_before(optimizer, own, needed)}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        self._stepped.append(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            self._complete_step()
+
+    def _complete_step(self) -> None:
+        """Record the step that the optimizers have made together, if they have made one."""
+        stepped, self._stepped = self._stepped, []
+        if not stepped:
+            return
         self._has_refused = True
-        self._record_step(optimizer)
+        self._record_step(stepped)
         self._has_refused = False
 
-    def _record_step(self, optimizer: Optimizer) -> None:
+    def _record_step(self, stepped: Sequence[Optimizer]) -> None:
         index, setup = self.num_steps, self._setup
         if not self._announced:
             raise StepMismatchError(
                 f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
             )
         announced, self._announced = self._announced, []
+        before, self._states_before = self._states_before, {}
+        assign_forwards(announced, self._capture.waiting, len(self.X))
+        self._capture.waiting.clear()
         end = setup.weights()
         if not torch.isfinite(end).all():
             raise StepMismatchError(
                 f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
                 "Lower the learning rate."
             )
+        last, statistics = self._history.last, self._capture.statistics_now(index)
+        around = None if statistics is None or last.statistics is None else (last.statistics, statistics)
         try:
-            step = join_batches(index, learning_rate(self.optimizer), announced, self.loss, self.y)
+            rate = learning_rate(self._optimizers)
+            step = self._passes.step(index, rate, announced, around)
+        except StepMismatchError:
+            raise
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
         observed = observe_step(
             setup,
-            optimizer,
+            stepped,
             step,
-            start=self._history.last.end,
+            start=last.end,
             end=end,
             momentum=self._training.momentum,
-            state_uninitialised=self._state_uninitialised,
+            statistics=around,
+            before=before,
         )
         if index == self._first or is_recomputed(index, setup.rules.check_every):
             checked, self._unchecked = check_against_exact_gradient(setup, observed), None
@@ -345,8 +409,8 @@ class Recorder:
             checked, self._unchecked = check_against_used_gradient(setup, observed), observed
         self._probe.look_at(setup, observed)
         self._training.momentum = checked.momentum
-        digest = fingerprint_step(self._history.last.digest, step, checked.update, end)
-        self._history.append(step, end, checked.update, digest)
+        digest = fingerprint_step(last.digest, step, checked.update, end, statistics)
+        self._history.append(step, end, checked.update, digest, statistics)
         if not self._in_until:
             self._complete_iteration()
 

@@ -1,12 +1,12 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
@@ -14,16 +14,26 @@ from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_in
 from epk_gp.core.gradients import relative_rounding
 from epk_gp.core.losses import Loss, validate_loss_row_independence, validate_output_scale, validate_targets
 from epk_gp.core.model import FunctionalModel, functionalize, random_state_kept
-from epk_gp.core.update_rules import UpdateRule, learning_rate, rule_for, validate_fresh_optimizer
+from epk_gp.core.optimizers import (
+    Optimizers,
+    Rules,
+    learning_rate,
+    rule_for,
+    validate_fresh_optimizer,
+    validate_unexplained,
+)
+from epk_gp.core.replay import TrainingData
+from epk_gp.core.update_rules import UpdateRule
 from epk_gp.core.validation import validate_count, validate_finite
 from epk_gp.storage.schema import run_header
 from epk_gp.training.clipping import Clip, validate_clip
 from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.training.mode_check import moving_statistics
 from epk_gp.training.validation import (
     evenly_spread,
     parse_data,
     trained_names,
-    validate_layer_modes,
+    validate_batch_statistics,
     validated_fingerprint,
 )
 
@@ -38,31 +48,35 @@ class StepRules:
         update_rule: How the optimizer's step follows from the gradient.
         clip: The gradient clipping before each step, if any.
         check_every: The gradient of one step out of this many is recomputed.
+        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
     """
 
     update_rule: UpdateRule
     clip: Clip | None
     check_every: int
+    unexplained: float | None = None
 
 
 def parse_step_rules(
-    optimizer: Optimizer, update_rule: UpdateRule | None, clip: Clip | None, check_every: int
+    optimizer: Optimizers, update_rule: Rules, clip: Clip | None, check_every: int, unexplained: float | None = None
 ) -> StepRules:
     """Return the rules of the steps; the update rule is that of the optimizer if none is given.
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: The update rule is not known, the optimizer holds momentum, its learning rate is not finite, the
-            bound of clipping is not positive, or clipping is combined with `check_every`.
+        ValueError: The update rule is not known or leaves more unexplained than is allowed, the optimizer holds
+            momentum, its learning rate is not finite, the bound of clipping is not positive, or clipping is combined
+            with `check_every`.
     """
-    rule = rule_for(optimizer) if update_rule is None else update_rule
+    rule = rule_for(optimizer, update_rule)
+    validate_unexplained(rule, unexplained)
     validate_fresh_optimizer(optimizer)
     learning_rate(optimizer)
     validate_clip(clip)
     validate_count(check_every, "check_every")
     if check_every > 1 and clip is not None:
         raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
-    return StepRules(rule, clip, check_every)
+    return StepRules(rule, clip, check_every, unexplained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +106,22 @@ class TrainingSetup:
         """Number C of outputs."""
         return self.fingerprint.shape[1]
 
+    @cached_property
+    def training_data(self) -> TrainingData:
+        """What the network is trained on."""
+        return TrainingData(self.X, self.y, self.loss)
+
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
         return self.model.flatten(dict(self.net.named_parameters()))
+
+    def statistics(self) -> Float[Tensor, " Q"] | None:
+        """Return a copy of the network's present moving statistics; None if it has none."""
+        return self.model.flatten_statistics(dict(self.net.named_buffers())) if self.model.statistics else None
+
+    def state(self, weights: Float[Tensor, " P"]) -> Float[Tensor, " PQ"]:
+        """Join weights with the network's present moving statistics."""
+        return torch.cat([weights, self.model.flatten_statistics(dict(self.net.named_buffers()))])
 
     def header(self) -> dict[str, Any]:
         """Return the description of the run for its header."""
@@ -114,7 +141,7 @@ class TrainingSetup:
 
     def digest(self, header: dict[str, Any], weights: Float[Tensor, " P"]) -> str:
         """Return the digest of the run before its first step."""
-        return fingerprint_start(header, self.model, self.fingerprint, weights)
+        return fingerprint_start(header, self.model, self.fingerprint, weights, self.statistics())
 
     def validate_frozen_state(self, weights: Float[Tensor, " P"], index: int) -> None:
         """Raise if a buffer or frozen parameter changed in a way that the outputs depend on.
@@ -139,7 +166,8 @@ class TrainingSetup:
         }
         if not changed:
             return
-        params, rows = self.model.unflatten(perturbed_initial(weights)), self.X[:NUM_FINGERPRINT_POINTS]
+        params = self.model.unflatten(self.state(perturbed_initial(weights)))
+        rows = self.X[:NUM_FINGERPRINT_POINTS]
         with torch.no_grad():
             before, after = self.model(params, rows), self.model({**params, **changed}, rows)
         if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
@@ -151,7 +179,7 @@ class TrainingSetup:
 
 def make_setup(
     net: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     data: tuple[Tensor, Tensor],
     loss: Loss,
     rules: StepRules,
@@ -164,11 +192,15 @@ def make_setup(
     """
     model = functionalize(net, trained_names(net, optimizer))
     X, y = parse_data(*data)
-    validate_layer_modes(net)
+    validate_batch_statistics(net)
+    statistics = moving_statistics(net, model, X)
+    if statistics:
+        model = functionalize(net, model.names, statistics)
     weights = model.flatten(dict(net.named_parameters()))
     for name, value in model.unflatten(weights).items():
         validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
-    fingerprint = validated_fingerprint(model, weights, X)
+    state = torch.cat([weights, model.flatten_statistics(dict(net.named_buffers()))])
+    fingerprint = validated_fingerprint(model, state, X)
     validate_targets(loss, y, len(X), fingerprint.shape[1])
     validate_output_scale(loss, fingerprint)
     validate_loss_row_independence(loss, fingerprint, y[: len(fingerprint)])
@@ -216,13 +248,16 @@ def _is_recorded_function(setup: TrainingSetup, w: Float[Tensor, " P"], rows: Sh
     It is not copied for that: a network that keeps its activations cannot be copied after a backward pass.
     """
     model, net = setup.model, setup.net
-    params = model.unflatten(w)
+    params = model.unflatten(setup.state(w))
     buffers = {name: value.clone() for name, value in net.named_buffers()}
     is_training = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
         with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
-            recorded, found = model(params, rows), torch.func.functional_call(net, {**params, **buffers}, (rows,))
+            args, kwargs = model.signature.unpack(rows)
+            recorded = model(params, rows)
+            returned = torch.func.functional_call(net, {**params, **buffers}, args, kwargs)
+            found = model.signature.outputs(returned)
     finally:
         for module, mode in is_training:
             module.training = mode

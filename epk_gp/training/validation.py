@@ -1,15 +1,17 @@
 """Validation of what a recorder is given: network, optimizer, data and batches."""
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs, perturbed_initial
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.optimizers import Optimizers, as_optimizers
 from epk_gp.core.validation import validate_finite
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
@@ -19,28 +21,20 @@ _NO_CHECKPOINTING = (
     "activation checkpointing (torch.utils.checkpoint) must be off while a run is recorded: the network uses it. Call "
     "its blocks directly (in Hugging Face models: net.gradient_checkpointing_disable())."
 )
-_RANDOM_LAYERS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-    nn.RReLU,
-)
 
 
-def trained_names(net: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the names of the parameters that an optimizer trains.
+def trained_names(net: nn.Module, optimizers: Optimizers) -> tuple[str, ...]:
+    """Return the names of the parameters that one or several optimizers train.
 
     Raises:
-        TypeError: `net` is not a module.
-        ValueError: The optimizer trains a tensor that is not a parameter of the network.
+        TypeError: `net` is not a module, or there is something else than an optimizer.
+        ValueError: An optimizer trains a tensor that is not a parameter of the network.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
     names = {id(p): name for name, p in net.named_parameters()}
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
+    trained = [p for group in groups for p in group["params"] if p.requires_grad]
     if any(id(p) not in names for p in trained):
         raise ValueError(
             "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
@@ -71,7 +65,7 @@ def parse_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return X.detach().clone(), y.detach().clone()
 
 
-def validated_fingerprint(model: FunctionalModel, start: Tensor, X: Tensor) -> Tensor:
+def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> Tensor:
     """Return the fingerprint outputs of a network, after checking that each output depends on its own input alone.
 
     Raises:
@@ -80,6 +74,7 @@ def validated_fingerprint(model: FunctionalModel, start: Tensor, X: Tensor) -> T
         ValueError: The inputs are on another device; the network cannot take them, changes them, or uses activation
             checkpointing; or its outputs are not finite, random, or depend on other inputs of the batch.
     """
+    start, statistics = state.split([model.num_weights, model.num_statistics])
     if start.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"the weights must be float32 or float64: got {start.dtype}. Convert them with net.float().")
     if X.is_floating_point() and X.dtype != start.dtype:
@@ -95,8 +90,8 @@ def validated_fingerprint(model: FunctionalModel, start: Tensor, X: Tensor) -> T
         ) from error
     rows = X[:NUM_FINGERPRINT_POINTS].clone()
     try:
-        validate_no_checkpointing(model, start, rows)
-        outputs = fingerprint_outputs(model, start, rows)
+        validate_no_checkpointing(model, state, rows)
+        outputs = fingerprint_outputs(model, start, rows, statistics)
     except (RuntimeError, IndexError, AttributeError, KeyError) as error:
         raise ValueError(
             f"the network must accept X: it fails on inputs of shape {tuple(X.shape[1:])} and {X.dtype}: {error}"
@@ -107,15 +102,16 @@ def validated_fingerprint(model: FunctionalModel, start: Tensor, X: Tensor) -> T
             "a new tensor, such as ReLU(inplace=False), on the input."
         )
     with torch.no_grad():
-        initial = model(model.unflatten(start), evenly_spread(X, _NUM_FINITE_ROWS))
+        initial = model(model.unflatten(state), evenly_spread(X, _NUM_FINITE_ROWS))
     validate_finite(
         initial, "the network's outputs at its initial weights", "Repair its forward() or its initial weights."
     )
-    validate_row_independence(model, model.unflatten(perturbed_initial(start)), X)
+    perturbed = torch.cat([perturbed_initial(start), statistics])
+    validate_row_independence(model, model.unflatten(perturbed), X)
     return outputs
 
 
-def validate_no_checkpointing(model: FunctionalModel, start: Tensor, rows: Tensor) -> None:
+def validate_no_checkpointing(model: FunctionalModel, state: Tensor, rows: Tensor) -> None:
     """Raise if a forward function recomputes activations in the backward pass.
 
     Outside of the user's loop the recomputation would take other weights than the forward pass.
@@ -123,11 +119,12 @@ def validate_no_checkpointing(model: FunctionalModel, start: Tensor, rows: Tenso
     Raises:
         ValueError: The network uses `torch.utils.checkpoint`.
     """
-    leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(start).items()}
+    params = {name: value.detach() for name, value in model.unflatten(state).items()}
+    leaves = {name: params[name].requires_grad_() for name in model.names}
     with torch.enable_grad():
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTING):
-                outputs = model(leaves, rows)
+                outputs = model({**params, **leaves}, rows)
         except RuntimeError as error:
             if _NO_CHECKPOINTING not in str(error):
                 raise
@@ -179,6 +176,36 @@ def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) ->
     return batch.detach().to(torch.int64).clone()
 
 
+def parse_batch_weight(weight: object, num_rows: int, index: int) -> float | Tensor:
+    """Return the factor of a batch's loss, or of each of its rows, as a number or as float64.
+
+    Args:
+        weight: The factor.
+        num_rows: Number of rows of the batch, B.
+        index: Number of the step, for the error message.
+
+    Raises:
+        TypeError: The factor is no number and no tensor.
+        ValueError: A factor is not finite, or there is not one per row.
+    """
+    if isinstance(weight, Tensor) and weight.ndim:
+        if weight.shape != (num_rows,):
+            raise ValueError(
+                f"step {index}: weight must be a number or have one entry per row of the batch: got shape "
+                f"{tuple(weight.shape)} for {num_rows} rows."
+            )
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"step {index}: the weights of a batch's rows must be finite.")
+        return weight.detach().cpu().double()
+    if isinstance(weight, Tensor):
+        weight = float(weight)
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        raise TypeError(f"step {index}: weight must be a number, or a tensor with one per row: got {weight!r}.")
+    if not math.isfinite(float(weight)):
+        raise ValueError(f"step {index}: the weight of a batch must be finite: got {weight}.")
+    return float(weight)
+
+
 def evenly_spread(X: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "m ..."]:
     """Return at most `count` of the rows, evenly spread."""
     return X[torch.linspace(0, len(X) - 1, min(count, len(X)), device=X.device).long()]
@@ -216,24 +243,16 @@ def validate_row_independence(
         )
 
 
-def validate_layer_modes(net: nn.Module) -> None:
-    """Raise if a layer's output is random, or depends on the rest of the batch.
+def validate_batch_statistics(net: nn.Module) -> None:
+    """Raise if a layer uses the statistics of the batch in evaluation mode too.
 
     Raises:
-        ValueError: Dropout is active, or batch statistics are used. The message names the module.
+        ValueError: A normalisation keeps no running statistics. The message names the module.
     """
     for name, module in net.named_modules():
-        if isinstance(module, _RANDOM_LAYERS) and module.training and getattr(module, "p", 1.0) > 0:
-            raise ValueError(
-                f"training steps must be gradients of a deterministic network: module {name!r} "
-                f"({type(module).__name__}) is random in training mode. Call .eval() on it, or remove it."
-            )
-        if not isinstance(module, nn.modules.batchnorm._NormBase):
-            continue
-        uses_batch = module.training or module.running_mean is None
-        per_sample = isinstance(module, nn.modules.instancenorm._InstanceNorm)
-        if uses_batch and not (per_sample and not module.track_running_stats):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise ValueError(
                 f"an output must depend on its own input alone: module {name!r} ({type(module).__name__}) uses the "
-                "statistics of the batch. Put it in evaluation mode (frozen statistics) before recording."
+                "statistics of the batch, in evaluation mode too. Let it keep running statistics "
+                "(track_running_stats=True), or use another normalisation."
             )

@@ -85,7 +85,7 @@ def test_an_export_is_not_larger_than_its_run(tmp_path, optimizer):
 def test_coefficients_per_weight_in_some_steps_only_are_exact_in_all(tmp_path):
     """In float32: 0.1 as a number per parameter is float64, and as one per weight float32. One tensor holds both."""
 
-    def coefficients(p, group, state, first):
+    def coefficients(p, group, before, after):
         count = len(taken) // 4
         taken.append(p)
         return LinearStep(lr=torch.full_like(p, 0.1) if count % 2 else 0.1, beta=1.0)

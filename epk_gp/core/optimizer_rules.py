@@ -1,0 +1,283 @@
+"""Optimizer rules: the update rule of every optimizer of torch that takes one gradient a step.
+
+Each reads the coefficients of a `LinearStep` from the optimizer's options and its state before and after the step. What
+an optimizer derives from the gradients themselves (second moments, signs, an orthogonalising matrix) is held as
+recorded: the step is linear in the gradients with these numbers.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from epk_gp.core.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
+
+
+def _sign(group: Options) -> float:
+    return -1.0 if group.get("maximize", False) else 1.0
+
+
+def _count(group: Options, state: Options) -> Any:
+    """Return the number of the step, from 1 on: as torch computes with it, a float32 tensor where it is capturable."""
+    return state["step"] if group.get("capturable", False) else float(state["step"])
+
+
+def _decays(group: Options, *, decoupled: bool) -> dict[str, float]:
+    decay = float(group["weight_decay"])
+    return {"decoupled_decay": float(group["lr"]) * decay} if decoupled else {"weight_decay": decay}
+
+
+def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr, mu, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+    if mu == 0:
+        return LinearStep(lr=lr, beta=1.0, grad_scale=_sign(group), weight_decay=decay)
+    return LinearStep(
+        lr=lr if group["nesterov"] else 0.0,
+        momentum_lr=lr * mu if group["nesterov"] else lr,
+        beta=mu if before else 0.0,
+        # torch starts the buffer with the gradient itself, not dampened
+        one_minus_dampening=1.0 - float(group["dampening"]) if before else 1.0,
+        grad_scale=_sign(group),
+        weight_decay=decay,
+    )
+
+
+def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    count = _count(group, after)
+    v = after["max_exp_avg_sq"] if group["amsgrad"] else after["exp_avg_sq"]
+    denominator = v.sqrt() / float((1 - beta2**count) ** 0.5) + float(group["eps"])
+    return LinearStep(
+        momentum_lr=float(group["lr"]) / float(1 - beta1**count) / denominator,
+        beta=beta1 if before else 0.0,
+        one_minus_dampening=1 - beta1,
+        grad_scale=_sign(group),
+        **_decays(group, decoupled=bool(group.get("decoupled_weight_decay", False))),
+    )
+
+
+def _adamw(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    return _adam(p, {**group, "decoupled_weight_decay": True}, before, after)
+
+
+def _adamax(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    beta1 = float(group["betas"][0])
+    return LinearStep(
+        momentum_lr=float(group["lr"]) / float(1 - beta1 ** _count(group, after)) / after["exp_inf"],
+        beta=beta1 if before else 0.0,
+        one_minus_dampening=1 - beta1,
+        grad_scale=_sign(group),
+        **_decays(group, decoupled=False),
+    )
+
+
+def _nadam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr, decay = float(group["lr"]), float(group["momentum_decay"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    count, product = _count(group, after), float(after["mu_product"])  # the product of mu_1 .. mu_t
+    mu, mu_next = (float(beta1 * (1 - 0.5 * 0.96 ** (n * decay))) for n in (count, count + 1))
+    denominator = (after["exp_avg_sq"] / float(1 - beta2**count)).sqrt() + float(group["eps"])
+    return LinearStep(
+        lr=lr * (1 - mu) / (1 - product) / denominator,
+        momentum_lr=lr * mu_next / (1 - product * mu_next) / denominator,
+        beta=beta1 if before else 0.0,
+        one_minus_dampening=1 - beta1,
+        grad_scale=_sign(group),
+        **_decays(group, decoupled=bool(group["decoupled_weight_decay"])),
+    )
+
+
+def _radam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr = float(group["lr"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    count = _count(group, after)
+    correction = 1 - beta2**count
+    rho_inf = 2 / (1 - beta2) - 1
+    rho = float(rho_inf - 2 * count * beta2**count / correction)
+    momentum_lr: float | Tensor = lr / float(1 - beta1**count)
+    if rho > 5:  # before that, torch takes the momentum as it is
+        rectified = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
+        scale = rectified * float(correction**0.5)
+        momentum_lr = momentum_lr * scale / (after["exp_avg_sq"].sqrt() + float(group["eps"]))
+    return LinearStep(
+        momentum_lr=momentum_lr,
+        beta=beta1 if before else 0.0,
+        one_minus_dampening=1 - beta1,
+        grad_scale=_sign(group),
+        **_decays(group, decoupled=bool(group["decoupled_weight_decay"])),
+    )
+
+
+def _sparse_adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    """Adam on the entries of the sparse gradient; the buffers of the others keep what they hold."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    count = float(after["step"])
+    seen = _seen_entries(p)
+    denominator = after["exp_avg_sq"].sqrt() + float(group["eps"])
+    rate = float(group["lr"]) * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
+    return LinearStep(
+        momentum_lr=torch.where(seen, rate / denominator, 0.0),
+        beta=torch.where(seen, beta1 if before else 0.0, 1.0).to(p),
+        one_minus_dampening=torch.where(seen, 1 - beta1, 0.0).to(p),
+        grad_scale=_sign(group),
+    )
+
+
+def _seen_entries(p: nn.Parameter) -> Tensor:
+    """Return which entries of a parameter its sparse gradient holds."""
+    seen = torch.zeros(p.shape, dtype=torch.bool, device=p.device)
+    if p.grad is not None:
+        seen[tuple(p.grad.coalesce().indices())] = True
+    return seen
+
+
+def _rmsprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr, mu = float(group["lr"]), float(group["momentum"])
+    v = after["square_avg"]
+    if group["centered"]:
+        v = v.addcmul(after["grad_avg"], after["grad_avg"], value=-1)
+    inverse = 1 / (v.sqrt() + float(group["eps"]))
+    return LinearStep(
+        lr=0.0 if mu > 0 else lr * inverse,
+        momentum_lr=lr if mu > 0 else 0.0,
+        beta=mu if before else 0.0,
+        one_minus_dampening=inverse if mu > 0 else 0.0,
+        grad_scale=_sign(group),
+        weight_decay=float(group["weight_decay"]),
+    )
+
+
+def _adagrad(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr = float(group["lr"]) / (1 + (float(after["step"]) - 1) * float(group["lr_decay"]))
+    return LinearStep(
+        lr=lr / (after["sum"].sqrt() + float(group["eps"])),
+        grad_scale=_sign(group),
+        weight_decay=float(group["weight_decay"]),
+    )
+
+
+def _adadelta(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    eps, after_squares = float(group["eps"]), after["square_avg"]
+    before_deltas = before.get("acc_delta", torch.zeros_like(after_squares))
+    return LinearStep(
+        lr=float(group["lr"]) * (before_deltas + eps).sqrt() / (after_squares + eps).sqrt(),
+        grad_scale=_sign(group),
+        weight_decay=float(group["weight_decay"]),
+    )
+
+
+def _asgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    # torch keeps the step size eta in float32; the one after a step is that of the next step
+    eta = float(before["eta"] if before else torch.as_tensor(group["lr"]).to(after["eta"].dtype))
+    return LinearStep(
+        lr=eta,
+        grad_scale=_sign(group),
+        weight_decay=float(group["weight_decay"]),
+        decoupled_decay=float(group["lambd"]) * eta,
+    )
+
+
+def _rprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    size = after["prev"].abs()  # of the gradient, and 0 where its sign changed and the step was left out
+    return LinearStep(lr=torch.where(size > 0, after["step_size"] / size, 0.0), grad_scale=_sign(group))
+
+
+def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr, decay, count = float(group["lr"]), float(group["weight_decay"]), float(after["step"])
+    eps1, eps2 = group["eps"]
+    eps1 = torch.finfo(p.dtype).eps if eps1 is None else float(eps1)
+    if p.ndim > 1:
+        row, column = after["row_var"], after["col_var"]
+        V = row @ column / row.mean(dim=-2, keepdim=True).clamp(min=eps1)
+    else:
+        V = after["variance"]
+    inverse = V.clamp(min=eps1 * eps1).rsqrt()
+    gradient = torch.zeros_like(p) if p.grad is None else p.grad
+    alpha = max(float(eps2), _root_mean_square(before[WEIGHTS])) * min(lr, count**-0.5)
+    clipping = max(1.0, _root_mean_square(inverse * gradient) / float(group["d"]))
+    return LinearStep(lr=alpha / clipping * inverse, grad_scale=_sign(group), decoupled_decay=lr * decay)
+
+
+def _root_mean_square(value: Tensor) -> float:
+    return float(value.norm(2)) / math.sqrt(value.numel())
+
+
+def _muon(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+    lr, mu, nesterov = float(group["lr"]), float(group["momentum"]), bool(group["nesterov"])
+    gradient = torch.zeros_like(p) if p.grad is None else p.grad
+    U = gradient.lerp(after["momentum_buffer"], mu) if nesterov else after["momentum_buffer"]
+    Q = orthogonalising_matrix(U, group["ns_coefficients"], int(group["ns_steps"]), float(group["eps"]))
+    rows, columns = p.shape
+    rates = {"original": math.sqrt(max(1, rows / columns)), "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}
+    rate = lr * rates.get(group["adjust_lr_fn"] or "original", 1.0)
+    return LinearStep(
+        lr=rate * (1 - mu) if nesterov else 0.0,
+        momentum_lr=rate * mu if nesterov else rate,
+        beta=mu if before else 0.0,
+        one_minus_dampening=1 - mu,
+        decoupled_decay=lr * float(group["weight_decay"]),
+        left=None if rows > columns else Q,
+        right=Q if rows > columns else None,
+    )
+
+
+def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return the matrix Q that Muon's Newton-Schulz iteration multiplies an update U with, on its shorter side.
+
+    The iteration X <- (a I + b A + c A A) X with A = X X^T is a product of matrices on one side of U / |U|.
+
+    Args:
+        U: The update, (rows, columns).
+        coefficients: a, b and c.
+        steps: Number of iterations.
+        eps: Smallest norm that U is divided by.
+    """
+    a, b, c = coefficients
+    X = U.T if U.shape[0] > U.shape[1] else U
+    norm = X.norm().clamp(min=eps)
+    X, identity = X / norm, torch.eye(len(X), dtype=X.dtype, device=X.device)
+    Q = identity / norm
+    for _ in range(steps):
+        A = X @ X.T
+        polynomial = a * identity + b * A + c * A @ A
+        X, Q = polynomial @ X, polynomial @ Q
+    return Q.T if U.shape[0] > U.shape[1] else Q
+
+
+def _of_torch(named: Mapping[str, Callable[..., LinearStep] | UpdateRule]) -> dict[type[Optimizer], UpdateRule]:
+    """Return the rules of the optimizers that the installed torch has."""
+    return {
+        getattr(optim, name): rule if isinstance(rule, UpdateRule) else UpdateRule(name, rule)
+        for name, rule in named.items()
+        if hasattr(optim, name)
+    }
+
+
+RULES = _of_torch(
+    {
+        "SGD": _sgd,
+        "Adam": _adam,
+        "AdamW": _adamw,
+        "RMSprop": _rmsprop,
+        "Adagrad": _adagrad,
+        "Adadelta": UpdateRule("Adadelta", _adadelta, ("acc_delta",)),
+        "Adafactor": UpdateRule("Adafactor", _adafactor, (WEIGHTS,)),
+        "Adamax": _adamax,
+        "ASGD": UpdateRule("ASGD", _asgd, ("eta",)),
+        "NAdam": _nadam,
+        "RAdam": _radam,
+        "Rprop": _rprop,
+        "SparseAdam": _sparse_adam,
+        "Muon": UpdateRule("Muon", _muon, unexplained=0.25),
+    }
+)
+REFUSED: dict[type[Optimizer], str] = {
+    optim.LBFGS: (
+        "the optimizer must take one gradient a step: LBFGS evaluates the loss several times within a step, at weights "
+        "that are not recorded, and its step is not linear in the gradients. Use another optimizer of torch.optim for "
+        "the steps that are recorded."
+    ),
+}

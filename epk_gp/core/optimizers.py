@@ -1,0 +1,133 @@
+"""The optimizers of a run, one or several on one network: their common update rule and what must hold of them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from epk_gp.core.optimizer_rules import REFUSED, RULES
+from epk_gp.core.update_rules import LinearStep, Options, UpdateRule
+
+Optimizers = Optimizer | Sequence[Optimizer]
+Rules = UpdateRule | Sequence[UpdateRule | None] | None
+
+
+def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+    """Return one or several optimizers as a tuple.
+
+    Raises:
+        TypeError: The object is neither an optimizer nor a sequence of optimizers.
+        ValueError: There is none, or two of them hold the same parameter.
+    """
+    several = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
+    for optimizer in several:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer: got {type(optimizer).__name__}.")
+    if not several:
+        raise ValueError("there must be at least one optimizer: got an empty sequence.")
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(several):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if owners.setdefault(id(p), number) != number:
+                raise ValueError(
+                    "every parameter must belong to one optimizer: got a parameter of shape "
+                    f"{tuple(p.shape)} that two of them hold."
+                )
+    return several
+
+
+def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
+    """Return the update rule of an optimizer, or the common one of several optimizers of one network.
+
+    Args:
+        optimizers: One optimizer, or several.
+        given: The rule of an optimizer that is not one of torch's; of several optimizers a sequence with one entry for
+            each, None for torch's own.
+
+    Raises:
+        TypeError: An object is not an optimizer.
+        ValueError: The update rule of an optimizer is not known, or the optimizer cannot be covered.
+    """
+    several = as_optimizers(optimizers)
+    rules = (given,) * len(several) if given is None or isinstance(given, UpdateRule) else tuple(given)
+    if len(rules) != len(several):
+        raise ValueError(f"update_rule must have one entry per optimizer: got {len(rules)} for {len(several)}.")
+    found = tuple(_known_rule(o) if rule is None else rule for o, rule in zip(several, rules, strict=True))
+    if len(found) == 1:
+        return found[0]
+
+    def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
+        for optimizer, rule in zip(several, found, strict=True):
+            if any(group is its_own for its_own in optimizer.param_groups):
+                return rule.coefficients(p, group, before, after)
+        raise ValueError("the parameter group must be one of the optimizers' that are recorded: it is another one.")
+
+    return UpdateRule(
+        name=" + ".join(dict.fromkeys(rule.name for rule in found)),
+        coefficients=coefficients,
+        needs_before=tuple(dict.fromkeys(name for rule in found for name in rule.needs_before)),
+        unexplained=max(rule.unexplained for rule in found),
+    )
+
+
+def _known_rule(optimizer: Optimizer) -> UpdateRule:
+    kind = type(optimizer)
+    if kind in RULES:
+        return RULES[kind]
+    if kind in REFUSED:
+        raise ValueError(REFUSED[kind])
+    known = ", ".join(sorted(rule.__name__ for rule in RULES))
+    raise ValueError(
+        f"the optimizer's update rule must be known: that of {kind.__name__} is not. "
+        f"Use one of {known}, or pass the rule as update_rule=epk_gp.core.update_rules.UpdateRule(...)."
+    )
+
+
+def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
+    """Raise if a rule leaves a part of the steps unexplained, and nobody said that it may.
+
+    Args:
+        rule: The update rule.
+        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+
+    Raises:
+        ValueError: The rule needs a share, and none is given or a smaller one.
+    """
+    if rule.unexplained > (unexplained or 0.0):
+        raise ValueError(
+            f"unexplained must be at least {rule.unexplained} for {rule.name}: got {unexplained}. The optimizer "
+            "computes a part of its step in bfloat16, so that the step is not its update rule's in the precision of "
+            f"the weights. Pass unexplained={rule.unexplained}: the difference becomes a term of its own in every "
+            "result, with its size."
+        )
+
+
+def validate_fresh_optimizer(optimizers: Optimizers) -> None:
+    """Raise if an optimizer holds momentum of gradients from before the recording.
+
+    No sample of the recorded run could account for that momentum.
+
+    Raises:
+        ValueError: A momentum buffer of the optimizer is not zero.
+    """
+    for state in (state for optimizer in as_optimizers(optimizers) for state in optimizer.state.values()):
+        for name in ("momentum_buffer", "exp_avg"):
+            buffer = state.get(name)
+            if isinstance(buffer, Tensor) and buffer.any():
+                raise ValueError(
+                    f"the optimizer must be fresh: its {name} holds gradients from before the recording. "
+                    "Make a new optimizer, or record from its first step on."
+                )
+
+
+def learning_rate(optimizers: Optimizers) -> float:
+    """Return the learning rate of the first group of the first optimizer, the kernel's weight eps_s of the step.
+
+    Raises:
+        ValueError: The learning rate of a group is negative or not finite.
+    """
+    rates = [float(group["lr"]) for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
+    for rate in rates:
+        if not 0 <= rate < float("inf"):
+            raise ValueError(f"the learning rate must be finite and not negative: got {rate}.")
+    return rates[0]

@@ -1,0 +1,175 @@
+"""What a training forward pass depended on, taken by a hook at the network's forward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor, nn
+
+from epk_gp.core.model import FunctionalModel
+from epk_gp.training.diagnosis import StepMismatchError
+
+# Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
+# gradients switched on, are dropped in favour of later ones.
+_MAX_WAITING = 16
+
+
+@dataclass(eq=False)
+class CapturedForward:
+    """One forward pass of the user's network, as the hooks saw it.
+
+    Attributes:
+        inputs: The rows that the network was called with, packed.
+        modes: Which modules were in training mode.
+        random_state: State of the random numbers on the CPU before the pass; None if it drew none.
+        device_random_state: The same of the accelerator.
+        statistics: The moving statistics before the pass.
+        statistics_after: Those after it.
+        autocast: The dtype of automatic mixed precision; None without it.
+        outputs: What the loss takes, (n, C), detached; None if it is not one tensor.
+        output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
+        position: Number of the pass since the recording began.
+    """
+
+    inputs: Shaped[Tensor, "n ..."]
+    modes: Bool[Tensor, " modules"]
+    random_state: Tensor | None
+    device_random_state: Tensor | None
+    statistics: Float[Tensor, " Q"]
+    statistics_after: Float[Tensor, " Q"]
+    autocast: torch.dtype | None
+    outputs: Tensor | None = None
+    output_gradient: Tensor | None = None
+    position: int = 0
+
+
+@dataclass(eq=False)
+class _Before:
+    """The state in which a forward pass began."""
+
+    inputs: Tensor
+    random_state: Tensor
+    device_random_state: Tensor | None
+    statistics: Tensor
+
+
+@dataclass(eq=False)
+class ForwardCapture:
+    """Hooks at a network's forward that keep what each pass depended on.
+
+    Attributes:
+        net: The user's network.
+        model: The recorded network.
+        pack: Packs what the network was called with into rows; None if it was called otherwise than on X.
+        on_forward: Called when a pass with gradients begins.
+        waiting: Passes with gradients that no announced batch has taken.
+        count: Number of passes so far.
+        statistics: The moving statistics after the last pass; they may move in no other way.
+    """
+
+    net: nn.Module
+    model: FunctionalModel
+    pack: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
+    on_forward: Callable[[], None]
+    waiting: list[CapturedForward] = field(default_factory=list)
+    count: int = 0
+    statistics: Tensor | None = None
+    _begun: list[_Before | None] = field(default_factory=list)
+    _hooks: list[Any] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Register the hooks."""
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        self._hooks = [
+            self.net.register_forward_pre_hook(before, with_kwargs=True),
+            self.net.register_forward_hook(after, with_kwargs=True),
+        ]
+        self.statistics = self.model.flatten_statistics(dict(self.net.named_buffers()))
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.waiting = []
+
+    def statistics_now(self, index: int) -> Float[Tensor, " Q"] | None:
+        """Return the present moving statistics; None for a network without them.
+
+        Args:
+            index: Number of the step, for the error message.
+
+        Raises:
+            StepMismatchError: They were changed in another way than by a forward pass.
+        """
+        if not self.model.statistics:
+            return None
+        present = self.model.flatten_statistics(dict(self.net.named_buffers()))
+        if self.statistics is None or not torch.equal(present, self.statistics):
+            raise StepMismatchError(
+                f"step {index}: moving statistics must be moved by the network's forward passes alone: they were "
+                "changed in another way."
+            )
+        return present
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self.on_forward()
+        rows = self.pack(args, kwargs)
+        if rows is None:
+            self._begun.append(None)
+            return
+        device = self.model.spec.device
+        buffers = dict(self.net.named_buffers())
+        self._begun.append(
+            _Before(
+                inputs=rows.detach().clone() if torch.is_grad_enabled() else rows[:0],
+                random_state=torch.random.get_rng_state(),
+                device_random_state=_device_random_state(device),
+                statistics=self.model.flatten_statistics(buffers),
+            )
+        )
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        self.count += 1
+        before = self._begun.pop() if self._begun else None
+        buffers = dict(self.net.named_buffers())
+        self.statistics = self.model.flatten_statistics(buffers)
+        if before is None or not torch.is_grad_enabled():
+            return
+        device = self.model.spec.device
+        drew = not torch.equal(before.random_state, torch.random.get_rng_state())
+        on_device = _device_random_state(device)
+        drew_on_device = (
+            on_device is not None
+            and before.device_random_state is not None
+            and (not torch.equal(on_device, before.device_random_state))
+        )
+        forward = CapturedForward(
+            inputs=before.inputs,
+            modes=torch.tensor([part.training for part in self.net.modules()]),
+            random_state=before.random_state if drew else None,
+            device_random_state=before.device_random_state if drew_on_device else None,
+            statistics=before.statistics,
+            statistics_after=self.statistics,
+            autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+            position=self.count,
+        )
+        self.waiting = [*self.waiting[-_MAX_WAITING + 1 :], forward]
+        outputs = self.model.signature.outputs(returned)
+        if isinstance(outputs, Tensor) and outputs.requires_grad:
+            forward.outputs = outputs.detach()
+            outputs.register_hook(lambda gradient: _add_gradient(forward, gradient))
+
+
+def _add_gradient(forward: CapturedForward, gradient: Tensor) -> None:
+    """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
+    gradient = gradient.detach()
+    known = forward.output_gradient
+    forward.output_gradient = gradient.clone() if known is None else known + gradient
+
+
+def _device_random_state(device: torch.device) -> Tensor | None:
+    return None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
