@@ -57,7 +57,18 @@ else:
         "train": "training.train",
         "train_copy": "kernels.tagging",
     }
-    _FOLDERS = ("autodiff", "core", "gp", "gram", "kernel_machine", "kernels", "quadrature", "storage", "training")
+    _FOLDERS = (
+        "autodiff",
+        "callbacks",
+        "core",
+        "gp",
+        "gram",
+        "kernel_machine",
+        "kernels",
+        "quadrature",
+        "storage",
+        "training",
+    )
 
     def __getattr__(name: str) -> object:
         """Import all public names if one is asked for, or a folder; or return what a name stood for in version 0.1."""

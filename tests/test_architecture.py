@@ -17,6 +17,7 @@ RANK = {
     "autodiff": 1,
     "datasets": 1,
     "training": 2,
+    "callbacks": 3,
     "quadrature": 2,
     "gram": 3,
     "kernel_machine": 4,

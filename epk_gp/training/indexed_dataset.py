@@ -1,6 +1,6 @@
 """Datasets whose batches hold the indices of their items."""
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from typing import Any, TypeVar
 
 from torch.utils.data import Dataset
@@ -8,22 +8,23 @@ from torch.utils.data import Dataset
 Item = TypeVar("Item")
 
 
-class IndexedDataset(Dataset[tuple[int, Item]]):
+class IndexedDataset(Dataset[Any]):
     """Pair every item of a dataset with its index, so that a `DataLoader`'s batches can be announced to a recorder.
 
         for indices, (inputs, labels) in DataLoader(IndexedDataset(dataset), batch_size=100, shuffle=True):
             ...
             recorder.batch(indices)
 
-    Item i must be row i of the recorder's X and y. With random augmentation it is not, and the recorder's check of the
-    step raises `StepMismatchError`.
+    Item i must be row i of the recorder's X and y, as it is or augmented. With `key` the items must be dictionaries,
+    as Hugging Face's trainer takes them, and hold their index under that key.
     """
 
-    def __init__(self, dataset: Dataset[Item]) -> None:
+    def __init__(self, dataset: Dataset[Item], *, key: str | None = None) -> None:
         """Wrap a dataset.
 
         Args:
             dataset: A map-style dataset, which has a length and items by index.
+            key: Where a dictionary holds its index; None for pairs (index, item).
 
         Raises:
             TypeError: The dataset has no length or no items by index.
@@ -34,11 +35,27 @@ class IndexedDataset(Dataset[tuple[int, Item]]):
                 "Put what it yields into tensors, and use torch.utils.data.TensorDataset."
             )
         self.dataset: Any = dataset
+        self.key = key
 
     def __len__(self) -> int:
         """Return the number of items, M."""
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[int, Item]:
-        """Return (index, item); a negative index counts from the end."""
-        return index % len(self), self.dataset[index]
+    def __getitem__(self, index: int) -> Any:
+        """Return (index, item), or the item with its index under `key`; a negative index counts from the end.
+
+        Raises:
+            TypeError: There is a `key`, and the item is no dictionary.
+            ValueError: The item has an entry of that name already.
+        """
+        row, item = index % len(self), self.dataset[index]
+        if self.key is None:
+            return row, item
+        if not isinstance(item, Mapping):
+            raise TypeError(
+                f"items must be dictionaries if there is a key: got {type(item).__name__}. Leave key= out for pairs "
+                "(index, item)."
+            )
+        if self.key in item:
+            raise ValueError(f"items must not have an entry {self.key!r} of their own: give key= another name.")
+        return {**item, self.key: row}

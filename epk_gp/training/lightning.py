@@ -7,6 +7,7 @@ from typing import Any
 from jaxtyping import Shaped
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from epk_gp.core.losses import CrossEntropy, Loss
 from epk_gp.core.trajectory import Trajectory
@@ -28,20 +29,25 @@ class RecorderCallback(Callback):
         Trainer(callbacks=[callback], ...).fit(module, DataLoader(IndexedDataset(dataset), ...))
         trajectory = callback.trajectory
 
-    The module's optimization must be automatic, with one optimizer. The trainer's gradient clipping and accumulation
-    are recorded. The gradient of every step is recomputed: the loss of `training_step` must be the stated loss on the
-    rows of X that `indices` returns.
+    The trainer's gradient clipping and accumulation are recorded. Under manual optimization each `manual_backward` of
+    a batch counts as one backward pass of it; give `weight` and `clip` where `training_step` scales losses or clips
+    gradients. Validation may run as often as it likes. The loss of `training_step` must be the stated loss on the rows
+    of X that `indices` returns.
     """
 
     def __init__(
         self,
         net: nn.Module,
-        X: Shaped[Tensor, "M ..."],
+        X: Shaped[Tensor, "M ..."] | tuple[Tensor, ...] | dict[str, Tensor],
         y: Shaped[Tensor, "M ..."],
         *,
         indices: Callable[[Any], Any] = first_entry,
         loss: Loss | nn.Module = CrossEntropy(),
+        weight: float | Tensor | Callable[[Any], float | Tensor] | None = None,
         update_rule: UpdateRule | None = None,
+        clip: Clip | None = None,
+        output: Callable[[Any], Tensor] | None = None,
+        unexplained: float | None = None,
         path: str | os.PathLike[str] | None = None,
         storage: Storage = Storage(),
     ) -> None:
@@ -53,16 +59,25 @@ class RecorderCallback(Callback):
             y: Their targets.
             indices: Returns the rows of X that a batch of the training data loader holds.
             loss: The loss that `training_step` computes.
+            weight: Factor in front of a batch's loss, or of each row's; or a function of the batch that returns it.
+                None stands for the trainer's own, 1 / `accumulate_grad_batches`.
             update_rule: How the optimizer's step follows from the gradient, if it is not one of torch's known
                 optimizers.
+            clip: The gradient clipping before each step; None for the trainer's.
+            output: Maps what the network returns to its outputs, (n, C).
+            unexplained: Share of a step that law and loss need not explain, as of `epk_gp.Recorder`.
             path: New folder for the run; the run is kept in memory if None.
             storage: How often steps are committed to disk, and whether they are compressed.
         """
-        self._net, self._indices = net, indices
-        self._data = (X, y)
+        self._net, self._indices, self._weight, self._clip = net, indices, weight, clip
+        self._data: tuple[Any, Any] = (X, y)
         self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "path": path, "storage": storage}
+        self._options |= {} if output is None else {"output": output}
+        self._options |= {} if unexplained is None else {"unexplained": unexplained}
         self._recorder: Recorder | None = None
         self._open = False
+        self._batch: Any = None  # the batch of `training_step`
+        self._is_announced = False  # whether a backward pass of it was seen
 
     @property
     def trajectory(self) -> Trajectory:
@@ -79,24 +94,27 @@ class RecorderCallback(Callback):
         """Start the recorder.
 
         Raises:
-            ValueError: The optimization is manual, there are several optimizers, or `Recorder` cannot record the
-                training.
+            ValueError: `Recorder` cannot record the training.
         """
         optimizers = trainer.optimizers
-        if not pl_module.automatic_optimization or len(optimizers) != 1:
-            raise ValueError(
-                "the module must have automatic optimization with one optimizer: got "
-                f"{len(optimizers)} and automatic_optimization={pl_module.automatic_optimization}. "
-                "Use epk_gp.Recorder inside training_step."
-            )
-        self._recorder = Recorder(self._net, optimizers[0], *self._data, clip=_clip_of(trainer), **self._options)
+        clip = _clip_of(trainer) if self._clip is None else self._clip
+        optimizer: Any = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        self._recorder = Recorder(self._net, optimizer, *self._data, clip=clip, **self._options)
         self._recorder.__enter__()
         self._open = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Announce the batch."""
-        if self._recorder is not None:
-            self._recorder.batch(self._indices(batch), weight=1 / trainer.accumulate_grad_batches)
+        """Keep the batch until its backward pass."""
+        self._batch, self._is_announced = batch, False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce the batch whose gradient was just computed."""
+        self._announce(trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Announce the batch of a `training_step` that calls `loss.backward()` instead of `manual_backward`."""
+        if not self._is_announced:
+            self._announce(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Commit the run."""
@@ -105,6 +123,15 @@ class RecorderCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Commit what was recorded before an error."""
         self._close(exception)
+
+    def _announce(self, trainer: Trainer) -> None:
+        if self._recorder is None:
+            return
+        weight: Any = self._weight(self._batch) if callable(self._weight) else self._weight
+        if weight is None:
+            weight = 1 / trainer.accumulate_grad_batches
+        self._recorder.batch(self._indices(self._batch), weight=weight)
+        self._is_announced = True
 
     def _close(self, error: BaseException | None) -> None:
         if self._recorder is not None and self._open:

@@ -1,0 +1,201 @@
+"""Training loops that belong to others: Lightning's automatic and manual optimization, Hugging Face's trainer."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import epk_gp as epk
+from epk_gp import callbacks
+from epk_gp.training.clipping import ClipNorm
+from epk_gp.training.indexed_dataset import IndexedDataset
+
+M, C = 23, 3
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+pytestmark = [
+    pytest.mark.filterwarnings("default:::pytorch_lightning", "default:::lightning_fabric", "default::FutureWarning"),
+    pytest.mark.filterwarnings("default:::transformers", "default:::accelerate", "default::DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(M, 4, dtype=torch.float64, generator=generator), torch.arange(M) % C
+
+
+@pytest.fixture
+def net():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, C)).double()
+
+
+def is_exact(trajectory, X):
+    parts = epk.attribute(trajectory, X[:3] + 0.1)
+    return float((parts.total - parts.network).abs().max()) < 1e-12
+
+
+def test_callbacks_are_found_and_others_are_not():
+    assert set(dir(callbacks)) == set(callbacks.__all__)
+    assert callbacks.IndexedDataset is IndexedDataset
+    assert epk.callbacks is callbacks
+    with pytest.raises(AttributeError, match="no attribute 'KerasCallback'"):
+        _ = callbacks.KerasCallback
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "epk_gp.training.huggingface", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"needs the package transformers: .* pip install 'epk-gp\[hugging"):
+        _ = callbacks.HuggingFaceRecorderCallback
+
+
+def test_dictionaries_hold_their_index_under_the_key(data):
+    X, y = data
+    items = IndexedDataset(Rows(X, y), key="index")
+    assert items[-1]["index"] == M - 1
+    assert torch.equal(items[3]["x"], X[3])
+    with pytest.raises(TypeError, match="items must be dictionaries if there is a key: got tuple"):
+        IndexedDataset(TensorDataset(X, y), key="index")[0]
+    with pytest.raises(ValueError, match="must not have an entry 'x'"):
+        IndexedDataset(Rows(X, y), key="x")[0]
+
+
+def lightning_module(lightning, net, step=None, make_optimizers=None):
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+            self.automatic_optimization = step is None
+
+        def training_step(self, batch, number):
+            _, (inputs, labels) = batch
+            loss = F.cross_entropy(self.net(inputs), labels)
+            return loss if step is None else step(self, loss, number)
+
+        def validation_step(self, batch, number, dataloader_idx=0):
+            self.net(batch[1][0])
+
+        def configure_optimizers(self):
+            if make_optimizers is not None:
+                return make_optimizers()
+            return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+    return Module()
+
+
+def fit_lightning(data, net, *, step=None, make_optimizers=None, options=None, **callback_options):
+    lightning = pytest.importorskip("pytorch_lightning", reason="needs the extra 'lightning'")
+    X, y = data
+    callback = callbacks.RecorderCallback(net, X, y, **callback_options)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, callbacks=[callback], **QUIET, **(options or {}))
+    loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=6, shuffle=True)
+    held_out = DataLoader(IndexedDataset(TensorDataset(X[:5], y[:5])), batch_size=3)
+    module = lightning_module(lightning, net, step, make_optimizers)
+    trainer.fit(module, loader, [held_out, held_out])
+    return callback.trajectory
+
+
+def accumulate_by_hand(module, loss, number):
+    optimizer = module.optimizers()
+    module.manual_backward(loss / 2)
+    if number % 2 == 1:
+        module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_backward(module, loss, number):
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"options": {"val_check_interval": 0.5}}, 8),
+        ({"options": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}}, 4),
+        ({"step": accumulate_by_hand, "weight": 0.5, "clip": ClipNorm(0.1)}, 4),
+        ({"step": plain_backward, "weight": lambda batch: 1.0}, 8),
+    ],
+    ids=["two_validation_loops", "accumulated_and_clipped", "manual", "manual_plain_backward"],
+)
+def test_a_lightning_run_is_exact(data, net, options, steps):
+    trajectory = fit_lightning(data, net, **options)
+    assert trajectory.num_steps == steps
+    assert is_exact(trajectory, data[0])
+
+
+class Rows(Dataset):
+    def __init__(self, X, y):
+        self.X, self.y = X, y
+
+    def __len__(self):
+        return len(self.X)
+
+    def __getitem__(self, i):
+        return {"x": self.X[i], "labels": int(self.y[i])}
+
+
+class Classifier(nn.Module):
+    """A model of one's own as the trainer takes it: the loss first."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x, labels=None):
+        logits = self.net(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def logits_entry(returned):
+    return returned["logits"]
+
+
+def fit_huggingface(data, net, folder, *, wrapped=True, callback=None, **arguments):
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
+    X, y = data
+    dataset = IndexedDataset(Rows(X, y), key="index") if wrapped else Rows(X, y)
+    callback = callback or callbacks.HuggingFaceRecorderCallback(X, y, output=logits_entry)
+    arguments = {"remove_unused_columns": False, "per_device_train_batch_size": 6, "num_train_epochs": 2} | arguments
+    arguments |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 0.01}
+    training = transformers.TrainingArguments(output_dir=str(folder), logging_strategy="no", **arguments)
+    trainer = transformers.Trainer(Classifier(net), training, train_dataset=dataset, callbacks=[callback])
+    trainer.train()
+    return callback.trajectory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [({}, 8), ({"gradient_accumulation_steps": 3, "max_grad_norm": 0.05}, 4), ({"optim": "sgd"}, 8)],
+    ids=["plain", "accumulated_and_clipped", "sgd"],
+)
+def test_a_hugging_face_run_is_exact(data, net, tmp_path, arguments, steps):
+    trajectory = fit_huggingface(data, net, tmp_path, **arguments)
+    assert trajectory.num_steps == steps
+    parts = epk.attribute(trajectory, data[0][:3] + 0.1)
+    assert float((parts.total - parts.network).abs().max()) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_trainer_that_removes_the_indices_is_refused(data, net, tmp_path):
+    with pytest.raises(ValueError, match="remove_unused_columns=False"):
+        fit_huggingface(data, net, tmp_path, remove_unused_columns=True)
+    with pytest.raises(ValueError, match="must hold the rows' indices under 'index': got labels, x"):
+        fit_huggingface(data, net, tmp_path, wrapped=False)
+
+
+@pytest.mark.slow
+def test_before_the_training_there_is_no_run(data, net):
+    pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
+    callback = callbacks.HuggingFaceRecorderCallback(*data)
+    callback.close()
+    with pytest.raises(RuntimeError, match=r"training has not started. Call trainer.train"):
+        _ = callback.trajectory
