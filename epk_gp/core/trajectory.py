@@ -126,7 +126,12 @@ class Trajectory:
 
     @cached_property
     def is_vanilla_gd(self) -> bool:
-        """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights."""
+        """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights.
+
+        The gradient is then that of the network in evaluation mode on the recorded data.
+        """
+        if self.statistics is not None or any(step.passes for step in self.steps):
+            return False
         coefficients = (self.updates[s] for s in range(self.num_steps))
         return all(
             not u.has_matrices
@@ -261,6 +266,16 @@ def validate_points_layout(trajectory: Trajectory, points: Points, name: str) ->
     validate_same_layout(recorded, points.layout, name)
 
 
+def leaves_unexplained(trajectory: Trajectory) -> bool:
+    """Return whether steps may differ from the update rule's on exact gradients by more than their dtype's rounding.
+
+    They may where the run accepts it, and where gradients were computed in less precision than the weights have.
+    """
+    if trajectory.unexplained is not None:
+        return True
+    return any(forward.autocast is not None for step in trajectory.steps for forward in step.passes)
+
+
 def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
     """Read a state's flat weights in the dtype and on the device of a computation on `reference`."""
     spec = trajectory.model.spec_for(reference)
@@ -311,7 +326,17 @@ def network_outputs(
 def batch_of(
     trajectory: Trajectory, step: Step, reference: Tensor
 ) -> tuple[Shaped[Tensor, "B ..."], Shaped[Tensor, "B ..."], Float[Tensor, " B"]]:
-    """Return a step's inputs, targets and sample weights c in the dtype and on the device of `reference`."""
+    """Return a step's inputs, targets and sample weights c in the dtype and on the device of `reference`.
+
+    Raises:
+        ValueError: The step depends on more than the recorded data: its forward passes have to be replayed.
+    """
+    if step.passes:
+        raise ValueError(
+            f"step {step.index} must be a step on the recorded data alone: its forward passes saw other rows or "
+            "targets (augmentation, mixed samples), drew random numbers, or moved statistics. Use epk_gp.reconstruct or "
+            "epk_gp.attribute, which replay them."
+        )
     X, y, loss = trajectory.inputs, trajectory.targets, trajectory.loss
     if step.batch is not None:
         rows = step.batch.to(X.device)

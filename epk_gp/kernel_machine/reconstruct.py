@@ -17,7 +17,7 @@ from epk_gp.core.gradients import ReplayedStep, replayed_steps
 from epk_gp.core.head import Head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.memory_plan import integration_points
-from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import (
     IntegrationRecord,
@@ -167,8 +167,14 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
 def _replayed_segment(
     net: PlannedModel, kernel: PathKernel, replayed: ReplayedStep, X: Tensor, memory_budget: int
 ) -> WeightSegment:
-    """Return a replayed step as a segment of the path: statistics move as recorded."""
+    """Return a replayed step as a segment of the path: statistics move as recorded.
+
+    The weights move as update rule and gradients say. Where the run accepts steps that these do not explain, they move
+    as recorded, so that the sum holds what is unexplained too; by how much is in the certificate.
+    """
     w, d, P, index = replayed.w, replayed.d, net.model.num_weights, replayed.step.index
+    if leaves_unexplained(kernel.trajectory):
+        d = flat_weights(kernel.trajectory, index + 1, X) - w
     if net.model.statistics:
         start, end = (flat_state(kernel.trajectory, s, X)[P:] for s in (index, index + 1))
         w, d = torch.cat([w[:P], start]), torch.cat([d, end - start])
