@@ -334,8 +334,8 @@ def batch_of(
     if step.passes:
         raise ValueError(
             f"step {step.index} must be a step on the recorded data alone: its forward passes saw other rows or "
-            "targets (augmentation, mixed samples), drew random numbers, or moved statistics. Use epk_gp.reconstruct or "
-            "epk_gp.attribute, which replay them."
+            "targets (augmentation, mixed samples), drew random numbers, or moved statistics. Use epk_gp.reconstruct "
+            "or epk_gp.attribute, which replay them."
         )
     X, y, loss = trajectory.inputs, trajectory.targets, trajectory.loss
     if step.batch is not None:
