@@ -16,7 +16,7 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import batch_of, flat_weights
 from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
 from epk_gp.gram.step_average import averaged_jacobian
-from epk_gp.kernel_machine.adjoint_recursion import propagate
+from epk_gp.kernel_machine.adjoint_recursion import propagate_step
 from epk_gp.kernel_machine.problem import AttributionProblem, integrate_step
 from epk_gp.kernel_machine.progress import PassProgress
 
@@ -59,7 +59,8 @@ class _StepAdjoints:
         rows: Which points.
         w: Weights at its start, (P,).
         coefficients: Of the update rule.
-        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the weights after the step.
+        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the step. Of a run of averaged
+            weights it is E, which holds the later steps of the average too.
         of_h: H, the adjoint of h, (K, N, P).
     """
 
@@ -102,10 +103,10 @@ def adjoint_pass(
                 integral, batches = integrate_step(problem, step, rows, points_per_block)
                 Phi = averaged_jacobian(batches, problem.columns)
                 del batches
-                w = flat_weights(trajectory, step.index, problem.X)
+                w = flat_weights(trajectory.trained, step.index, problem.X)
                 u = trajectory.updates[step.index]
-                H, adjoint_state = propagate(u, sizes, Phi, adjoint_state)
-                adjoints = _StepAdjoints(step, rows, w, u, Phi, H)
+                E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
+                adjoints = _StepAdjoints(step, rows, w, u, E, H)
                 _emit_weight_decay(problem, adjoints, groups, emit)
                 _emit_samples(problem, adjoints, groups, emit)
                 progress.advance(integral, adjoint_state, is_last=progress.done + 1 == work_items)

@@ -89,7 +89,7 @@ class StepMismatches:
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> None:
         """Compare a step with the recorded one."""
-        index, w, d = replayed.step.index, replayed.w, replayed.d
+        trajectory, index, w, d = trajectory.trained, replayed.step.index, replayed.w, replayed.d
         mismatch = float((flat_weights(trajectory, index + 1, w) - w - d).abs().max())
         tolerance = mismatch_tolerance(trajectory, model, replayed, mismatch, self.dtype)
         ratio = mismatch / tolerance if tolerance else math.inf * mismatch if mismatch else 0.0

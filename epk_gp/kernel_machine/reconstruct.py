@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
+from epk_gp.core.averaging import PredictedPath
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head
@@ -133,10 +134,11 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
     evaluations, terms = 0.0, initial.abs().double() + network.abs()
     size = integration_points(options.memory_budget, rule.typical_nodes, X[0].nbytes, initial[0].nbytes)
     blocks = torch.arange(len(X), device=X.device).split(size)
-    replay = replayed_steps(trajectory, net.model, X)
+    replay, path = replayed_steps(trajectory, net.model, X), PredictedPath(trajectory)
     for replayed in tqdm(replay, desc="steps", total=trajectory.num_steps, disable=not options.progress):
         # half of the budget; the other half is the block's
-        segment = WeightSegment(net, replayed.w, replayed.d, head, options.memory_budget // 2)
+        start, change = path.step(replayed.step.index, replayed.w, replayed.d)
+        segment = WeightSegment(net, start, change, head, options.memory_budget // 2)
         for rows in blocks:
             integral = integrate(segment, X[rows], rule, trajectory.num_steps)
             total[rows] += integral.total
