@@ -13,7 +13,7 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state, flat_weights
 from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
 from epk_gp.gram.step_average import averaged_jacobian
-from epk_gp.kernel_machine.adjoint_recursion import propagate
+from epk_gp.kernel_machine.adjoint_recursion import propagate_step
 from epk_gp.kernel_machine.contributions import (
     Emit,
     SampleContributions,
@@ -55,7 +55,8 @@ class _StepAdjoints:
         rows: Which points.
         w: Weights at its start, (P,).
         coefficients: Of the update rule.
-        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the weights after the step.
+        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the step. Of a run of averaged
+            weights it is E, which holds the later steps of the average too.
         of_h: H, the adjoint of h, (K, N, P).
     """
 
@@ -89,7 +90,7 @@ def adjoint_pass(
     blocks = torch.arange(len(problem.X), device=problem.X.device).split(options.points_per_block)
     S = trajectory.num_steps
     work_items = len(blocks) * S
-    products = LossProducts(problem, RunReplay(trajectory, problem.net.model, problem.X))
+    products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
     with tqdm(total=work_items, initial=progress.done, desc="steps", disable=not problem.options.progress) as bar:
         for number, rows in enumerate(blocks):
             for position in range(max(0, progress.done - number * S), S):
@@ -98,13 +99,19 @@ def adjoint_pass(
                 integral, batches = integrate_step(problem, step, rows, options.points_per_block)
                 Phi = averaged_jacobian(batches, problem.columns)
                 del batches
-                w = flat_weights(trajectory, step.index, problem.X)
+                w = flat_weights(trajectory.trained, step.index, problem.X)
                 u = trajectory.updates[step.index]
-                H, adjoint_state = propagate(u, sizes, Phi, adjoint_state)
-                adjoints = _StepAdjoints(step, rows, w, u, Phi, H)
+                change = flat_weights(trajectory, step.index + 1, problem.X)
+                of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
+                emit(WeightsContribution(step.index, rows, of_weights))
+                E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
+                adjoints = _StepAdjoints(step, rows, w, u, E, H)
                 _emit_weight_decay(problem, adjoints, groups, emit)
                 _emit_samples(problem, products, adjoints, groups, emit)
-                _emit_rest(problem, products, adjoints, groups, emit, integral, options)
+                _emit_unexplained(problem, adjoints, groups, emit, options)
+                if trajectory.statistics is not None:
+                    total = problem.select_outputs(integral.total, rows) - of_weights
+                    emit(_statistics_term(products, step, rows, total, integral if options.splits_statistics else None))
                 progress.advance(integral, adjoint_state, is_last=progress.done + 1 == work_items)
                 bar.update()
 
@@ -137,35 +144,36 @@ def _emit_samples(
         emit(SampleContributions(step.index, adjoints.rows, data.samples, values))
 
 
-def _emit_rest(
+def _emit_unexplained(
     problem: AttributionProblem,
-    products: LossProducts,
     adjoints: _StepAdjoints,
     groups: Int64[Tensor, " L"],
     emit: Emit,
-    integral: Integral,
     options: PassOptions,
 ) -> None:
-    """Emit what is no gradient's: the step of the weights as a whole, moving statistics, and what is unexplained."""
-    trajectory, step, rows, Phi = problem.trajectory, adjoints.step, adjoints.rows, adjoints.average
-    change = flat_weights(trajectory, step.index + 1, problem.X) - adjoints.w
-    of_weights = (Phi @ change).T  # N K
-    emit(WeightsContribution(step.index, rows, of_weights))
-    residual = options.residuals[step.index]
+    residual = options.residuals[adjoints.step.index]
     if residual is not None:
-        values = grouped_products(Phi, residual.to(Phi)[None], groups, problem.net.model.sizes).squeeze(2)
-        emit(UnexplainedContribution(step.index, rows, values))
-    if trajectory.statistics is None:
-        return
-    total = problem.select_outputs(integral.total, rows) - of_weights
-    if not options.splits_statistics:
-        emit(StatisticsContribution(step.index, rows, total))
-        return
+        vectors = residual.to(adjoints.average)[None]
+        values = grouped_products(adjoints.average, vectors, groups, problem.net.model.sizes).squeeze(2)
+        emit(UnexplainedContribution(adjoints.step.index, adjoints.rows, values))
+
+
+def _statistics_term(
+    products: LossProducts,
+    step: Step,
+    rows: Int64[Tensor, " N"],
+    total: Float[Tensor, "N K"],
+    integral: Integral | None,
+) -> StatisticsContribution:
+    """Return what the moving statistics add in a step: all of it, and what each sample adds if nodes are given."""
+    if integral is None:
+        return StatisticsContribution(step.index, rows, total)
+    problem = products.problem
     Phi_b = averaged_statistics_jacobian(problem, step, rows, integral)  # K N Q
-    state = flat_state(trajectory, step.index, problem.X)
+    state = flat_state(problem.trajectory.trained, step.index, problem.X)
     samples, added = [], []
     for data in passes_of(step, products.run.data):
         increments = statistics_increments(products.run.passes, state, data)
         samples.append(data.samples)
         added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))
-    emit(StatisticsContribution(step.index, rows, total, torch.cat(samples), torch.cat(added, dim=2)))
+    return StatisticsContribution(step.index, rows, total, torch.cat(samples), torch.cat(added, dim=2))

@@ -89,7 +89,7 @@ class StepMismatches:
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> None:
         """Compare a step with the recorded one, in the precision of the training; and its moving statistics."""
-        index, w = replayed.step.index, replayed.w
+        trajectory, index, w = trajectory.trained, replayed.step.index, replayed.w
         change = flat_weights(trajectory, index + 1, w) - w
         difference = change - replayed.as_trained
         mismatch = float(difference.abs().max())

@@ -76,7 +76,7 @@ class LossProducts:
         if self._writes_gradients_out(data, H.shape[0] * H.shape[1], count):
             return self._from_gradients(step, data, H, groups)
         K, N = H.shape[:2]
-        state = flat_state(self.problem.trajectory, step.index, self.problem.X)
+        state = flat_state(self.problem.trajectory.trained, step.index, self.problem.X)
         owner = groups.to(H.device).repeat_interleave(torch.tensor(self.problem.net.model.sizes, device=H.device))
         values = H.new_empty(N, K, len(data.X), count)
         c = data.c.to(H)
@@ -101,7 +101,7 @@ class LossProducts:
     def _flops(self, data: PassData) -> float:
         """Count the operations of a forward pass; once, on the first pass."""
         if self._flops_per_row is None:
-            state = flat_state(self.problem.trajectory, 0, self.problem.X)
+            state = flat_state(self.problem.trajectory.trained, 0, self.problem.X)
             replay = self.run.passes
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 replay.losses(replay.params(state, data), data)
@@ -114,7 +114,7 @@ class LossProducts:
         """Write the samples' gradients out, some at a time."""
         problem = self.problem
         net, sizes = problem.net, problem.net.model.sizes
-        state = flat_state(problem.trajectory, step.index, problem.X)
+        state = flat_state(problem.trajectory.trained, step.index, problem.X)
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
         X = net.model.spec.cast(data.X)
         values = []

@@ -34,7 +34,7 @@ class StepResiduals:
         for replayed in replayed_steps(trajectory, model, X):
             self.mismatches.add(trajectory, model, replayed)
             if self._rows is not None:
-                step = flat_weights(trajectory, replayed.step.index + 1, X) - replayed.w
+                step = flat_weights(trajectory.trained, replayed.step.index + 1, X) - replayed.w
                 self._rows[replayed.step.index] = (step - replayed.d).to(self._rows)
 
     def __getitem__(self, s: int) -> Float[Tensor, " P"] | None:
