@@ -1,7 +1,8 @@
 """One recorded training step, with what its forward passes depended on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
@@ -56,6 +57,20 @@ class ForwardPass:
         return self.modes is None and self.random_state is None and self.device_random_state is None
 
 
+@runtime_checkable
+class Passes(Protocol):
+    """The forward passes of a step: a tuple, or what unpacks them when they are indexed."""
+
+    def __len__(self) -> int:
+        """Count the passes."""
+
+    def __getitem__(self, number: int, /) -> ForwardPass:
+        """Return one pass."""
+
+    def __iter__(self) -> Iterator[ForwardPass]:
+        """Return the passes in their order."""
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """Learning rate and batch of the step from the weights w_s to the weights w_{s+1}.
@@ -66,12 +81,12 @@ class Step:
         batch: Indices into the training data, or None for all points in order.
         sample_weights: The weights c of the batch's samples in the loss. None stands for the weights that the loss
             gives to a single batch; other weights come from accumulated gradients or weighted samples.
-        passes: The forward passes on consecutive rows of the batch, a tuple, or unpacked when they are indexed. Empty if the
-            network in evaluation mode, on X and y as recorded, computes the same.
+        passes: The forward passes on consecutive rows of the batch, a tuple, or unpacked when they are indexed. Empty
+            if the network in evaluation mode, on X and y as recorded, computes the same.
     """
 
     index: int
     lr: float
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None
-    passes: Sequence[ForwardPass] = ()
+    passes: Passes = ()

@@ -14,8 +14,9 @@ from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_pa
 from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.codec import pack_rows, unpack_row
 from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.pass_tables import CONTENT
 from epk_gp.storage.pass_verification import validate_tables
-from epk_gp.storage.passes import CONTENT, pack_passes
+from epk_gp.storage.passes import pack_passes
 from epk_gp.storage.schema import ChunkSchema
 
 # The names on disk of the coefficients in `update_rules.FIELDS`: those of format version 2.
