@@ -182,7 +182,7 @@ class Written:
     steps: list
 
 
-def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, **options):
+def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=None, **options):
     """Create a run on disk to which `add` adds steps."""
     net = norm_net() if net is None else net
     X, y = data()
@@ -195,7 +195,7 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, **options)
     outputs = fingerprint_outputs(model, start, X, moving)
     digest = fingerprint_start(header, model, outputs, start, moving)
     storage = epk.Storage(**options)
-    training = TrainingState(sgd(net), {}, torch.zeros_like(start), net)
+    training = TrainingState(optimizer or sgd(net), {}, torch.zeros_like(start), net)
     frozen = {f"constant.{name}": value.clone() for name, value in model.frozen_state().items()}
     tensors = {"inputs": X, "targets": y, "probe": outputs} | frozen
     full = header | {"compression": storage.compression, "check_every": 1, "modules": module_names(net)}
