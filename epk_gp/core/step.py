@@ -81,7 +81,7 @@ class Step:
         batch: Indices into the training data, or None for all points in order.
         sample_weights: The weights c of the batch's samples in the loss. None stands for the weights that the loss
             gives to a single batch; other weights come from accumulated gradients or weighted samples.
-        passes: The forward passes on consecutive rows of the batch, a tuple, or unpacked when they are indexed. Empty
+        passes: The forward passes on consecutive rows of the batch: a tuple, or unpacked when they are indexed. Empty
             if the network in evaluation mode, on X and y as recorded, computes the same.
     """
 

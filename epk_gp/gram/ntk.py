@@ -33,33 +33,22 @@ def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:
     count = trajectory.num_steps + 1
     if not -count <= state < count:
         raise IndexError(f"state must lie in 0..{trajectory.num_steps} (or be negative): got {state}.")
-    statistics = None if trajectory.statistics is None else trajectory.statistics[state % count]
-    return ntk_at(trajectory, trajectory.states[state % count], statistics)
+    return ntk_at(trajectory, trajectory.states[state % count])
 
 
-def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None = None) -> Trajectory:
+def ntk_at(trajectory: Trajectory, w: Float[Tensor, " P"]) -> Trajectory:
     """Return a run of one step of length zero at any weights.
 
     Args:
         trajectory: Gives network, data and loss.
         w: Flat weights.
-        statistics: The moving statistics there, if the network has any.
-
-    Raises:
-        ValueError: The network has moving statistics and none are given, or the reverse.
     """
-    if (statistics is None) != (trajectory.statistics is None):
-        required = "none" if trajectory.statistics is None else "those of a state of the run"
-        raise ValueError(f"statistics must be {required} for this network: got {statistics}.")
     hasher = hashlib.blake2b(trajectory.digest.encode(), digest_size=16)
     hasher.update(tensor_bytes(w))
-    if statistics is not None:
-        hasher.update(tensor_bytes(statistics))
     sizes = trajectory.model.sizes
     return replace(
         trajectory,
         states=(w, w),
-        statistics=None if statistics is None else (statistics, statistics),
         updates=(stack_coefficients([LinearStep(lr=1.0)] * len(sizes), sizes),),
         steps=(Step(index=0, lr=1.0, batch=None),),
         update_rule="none (NTK)",
