@@ -18,6 +18,7 @@ from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_pa
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.chunks import STORED_FIELDS, step_tensors
 from epk_gp.storage.index import Chunk, read_journal
+from epk_gp.storage.matrices import matrices_of, matrix_name, steps_with_matrices
 from epk_gp.storage.pass_tables import CONTENT, PassTables, join_tables, no_passes
 from epk_gp.storage.passes import PackedPasses, content_blocks
 from epk_gp.storage.schema import FORMAT, SAFETENSORS_DTYPES, ChunkSchema, chunk_schema, read_data, read_header
@@ -29,9 +30,11 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
 
     Tensors, as in the chunks: `states` (S + 1, P); `update` (S, 7, L), the numbers of the update rule of each of the L
     parameters; `update.FIELD` (S, P) for a field that is one number per weight in any step, where `update` holds 0;
-    `statistics` (S + 1, Q) of a network with moving statistics; `passes.*` of a run with forward passes; `sizes`,
-    `lengths`, `batches`, `weighted` and `sample_weights`; and all of `data.safetensors`. The metadata hold the
-    run's header as JSON, the names of the 7 fields in their order as JSON (`update_fields`), and the run's digest.
+    `update.left.K` and `update.right.K` with `.steps`, the matrices of parameter K, of a run with matrix
+    preconditioners; `statistics` (S + 1, Q) of a network with moving statistics; `passes.*` of a run with forward
+    passes; `sizes`, `lengths`, `batches`, `weighted` and `sample_weights`; and all of `data.safetensors`. The metadata
+    hold the run's header as JSON, the names of the 7 fields in their order as JSON (`update_fields`), and the run's
+    digest.
 
     Args:
         path: The run's folder.
@@ -59,6 +62,11 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
         in_memory |= _tables(steps, chunks).tensors()
     shapes = {"states": ([S + 1, P], schema.dtype), "update": ([S, len(FIELDS), L], torch.float64)}
     shapes |= {f"update.{STORED_FIELDS[FIELDS.index(name)]}": ([S, P], dtype) for name, dtype in per_weight.items()}
+    matrices = steps_with_matrices(path, chunks)
+    for key, rows in matrices.items():
+        Q = matrices_of(updates[rows[0]])[key]
+        shapes[matrix_name(*key)] = ([len(rows), *Q.shape], Q.dtype)
+        in_memory[f"{matrix_name(*key)}.steps"] = torch.tensor(rows)
     statistics = StoredStatistics(Path(path), schema, chunks) if schema.num_statistics else None
     if statistics is not None:
         shapes["statistics"] = ([S + 1, schema.num_statistics], statistics[0].dtype)
@@ -82,6 +90,9 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
         for name, dtype in per_weight.items():
             for number in range(S):
                 write(tensor_bytes(_row_per_weight(getattr(updates[number], name), schema, dtype)))
+        for key, rows in matrices.items():
+            for number in rows:
+                write(tensor_bytes(matrices_of(updates[number])[key].to(shapes[matrix_name(*key)][1])))
         if statistics is not None:
             for number in range(S + 1):
                 write(tensor_bytes(statistics[number].to(shapes["statistics"][1])))
