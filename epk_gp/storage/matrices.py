@@ -70,7 +70,7 @@ def expected_matrices(
 ) -> dict[str, tuple[tuple[int, ...] | None, str]]:
     """Return shape (None for one dimension of any length) and dtype that each tensor of matrices must have.
 
-    A matrix is square, and its side divides the number of weights of its parameter. There are as many as `.steps` names.
+    A matrix is square, and its side divides its parameter's number of weights. There are as many as `.steps` names.
     """
     expected: dict[str, tuple[tuple[int, ...] | None, str]] = {}
     for k, size in enumerate(schema.sizes) if schema.version >= 3 else ():
