@@ -22,6 +22,12 @@ _SHORTEST = 8
 # generations of that the interval is accepted (docs/engine.md, section 8).
 _CONVERGED_CHANGE, _GENERATIONS = 1e-2, 4
 
+# The integral has settled if so many higher orders in a row change it by at most _CONVERGED_CHANGE of the residual.
+# What is left is taken for rounding inside the network if it is at most _SETTLED times the rounding above, which is
+# what a certificate allows, or at the level of noise and this fraction of the integral: a kink that all of these orders
+# miss lies so near to an end of the interval (docs/engine.md, section 8).
+_RAISES, _SETTLED, _SMALL_PART = 2, 4, 1e-6
+
 OPEN = -1  # the interval is to be refined
 
 
@@ -61,16 +67,18 @@ class Lineage:
     """For how many generations the quadrature of E intervals has converged to something else than f(b) - f(a).
 
     Attributes:
-        generations: How many, the interval's parent included.
+        raises: How many higher orders in a row hardly changed the integral.
+        generations: How many halvings in a row did so, the interval's parent included.
         error: The residual of the ancestor with which they began.
     """
 
+    raises: Int64[Tensor, " E"]
     generations: Int64[Tensor, " E"]
     error: Float[Tensor, " E"]
 
     def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Lineage":
         """Return those of some of the intervals."""
-        return Lineage(self.generations[rows], self.error[rows])
+        return Lineage(self.raises[rows], self.generations[rows], self.error[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +89,13 @@ class Parents:
         residual: f(b) - f(a) - integral, (F, C).
         lineage: Their lineages.
         is_halved: They were cut in the middle, and not at located kinks.
+        is_raised: They were not cut, but given a higher order.
     """
 
     residual: Float[Tensor, "F C"]
     lineage: "Lineage"
     is_halved: Bool[Tensor, " F"]
+    is_raised: Bool[Tensor, " F"]
 
 
 def rounding_of(start: Float[Tensor, "n C"], end: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
@@ -132,7 +142,16 @@ def trace_lineage(
     num_left = torch.zeros_like(before.generations).index_add_(0, parent, is_left.long())
     counts = parents.is_halved & (change <= threshold) & (num_left == 2)
     generations = torch.where(counts, before.generations + 1, 0)
-    return Lineage(generations, torch.where(generations > 1, before.error, error))[parent]
+    raises = torch.where(parents.is_raised & (change <= threshold), before.raises + 1, 0)
+    return Lineage(raises, generations, torch.where(generations > 1, before.error, error))[parent]
+
+
+def may_be_rounding(
+    error: Float[Tensor, " E"], integral: Float[Tensor, "E C"], rounding: Float[Tensor, " E"]
+) -> Bool[Tensor, " E"]:
+    """Return whether residuals are taken for rounding inside the network once the integrals have settled."""
+    is_small_part = (error <= _NOISE * rounding) & (error <= _SMALL_PART * integral.abs().amax(dim=1))
+    return (error <= _SETTLED * rounding) | is_small_part
 
 
 def limit_status(
@@ -165,5 +184,6 @@ def limit_status(
     began_as_noise = lineage.error <= _NOISE * rounding
     converged = torch.where(began_as_noise, QuadratureStatus.ROUNDING, QuadratureStatus.INCONSISTENT_DERIVATIVE)
     reason = torch.where(lineage.generations >= _GENERATIONS, converged, reason)
-    reason = torch.where(has_stalled, QuadratureStatus.ROUNDING, reason)
+    has_settled = (lineage.raises >= _RAISES) & may_be_rounding(error, integral, rounding)
+    reason = torch.where(has_stalled | has_settled, QuadratureStatus.ROUNDING, reason)
     return torch.where(error.isfinite(), reason, QuadratureStatus.NOT_FINITE)
