@@ -93,8 +93,8 @@ def integrate(
     none_known = start.new_zeros(n, table.num_kept, start.shape[1])
     first = torch.full_like(every, table.first)
     intervals = Intervals(every, zeros, ones, start, end, zeros, first, none_known, ones * torch.inf, every)
-    lineage, no = Lineage(torch.zeros_like(every), torch.zeros_like(every), zeros), torch.zeros(n, dtype=torch.bool)
-    parents = Parents(torch.zeros_like(start), lineage, no.to(X.device), no.to(X.device))
+    no = torch.zeros_like(every, dtype=torch.bool)
+    parents = Parents(torch.zeros_like(start), Lineage(every * 0, no, every * 0, zeros), no, no)
     rounding = rounding_of(start, end)
     level = 0
     while len(intervals):

@@ -13,6 +13,7 @@ from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.quadrature.status import (
     NOISE_LEVELS,
     OPEN,
+    SMOOTH_DECAY,
     Lineage,
     Parents,
     QuadratureStatus,
@@ -24,10 +25,6 @@ from epk_gp.quadrature.status import (
 
 # What a search for kinks counts as: one backward pass at each end of the interval.
 _SEARCH_EVALUATIONS = 2
-
-# Where f is smooth, a higher order or a half of the interval has at most this fraction of the residual. Halving an
-# interval divides that of Gauss-Legendre with n nodes by 2^(2n + 1), 512 for n = 4; extending the rule gains more.
-_SMOOTH_DECAY = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +228,7 @@ def _parts(
     table, intervals, error = found.table, found.intervals[failed], found.error[failed]
     owner, cuts = _located_cuts(segment, X, intervals, table, evaluations)
     has_kinks = torch.zeros_like(intervals.point, dtype=torch.bool).index_fill_(0, owner, True)
-    is_smooth = table.is_low[intervals.stage] | (error <= _SMOOTH_DECAY * intervals.error_before)
+    is_smooth = table.is_low[intervals.stage] | (error <= SMOOTH_DECAY * intervals.error_before)
     settles = (lineage.raises > 0) | (table.next[intervals.stage] == table.next[table.first])
     settles = settles & may_be_rounding(error, found.integral[failed], found.rounding[failed])
     rises = ~has_kinks & (is_smooth | settles) & (table.next[intervals.stage] >= 0)
