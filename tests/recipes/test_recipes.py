@@ -127,7 +127,6 @@ def test_in_low_precision_what_the_law_leaves_is_a_term_of_its_own(recipe):
     [
         pytest.param(targets.contrastive, (ValueError, epk.StepMismatchError), "rows", id="contrastive"),
         pytest.param(targets.lbfgs, (ValueError, TypeError), "LBFGS", id="lbfgs"),
-        pytest.param(targets.closure_given_to_sgd, (ValueError, epk.StepMismatchError), "closure", id="closure"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_in_words(recipe, error, message):
