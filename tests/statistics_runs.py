@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from epk_gp.core.losses import CrossEntropy
@@ -63,6 +64,51 @@ def rows(num=24, shape=(4,), num_classes=3):
     """Return inputs off the origin and their labels."""
     X = torch.randn(num, *shape, dtype=torch.float64) + 0.3
     return X, torch.randint(num_classes, (num,))
+
+
+class PlainNorm(nn.Module):
+    """Batch normalisation in evaluation mode, as it stands in a textbook: no call of torch's function."""
+
+    def __init__(self, norm, *, detaches=False):
+        super().__init__()
+        self.detaches = detaches
+        self.eps, self.weight, self.bias = norm.eps, norm.weight, norm.bias
+        for name, value in norm.named_buffers():
+            self.register_buffer(name, value.clone())
+
+    def forward(self, x):
+        def channels(v):
+            return v.view(1, -1, *[1] * (x.ndim - 2))
+
+        mean, variance = self.running_mean, self.running_var
+        if self.detaches:
+            mean, variance = mean.detach(), variance.detach()
+        y = (x - channels(mean)) / (channels(variance) + self.eps).sqrt()
+        return y if self.weight is None else y * channels(self.weight) + channels(self.bias)
+
+
+def in_plain_words(net, *, detaches=False):
+    """Return a copy of a network whose normalisations are `PlainNorm`; names of parameters and buffers are the same."""
+    parts = (
+        PlainNorm(part, detaches=detaches) if hasattr(part, "running_mean") else copy.deepcopy(part) for part in net
+    )
+    return nn.Sequential(*parts)
+
+
+def reference_outputs(net, trajectory, state, X):
+    """Evaluate f at a flat state by the network in plain words."""
+    return functional_call(in_plain_words(net).eval(), trajectory.model.unflatten(state), (X,))
+
+
+def reference_jacobian(net, trajectory, state, X, head="logits"):
+    """Differentiate f in weights and statistics by loops over autograd.grad: (n, C, P + Q)."""
+    rows = []
+    for x in X:
+        leaf = state.detach().clone().requires_grad_()
+        f = reference_outputs(net, trajectory, leaf, x[None])[0]
+        f = f.log_softmax(0) if head == "log_softmax" else f
+        rows.append(torch.stack([torch.autograd.grad(value, leaf, retain_graph=True)[0] for value in f]))
+    return torch.stack(rows)
 
 
 def mlp(activation=nn.Tanh, *, affine=True, momentum=0.1, width=6):

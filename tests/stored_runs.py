@@ -1,12 +1,24 @@
 """Small runs on disk that the tests of storage share."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start, fingerprint_step
+from epk_gp.core.forward_fingerprint import fingerprint_outputs
+from epk_gp.core.model import functionalize
+from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.storage.run import RunStart, create_run
+from epk_gp.storage.schema import module_names, run_header
+from epk_gp.storage.training_state import TrainingState
+from epk_gp.training.commits import CommitSchedule
+from epk_gp.training.history import RunHistory
 from loops import data, file_hashes, mlp, sgd
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"
@@ -67,3 +79,140 @@ def step(recorder):
     F.cross_entropy(recorder.net(recorder.X), recorder.y).backward()
     recorder.batch(None)
     recorder.optimizer.step()
+
+
+# --- Runs with forward passes and moving statistics, made by hand ---------------------------------------------------
+
+STATISTICS = ("1.running_mean", "1.running_var")
+
+
+def norm_net(dropout=True, dtype=torch.float64):
+    """Linear, batch normalisation with moving statistics, tanh, dropout, linear: 7 modules with the whole."""
+    torch.manual_seed(3)
+    random = nn.Dropout(0.3) if dropout else nn.Identity()
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), random, nn.Linear(6, 3)).to(dtype)
+
+
+def random_rows(generator, num_rows, shape, dtype=torch.float64):
+    """Some rows of a pass as seen: all, none or a few of them."""
+    count = int(torch.randint(0, num_rows + 1, (), generator=generator))
+    index = torch.randperm(num_rows, generator=generator)[:count]
+    if dtype.is_floating_point:
+        return SeenRows(index, torch.randn(count, *shape, generator=generator).to(dtype))
+    return SeenRows(index, torch.randint(0, 2, (count, *shape), generator=generator).to(dtype))
+
+
+def random_pass(generator, num_rows, num_modules=6, num_statistics=12, kinds=(torch.float64,)):
+    """A valid pass, each part of which is there or not."""
+    draw = torch.rand(8, generator=generator).tolist()
+    dtype = kinds[int(torch.randint(0, len(kinds), (), generator=generator))]
+    state = torch.Generator().manual_seed(int(draw[0] * 1e6)).get_state()
+    return ForwardPass(
+        num_rows=num_rows,
+        modes=torch.rand(num_modules, generator=generator) < 0.5 if draw[0] < 0.7 else None,
+        inputs=random_rows(generator, num_rows, (4,), dtype) if draw[1] < 0.6 else None,
+        targets=random_rows(generator, num_rows, (2, 3)) if draw[2] < 0.4 else None,
+        random_state=state if draw[3] < 0.5 else None,
+        device_random_state=state[:16].clone() if draw[4] < 0.3 else None,
+        statistics=torch.randn(num_statistics, generator=generator).double() if draw[5] < 0.3 else None,
+        statistics_after=torch.randn(num_statistics, generator=generator) if draw[6] < 0.3 else None,
+        autocast=torch.bfloat16 if draw[7] < 0.3 else None,
+    )
+
+
+def random_passes(generator, num_rows, **options):
+    """Passes that share the rows of a batch; none of them in one case of four."""
+    if int(torch.randint(0, 4, (), generator=generator)) == 0:
+        return ()
+    first = int(torch.randint(1, num_rows + 1, (), generator=generator))
+    return tuple(random_pass(generator, rows, **options) for rows in (first, num_rows - first) if rows)
+
+
+def same_passes(read, written):
+    """Whether passes are equal, bit for bit."""
+    return len(read) == len(written) and all(
+        equal_values(getattr(a, name), getattr(b, name))
+        for a, b in zip(read, written, strict=True)
+        for name in ForwardPass.__dataclass_fields__
+    )
+
+
+def equal_values(one, other):
+    if isinstance(one, SeenRows) and isinstance(other, SeenRows):
+        return equal_values(one.index, other.index) and equal_values(one.values, other.values)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return one is other if isinstance(one, SeenRows | Tensor) else one == other
+
+
+@dataclass
+class Written:
+    """What was written: the recorder's part of a run without a recorder."""
+
+    net: nn.Module
+    training: TrainingState
+    history: RunHistory
+    commits: CommitSchedule
+    states: list
+    statistics: list
+    steps: list
+
+
+def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, **options):
+    """Create a run on disk to which `add` adds steps."""
+    net = norm_net() if net is None else net
+    X, y = data()
+    model = functionalize(net.eval(), None, statistics)
+    start = model.flatten(dict(net.named_parameters()))
+    moving = model.flatten_statistics(dict(net.named_buffers())) if statistics else None
+    digest_of_data = fingerprint_data(X, y)
+    about = {"num_points": len(X), "num_outputs": 3, "data_digest": digest_of_data, "unexplained": unexplained}
+    header = run_header(model, epk.CrossEntropy(), "SGD", **about)
+    outputs = fingerprint_outputs(model, start, X, moving)
+    digest = fingerprint_start(header, model, outputs, start, moving)
+    storage = epk.Storage(**options)
+    training = TrainingState(sgd(net), {}, torch.zeros_like(start), net)
+    frozen = {f"constant.{name}": value.clone() for name, value in model.frozen_state().items()}
+    tensors = {"inputs": X, "targets": y, "probe": outputs} | frozen
+    full = header | {"compression": storage.compression, "check_every": 1, "modules": module_names(net)}
+    writer = create_run(path, RunStart(full, tensors, start, digest, moving), training)
+    history = RunHistory(start, digest, (), moving)
+    commits = CommitSchedule(writer, storage, history, training)
+    return Written(net, training, history, commits, [start], [moving], [])
+
+
+def add(run, passes, batch=None, generator=None):
+    """Add a step with these passes, of random weights and statistics, at the end of an iteration."""
+    end = torch.randn(run.states[0].shape, generator=generator).double()
+    moving = None if run.statistics[0] is None else torch.rand(run.statistics[0].shape, generator=generator).double()
+    step = Step(len(run.steps), 0.1, batch, None, passes)
+    sizes = [p.numel() for p in run.net.parameters()]
+    update = stack_coefficients([LinearStep(lr=0.1)] * len(sizes), sizes)
+    digest = fingerprint_step(run.history.last.digest, step, update, end, moving)
+    run.history.append(step, end, update, digest, moving)
+    run.commits.complete_iteration()
+    run.states.append(end)
+    run.statistics.append(moving)
+    run.steps.append(step)
+
+
+def finish(run):
+    run.commits.commit()
+    run.commits.mark_complete()
+    run.commits.close()
+
+
+def write_by_hand(path, seed=0, num_steps=6, **options):
+    """A finished run of steps with random passes on random batches."""
+    generator = torch.Generator().manual_seed(seed)
+    run = begin(path, **options)
+    for number in range(num_steps):
+        batch = None if number % 3 == 2 else torch.randint(0, 10, (number + 1,), generator=generator)
+        num_rows = 10 if batch is None else len(batch)
+        num_statistics = 0 if run.statistics[0] is None else 12
+        passes = random_passes(generator, num_rows, num_statistics=num_statistics)
+        if not num_statistics:
+            passes = tuple(replace(forward, statistics=None, statistics_after=None) for forward in passes)
+        add(run, passes, batch, generator)
+    finish(run)
+    return run

@@ -9,8 +9,9 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.core.head import Head, apply_head, resolve_head
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, flat_state, validate_inputs
+from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs
 from epk_gp.core.validation import validate_integer, validate_labels, validate_number
 
 # Points that share a forward pass. Each point needs a backward pass of its own, which runs through the whole block.
@@ -54,7 +55,7 @@ class Alignment:
 
 def gradient_alignment(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     outputs: Int64[Tensor, " n"],
     *,
     steps: Sequence[int],
@@ -78,7 +79,7 @@ def gradient_alignment(
         ValueError: The points have another shape than the training inputs, or a step, time or output does not exist, or
             a gradient or step is zero and has no direction.
     """
-    validate_inputs(trajectory, X)
+    X = parse_inputs(trajectory, X)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     S, C = trajectory.num_steps, trajectory.num_outputs
     for s in (*steps, ntk_state):

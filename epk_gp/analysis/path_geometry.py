@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.analysis.alignment import angle
 from epk_gp.core.gradients import batch_gradient
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, per_sample_losses, sample_weights
-from epk_gp.core.trajectory import Trajectory, flat_state, validate_inputs, validate_trajectory
+from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs, validate_trajectory
 from epk_gp.core.validation import validate_integer, validate_labels
 
 
@@ -58,9 +59,7 @@ class PathProfile:
         return float(self.norm[-1] / self.norm[0] - 1)
 
 
-def line_profile(
-    trajectory: Trajectory, X: Shaped[Tensor, "n ..."], labels: Int64[Tensor, " n"], *, size: int = 51
-) -> LineProfile:
+def line_profile(trajectory: Trajectory, X: Inputs, labels: Int64[Tensor, " n"], *, size: int = 51) -> LineProfile:
     """Evaluate the network on the straight line from its first to its last weights.
 
     Args:
@@ -75,7 +74,7 @@ def line_profile(
         ValueError: The points have another shape than the training inputs, the labels do not fit them, or the loss is
             not cross entropy, or `size` is below 2.
     """
-    validate_inputs(trajectory, X)
+    X = parse_inputs(trajectory, X)
     if not isinstance(trajectory.loss, CrossEntropy):
         raise ValueError(f"a line profile needs a run with cross entropy: got {trajectory.loss}.")
     validate_integer(size, "size")
@@ -88,13 +87,14 @@ def line_profile(
     P = model.num_weights
     length = float((end - w)[:P].norm())
     mean = CrossEntropy()
+    c = sample_weights(mean, labels)
     rows = []
     for t in torch.linspace(0, 1, int(size), dtype=w.dtype, device=w.device):
         point = w + t * (end - w)
         with torch.no_grad():
             z = torch.cat([model(model.unflatten(point), part) for part in X.split(1024)])
         accuracy = (z.argmax(1) == labels).to(w).mean()
-        slope = batch_gradient(model, point, X, labels, mean, sample_weights(mean, labels)) @ (end - w) / length
+        slope = batch_gradient(model, point, X, labels, mean, c, in_statistics=True) @ (end - w) / length
         rows.append(torch.stack([t, accuracy, per_sample_losses(mean, z, labels).mean(), point[:P].norm(), slope]))
     times, accuracy, loss, norm, slopes = torch.stack(rows, dim=1)
     return LineProfile(times, accuracy, loss, norm, slopes, length)

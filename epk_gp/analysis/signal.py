@@ -7,9 +7,9 @@ from tqdm.auto import tqdm
 
 from epk_gp.analysis.alignment import output_gradients
 from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.losses import per_sample_losses
+from epk_gp.core.loss_terms import loss_terms
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, validate_inputs
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, parse_inputs
 from epk_gp.core.validation import validate_finite, validate_integer, validate_tensor
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
@@ -48,7 +48,7 @@ def input_gradients(
         ValueError: The point has another shape than the training inputs, or the output does not exist, or the run is
             not plain gradient descent.
     """
-    validate_inputs(trajectory, x)
+    x = parse_inputs(trajectory, x)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     validate_rule(rule)
     if not trajectory.inputs.is_floating_point():
@@ -96,7 +96,7 @@ def _directional_loss_input_gradients(
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
         inputs = X.detach().requires_grad_()
-        losses = per_sample_losses(trajectory.loss, model(leaves, inputs), y).sum()
+        losses = loss_terms(model.signature, trajectory.loss, model.returned(leaves, inputs), y).sum()
         ordered = [leaves[name] for name in model.names]
         gradients = torch.autograd.grad(losses, ordered, create_graph=True, allow_unused=True, materialize_grads=True)
         directional = torch.cat([g.reshape(-1) for g in gradients]) @ v

@@ -89,7 +89,7 @@ def layer_jacobians(
     params = {name: value.detach().requires_grad_() for name, value in model.unflatten(at.w).items()}
     if cost.all_dense:
         with torch.set_grad_enabled(create_graph), disable_fused_attention():
-            values = cotangents.of_logits(_logits_row_by_row(net, at, X))
+            values = cotangents.of_logits(logits_row_by_row(net, at, X))
         return [dense_jacobian(net, model.names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph)]
     with torch.enable_grad(), disable_fused_attention():
         moved = _moved_weights(net, params, at)
@@ -302,7 +302,7 @@ def _moved_weights(net: PlannedModel, params: Mapping[str, Tensor], at: WeightLo
     return InterpolatedWeights(params, net.model.unflatten(at.d), at.t)
 
 
-def _logits_row_by_row(net: PlannedModel, at: WeightLocation, X: Tensor) -> Tensor:
+def logits_row_by_row(net: PlannedModel, at: WeightLocation, X: Shaped[Tensor, "E ..."]) -> Float[Tensor, "E C"]:
     """Evaluate the logits at each row's weights, also where the network does not support interpolation."""
     model = net.model
     params = model.unflatten(at.w)

@@ -113,7 +113,7 @@ def fingerprint_step(
     return hasher.hexdigest()
 
 
-def _hash_pass(hasher: "hashlib._Hash", forward: ForwardPass) -> None:
+def _hash_pass(hasher: hashlib.blake2b, forward: ForwardPass) -> None:
     hasher.update(repr(("pass", forward.num_rows, str(forward.autocast))).encode())
     for value in vars(forward).values():
         if isinstance(value, SeenRows):
@@ -125,6 +125,6 @@ def _hash_pass(hasher: "hashlib._Hash", forward: ForwardPass) -> None:
             hasher.update(b"none")
 
 
-def _hash_tensor(hasher: "hashlib._Hash", value: Tensor) -> None:
+def _hash_tensor(hasher: hashlib.blake2b, value: Tensor) -> None:
     hasher.update(repr((tuple(value.shape), str(value.dtype))).encode())
     hasher.update(tensor_bytes(value))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.losses import Loss, per_sample_losses
+from epk_gp.core.loss_terms import loss_terms
+from epk_gp.core.losses import Loss
 from epk_gp.core.memory_plan import batch_gradient_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.replay import TrainingData, TrainingReplay, passes_of
@@ -171,6 +172,8 @@ def batch_gradient(
     y: Shaped[Tensor, "B ..."],
     loss: Loss,
     c: Float[Tensor, " B"],
+    *,
+    in_statistics: bool = False,
 ) -> Float[Tensor, " P"]:
     """Return the gradient of a batch's loss, sum_i c_i grad loss_i, of the network in evaluation mode.
 
@@ -181,14 +184,16 @@ def batch_gradient(
         y: Their targets.
         loss: The loss of a sample.
         c: Weight of each sample in the batch's loss.
+        in_statistics: Differentiate in the moving statistics too, which then follow the weights: (P + Q,).
     """
     weights = {name: value.detach() for name, value in model.unflatten(state).items()}
-    leaves = [weights[name].requires_grad_() for name in model.names]
+    names = (*model.names, *model.statistics) if in_statistics else model.names
+    leaves = [weights[name].requires_grad_() for name in names]
     rows = batch_gradient_rows(X[0].numel())
-    total = torch.zeros_like(state[: model.num_weights])
+    total = torch.zeros_like(state if in_statistics else state[: model.num_weights])
     with torch.enable_grad():
         for X_block, y_block, c_block in zip(X.split(rows), y.split(rows), c.to(state).split(rows), strict=True):
-            value = c_block @ per_sample_losses(loss, model(weights, X_block), y_block)
+            value = c_block @ loss_terms(model.signature, loss, model.returned(weights, X_block), y_block)
             gradients = torch.autograd.grad(value, leaves, allow_unused=True)
             total += torch.cat(
                 [
@@ -197,6 +202,29 @@ def batch_gradient(
                 ]
             )
     return total
+
+
+def sample_gradients(
+    model: FunctionalModel,
+    w: Float[Tensor, " P"],
+    X: Shaped[Tensor, "B ..."],
+    y: Shaped[Tensor, "B ..."],
+    loss: Loss,
+    c: Float[Tensor, " B"],
+) -> Float[Tensor, "B P"]:
+    """Return each sample's gradient c_i grad loss_i by a backward pass of its own, whatever the loss takes.
+
+    Arguments: as `batch_gradient`.
+    """
+    weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
+    leaves = [weights[name] for name in model.names]
+    with torch.enable_grad():
+        terms = c.to(w) * loss_terms(model.signature, loss, model.returned(weights, X), y)
+        rows = [
+            torch.autograd.grad(term, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for term in terms
+        ]
+    return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
 
 
 def step_tolerance(start: Tensor, predicted: Tensor) -> float:

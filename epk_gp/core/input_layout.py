@@ -112,11 +112,6 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor], name: str = "X") -> 
         ValueError: X is empty, or parts differ in their first dimension or device, or hold NaN or infinity, or integers
             that the dtype of the other parts cannot represent.
     """
-    if isinstance(X, str) or not isinstance(X, Sequence | Mapping):
-        raise TypeError(
-            f"{name} must be a torch.Tensor, or a tuple or dict of tensors: got {type(X).__name__}. Convert it with "
-            "torch.as_tensor."
-        )
     items = _items(X, name)
     for label, value in items:
         _validate_part(value, label)
@@ -186,8 +181,14 @@ def validate_packed(layout: InputLayout, X: Shaped[Tensor, "n D"], name: str = "
             )
 
 
-def _items(X: Sequence[Any] | Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+def _items(X: Any, name: str) -> list[tuple[str, Any]]:
     """Return the parts of inputs with what an error calls them."""
+    is_several = isinstance(X, Sequence | Mapping) and not isinstance(X, str)
+    if not is_several or (isinstance(X, Sequence) and len(X) and not any(isinstance(part, Tensor) for part in X)):
+        raise TypeError(
+            f"{name} must be a torch.Tensor: got {type(X).__name__}. Convert it with torch.as_tensor, or pass several "
+            "tensors as a tuple or dict."
+        )
     if len(X) == 0:
         raise ValueError(f"{name} must hold at least one tensor: got an empty {type(X).__name__}.")
     if not isinstance(X, Mapping):
@@ -231,7 +232,13 @@ def layout_from_json(entries: object) -> InputLayout:
     for entry in entries:
         key, shape, dtype = (entry.get(k) if isinstance(entry, dict) else None for k in ("key", "shape", "dtype"))
         is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
-        if not isinstance(key, int | str) or isinstance(key, bool) or not is_shape or dtype not in _DTYPES:
+        if (
+            not isinstance(key, int | str)
+            or isinstance(key, bool)
+            or not isinstance(shape, list)
+            or not is_shape
+            or dtype not in _DTYPES
+        ):
             raise ValueError(f"the header's 'signature' must describe an input tensor: got {entry!r}.")
         tensors.append(InputTensor(key, tuple(shape), _DTYPES[dtype]))
     keys = [tensor.key for tensor in tensors]

@@ -119,6 +119,19 @@ class MemoryPlan:
         per_sample = 3 * self.num_weights + 8 * self.plan.activations_per_sample
         return max(1, min(self.budget // (8 * self.itemsize * per_sample), rows_per_pass(self.plan, self.itemsize)))
 
+    def statistics_rows(self, num_outputs: int, num_statistics: int) -> int:
+        """Count the rows whose gradients in the moving statistics are computed at a time.
+
+        An eighth of the budget holds, for each row, 2 K + 6 vectors of Q numbers (gradients, their weighted copies,
+        the row's own statistics) and 8 passes.
+
+        Args:
+            num_outputs: K, outputs that are asked for.
+            num_statistics: Q.
+        """
+        per_row = 2 * (num_outputs + 3) * num_statistics + 8 * self.plan.activations_per_sample
+        return max(1, min(self.budget // (8 * self.itemsize * per_row), rows_per_pass(self.plan, self.itemsize)))
+
     def vanilla_gd_points(self, feature_bytes: int) -> int:
         """Count the points whose contributions under plain gradient descent are computed at a time.
 

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
-from epk_gp.core.signature import Signature
+from epk_gp.core.signature import ONE_TENSOR, Signature
 
 
 class StopForwardError(Exception):
@@ -59,7 +59,7 @@ class FunctionalModel:
         shapes: tuple[torch.Size, ...],
         statistics: tuple[str, ...] = (),
         cache: ModelCache | None = None,
-        signature: Signature = Signature(),
+        signature: Signature = ONE_TENSOR,
     ) -> None:
         self.module, self.names, self.shapes, self.signature = module, names, shapes, signature
         self.statistics = statistics
@@ -242,7 +242,7 @@ def functionalize(
     net: nn.Module,
     names: tuple[str, ...] | None = None,
     statistics: tuple[str, ...] = (),
-    signature: Signature = Signature(),
+    signature: Signature = ONE_TENSOR,
 ) -> FunctionalModel:
     """Copy a network as a function of its trained weights.
 
@@ -294,6 +294,8 @@ def functionalize(
     for part in module.modules():  # what they do to the user's gradients, the check of the steps sees
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            part.sparse = False  # the same function, with gradients in the layout of its weights
     shapes = tuple(parameters[name].shape for name in names)
     return FunctionalModel(module, names, shapes, statistics, signature=signature)
 

@@ -90,7 +90,23 @@ def _instance_norm(
     return _batch_norm(input, running_mean, running_var, weight, bias, use_input_stats, *rest, **named)
 
 
+def _torch_batch_norm(
+    input: Any,  # noqa: A002
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *rest: Any,
+    **named: Any,
+) -> tuple[bool, tuple[Any, ...]]:
+    return training, (input, running_mean, running_var, weight, bias, eps)
+
+
 _PARSERS: dict[Any, Callable[..., tuple[bool, tuple[Any, ...]]]] = {
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
+    torch.batch_norm: _torch_batch_norm,
 }

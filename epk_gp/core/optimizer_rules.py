@@ -25,9 +25,28 @@ def _count(group: Options, state: Options) -> Any:
     return state["step"] if group.get("capturable", False) else float(state["step"])
 
 
-def _decays(group: Options, *, decoupled: bool) -> dict[str, float]:
-    decay = float(group["weight_decay"])
-    return {"decoupled_decay": float(group["lr"]) * decay} if decoupled else {"weight_decay": decay}
+def _option(group: Options, name: str) -> Any:
+    """Return an option as torch computes with it: a tensor stays one, with its rounding, but in fused kernels."""
+    value = group[name]
+    if not isinstance(value, Tensor):
+        return value
+    return float(value) if group.get("fused", False) else value.detach().squeeze()
+
+
+def _betas(group: Options) -> tuple[Any, Any]:
+    beta1, beta2 = (_option({**group, "beta": beta}, "beta") for beta in group["betas"])
+    return beta1, beta2
+
+
+def _decoupled(group: Options) -> float:
+    """Return by how much of themselves the weights shrink: torch multiplies them with 1 - lr * weight_decay."""
+    return 1 - float(1 - _option(group, "lr") * _option(group, "weight_decay"))
+
+
+def _decays(group: Options, *, decoupled: bool) -> dict[str, Any]:
+    if decoupled:
+        return {"decoupled_decay": _decoupled(group)}
+    return {"weight_decay": float(group["weight_decay"])}
 
 
 def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
@@ -46,14 +65,17 @@ def _sgd(p: nn.Parameter, group: Options, before: Options, after: Options) -> Li
 
 
 def _adam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    count = _count(group, after)
+    (beta1, beta2), count = _betas(group), _count(group, after)
     v = after["max_exp_avg_sq"] if group["amsgrad"] else after["exp_avg_sq"]
-    denominator = v.sqrt() / float((1 - beta2**count) ** 0.5) + float(group["eps"])
+    rate, root = _option(group, "lr") / (1 - beta1**count), (1 - beta2**count) ** 0.5
+    if group.get("capturable", False):  # torch multiplies float32 numbers first
+        momentum_lr = 1 / (v.sqrt() / float(root * rate) + float(group["eps"] / rate))
+    else:
+        momentum_lr = float(rate) / (v.sqrt() / float(root) + float(group["eps"]))
     return LinearStep(
-        momentum_lr=float(group["lr"]) / float(1 - beta1**count) / denominator,
-        beta=beta1 if before else 0.0,
-        one_minus_dampening=1 - beta1,
+        momentum_lr=momentum_lr,
+        beta=float(beta1) if before else 0.0,
+        one_minus_dampening=1 - float(beta1),
         grad_scale=_sign(group),
         **_decays(group, decoupled=bool(group.get("decoupled_weight_decay", False))),
     )
@@ -66,7 +88,7 @@ def _adamw(p: nn.Parameter, group: Options, before: Options, after: Options) -> 
 def _adamax(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
     beta1 = float(group["betas"][0])
     return LinearStep(
-        momentum_lr=float(group["lr"]) / float(1 - beta1 ** _count(group, after)) / after["exp_inf"],
+        momentum_lr=float(_option(group, "lr") / (1 - beta1 ** _count(group, after))) / after["exp_inf"],
         beta=beta1 if before else 0.0,
         one_minus_dampening=1 - beta1,
         grad_scale=_sign(group),
@@ -75,14 +97,14 @@ def _adamax(p: nn.Parameter, group: Options, before: Options, after: Options) ->
 
 
 def _nadam(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, decay = float(group["lr"]), float(group["momentum_decay"])
+    lr, decay = _option(group, "lr"), float(group["momentum_decay"])
     beta1, beta2 = (float(beta) for beta in group["betas"])
     count, product = _count(group, after), float(after["mu_product"])  # the product of mu_1 .. mu_t
     mu, mu_next = (float(beta1 * (1 - 0.5 * 0.96 ** (n * decay))) for n in (count, count + 1))
     denominator = (after["exp_avg_sq"] / float(1 - beta2**count)).sqrt() + float(group["eps"])
     return LinearStep(
-        lr=lr * (1 - mu) / (1 - product) / denominator,
-        momentum_lr=lr * mu_next / (1 - product * mu_next) / denominator,
+        lr=float(lr * (1 - mu) / (1 - product)) / denominator,
+        momentum_lr=float(lr * mu_next / (1 - product * mu_next)) / denominator,
         beta=beta1 if before else 0.0,
         one_minus_dampening=1 - beta1,
         grad_scale=_sign(group),
@@ -115,13 +137,13 @@ def _sparse_adam(p: nn.Parameter, group: Options, before: Options, after: Option
     """Adam on the entries of the sparse gradient; the buffers of the others keep what they hold."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     count = float(after["step"])
-    seen = _seen_entries(p)
+    seen, one = _seen_entries(p), torch.ones_like(after["exp_avg"])
     denominator = after["exp_avg_sq"].sqrt() + float(group["eps"])
-    rate = float(group["lr"]) * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
+    rate = float(_option(group, "lr") * (1 - beta2**count) ** 0.5 / (1 - beta1**count))
     return LinearStep(
         momentum_lr=torch.where(seen, rate / denominator, 0.0),
-        beta=torch.where(seen, beta1 if before else 0.0, 1.0).to(p),
-        one_minus_dampening=torch.where(seen, 1 - beta1, 0.0).to(p),
+        beta=torch.where(seen, one * (beta1 if before else 0.0), one),
+        one_minus_dampening=torch.where(seen, one * (1 - beta1), 0.0),
         grad_scale=_sign(group),
     )
 
@@ -186,7 +208,7 @@ def _rprop(p: nn.Parameter, group: Options, before: Options, after: Options) -> 
 
 
 def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, decay, count = float(group["lr"]), float(group["weight_decay"]), float(after["step"])
+    lr, count = _option(group, "lr"), float(after["step"])
     eps1, eps2 = group["eps"]
     eps1 = torch.finfo(p.dtype).eps if eps1 is None else float(eps1)
     if p.ndim > 1:
@@ -198,7 +220,7 @@ def _adafactor(p: nn.Parameter, group: Options, before: Options, after: Options)
     gradient = torch.zeros_like(p) if p.grad is None else p.grad
     alpha = max(float(eps2), _root_mean_square(before[WEIGHTS])) * min(lr, count**-0.5)
     clipping = max(1.0, _root_mean_square(inverse * gradient) / float(group["d"]))
-    return LinearStep(lr=alpha / clipping * inverse, grad_scale=_sign(group), decoupled_decay=lr * decay)
+    return LinearStep(lr=float(alpha / clipping) * inverse, grad_scale=_sign(group), decoupled_decay=_decoupled(group))
 
 
 def _root_mean_square(value: Tensor) -> float:
@@ -206,19 +228,19 @@ def _root_mean_square(value: Tensor) -> float:
 
 
 def _muon(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
-    lr, mu, nesterov = float(group["lr"]), float(group["momentum"]), bool(group["nesterov"])
+    mu, nesterov = float(group["momentum"]), bool(group["nesterov"])
     gradient = torch.zeros_like(p) if p.grad is None else p.grad
     U = gradient.lerp(after["momentum_buffer"], mu) if nesterov else after["momentum_buffer"]
     Q = orthogonalising_matrix(U, group["ns_coefficients"], int(group["ns_steps"]), float(group["eps"]))
     rows, columns = p.shape
     rates = {"original": math.sqrt(max(1, rows / columns)), "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}
-    rate = lr * rates.get(group["adjust_lr_fn"] or "original", 1.0)
+    rate = float(_option(group, "lr") * rates.get(group["adjust_lr_fn"] or "original", 1.0))
     return LinearStep(
         lr=rate * (1 - mu) if nesterov else 0.0,
         momentum_lr=rate * mu if nesterov else rate,
         beta=mu if before else 0.0,
         one_minus_dampening=1 - mu,
-        decoupled_decay=lr * float(group["weight_decay"]),
+        decoupled_decay=_decoupled(group),
         left=None if rows > columns else Q,
         right=Q if rows > columns else None,
     )
@@ -239,7 +261,7 @@ def orthogonalising_matrix(U: Tensor, coefficients: tuple[float, float, float], 
     X = U.T if U.shape[0] > U.shape[1] else U
     norm = X.norm().clamp(min=eps)
     X, identity = X / norm, torch.eye(len(X), dtype=X.dtype, device=X.device)
-    Q = identity / norm
+    Q: Tensor = identity / norm
     for _ in range(steps):
         A = X @ X.T
         polynomial = a * identity + b * A + c * A @ A
@@ -271,7 +293,7 @@ RULES = _of_torch(
         "RAdam": _radam,
         "Rprop": _rprop,
         "SparseAdam": _sparse_adam,
-        "Muon": UpdateRule("Muon", _muon, unexplained=0.25),
+        "Muon": UpdateRule("Muon", _muon, unexplained=0.5),
     }
 )
 REFUSED: dict[type[Optimizer], str] = {

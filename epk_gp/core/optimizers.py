@@ -91,14 +91,14 @@ def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
 
     Raises:
-        ValueError: The rule needs a share, and none is given or a smaller one.
+        ValueError: The rule leaves more than rounding, and no share is given.
     """
-    if rule.unexplained > (unexplained or 0.0):
+    if rule.unexplained > 0 and unexplained is None:
         raise ValueError(
-            f"unexplained must be at least {rule.unexplained} for {rule.name}: got {unexplained}. The optimizer "
-            "computes a part of its step in bfloat16, so that the step is not its update rule's in the precision of "
-            f"the weights. Pass unexplained={rule.unexplained}: the difference becomes a term of its own in every "
-            "result, with its size."
+            f"unexplained must be given for {rule.name}, whose steps the update rule explains up to a share only: got "
+            "None. The optimizer computes a part of its step in a lower precision than that of the weights. Pass "
+            f"unexplained={rule.unexplained}, the share of a step's norm that may be left: what is left becomes a term "
+            "of its own in every result, with its size."
         )
 
 

@@ -6,29 +6,35 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
+from epk_gp.core.input_layout import InputLayout, Inputs, pack_inputs
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, init=False)
 class Points:
     """Points of H x {0, 1} (Definition 3.4, Bell et al. 2023).
 
     Attributes:
-        X: n inputs.
+        X: n inputs, packed into one tensor if they are several.
         is_train: Whether they are training copies (gradient frozen at the step's start) or test copies; one for all,
             or (n,).
+        layout: Of which tensors the inputs consist, if they are several.
     """
 
     X: Shaped[Tensor, "n ..."]
     is_train: bool | Bool[Tensor, " n"]
+    layout: InputLayout | None
 
-    def __post_init__(self) -> None:
-        """Raise if the copy mask does not fit.
+    def __init__(self, X: Inputs, is_train: bool | Bool[Tensor, " n"]) -> None:
+        """Pack the inputs, and raise if the copy mask does not fit.
 
         Raises:
-            TypeError: `X` is not a tensor, or `is_train` is neither a bool nor a bool tensor.
-            ValueError: `is_train` has another length than X.
+            TypeError: `X` is neither a tensor nor a tuple or dict of tensors, or `is_train` is neither a bool nor a
+                bool tensor.
+            ValueError: `is_train` has another length than X, or several inputs do not go together.
         """
-        if not isinstance(self.X, Tensor):
-            raise TypeError(f"X must be a torch.Tensor: got {type(self.X).__name__}.")
+        packed, layout = (X, None) if isinstance(X, Tensor) else pack_inputs(X)
+        for name, value in (("X", packed), ("is_train", is_train), ("layout", layout)):
+            object.__setattr__(self, name, value)
         if isinstance(self.is_train, bool):
             return
         if not isinstance(self.is_train, Tensor) or self.is_train.dtype != torch.bool:

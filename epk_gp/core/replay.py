@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.loss_terms import loss_terms
 from epk_gp.core.losses import CrossEntropy, Loss, NegativeLogLikelihood, per_sample_losses, sample_weights
 from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step
@@ -199,7 +200,9 @@ class TrainingReplay:
         return self.model.signature.unpack(rows)
 
     def _losses(self, returned: Any, data: PassData) -> Tensor:
-        return pass_losses(self.loss, self.model.signature.outputs(returned), data)
+        if data.forward.targets is None:
+            return loss_terms(self.model.signature, self.loss, returned, data.y.to(self.spec.device))
+        return seen_losses(self.loss, self.model.signature.outputs(returned), data)
 
     @contextmanager
     def _conditions(self, module: nn.Module, forward: ForwardPass, *, exact: bool) -> Iterator[None]:
@@ -223,8 +226,8 @@ class TrainingReplay:
             yield
 
 
-def pass_losses(loss: Loss, outputs: Any, data: PassData) -> Float[Tensor, " n"]:
-    """Return the loss of each row of a pass, with the targets as seen.
+def seen_losses(loss: Loss, outputs: Float[Tensor, "n C"], data: PassData) -> Float[Tensor, " n"]:
+    """Return the loss of each row of a pass as a function of the outputs, with the targets as seen.
 
     For class labels the targets as seen are vectors q, and the loss of such a row is -<q, log softmax(outputs)>.
     """

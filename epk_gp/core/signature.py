@@ -133,6 +133,9 @@ class Signature:
         return parts
 
 
+ONE_TENSOR = Signature()  # of a network that takes one tensor and returns its outputs
+
+
 def signature_from_json(entry: object, output: Callable[[Any], Tensor] | None = None) -> Signature:
     """Return the signature that an entry of a run's header describes (`Signature.to_json`).
 
@@ -186,7 +189,7 @@ def _by_parameter(
 ) -> dict[int | str, Any]:
     """Return the arguments of a call by the parameters that take them."""
     if forward is None:
-        return {**dict(enumerate(args)), **kwargs}
+        return dict([*enumerate(args), *kwargs.items()])
     signature, result = inspect.signature(forward), dict[int | str, Any]()
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         kind = signature.parameters[name].kind

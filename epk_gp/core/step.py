@@ -45,7 +45,7 @@ class ForwardPass:
     inputs: SeenRows | None = None
     targets: SeenRows | None = None
     random_state: UInt8[Tensor, " bytes"] | None = None
-    device_random_state: UInt8[Tensor, " bytes"] | None = None
+    device_random_state: UInt8[Tensor, " device_bytes"] | None = None
     statistics: Float[Tensor, " Q"] | None = None
     statistics_after: Float[Tensor, " Q"] | None = None
     autocast: torch.dtype | None = None
@@ -71,8 +71,8 @@ class Step:
         batch: Indices into the training data, or None for all points in order.
         sample_weights: The weights c of the batch's samples in the loss. None stands for the weights that the loss
             gives to a single batch; other weights come from accumulated gradients or weighted samples.
-        passes: The forward passes on consecutive rows of the batch: a tuple, or read and unpacked when they are
-            indexed. Empty if the network in evaluation mode, on X and y as recorded, computes the same.
+        passes: The forward passes on consecutive rows of the batch: a tuple, or unpacked when they are indexed. Empty
+            if the network in evaluation mode, on X and y as recorded, computes the same.
     """
 
     index: int

@@ -12,8 +12,11 @@ from epk_gp.core import losses
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.head import Head, apply_head, resolve_head
+from epk_gp.core.input_layout import Inputs, validate_packed, validate_same_layout
+from epk_gp.core.loss_terms import takes_outputs
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.points import Points
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.core.validation import validate_count, validate_finite, validate_has_values, validate_integer
@@ -50,7 +53,7 @@ class Trajectory:
 
     Attributes:
         model: The network as a function of its weights.
-        inputs: Training inputs, (M, *input_shape).
+        inputs: Training inputs, (M, *input_shape). Several tensors are packed into one, (M, D): `pack` and `unpack`.
         targets: Training targets.
         loss: The loss whose gradients made the steps.
         update_rule: Name of the rule by which a step follows from the batch gradients.
@@ -81,7 +84,8 @@ class Trajectory:
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
         state = self.__dict__.copy()  # at once: another thread may be adding the cached property
-        state.pop("is_vanilla_gd", None)  # found out again
+        for name in ("is_vanilla_gd", "loss_takes_outputs"):  # found out again
+            state.pop(name, None)
         for name in ("states", "statistics"):
             if isinstance(state[name], tuple):
                 state[name] = tuple(value.clone() for value in state[name])
@@ -131,6 +135,31 @@ class Trajectory:
             and bool((u.grad_scale == u.grad_scale[0]).all())
             for u in coefficients
         )
+
+    @cached_property
+    def loss_takes_outputs(self) -> bool:
+        """Whether the loss depends on the network through its outputs (n, C) alone, and not on what else it returns."""
+        model = self.model_for(self.inputs)
+        if model.signature.output is None:
+            return True
+        with torch.no_grad():
+            state = flat_state(self, 0, self.inputs)
+            returned = model.returned(model.unflatten(state), self.inputs[:1])
+        return takes_outputs(model.signature, self.loss, returned, self.targets[:1])
+
+    def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
+        """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.
+
+        Every function that takes inputs does this itself. A single tensor is returned as it is.
+
+        Raises:
+            TypeError, ValueError: The network cannot take the inputs.
+        """
+        return parse_inputs(self, X)
+
+    def unpack(self, X: Shaped[Tensor, "n ..."]) -> Inputs:
+        """Return packed inputs in the structure of the training inputs: a tensor, a tuple or a dictionary."""
+        return self.model.signature.structure(X)
 
     def model_for(self, X: Shaped[Tensor, "..."]) -> FunctionalModel:
         """Return the network in the dtype and on the device of a computation on X (`FunctionalModel.spec_for`)."""
@@ -200,6 +229,36 @@ def validate_inputs(trajectory: Trajectory, X: Shaped[Tensor, "..."], name: str 
     if X.is_floating_point() and X.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{name} must be float32 or float64: got {X.dtype}.")
     validate_finite(X, name)
+    if trajectory.model.signature.layout is not None:
+        validate_packed(trajectory.model.signature.layout, X, name)
+
+
+def parse_inputs(trajectory: Trajectory, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
+    """Return inputs as one tensor: those of a network that takes several are packed, packed ones stay as they are.
+
+    Raises:
+        TypeError: X is not a dense tensor, or it holds integers for a network of floats (or the reverse).
+        ValueError: X has the wrong shape or structure, holds no points, or holds NaN or infinity.
+    """
+    validate_trajectory(trajectory)
+    packed = trajectory.model.signature.pack(X, name)
+    validate_inputs(trajectory, packed, name)
+    return packed
+
+
+def validate_points_layout(trajectory: Trajectory, points: Points, name: str) -> None:
+    """Raise if points were made of other tensors than the training inputs consist of.
+
+    Raises:
+        TypeError: The network takes one tensor, or a tensor holds numbers of another kind.
+        ValueError: A tensor is missing, or there is one too many, or one has another shape.
+    """
+    if points.layout is None:
+        return
+    recorded = trajectory.model.signature.layout
+    if recorded is None:
+        raise TypeError(f"{name} must be one tensor, as the training inputs are: got several.")
+    validate_same_layout(recorded, points.layout, name)
 
 
 def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
@@ -221,7 +280,7 @@ def _joined(trajectory: Trajectory, state: int) -> Tensor:
 
 def network_outputs(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     *,
     state: int = -1,
     head: Head | None = "logits",
@@ -240,7 +299,7 @@ def network_outputs(
         TypeError, ValueError: The network cannot take the inputs, or the head is unknown.
         IndexError: There is no such state.
     """
-    validate_inputs(trajectory, X)
+    X = parse_inputs(trajectory, X)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     validate_count(block_size, "block_size")
     model = trajectory.model_for(X)

@@ -102,8 +102,8 @@ class UpdateCoefficients:
     grad_scale: Tensor
     weight_decay: Tensor
     decoupled_decay: Tensor
-    left: Mapping[int, Tensor] = field(default_factory=dict)
-    right: Mapping[int, Tensor] = field(default_factory=dict)
+    left: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
+    right: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterate over the coefficients that are no matrices, in the order of `FIELDS`."""
@@ -122,8 +122,8 @@ class UpdateCoefficients:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
         """Return the same coefficients with a function applied to each tensor, matrices included."""
-        matrices = {name: {k: function(Q) for k, Q in getattr(self, name).items()} for name in MATRICES}
-        return UpdateCoefficients(*(function(value) for value in self), **matrices)
+        left, right = ({k: function(Q) for k, Q in getattr(self, name).items()} for name in MATRICES)
+        return UpdateCoefficients(*map(function, self), left=left, right=right)
 
 
 def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
@@ -152,7 +152,7 @@ def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> Upd
             for value, size in zip(values, sizes, strict=True)
         ]
         joined[name] = torch.cat(rows)
-    return UpdateCoefficients(**joined, **matrices)
+    return UpdateCoefficients(*joined.values(), left=matrices["left"], right=matrices["right"])
 
 
 def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:

@@ -13,7 +13,8 @@ from tqdm.auto import tqdm
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
+from epk_gp.core.input_layout import Inputs
+from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_number, validate_positive, validate_tensor
 from epk_gp.gp.likelihoods import NOISE_FLOOR
 from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_likelihood, spectrum_of
@@ -248,12 +249,12 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         return losses
 
     def logit_posterior(
-        self, X_test: Shaped[Tensor, "n *shape"], *, block_size: int | None = None, progress: bool = False
+        self, X_test: Inputs, *, block_size: int | None = None, progress: bool = False
     ) -> LogitPosterior:
         """Evaluate the posterior of the latent outputs at test copies.
 
         Args:
-            X_test: n inputs of the network's shape.
+            X_test: n inputs, of the structure of the training inputs.
             block_size: Test points at a time; from the memory budget by default.
             progress: Show a progress bar.
 
@@ -265,7 +266,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             ValueError: The points have a shape or values that the network cannot take, `block_size` is below 1, or the
                 observations' covariance is not positive definite.
         """
-        validate_inputs(self.kernel.trajectory, X_test, "X_test")
+        X_test = parse_inputs(self.kernel.trajectory, X_test, "X_test")
         x = test_copy(X_test.to(self.train_inputs[0]))
         with torch.no_grad():
             return posterior_at(self.factorization(), self.prior_mean, x, block_size=block_size, progress=progress)

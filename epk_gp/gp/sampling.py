@@ -10,7 +10,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from epk_gp.core.trajectory import validate_inputs
+from epk_gp.core.input_layout import Inputs
+from epk_gp.core.trajectory import parse_inputs
 from epk_gp.core.validation import validate_count, validate_generator, validate_integer
 from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.posterior import joint_posterior_at
@@ -127,7 +128,7 @@ def validate_method(method: object) -> None:
 
 def sample_functions(
     gp: LogitGP,
-    X: Shaped[Tensor, "n *shape"],
+    X: Inputs,
     num_samples: int = 1,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "samples n C"]:
@@ -152,7 +153,7 @@ def sample_functions(
             below 1; or a posterior covariance is not positive semi-definite up to rounding.
     """
     validate_gp(gp)
-    validate_inputs(gp.kernel.trajectory, X)
+    X = parse_inputs(gp.kernel.trajectory, X)
     validate_count(num_samples, "num_samples")
     validate_generator(generator)
     rows_per_point = gp.coupling.structure.rows_per_point

@@ -12,8 +12,9 @@ from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.points import Points, validate_points
-from epk_gp.core.trajectory import Trajectory, validate_inputs, validate_trajectory
+from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.set_pairs import SetPairs
@@ -154,23 +155,25 @@ class PathKernel:
 
         return with_plan(self.trajectory, model, compute)
 
-    def validate_inputs(self, X: Shaped[Tensor, "n ..."], name: str = "X") -> None:
-        """Raise if the kernel cannot be evaluated at inputs.
+    def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
+        """Return inputs as one tensor, after checking that the kernel can be evaluated at them.
 
         Args:
-            X: n inputs.
+            X: n inputs, a tensor or several.
             name: Name of the inputs in a message.
 
         Raises:
             TypeError, ValueError: The network cannot take the inputs, or the rule is unknown.
         """
-        validate_inputs(self.trajectory, X, name)
+        packed = parse_inputs(self.trajectory, X, name)
         validate_rule(self.rule)
+        return packed
 
     def _validate(self, a: Points, b: Points) -> None:
         for name, points in (("a", a), ("b", b)):
             validate_points(points, name)
-            self.validate_inputs(points.X, f"{name}.X")
+            validate_points_layout(self.trajectory, points, f"{name}.X")
+            self.parse_inputs(points.X, f"{name}.X")
         if a.X.dtype != b.X.dtype or a.X.device != b.X.device:
             raise ValueError(
                 "both sets of points must share dtype and device: "
@@ -203,6 +206,9 @@ def gram_block(
     Equation (3) under the sum of Theorem 3.7, Bell et al. (2023):
 
         K[n, c, m, d] = sum_s eta_s sum_q w_q <phi_sq(a_n)_c, phi_sq(b_m)_d>
+
+    Of a network with moving statistics, phi is the gradient in the weights of the network in evaluation mode, with the
+    statistics of the run's path at the same place as the weights: a kernel of the run, positive semi-definite as ever.
 
     Args:
         trajectory: Training run with S steps.

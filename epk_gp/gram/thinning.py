@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
-from jaxtyping import Shaped
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.points import Points
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, validate_inputs
+from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.core.validation import validate_count
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.quadrature.rules import Rule, gauss_legendre
@@ -44,7 +44,7 @@ class Thinning:
 def thin_path(
     trajectory: Trajectory,
     every: int,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     *,
     head: Head | None = None,
     rule: Rule = gauss_legendre(4),
@@ -71,7 +71,7 @@ def thin_path(
         TypeError, ValueError: k is not a whole number in 1 .. S, or the network cannot take the points.
     """
     parsed = parse_options("thin_path", ("checkpoint", "accumulate"), **options)
-    validate_inputs(trajectory, X)
+    X = parse_inputs(trajectory, X)
     validate_count(every, "every")
     validate_count(num_probe, "num_probe")
     if every > trajectory.num_steps:

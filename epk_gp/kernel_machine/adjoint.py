@@ -12,6 +12,7 @@ from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import weighted_loss
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import to_flat_order
+from epk_gp.core.gradients import sample_gradients
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import batch_of, flat_weights
 from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
@@ -136,9 +137,12 @@ def _emit_samples(
     H = H * broadcast_to_params(scale, net.model.sizes, H) if not bool((scale == 1).all()) else H
     cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
     for part in torch.arange(len(X), device=X.device).split(problem.memory.adjoint_samples()):
-        cotangents = weighted_loss(trajectory.loss, y[part], c[part])
-        jacobians = layer_jacobians(net, WeightLocation(adjoints.w), X[part], cotangents, cost)
-        loss_grads = to_flat_order(jacobians, problem.columns)[0]  # B P
+        if trajectory.loss_takes_outputs:
+            cotangents = weighted_loss(trajectory.loss, y[part], c[part])
+            jacobians = layer_jacobians(net, WeightLocation(adjoints.w), X[part], cotangents, cost)
+            loss_grads = to_flat_order(jacobians, problem.columns)[0]  # B P
+        else:
+            loss_grads = sample_gradients(net.model, adjoints.w, X[part], y[part], trajectory.loss, c[part])
         contributions = -_grouped_products(H, loss_grads, groups, net.model.sizes)
         emit(SampleContributions(step.index, adjoints.rows, samples[part], contributions))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.planning import with_plan
@@ -13,6 +13,7 @@ from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_o
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import SampleContributions, WeightDecayContribution, adjoint_pass
@@ -25,7 +26,7 @@ from epk_gp.kernel_machine.certification import (
     sum_tolerance,
     warn_if_uncertified,
 )
-from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, validate_problem
+from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, parse_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
 from epk_gp.quadrature.rules import Rule, adaptive
@@ -136,7 +137,7 @@ class GroupedAttribution:
 
 def attribute(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
@@ -154,7 +155,7 @@ def attribute(
 
     Args:
         trajectory: Training run with S steps on M points.
-        X: n inputs, taken as test copies.
+        X: n inputs, of the structure of the training inputs, taken as test copies.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
@@ -169,7 +170,7 @@ def attribute(
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule)
-    validate_problem(kernel, X, classes)
+    X = parse_problem(kernel, X, classes)
     (parts,) = _attribute(kernel, X, [(by_sample(trajectory),)], classes, parsed)
     return Attribution(
         initial=parts.initial,
@@ -189,7 +190,7 @@ def attribute(
 
 def attribute_by(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     by: Sequence[Axis],
     *,
     head: Head | None = None,
@@ -203,7 +204,7 @@ def attribute_by(
 
     Args:
         trajectory: Training run.
-        X: n inputs, taken as test copies.
+        X: n inputs, of the structure of the training inputs, taken as test copies.
         by: `by_sample(trajectory)`, `by_label`, `by_step`, `by_layer`, `by_parameter`, or axes of one's own. Axes of
             the same kind are combined: a term counts where all its groups meet.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
@@ -228,7 +229,7 @@ def attribute_by(
 
 def attribute_many(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     groupings: Sequence[Sequence[Axis]],
     *,
     head: Head | None = None,
@@ -245,7 +246,7 @@ def attribute_many(
         validate_axes(trajectory, by)
     parsed = parse_options("attribute_many", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule)
-    validate_problem(kernel, X, classes)
+    X = parse_problem(kernel, X, classes)
     return _attribute(kernel, X, list(map(tuple, groupings)), classes, parsed)
 
 
@@ -336,7 +337,7 @@ def _split(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -
 
     # parameters are kept apart only where a grouping asks for them
     is_whole = not any(collector.sizes["parameter"] for collector in collectors)
-    is_vanilla = is_whole and trajectory.is_vanilla_gd
+    is_vanilla = is_whole and trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
     points = vanilla_gd_points(problem) if is_vanilla else problem.memory.adjoint_points(problem.num_outputs)
     name = f"sums-{fingerprint(problem.net.plan, is_vanilla, points)}"  # partial sums of another plan are other sums
     sums = [total for collector in collectors for total in (collector.values, collector.decay)]

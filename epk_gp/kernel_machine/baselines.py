@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, loss_derivatives, soft_targets
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, network_outputs, validate_inputs
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, network_outputs, parse_inputs
 from epk_gp.gram.ntk import ntk_at
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
+from epk_gp.kernel_machine.vanilla_gd import validate_loss_takes_outputs, validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, left_endpoint
 
 
@@ -46,8 +47,8 @@ class Baseline:
 
 def k_prime_block(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
-    Y: Shaped[Tensor, "m ..."],
+    X: Inputs,
+    Y: Inputs,
     *,
     head: Head | None = None,
     rule: Rule = gauss_legendre(4),
@@ -76,7 +77,7 @@ def k_prime_block(
 
 def chen_machine(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     *,
     head: Head | None = "logits",
     rule: QuadratureRule = left_endpoint(),
@@ -103,7 +104,7 @@ def chen_machine(
         ValueError: A loss derivative changes sign along the run; log_softmax without cross entropy.
     """
     parsed = parse_options("chen_machine", ("checkpoint", "accumulate"), **options)
-    validate_inputs(trajectory, X)
+    X = parse_inputs(trajectory, X)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     block, signs = None, None
     for columns, K, derivative in _path_blocks(trajectory, X, head, rule, parsed):
@@ -125,7 +126,7 @@ def chen_machine(
 
 def domingos_machine(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     *,
     head: Head | None = "logits",
     rule: QuadratureRule = left_endpoint(),
@@ -145,7 +146,7 @@ def domingos_machine(
         Path kernel, coefficients (n, C, M, C) and error.
     """
     parsed = parse_options("domingos_machine", ("checkpoint", "accumulate"), **options)
-    validate_inputs(trajectory, X)
+    X = parse_inputs(trajectory, X)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     block, weighted = None, None
     for columns, K, derivative in _path_blocks(trajectory, X, head, rule, parsed):
@@ -163,6 +164,7 @@ def _path_blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield, for every node, the batch's points, eps omega c <grad, grad> with both sides there, and dL / df."""
     validate_vanilla_gd(trajectory, "this kernel machine's run")
+    validate_loss_takes_outputs(trajectory, "this kernel machine")
     quiet = replace(options, progress=False)
     for step in tqdm(trajectory.steps, desc="steps", disable=not options.progress):
         size = vanilla_lr(trajectory, step)

@@ -12,7 +12,9 @@ from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import NodeWeights
 from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
+from epk_gp.autodiff.statistics import statistics_jacobian
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state
@@ -63,22 +65,23 @@ class AttributionProblem:
         return f if self.classes is None else f.gather(1, self.classes[:, None])
 
 
-def validate_problem(kernel: PathKernel, X: Shaped[Tensor, "n ..."], classes: object) -> None:
-    """Raise if a prediction cannot be attributed.
+def parse_problem(kernel: PathKernel, X: Inputs, classes: object) -> Shaped[Tensor, "n ..."]:
+    """Return inputs as one tensor, after checking that their predictions can be attributed.
 
     Raises:
         TypeError, ValueError: The network cannot take the inputs; the head or the rule is unknown; `classes` are not
             one output per input.
     """
-    kernel.validate_inputs(X)
+    X = kernel.parse_inputs(X)
     if classes is None:
-        return
+        return X
     C = kernel.trajectory.num_outputs
     if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != X.shape[:1]:
         got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
         raise ValueError(f"classes must be an int64 tensor with one output per point, ({len(X)},): got {got}.")
     if not 0 <= int(classes.min()) <= int(classes.max()) < C:
         raise ValueError(f"classes must lie in 0..{C - 1}: got {int(classes.min())}..{int(classes.max())}.")
+    return X
 
 
 def make_problem(
@@ -88,7 +91,7 @@ def make_problem(
     classes: Int64[Tensor, " n"] | None,
     options: ComputeOptions,
 ) -> AttributionProblem:
-    """Prepare an attribution; the arguments were validated by `validate_problem`."""
+    """Prepare an attribution; the arguments were validated by `parse_problem`."""
     cost = ContractionCost(
         num_output_pairs=kernel.trajectory.num_outputs if classes is None else 1,
         num_contractions=kernel.rule.num_contractions,
@@ -123,6 +126,34 @@ def integrate_step(
         jacobians = layer_jacobians(net, at, X[points], _cotangents(problem, rows[points]), problem.cost)
         batches.append(NodeBatch(jacobians, NodeWeights(integral.weight[part], points, len(rows))))
     return integral, batches
+
+
+def averaged_statistics_jacobian(
+    problem: AttributionProblem, step: Step, rows: Int64[Tensor, " N"], integral: Integral
+) -> Float[Tensor, "K N Q"]:
+    """Average the outputs' gradients in the moving statistics over a step, at the nodes of those in the weights.
+
+    With Phi the gradients in the weights, averaged over the same nodes,
+
+        <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = integral.total.
+
+    Args:
+        problem: The predictions.
+        step: The step.
+        rows: Which N of the points.
+        integral: The nodes, from `integrate_step`.
+    """
+    X, net = problem.X[rows], problem.net
+    start, end = (flat_state(problem.trajectory, s, X) for s in (step.index, step.index + 1))
+    Q = net.model.num_statistics
+    total = start.new_zeros(problem.num_outputs, len(rows), Q)
+    size = problem.memory.statistics_rows(problem.num_outputs, Q)
+    for part in torch.arange(len(integral.point), device=X.device).split(size):
+        points = integral.point[part]
+        at = WeightLocation(start, end - start, integral.t[part])
+        values = statistics_jacobian(net, at, X[points], _cotangents(problem, rows[points]))
+        total.index_add_(1, points, integral.weight[part][:, None] * values)
+    return total
 
 
 def _cotangents(problem: AttributionProblem, points: Tensor) -> Cotangents:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -15,6 +15,7 @@ from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.gradients import ReplayedStep, replayed_steps
 from epk_gp.core.head import Head
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.memory_plan import integration_points
 from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
@@ -86,7 +87,7 @@ class Reconstruction:
 
 def reconstruct(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
@@ -103,7 +104,7 @@ def reconstruct(
 
     Args:
         trajectory: Training run with S steps.
-        X: n inputs.
+        X: n inputs, of the structure of the training inputs.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
         options: `memory_budget` (beside it, one gradient of the training data) and `progress`; see `ComputeOptions`.
@@ -116,7 +117,7 @@ def reconstruct(
     """
     parsed = parse_options("reconstruct", ("checkpoint", "accumulate"), **options)
     kernel = PathKernel(trajectory, head, rule)
-    kernel.validate_inputs(X)
+    X = kernel.parse_inputs(X)
     result = with_plan(trajectory, trajectory.model_for(X), lambda net: _reconstruct(net, kernel, X, parsed))
     warn_if_uncertified("the reconstruction", result)
     return result

@@ -4,18 +4,20 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
 from epk_gp.core.memory_plan import single_machine_samples
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, network_outputs, validate_inputs
+from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance
+from epk_gp.kernel_machine.vanilla_gd import validate_loss_takes_outputs
 from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
 
 
@@ -47,7 +49,7 @@ class SingleMachine:
 
 def single_machine(
     trajectory: Trajectory,
-    X: Shaped[Tensor, "n ..."],
+    X: Inputs,
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
@@ -71,7 +73,7 @@ def single_machine(
         TypeError, ValueError: As `gram_block`; also where the theorem does not hold, with the reason.
     """
     parsed = parse_options("single_machine", ("checkpoint", "accumulate"), **options)
-    validate_inputs(trajectory, X)
+    X = parse_inputs(trajectory, X)
     validate_rule(rule)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     coefficients = _constant_coefficients(trajectory, head, trajectory.model.spec_for(X).dtype).to(X.device)
@@ -103,6 +105,7 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
             "the single kernel machine needs a loss derivative that stays constant: "
             f"that of {trajectory.loss} moves. {advice}"
         )
+    validate_loss_takes_outputs(trajectory, "the single kernel machine")
     if head != "log_softmax" and isinstance(loss, CrossEntropy):
         raise ValueError(
             'the single kernel machine needs head="log_softmax": '

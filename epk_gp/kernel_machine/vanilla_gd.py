@@ -28,6 +28,19 @@ def validate_vanilla_gd(trajectory: Trajectory, name: str) -> None:
         )
 
 
+def validate_loss_takes_outputs(trajectory: Trajectory, name: str) -> None:
+    """Raise if the loss of a run depends on more than the network's outputs.
+
+    Raises:
+        ValueError: It takes what the network returned, which `output=` does not give back.
+    """
+    if not trajectory.loss_takes_outputs:
+        raise ValueError(
+            f"{name} needs a loss of the outputs (n, {trajectory.num_outputs}) alone: {trajectory.loss} takes what the "
+            "network returned. Use epk_gp.reconstruct or epk_gp.attribute."
+        )
+
+
 def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     """Return eps_s, where a plain step is -eps_s times the batch gradient; clipping and sign are part of it."""
     u = trajectory.updates[step.index]

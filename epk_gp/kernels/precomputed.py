@@ -10,7 +10,7 @@ from torch import Tensor
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, validate_inputs
+from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout
 from epk_gp.kernels.epk import UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.normalization import Normalization
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
@@ -59,9 +59,9 @@ def epk_gram(
     for name, points in (("a", a), ("b", a if b is None else b)):
         if not isinstance(points, Points):
             raise TypeError(f"{name} must be epk_gp.Points(X, is_train=...): got {type(points).__name__}.")
-    validate_inputs(trajectory, a.X, "a.X")
-    if b is not None:
-        validate_inputs(trajectory, b.X, "b.X")
+    for name, points in (("a.X", a), ("b.X", a if b is None else b)):
+        validate_points_layout(trajectory, points, name)
+        parse_inputs(trajectory, points.X, name)
     parse_options("epk_gram", UNSUPPORTED_OPTIONS, **options)
     kernel = EPKKernel(trajectory, outputs, head, rule, normalize, cache_bytes=0, **options)
     x = _rows(a)

@@ -4,14 +4,15 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
+from epk_gp.core.input_layout import Inputs, pack_inputs
 from epk_gp.core.validation import validate_has_values
 
 
-def train_copy(X: Shaped[Tensor, "n *shape"]) -> Shaped[Tensor, "n columns"]:
+def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
     """Mark inputs as training copies: x_I = 1, gradients frozen at the start of each step.
 
     Args:
-        X: n inputs of any shape; each is flattened to D numbers.
+        X: n inputs of any shape, a tensor or several (a tuple or dict); each is flattened to D numbers.
 
     Returns:
         (n, D + 1): the flattened inputs, and a last column of ones.
@@ -23,11 +24,11 @@ def train_copy(X: Shaped[Tensor, "n *shape"]) -> Shaped[Tensor, "n columns"]:
     return _with_copy_column(X, 1)
 
 
-def test_copy(X: Shaped[Tensor, "n *shape"]) -> Shaped[Tensor, "n columns"]:
+def test_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
     """Mark inputs as test copies: x_I = 0, gradients move with t.
 
     Args:
-        X: n inputs of any shape; each is flattened to D numbers.
+        X: n inputs of any shape, a tensor or several (a tuple or dict); each is flattened to D numbers.
 
     Returns:
         (n, D + 1): the flattened inputs, and a last column of zeros.
@@ -75,7 +76,10 @@ def split_copy(x: Shaped[Tensor, "*n columns"]) -> tuple[Shaped[Tensor, "*n D"],
     return X, is_train
 
 
-def _with_copy_column(X: Tensor, value: int) -> Tensor:
+def _with_copy_column(inputs: Inputs, value: int) -> Tensor:
+    X = inputs if isinstance(inputs, Tensor) else pack_inputs(inputs, "inputs")[0]
+    if not isinstance(inputs, Tensor) and X.dtype == torch.bool:
+        X = X.to(torch.uint8)
     _validate_kind(X)
     if X.ndim == 0:
         raise ValueError("inputs must have shape (n, ...), one row per point: got a scalar. A single point is X[None].")

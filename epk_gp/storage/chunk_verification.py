@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS
 from epk_gp.storage.atomic_files import checksum_file, open_tensors
-from epk_gp.storage.chunks import STORED_FIELDS, RowReader, chunk_file
-from epk_gp.storage.index import Chunk
+from epk_gp.storage.chunks import STORED_FIELDS, RowReader
+from epk_gp.storage.index import Chunk, chunk_file
+from epk_gp.storage.pass_verification import expected_tables, read_tables, validate_tables
+from epk_gp.storage.passes import ContentOnDisk, packed_steps
 from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema
 
 _STEP_TENSORS = {"sizes", "lengths", "weighted", "batches", "sample_weights"}
@@ -20,7 +23,7 @@ _BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so tha
 
 
 def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) -> list[Step]:
-    """Verify a chunk as a whole, and return its steps.
+    """Verify a chunk as a whole, and return its steps; forward passes stay in the file until they are indexed.
 
     Raises:
         FileNotFoundError: The file is missing.
@@ -41,14 +44,19 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
                 _validate_finite_rows(tensors, name, actual[name][0][0], where)
         if schema.compression == "deltas":
             _validate_packed_rows(tensors, schema, chunk, where)
-    return _parse_steps(of_steps, schema, chunk, where)
+        steps = _parse_steps(of_steps, schema, chunk, where)
+        if not expected_tables(actual):
+            return steps
+        tables, size = read_tables(tensors)
+    validate_tables(tables, size, steps, schema, where)
+    return packed_steps(steps, tables, ContentOnDisk(Path(path), chunk))
 
 
 def _validate_layout(
     actual: Mapping[str, tuple[tuple[int, ...], str]], schema: ChunkSchema, chunk: Chunk, where: str
 ) -> None:
     """Raise if names, shapes and dtypes are not those of a chunk of this run."""
-    k, j, P, L = chunk.states, chunk.states - (chunk.first == 0), schema.num_weights, len(schema.sizes)
+    k, j, L = chunk.states, chunk.states - (chunk.first == 0), len(schema.sizes)
     weight_dtype = SAFETENSORS_DTYPES[schema.dtype]
     expected: dict[str, tuple[tuple[int, ...] | None, str]] = {  # None: one dimension of any length
         "sizes": ((j,), "F64"),
@@ -59,13 +67,21 @@ def _validate_layout(
     }
     if j:
         expected["update"] = ((j, len(FIELDS), L), "F64")
-    for name, rows in (("states", k), *((f"update.{field}", j) for field in STORED_FIELDS)):
-        if name != "states" and not actual.keys() & {name, f"{name}.packed"}:
+    required = {"states", "statistics"} if schema.num_statistics else {"states"}
+    for name, rows in (*((name, k) for name in sorted(required)), *((f"update.{field}", j) for field in STORED_FIELDS)):
+        if name not in required and not actual.keys() & {name, f"{name}.packed"}:
             continue
         if schema.compression == "none":
-            expected[name] = ((rows, P), "F64" if name != "states" and actual[name][1] == "F64" else weight_dtype)
+            got = actual.get(name, ((), ""))[1]
+            others = {"states": (), "statistics": ("F32", "F64")}.get(name, ("F64",))
+            expected[name] = ((rows, schema.row_length(name)), got if got in others else weight_dtype)
         else:
             expected |= {f"{name}.packed": (None, "U8"), f"{name}.lengths": ((rows,), "I64")}
+    if schema.version >= 3:
+        for name, (dimensions, dtype) in expected_tables(actual).items():
+            expected[name] = (None if dimensions == 1 else actual.get(name, ((), ""))[0], dtype)
+            if name in actual and len(actual[name][0]) != dimensions:
+                raise ValueError(f"{where} must hold {name!r} of {dimensions} dimensions: got {actual[name]}.")
     if different := sorted(actual.keys() ^ expected.keys()):
         raise ValueError(f"{where} must hold {sorted(expected)}: {different[0]!r} is not in both.")
     for name, (shape, dtype) in expected.items():
@@ -93,7 +109,7 @@ def _validate_packed_rows(tensors: Any, schema: ChunkSchema, chunk: Chunk, where
         reader = RowReader()
         for row in range(len(lengths)):
             try:
-                value = reader.read(tensors, name, row, file=chunk.file, num_weights=schema.num_weights)
+                value = reader.read(tensors, name, row, file=chunk.file, num_weights=schema.row_length(name))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
             if name == "states" and value.dtype != schema.dtype:

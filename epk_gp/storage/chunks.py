@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.atomic_files import open_tensors, regular_file_size
+from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.codec import pack_rows, unpack_row
-from epk_gp.storage.index import Chunk
+from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.pass_verification import validate_tables
+from epk_gp.storage.passes import CONTENT, pack_passes
 from epk_gp.storage.schema import ChunkSchema
 
 # The names on disk of the coefficients in `update_rules.FIELDS`: those of format version 2.
@@ -22,7 +23,7 @@ STORED_FIELDS = ("direct", "momentum", "keep", "take", "gradient", "decay", "shr
 
 
 def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
-    """Return the tensors that hold the learning rates and batches of consecutive steps, by their names on disk."""
+    """Return the tensors that hold learning rates and batches of consecutive steps, without passes, by name on disk."""
     batches = [step.batch.cpu() for step in steps if step.batch is not None]
     weights = [step.sample_weights.cpu() for step in steps if step.sample_weights is not None]
     return {
@@ -35,7 +36,11 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
 
 
 def chunk_tensors(
-    states: Sequence[Tensor], steps: Sequence[Step], updates: Sequence[UpdateCoefficients], schema: ChunkSchema
+    states: Sequence[Tensor],
+    steps: Sequence[Step],
+    updates: Sequence[UpdateCoefficients],
+    schema: ChunkSchema,
+    statistics: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
     """Return the tensors of a chunk by their names on disk.
 
@@ -44,9 +49,21 @@ def chunk_tensors(
         steps: The steps that led to them; none leads to state 0.
         updates: Coefficients of these steps.
         schema: The schema of the run's chunks.
+        statistics: The moving statistics of these states, for a network that has any.
+
+    Raises:
+        TypeError: A tensor of a pass has a dtype that cannot be stored.
+        ValueError: Statistics or passes are not those of this run, or the run is of version 2, which holds none.
     """
+    if [value.shape for value in statistics] != [(schema.num_statistics,)] * len(states) * bool(schema.num_statistics):
+        raise ValueError(
+            f"a run of {schema.num_statistics} moving statistics must have them with each of {len(states)} states: got "
+            f"{len(statistics)}."
+        )
     rows = {"states": torch.stack([state.cpu() for state in states])}
-    tensors = step_tensors(steps)
+    if statistics:
+        rows["statistics"] = torch.stack([value.cpu() for value in statistics])
+    tensors = step_tensors(steps) | _pass_tensors(steps, schema)
     columns = []
     for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if updates else ():
         values = [getattr(update, name).cpu() for update in updates]
@@ -65,6 +82,19 @@ def chunk_tensors(
         else:
             tensors[f"{name}.packed"], tensors[f"{name}.lengths"] = pack_rows(value)
     return tensors
+
+
+def _pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor]:
+    if not any(step.passes for step in steps):
+        return {}
+    if schema.version < 3:
+        raise ValueError(
+            "a run of format version 2 must have steps that the network in evaluation mode repeats: this one needs a "
+            "forward pass that version 2 cannot hold (dropout, augmented rows). Record to another path."
+        )
+    tables, content = pack_passes(steps)
+    validate_tables(tables, len(content), steps, schema, "a chunk")
+    return {**tables.tensors(), CONTENT: content}
 
 
 class RowReader:
@@ -90,7 +120,7 @@ class RowReader:
             name: Name of the tensor without `.packed`; a reader serves one name.
             row: Number of the row in the chunk.
             file: Name of the chunk's file.
-            num_weights: P.
+            num_weights: P, or Q for moving statistics.
 
         Raises:
             IndexError: The chunk has no such row.
@@ -120,9 +150,23 @@ def read_state(
         FileNotFoundError: The file was removed since the run was opened.
         ValueError: The file was damaged since the run was opened.
     """
-    file, where = _unchanged_file(path, chunk)
+    file, where = unchanged_file(path, chunk)
     with open_tensors(file, where) as tensors:
         return _read_row(tensors, "states", state - chunk.first, chunk, schema, reader)
+
+
+def read_statistics(
+    path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk, state: int, reader: RowReader | None = None
+) -> Float[Tensor, " Q"]:
+    """Read the moving statistics of one state: mapped from the file, or unpacked.
+
+    Raises:
+        FileNotFoundError: The file was removed since the run was opened.
+        ValueError: The file was damaged since the run was opened.
+    """
+    file, where = unchanged_file(path, chunk)
+    with open_tensors(file, where) as tensors:
+        return _read_row(tensors, "statistics", state - chunk.first, chunk, schema, reader)
 
 
 def read_update(
@@ -140,7 +184,7 @@ def read_update(
     """
     row = step - max(chunk.first - 1, 0)
     values = {}
-    file, where = _unchanged_file(path, chunk)
+    file, where = unchanged_file(path, chunk)
     with open_tensors(file, where) as tensors:
         stored = {name.removesuffix(".packed") for name in tensors.keys()}  # noqa: SIM118  # not a mapping
         numbers = tensors.get_slice("update")[row]
@@ -150,13 +194,7 @@ def read_update(
             values[name] = (
                 _read_row(tensors, diagonal, row, chunk, schema, reader) if diagonal in stored else numbers[number]
             )
-    return UpdateCoefficients(**values)
-
-
-def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
-    """Return the file of a chunk, and its name in error messages."""
-    file = Path(path) / chunk.file
-    return file, f"{file} ({chunk.description})"
+    return UpdateCoefficients(*(values[name] for name in FIELDS))
 
 
 def _read_row(
@@ -165,17 +203,4 @@ def _read_row(
     if schema.compression == "none":
         value: Tensor = tensors.get_slice(name)[row]
         return value
-    return (reader or RowReader()).read(tensors, name, row, file=chunk.file, num_weights=schema.num_weights)
-
-
-def _unchanged_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
-    file, where = chunk_file(path, chunk)
-    size = regular_file_size(file, where)
-    if size is None:
-        raise FileNotFoundError(
-            f"a run must keep all its files while it is used: {where} was removed or renamed. Restore it, or load "
-            "the run from its new place."
-        )
-    if size != chunk.bytes:
-        raise ValueError(f"{where} must have {chunk.bytes} bytes while it is used: it has {size}. Restore it.")
-    return file, where
+    return (reader or RowReader()).read(tensors, name, row, file=chunk.file, num_weights=schema.row_length(name))

@@ -1,7 +1,7 @@
 """Whether a given network, loss, data set and optimizer are those of a recorded run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from epk_gp.core.forward_fingerprint import fingerprint_outputs
 from epk_gp.core.gradients import batch_gradient, step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.core.model import FunctionalModel, functionalize
+from epk_gp.core.signature import signature_from_json
 from epk_gp.core.trajectory import Trajectory, batch_of
 from epk_gp.core.update_rules import predict_step
-from epk_gp.storage.schema import WEIGHT_DTYPES, describe_loss
+from epk_gp.storage.schema import HEADER_DEFAULTS, WEIGHT_DTYPES, describe_loss, module_names
 
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
@@ -26,12 +27,17 @@ _REQUIREMENTS = {
     "names": "the network must train the recorded weights",
     "shapes": "the network must have weights of the recorded shapes",
     "dtype": "the network must have the recorded dtype",
+    "signature": "the inputs must consist of the recorded tensors, and output= be given or not as recorded",
+    "statistics": "the network must have the recorded moving statistics",
+    "statistic_shapes": "the network must have moving statistics of the recorded shapes",
     "num_outputs": "the network must have the recorded number of outputs",
     "loss": "the loss must be the recorded one",  # before the data: another loss may need targets of another kind
     "num_points": "the data must be the recorded ones, with as many points",
     "data_digest": "the data must be the recorded ones, bit for bit",
     "law": "the optimizer must be the recorded one",
     "optimizer": "the optimizer must have the recorded options",
+    "num_optimizers": "as many optimizers must train the network as were recorded",
+    "unexplained": "the share of a step that need not be explained must be the recorded one",
     "compression": "the storage's compression must be the recorded one",
     "check_every": "check_every must be the recorded one",
 }
@@ -44,24 +50,66 @@ def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any],
         ValueError: An entry differs; the message says what must be as recorded.
     """
     for key, requirement in _REQUIREMENTS.items():
-        if recorded.get(key) != header[key]:
-            raise ValueError(
-                f"{requirement} to resume the run at {path}: {_difference(recorded.get(key), header[key])}."
-            )
+        before, now = (side.get(key, HEADER_DEFAULTS.get(key)) for side in (recorded, header))
+        if before != now:
+            raise ValueError(f"{requirement} to resume the run at {path}: {_difference(before, now)}.")
+    if recorded.get("modules") and header.get("modules"):  # neither is known of a run of version 2
+        _validate_modules(recorded["modules"], header["modules"])
 
 
-def recorded_model(header: Mapping[str, Any], data: Mapping[str, Tensor], net: nn.Module) -> FunctionalModel:
+def validate_modules(header: Mapping[str, Any], net: nn.Module) -> None:
+    """Raise if a network has other modules than the recorded one, so that recorded modes of modules say nothing of it.
+
+    Raises:
+        ValueError: The names of the modules differ, or their order.
+    """
+    _validate_modules(header["modules"], module_names(net))
+
+
+def _validate_modules(recorded: list[str], given: list[str]) -> None:
+    if recorded == given:
+        return
+    place = next((n for n, (a, b) in enumerate(zip(recorded, given, strict=False)) if a != b), None)
+    got = f"got {len(given)}" if place is None else f"module {place} is {recorded[place]!r}, got {given[place]!r}"
+    raise ValueError(
+        "the network must have the recorded modules, for the run holds which of them were in training mode: it has "
+        f"{len(recorded)}, {got}. Build it as it was built for the recording."
+    )
+
+
+def recorded_model(
+    header: Mapping[str, Any],
+    data: Mapping[str, Tensor],
+    net: nn.Module,
+    output: Callable[[Any], Tensor] | None = None,
+) -> FunctionalModel:
     """Copy a network of the recorded architecture, with the recorded frozen state and dtype, to the CPU.
 
     Args:
         header: The run's header.
         data: Its tensors, which hold the frozen state.
         net: The network; its weights do not matter and are not changed.
+        output: Takes the outputs from what the network returns, as at recording.
 
     Raises:
-        ValueError: The network has other parameters or buffers, by name or by shape.
+        ValueError: The network has other parameters or buffers, by name or by shape; or the data do not have the
+            recorded structure, or `output` must be given and is not.
     """
-    model = functionalize(net, tuple(header["names"]))
+    signature = signature_from_json(header.get("signature"), output)
+    if signature.layout is not None and data["inputs"].shape[1:] != (signature.layout.width,):
+        raise ValueError(
+            f"the run's inputs must have the {signature.layout.width} columns of the header's 'signature': got shape "
+            f"{tuple(data['inputs'].shape)}."
+        )
+    buffers = {name: value.shape for name, value in net.named_buffers()} if isinstance(net, nn.Module) else {}
+    for name, recorded in zip(header["statistics"], header["statistic_shapes"], strict=True):
+        if name not in buffers or list(buffers[name]) != recorded:
+            got = f"shape {tuple(buffers[name])}" if name in buffers else "no such buffer"
+            raise ValueError(
+                f"the network must be the recorded one: its moving statistic {name!r} must have shape "
+                f"{tuple(recorded)}, got {got}."
+            )
+    model = functionalize(net, tuple(header["names"]), tuple(header["statistics"]), signature)
     for name, recorded, shape in zip(header["names"], header["shapes"], model.shapes, strict=True):
         if list(shape) != recorded:
             raise ValueError(
@@ -133,6 +181,8 @@ def validate_loss_function(trajectory: Trajectory) -> None:
     """
     if not isinstance(trajectory.loss, losses.PerSampleLoss) or not trajectory.steps:
         return
+    if trajectory.steps[0].passes or trajectory.statistics is not None:  # the replay of such steps compares them all
+        return
     step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
     X, y, c = batch_of(trajectory, step, start)
     gradient = batch_gradient(trajectory.model, start, X, y, trajectory.loss, c)
@@ -153,7 +203,8 @@ def validate_forward_function(trajectory: Trajectory, recorded: Tensor) -> None:
         ValueError: The outputs differ, or the network fails on the recorded inputs.
     """
     try:
-        outputs = fingerprint_outputs(trajectory.model, trajectory.states[0], trajectory.inputs)
+        statistics = None if trajectory.statistics is None else trajectory.statistics[0]
+        outputs = fingerprint_outputs(trajectory.model, trajectory.states[0], trajectory.inputs, statistics)
     except (RuntimeError, IndexError) as error:
         raise ValueError(
             f"the network must be the recorded one: it has the same weights, but fails on the recorded inputs: {error}"

@@ -136,6 +136,31 @@ def finished_content(chunks: int, journal: bytes) -> bytes:
     return checksummed_json(record)
 
 
+def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
+    """Return the file of a chunk, and its name in error messages."""
+    file = Path(path) / chunk.file
+    return file, f"{file} ({chunk.description})"
+
+
+def unchanged_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
+    """Return the file of a chunk that was verified before, and its name in error messages.
+
+    Raises:
+        FileNotFoundError: The file was removed since the run was opened.
+        ValueError: Its size changed since the run was opened.
+    """
+    file, where = chunk_file(path, chunk)
+    size = regular_file_size(file, where)
+    if size is None:
+        raise FileNotFoundError(
+            f"a run must keep all its files while it is used: {where} was removed or renamed. Restore it, or load "
+            "the run from its new place."
+        )
+    if size != chunk.bytes:
+        raise ValueError(f"{where} must have {chunk.bytes} bytes while it is used: it has {size}. Restore it.")
+    return file, where
+
+
 def _parse_lines(content: bytes, where: str) -> tuple[list[Chunk], int]:
     if (count := content.count(b"\n")) > MAX_CHUNKS:
         raise ValueError(f"{where} must have at most {MAX_CHUNKS} lines: it has {count}.")

@@ -1,7 +1,7 @@
 """Create, resume and open a run on disk."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from epk_gp.storage.compatibility import (
     recorded_model,
     validate_forward_function,
     validate_loss_function,
+    validate_modules,
     validate_same_header,
 )
 from epk_gp.storage.index import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, chunk_schema, read_data, read_header
-from epk_gp.storage.stored import StoredStates, StoredUpdates
+from epk_gp.storage.stored import StoredStates, StoredStatistics, StoredUpdates
 from epk_gp.storage.training_state import TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
@@ -34,16 +35,18 @@ class RunStart:
     """A run before its first step.
 
     Attributes:
-        header: Description of the run (`schema.run_header`), with `compression` and `check_every`.
+        header: Description of the run (`schema.run_header`), with `compression`, `check_every` and `modules`.
         data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs) and `constant.NAME` for the frozen state.
         weights: The initial weights.
         digest: Digest of the run of no steps.
+        statistics: The initial moving statistics; None for a network without them.
     """
 
     header: Mapping[str, Any]
     data: Mapping[str, Tensor]
     weights: Float[Tensor, " P"]
     digest: str
+    statistics: Float[Tensor, " Q"] | None = None
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
@@ -62,9 +65,10 @@ def create_run(path: str | os.PathLike[str], start: RunStart, training: Training
         TypeError: The training state holds something that only a pickle could store.
     """
     tensors = training.state_dict()
-    writer, header = create_run_dir(path, {**start.header, "optimizer": training.options()}, start.data)
+    writer, header = create_run_dir(path, {**start.header, **training.header()}, start.data)
     try:
-        writer.append([start.weights], [], [], start.digest, tensors)
+        statistics = () if start.statistics is None else (start.statistics,)
+        writer.append([start.weights], [], [], start.digest, tensors, statistics)
         write_header(writer, header)
     except BaseException:
         writer.close()
@@ -73,7 +77,13 @@ def create_run(path: str | os.PathLike[str], start: RunStart, training: Training
 
 
 def resume_run(
-    path: str | os.PathLike[str], header: Mapping[str, Any], net: nn.Module, loss: Loss, training: TrainingState
+    path: str | os.PathLike[str],
+    header: Mapping[str, Any],
+    net: nn.Module,
+    loss: Loss,
+    training: TrainingState,
+    *,
+    output: Callable[[Any], Tensor] | None = None,
 ) -> tuple[Trajectory, RunWriter]:
     """Open a run to continue it: check that it is the same, and restore the state of its last commit.
 
@@ -83,6 +93,7 @@ def resume_run(
         net: The network; its weights, frozen parameters and buffers are overwritten.
         loss: The loss.
         training: The optimizer and other objects, made as the recorded ones were; their state is overwritten.
+        output: Takes the outputs from what the network returns, as at recording.
 
     Returns:
         The run up to its last commit, and a writer that continues it.
@@ -93,26 +104,38 @@ def resume_run(
         ValueError: The run is damaged, or it is one of another network, data set, loss or optimizer.
     """
     recorded = read_header(path)
-    validate_same_header(recorded, {**header, "optimizer": training.options()}, path)
+    validate_same_header(recorded, {**header, **training.header()}, path)
     writer = open_for_writing(path, recorded)
     try:
-        trajectory = load_trajectory(path, net, loss=loss)
+        trajectory = load_trajectory(path, net, loss=loss, output=output)
         number, chunk = len(writer.chunks) - 1, writer.chunks[-1]
         tensors = read_training_state(path, number, chunk)
-        training.load_state_dict(tensors, str(Path(path) / resume_name(number)))
+        where = str(Path(path) / resume_name(number))
+        buffers = training.recorded_buffers(tensors, where)
+        training.load_state_dict(tensors, where)
         writer.remove_uncommitted()
     except BaseException:
         writer.close()
         raise
     tensors_of_net = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-    values = {**trajectory.model.frozen_state(), **trajectory.model.unflatten(trajectory.states[chunk.last])}
+    values = {
+        **trajectory.model.frozen_state(),
+        **trajectory.weights(chunk.last),
+        **buffers,
+    }  # buffers last: they moved
     with torch.no_grad():
         for name, value in values.items():
             tensors_of_net[name].copy_(value)
     return trajectory, writer
 
 
-def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss | None = None) -> Trajectory:
+def load_trajectory(
+    path: str | os.PathLike[str],
+    net: nn.Module,
+    *,
+    loss: Loss | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+) -> Trajectory:
     """Open a recorded run for reading.
 
     Every file is checked against the checksum it was committed with; the weights are then mapped, not loaded.
@@ -121,21 +144,25 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
         path: The run's folder.
         net: A network of the recorded architecture; its weights do not matter and are not changed.
         loss: The loss, needed only if it was a `PerSampleLoss`, whose function is not stored.
+        output: The function from what the network returns to its outputs, needed if the run was recorded with one.
 
     Returns:
         The run, with its data on the CPU.
 
     Raises:
         FileNotFoundError: The folder holds no run, or a file is missing.
+        TypeError: `output` is no function.
         ValueError: A file is damaged; or the network has other names, shapes or another forward function than the
-            recorded one; or the loss is missing or another one.
+            recorded one; or the loss or `output` is missing or another one.
     """
     header = read_header(path)
     schema = chunk_schema(header)
     data = read_data(path, header)
     chunks = read_journal(path).chunks
-    model = recorded_model(header, data, net)
+    model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in chunks for step in read_steps(path, schema, chunk))
+    if any(step.passes for step in steps):
+        validate_modules(header, net)
     if fingerprint_data(data["inputs"], data["targets"]) != header["data_digest"]:
         raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
     trajectory = Trajectory(
@@ -150,6 +177,8 @@ def load_trajectory(path: str | os.PathLike[str], net: nn.Module, *, loss: Loss 
         num_outputs=header["num_outputs"],
         digest=chunks[-1].digest,
         data_digest=header["data_digest"],
+        statistics=StoredStatistics(Path(path), schema, chunks) if schema.num_statistics else None,
+        unexplained=header["unexplained"],
     )
     validate_forward_function(trajectory, data["probe"])
     validate_loss_function(trajectory)

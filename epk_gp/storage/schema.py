@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
@@ -24,7 +24,8 @@ from epk_gp.storage.atomic_files import (
 )
 
 FORMAT = "epk_gp run"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (2, 3)
 HEADER, DATA = "run.json", "data.safetensors"
 COMPRESSIONS = ("none", "deltas")
 # The name that a safetensors header gives to each dtype.
@@ -40,6 +41,15 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# Entries of a header of version 3, which those of version 2 lack, as they are in a run that does not need them.
+HEADER_DEFAULTS: dict[str, Any] = {
+    "statistics": [],
+    "statistic_shapes": [],
+    "unexplained": None,
+    "signature": None,
+    "modules": [],
+    "num_optimizers": 1,
+}
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
@@ -53,32 +63,79 @@ class ChunkSchema:
         dtype: Dtype of the weights.
         num_points: Number M of training points.
         compression: "none" or "deltas".
+        num_statistics: Number Q of moving statistics.
+        num_modules: Number of modules of the network whose modes a forward pass holds.
+        version: Version of the run's format.
     """
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
     num_points: int
     compression: str
+    num_statistics: int = 0
+    num_modules: int = 0
+    version: int = FORMAT_VERSION
 
     @property
     def num_weights(self) -> int:
         """Number P of weights."""
         return sum(self.sizes)
 
+    def row_length(self, name: str) -> int:
+        """Return how many numbers a row of a tensor has: Q of the moving statistics, P of weights and coefficients."""
+        return self.num_statistics if name == "statistics" else self.num_weights
+
 
 def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
     """Return the schema of the chunks of a run with this header."""
-    sizes = tuple(math.prod(shape) for shape in header["shapes"])
-    return ChunkSchema(sizes, WEIGHT_DTYPES[header["dtype"]], header["num_points"], header["compression"])
+    header = HEADER_DEFAULTS | dict(header)
+    return ChunkSchema(
+        sizes=tuple(math.prod(shape) for shape in header["shapes"]),
+        dtype=WEIGHT_DTYPES[header["dtype"]],
+        num_points=header["num_points"],
+        compression=header["compression"],
+        num_statistics=sum(math.prod(shape) for shape in header["statistic_shapes"]),
+        num_modules=len(header["modules"]),
+        version=header["version"],
+    )
+
+
+def module_names(net: nn.Module) -> list[str]:
+    """Return the names of a network's modules in the order of `modules()`, in which a pass holds their modes."""
+    return [name for name, _ in net.named_modules()]
 
 
 def run_header(
-    model: FunctionalModel, loss: Loss, update_rule: str, *, num_points: int, num_outputs: int, data_digest: str
+    model: FunctionalModel,
+    loss: Loss,
+    update_rule: str,
+    *,
+    num_points: int,
+    num_outputs: int,
+    data_digest: str,
+    unexplained: float | None = None,
 ) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights.
 
-    The digest of a run covers the text of this dictionary, so its keys and their order are part of the format.
+    The digest of a run covers the text of this dictionary, so its keys and their order are part of the format. Entries
+    of `HEADER_DEFAULTS` are left out where they have their default: so runs that do without have the digests that they
+    had in version 2.
+
+    Args:
+        model: The network.
+        loss: The loss.
+        update_rule: Name of the update rule.
+        num_points: M.
+        num_outputs: C.
+        data_digest: Digest of the training data.
+        unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
     """
+    of_version_3 = {
+        "statistics": list(model.statistics),
+        "statistic_shapes": [list(shape) for shape in model.statistic_shapes],
+        "unexplained": unexplained,
+        "signature": model.signature.to_json(),
+    }
     return {
         "names": list(model.names),
         "shapes": [list(shape) for shape in model.shapes],
@@ -88,6 +145,7 @@ def run_header(
         "loss": describe_loss(loss),
         "law": {"name": update_rule},
         "data_digest": data_digest,
+        **{key: value for key, value in of_version_3.items() if value != HEADER_DEFAULTS[key]},
     }
 
 
@@ -101,7 +159,7 @@ def describe_loss(loss: Loss) -> dict[str, Any]:
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the header of a run.
+    """Read the header of a run; one of version 2 gets the entries that it lacks.
 
     Raises:
         TypeError: The path is not a path.
@@ -117,14 +175,17 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     header = parse_json(content, f"{file} must be the JSON header of a run")
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{file} must be the header of an epk_gp run: its 'format' is not {FORMAT!r}.")
-    if header.get("version") != FORMAT_VERSION:
+    if type(header.get("version")) is not int or header["version"] not in READABLE_VERSIONS:
         raise ValueError(
-            f"run format version must be {FORMAT_VERSION}: {file} has {header.get('version')!r}. "
+            f"run format version must be {' or '.join(map(str, READABLE_VERSIONS))}: {file} has "
+            f"{header.get('version')!r}. "
             "Open it with the version of epk_gp that recorded it."
         )
     header = read_checksummed_json(content, str(file))
     if header is None:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
+    if header["version"] < 3:  # entries of other versions say nothing
+        header |= HEADER_DEFAULTS
     if not _is_header(header):
         raise ValueError(
             f"{file} must describe weights, data, loss and update rule: an entry is missing, or of another type."
@@ -169,15 +230,15 @@ def data_size(path: str | os.PathLike[str], header: Mapping[str, Any]) -> int:
 
 
 def _is_header(header: dict[str, Any]) -> bool:
-    names, shapes = header.get("names"), header.get("shapes")
     loss, update_rule = header.get("loss"), header.get("law")
     return (
-        isinstance(names, list)
-        and isinstance(shapes, list)
-        and len(names) == len(shapes) > 0
-        and all(isinstance(name, str) for name in names)
-        and all(isinstance(shape, list) and all(_is_count(n, 0) for n in shape) for shape in shapes)
-        and sum(math.prod(shape) for shape in shapes) > 0
+        _is_layout(header.get("names"), header.get("shapes"))
+        and sum(math.prod(shape) for shape in header["shapes"]) > 0
+        and _is_layout(header.get("statistics"), header.get("statistic_shapes"))
+        and _is_names(header.get("modules"))
+        and _is_share(header.get("unexplained", False))
+        and "signature" in header
+        and _is_count(header.get("num_optimizers"), 1)
         and header.get("dtype") in WEIGHT_DTYPES
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
@@ -191,6 +252,24 @@ def _is_header(header: dict[str, Any]) -> bool:
         and _is_count(header.get("data_bytes", 0), 0)
         and isinstance(header.get("optimizer"), list)
     )
+
+
+def _is_layout(names: object, shapes: object) -> bool:
+    return (
+        _is_names(names)
+        and isinstance(names, list)
+        and isinstance(shapes, list)
+        and len(names) == len(shapes)
+        and all(isinstance(shape, list) and all(_is_count(n, 0) for n in shape) for shape in shapes)
+    )
+
+
+def _is_names(names: object) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _is_share(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and type(value) is not bool and 0 <= value < math.inf)
 
 
 def _is_count(value: object, minimum: int) -> bool:

@@ -1,15 +1,20 @@
-"""Weight states and update coefficients of a run on disk, each read when it is indexed."""
+"""Weight states, moving statistics and update coefficients of a run on disk, each read when it is indexed."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients
-from epk_gp.storage.chunks import RowReader, read_state, read_update
-from epk_gp.storage.index import Chunk
+from epk_gp.storage.atomic_files import open_tensors
+from epk_gp.storage.chunks import RowReader, read_state, read_statistics, read_update
+from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.pass_verification import read_tables
+from epk_gp.storage.passes import ContentOnDisk, packed_steps
 from epk_gp.storage.schema import ChunkSchema
 
 
@@ -36,6 +41,41 @@ class StoredStates:
             raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
         chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
         return read_state(self.path, self.schema, chunk, state, self.reader)
+
+
+@dataclass(frozen=True)
+class StoredStatistics:
+    """The moving statistics of a run's states, mapped from its chunks or unpacked. Several threads may read at once."""
+
+    path: Path
+    schema: ChunkSchema
+    chunks: tuple[Chunk, ...]
+    reader: RowReader = field(default_factory=RowReader, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        """Return the number of states, S + 1."""
+        return self.chunks[-1].last + 1
+
+    def __getitem__(self, state: int) -> Float[Tensor, " Q"]:
+        """Read the moving statistics of one state.
+
+        Raises:
+            IndexError: The run has no such state.
+        """
+        if not 0 <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
+        chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
+        return read_statistics(self.path, self.schema, chunk, state, self.reader)
+
+
+def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[Step]:
+    """Return steps that were committed with a chunk, with their passes read from there; the others as they are."""
+    if not any(step.passes for step in steps):
+        return steps
+    file, where = unchanged_file(path, chunk)
+    with open_tensors(file, where) as tensors:
+        tables, _ = read_tables(tensors)
+    return packed_steps(steps, tables, ContentOnDisk(path, chunk))
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,22 @@
 """The training state of a run: what the next step depends on beside the weights, stored without pickle.
 
-It consists of the optimizer's state, the state of the objects that the user names (schedulers, samplers, generators),
-the momentum buffer that the recorder follows, and torch's random numbers on the CPU.
+It consists of the optimizers' state, the state of the objects that the user names (schedulers, samplers, generators),
+the momentum buffer that the recorder follows, the network's buffers that changed since the recording began, and torch's
+random numbers on the CPU and on the network's accelerator.
 """
 
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -24,7 +25,7 @@ from epk_gp.storage.atomic_files import DAMAGED, checksum, load_tensors, parse_j
 from epk_gp.storage.index import Chunk, resume_name
 
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
-_STATE, _RANDOM, _MOMENTUM = "state", "random", "momentum"
+_STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
 # Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
 _BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"}
 
@@ -59,15 +60,17 @@ def validate_stateful(stateful: StatefulObjects) -> None:
             )
 
 
-def validate_resumable(optimizer: Optimizer, stateful: StatefulObjects, path: str | os.PathLike[str] | None) -> None:
+def validate_resumable(
+    optimizer: Optimizer | Sequence[Optimizer], stateful: StatefulObjects, path: str | os.PathLike[str] | None
+) -> None:
     """Raise if a run with these arguments could not be resumed to the same end.
 
     Raises:
-        ValueError: There is no path, or the optimizer's learning rates follow a scheduler that is not in `stateful`.
+        ValueError: There is no path, or the learning rates of an optimizer follow a scheduler not in `stateful`.
     """
     if path is None:
         raise ValueError("resume=True needs path=, the folder of the run to resume: got None.")
-    is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+    is_scheduled = any("initial_lr" in group for each in _as_tuple(optimizer) for group in each.param_groups)
     if is_scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
         raise ValueError(
             "resume=True must know the optimizer's learning-rate schedule: pass stateful={'scheduler': scheduler}."
@@ -79,14 +82,34 @@ class TrainingState:
     """The objects whose state the next step depends on, beside the weights.
 
     Attributes:
-        optimizer: The optimizer.
+        optimizer: The optimizer, or several in the order in which the header counts them.
         stateful: Other objects, by name.
         momentum: The momentum buffer that the recorder follows, (P,).
+        net: The network; its buffers that changed, and the random numbers of its device, belong to the state.
     """
 
-    optimizer: Optimizer
+    optimizer: Optimizer | Sequence[Optimizer]
     stateful: StatefulObjects
     momentum: Float[Tensor, " P"]
+    net: nn.Module | None = None
+    _versions: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Remember the buffers as they are, so that those that change are known."""
+        self._versions = {name: (value, _version(value)) for name, value in self._buffers().items()}
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers."""
+        return _as_tuple(self.optimizer)
+
+    def header(self) -> dict[str, Any]:
+        """Return what a run's header holds of the optimizers.
+
+        Raises:
+            TypeError: An option is neither a number nor a text nor a list of them.
+        """
+        return {"optimizer": self.options(), "num_optimizers": len(self.optimizers)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy the state of all objects, and torch's random numbers, into tensors that can be stored.
@@ -97,10 +120,15 @@ class TrainingState:
         tensors: dict[str, Tensor] = {_RANDOM: torch.random.get_rng_state()}
         if self.momentum.any():
             tensors[_MOMENTUM] = self.momentum.clone()
+        if (device := self._accelerator()) is not None:
+            tensors[_DEVICE_RANDOM] = torch.get_device_module(device).get_rng_state(device)
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": states[0] if len(states) == 1 else states,
             "keep": {name: _state_of(value) for name, value in self.stateful.items()},
         }
+        if changed := {name: value for name, value in self._buffers().items() if self._has_changed(name, value)}:
+            state["buffers"] = changed
         text = json.dumps(_encode(state, tensors, "state"))
         tensors[_STATE] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return tensors
@@ -121,7 +149,10 @@ class TrainingState:
         try:
             state = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), where), tensors)
             recorded, momentum = state["optimizer"], tensors.get(_MOMENTUM)
+            recorded = recorded if isinstance(recorded, list) else [recorded]
             names, random = set(state["keep"]), tensors[_RANDOM]
+            if len(recorded) != len(self.optimizers):
+                raise ValueError(f"it has the state of {len(recorded)} optimizers")
             if momentum is not None and momentum.shape != self.momentum.shape:
                 raise ValueError(f"its momentum has shape {tuple(momentum.shape)}")
         except (KeyError, TypeError, IndexError, ValueError, RecursionError) as error:
@@ -132,28 +163,66 @@ class TrainingState:
                 f"{sorted(self.stateful)}."
             )
         try:
-            _validate_buffer_shapes(self.optimizer, recorded)
-            self.optimizer.load_state_dict(recorded)
+            for optimizer, own in zip(self.optimizers, recorded, strict=True):
+                _validate_buffer_shapes(optimizer, own)
+            for optimizer, own in zip(self.optimizers, recorded, strict=True):
+                optimizer.load_state_dict(own)
             for name, value in self.stateful.items():
                 if isinstance(value, torch.Generator):
                     value.set_state(state["keep"][name])
                 else:
                     value.load_state_dict(state["keep"][name])
             torch.random.set_rng_state(random)  # last: a sampler may draw numbers while its state is restored
+            if (device := self._accelerator()) is not None and _DEVICE_RANDOM in tensors:
+                torch.get_device_module(device).set_rng_state(tensors[_DEVICE_RANDOM], device)
         except (KeyError, TypeError, RuntimeError, AttributeError) as error:
             raise ValueError(f"optimizer and stateful must take the state to resume from: {error}.") from error
         if momentum is not None:
             self.momentum.copy_(momentum)
 
+    def recorded_buffers(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+        """Return the buffers of the network that `state_dict` stored because they had changed.
+
+        Args:
+            tensors: What `state_dict` returned.
+            where: Name of the file in an error message.
+
+        Raises:
+            ValueError: The tensors are not a training state, or the network has other buffers.
+        """
+        try:
+            recorded = _decode(parse_json(bytes(tensor_bytes(tensors[_STATE])), where), tensors).get("buffers", {})
+            found = {name: (tuple(value.shape), value.dtype) for name, value in recorded.items()}
+        except (KeyError, TypeError, IndexError, ValueError, RecursionError, AttributeError) as error:
+            raise ValueError(f"{where} must hold the state to resume from: it does not ({error}).") from error
+        own = {name: (tuple(value.shape), value.dtype) for name, value in self._buffers().items()}
+        for name, kind in found.items():
+            if own.get(name) != kind:
+                raise ValueError(
+                    f"the network must have the recorded buffers to resume {where}: {name!r} must be of {kind}, got "
+                    f"{own.get(name, 'none')}."
+                )
+        return dict(recorded)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {} if self.net is None else dict(self.net.named_buffers())
+
+    def _has_changed(self, name: str, value: Tensor) -> bool:
+        before, version = self._versions.get(name, (None, -1))
+        return value is not before or _version(value) != version or version < 0
+
+    def _accelerator(self) -> torch.device | None:
+        first = None if self.net is None else next(self.net.parameters(), None)
+        return None if first is None or first.device.type == "cpu" else first.device
+
     def options(self) -> list[dict[str, Any]]:
-        """Return the options of each parameter group of the optimizer, for the run's header.
+        """Return the options of each parameter group of all optimizers, for the run's header.
 
         Raises:
             TypeError: An option is neither a number nor a text nor a list of them.
         """
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
+        all_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in all_groups]
         plain = [
             {
                 key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -161,7 +230,7 @@ class TrainingState:
             }
             for group in groups
         ]
-        counts = [len(group["params"]) for group in self.optimizer.param_groups]
+        counts = [len(group["params"]) for group in all_groups]
         tensors: dict[str, Tensor] = {}
         encoded = [
             {key: _encode(value, tensors, f"option {key!r}") for key, value in sorted(group.items())} for group in plain
@@ -190,6 +259,15 @@ def read_training_state(path: str | os.PathLike[str], number: int, chunk: Chunk)
     if checksum(content, chunk.digest) == chunk.resume_blake2b:
         return load_tensors(content, where)
     raise ValueError(f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy.")
+
+
+def _as_tuple(optimizer: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    return (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+
+
+def _version(value: Tensor) -> int:
+    """Return how often a tensor was changed in place; -1 where torch does not count."""
+    return -1 if value.is_inference() else value._version
 
 
 def _state_of(value: Stateful | torch.Generator) -> Any:

@@ -29,7 +29,16 @@ from epk_gp.storage.index import (
     to_json_line,
 )
 from epk_gp.storage.locking import LOCK, MARKER, lock_writer
-from epk_gp.storage.schema import COMPRESSIONS, DATA, FORMAT, FORMAT_VERSION, HEADER, ChunkSchema, chunk_schema
+from epk_gp.storage.schema import (
+    COMPRESSIONS,
+    DATA,
+    FORMAT,
+    FORMAT_VERSION,
+    HEADER,
+    HEADER_DEFAULTS,
+    ChunkSchema,
+    chunk_schema,
+)
 from epk_gp.storage.write_errors import (
     RESUME,
     describe_remains,
@@ -48,7 +57,8 @@ class Storage:
     A chunk is committed as soon as one of the three limits is reached; a crash loses at most the steps since then.
 
     Attributes:
-        chunk_bytes: Bytes of weights that are collected before they are committed.
+        chunk_bytes: Bytes of weights, moving statistics and packed forward passes that are collected before they are
+            committed.
         seconds: Time since the last commit after which the next step commits, by a clock that is never set back.
         steps: Number of steps after which they are committed; no limit by default.
         compression: "none": states are mapped from the files. "deltas": each state is stored as its difference in bits
@@ -103,25 +113,29 @@ class RunWriter:
         updates: Sequence[UpdateCoefficients],
         digest: str,
         training_state: Mapping[str, Tensor],
+        statistics: Sequence[Tensor] = (),
     ) -> None:
         """Commit consecutive states, the steps that led to them, and the training state after the last of them.
 
         Args:
             states: The states that follow the committed ones.
-            steps: The steps that led to them.
+            steps: The steps that led to them, with their forward passes.
             updates: Coefficients of these steps.
             digest: Digest of the run up to the last of the states.
             training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
+            statistics: The moving statistics of the states, for a network that has any.
 
         Raises:
             OSError: The folder could not be written, and nothing is added; or it was deleted or replaced. The message
                 says whether what was committed before can still be read.
-            ValueError: The run has as many chunks as a run can have.
+            TypeError: A tensor of a pass has a dtype that cannot be stored.
+            ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run,
+                or the run is of version 2, which holds none.
         """
         number, first, start = len(self.chunks), self.num_states, self.journal_bytes
         if number >= MAX_CHUNKS:
             raise ValueError(f"a run must have at most {MAX_CHUNKS} chunks: let more steps come together in each.")
-        content = save(chunk_tensors(states, steps, updates, self.schema))
+        content = save(chunk_tensors(states, steps, updates, self.schema, statistics))
         resume = save({name: value.detach().cpu().contiguous() for name, value in training_state.items()})
         chunk = Chunk(
             file=chunk_name(number),
@@ -249,6 +263,7 @@ def create_run_dir(
         "version": FORMAT_VERSION,
         "data_blake2b": checksum(content),
         "data_bytes": len(content),
+        **HEADER_DEFAULTS,
         **header,
     }
     with explain_os_errors(folder, lambda _: f"no step is recorded yet. {RESUME}"):

@@ -4,7 +4,8 @@ import time
 
 from torch import Tensor
 
-from epk_gp.storage.stored import StoredStates, StoredUpdates
+from epk_gp.storage.passes import packed_bytes
+from epk_gp.storage.stored import StoredStates, StoredStatistics, StoredUpdates, stored_steps
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 from epk_gp.training.history import RunHistory
@@ -23,6 +24,7 @@ class CommitSchedule:
         self._num_completed = len(history.steps)
         self._training_state: dict[str, Tensor] = {}  # after the last completed step
         self._last_commit = time.monotonic()
+        self._pass_bytes = 0  # of the completed steps that are not on disk
 
     @property
     def num_committed(self) -> int:
@@ -44,16 +46,26 @@ class CommitSchedule:
         path, schema, chunks = self._writer.path, self._writer.schema, tuple(self._writer.chunks)
         return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks)
 
+    def stored_statistics(self) -> StoredStatistics | None:
+        """Return the moving statistics on disk; None for a network without them."""
+        schema = self._writer.schema
+        if not schema.num_statistics:
+            return None
+        return StoredStatistics(self._writer.path, schema, tuple(self._writer.chunks))
+
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
+        completed = self._history.steps[self._num_completed :]
         self._num_completed, self._training_state = len(self._history.steps), self._training.state_dict()
+        self._pass_bytes += sum(packed_bytes(step) for step in completed)
         waiting = self._num_completed - self.num_committed
         if not waiting:
             return
         result, limits = self._history.last, self._limits
         diagonals = sum(v.nbytes for v in result.update or () if len(v) != len(self._writer.schema.sizes))
+        statistics = 0 if result.statistics is None else result.statistics.nbytes
         if (
-            waiting * (result.end.nbytes + diagonals) >= limits.chunk_bytes
+            waiting * (result.end.nbytes + diagonals + statistics) + self._pass_bytes >= limits.chunk_bytes
             or time.monotonic() - self._last_commit >= limits.seconds
             or (limits.steps is not None and waiting >= limits.steps)
         ):
@@ -66,8 +78,10 @@ class CommitSchedule:
         if results:
             states, updates = [r.end for r in results], [r.update for r in results if r.update is not None]
             steps = self._history.steps[first:count]
-            self._writer.append(states, steps, updates, results[-1].digest, self._training_state)
-        self._last_commit = time.monotonic()
+            statistics = [r.statistics for r in results if r.statistics is not None]
+            self._writer.append(states, steps, updates, results[-1].digest, self._training_state, statistics)
+            self._history.replace_steps(first, stored_steps(self._writer.path, self._writer.chunks[-1], steps))
+        self._last_commit, self._pass_bytes = time.monotonic(), 0
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.
         self._history.forget_results_before(min(len(self._history.steps), count, self.num_committed) - 1)
 

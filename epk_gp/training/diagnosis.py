@@ -8,6 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.gradients import allclose, batch_gradient
+from epk_gp.core.loss_terms import loss_input
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
@@ -15,10 +16,10 @@ from epk_gp.core.losses import (
     NegativeLogLikelihood,
     sample_weights,
     soft_targets,
-    validate_targets,
 )
 from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.step import Step
+from epk_gp.core.target_validation import validate_targets
 
 _NUM_ROWS = 64  # inputs on which the user's network is compared with the deterministic one
 
@@ -92,7 +93,7 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
         return "the gradient is that of the stated loss before clipping: it was not clipped as the recorder was told"
     ratio = float(used @ gradient / (gradient @ gradient)) if gradient.any() else 0.0
     if ratio and allclose(used, ratio * gradient):
-        return _explain_ratio(ratio, check, _num_outputs(model, check))
+        return _explain_ratio(ratio, check, torch.Size(_sample_shape(model, check, check.loss, check.y)).numel())
     bound = float(used.abs().max())
     if allclose(used, gradient.clamp(-bound, bound)):
         return (
@@ -113,11 +114,10 @@ def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -
     rows = check.X[:_NUM_ROWS]
     params = model.unflatten(check.state)
     buffers = {name: value.clone() for name, value in net.named_buffers()}
-    args, kwargs = model.signature.unpack(rows)
+    signature, call = model.signature, model.signature.unpack(rows)
     with torch.no_grad(), random_state_kept(check.state.device):
-        returned = [torch.func.functional_call(net, {**params, **buffers}, args, kwargs) for _ in range(2)]
-        outputs = [model.signature.outputs(value) for value in returned]
-        expected = model(params, rows)
+        returned = [torch.func.functional_call(net, {**params, **buffers}, *call) for _ in range(2)]
+        outputs, expected = [signature.outputs(value) for value in returned], model(params, rows)
     if not all(isinstance(z, Tensor) for z in outputs):
         return "the network in training mode returns something else than one tensor: put it in evaluation mode"
     if not torch.equal(outputs[0], outputs[1]):
@@ -130,9 +130,12 @@ def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -
     return None
 
 
-def _num_outputs(model: FunctionalModel, check: StepCheck) -> int:
+def _sample_shape(model: FunctionalModel, check: StepCheck, loss: Loss, targets: Tensor) -> tuple[int, ...]:
+    """Return the shape of what a loss takes of one sample; () if that is not one tensor."""
     with torch.no_grad():
-        return model(model.unflatten(check.state), check.X[:1]).shape[1]
+        returned = model.returned(model.unflatten(check.state), check.X[:1])
+        value = loss_input(model.signature, loss, returned, targets[:1])
+    return tuple(value.shape[1:]) if isinstance(value, Tensor) else ()
 
 
 def _explain_ratio(ratio: float, check: StepCheck, num_outputs: int) -> str:
@@ -158,16 +161,17 @@ def _explain_ratio(ratio: float, check: StepCheck, num_outputs: int) -> str:
 def _matching_loss(model: FunctionalModel, check: StepCheck) -> str | None:
     """Return the name of another loss whose gradient the optimizer used, if one of the common losses fits."""
     stated, y = check.loss, check.y
-    C = _num_outputs(model, check)
+    with torch.no_grad():
+        C = model(model.unflatten(check.state), check.X[:1]).shape[1]
     has_labels = isinstance(stated, CrossEntropy) and not y.is_floating_point()
     kinds = (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
     candidates: list[Loss] = [kind(reduction) for kind in kinds for reduction in ("mean", "sum")]
     for candidate in candidates:
         targets = y
-        if has_labels and isinstance(candidate, MeanSquaredError):
+        if has_labels and y.ndim == 1 and isinstance(candidate, MeanSquaredError):
             targets = soft_targets(CrossEntropy(), y, check.state.new_empty(0, C))
         try:
-            validate_targets(candidate, targets, len(check.X), C)
+            validate_targets(candidate, targets, len(check.X), C, _sample_shape(model, check, candidate, targets))
         except (TypeError, ValueError):
             continue
         c = sample_weights(candidate, targets)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.storage.passes import pack_step
 from epk_gp.training.tensor_arena import TensorArena
 
 
@@ -17,9 +18,9 @@ class StepResult:
 
     Attributes:
         end: The weights after the step.
-        statistics: The moving statistics after the step; None for a network without them.
         update: Its coefficients; None where no step led to the weights.
         digest: Digest of the run up to the step.
+        statistics: The moving statistics after the step; None for a network without them.
     """
 
     end: Float[Tensor, " P"]
@@ -32,7 +33,7 @@ class RunHistory:
     """The steps recorded so far, and the results of those that are in memory.
 
     Attributes:
-        steps: Learning rate and batch of each step.
+        steps: Learning rate, batch and forward passes of each step; the passes are packed, in memory or on disk.
     """
 
     def __init__(
@@ -60,12 +61,22 @@ class RunHistory:
         digest: str,
         statistics: Float[Tensor, " Q"] | None = None,
     ) -> None:
-        """Add a step and copies of its results."""
+        """Add a step with its passes packed, and copies of its results.
+
+        Raises:
+            TypeError: A tensor of a pass has a dtype that cannot be stored.
+            ValueError: A pass is not as `ForwardPass` says, or holds NaN or infinity.
+        """
         copy_in = self._arena.copy_in
-        held = None if statistics is None else copy_in(statistics)
-        self._results[step.index] = StepResult(copy_in(end), update.map(copy_in), digest, held)
+        packed = pack_step(step, copy_in)
+        after = None if statistics is None else copy_in(statistics)
+        self._results[step.index] = StepResult(copy_in(end), update.map(copy_in), digest, after)
         # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
-        self.steps.append(step if step.batch is None else replace(step, batch=copy_in(step.batch)))
+        self.steps.append(packed if step.batch is None else replace(packed, batch=copy_in(step.batch)))
+
+    def replace_steps(self, first: int, steps: Sequence[Step]) -> None:
+        """Put steps that are on disk in the place of the same steps in memory, from number `first` on."""
+        self.steps[first : first + len(steps)] = steps
 
     def results(self, first: int, end: int) -> list[StepResult]:
         """Return the results of the steps `first` to `end - 1`."""

@@ -23,12 +23,14 @@ class PassRecords:
 
     Attributes:
         data: X, y and the loss, as recorded.
+        reads_targets: Whether targets may be read from the gradient in the outputs: the loss depends on these alone.
         modes: Tells whether a network in some modes computes what it computes in evaluation mode.
         has_other_rows: Whether the network saw a row that is no training point: the loop augments or mixes its rows.
     """
 
     data: TrainingData
     modes: ModeCheck
+    reads_targets: bool
     has_other_rows: bool = False
     _index_of_row: dict[bytes, int] = field(default_factory=dict)
 
@@ -84,7 +86,12 @@ class PassRecords:
             other = other if is_same_kind else torch.arange(len(rows), device=other.device)
             inputs = SeenRows(other, forward.inputs[other])
         targets = None
-        if forward.outputs is not None and forward.output_gradient is not None and forward.outputs.ndim == 2:
+        if (
+            self.reads_targets
+            and forward.outputs is not None
+            and forward.output_gradient is not None
+            and forward.outputs.ndim == 2
+        ):
             y = self.data.targets[rows.to(self.data.targets.device)]
             seen = OutputGradient(forward.outputs, forward.output_gradient, is_recorded)
             found = seen_targets(self.data.loss, seen, y, c)

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from types import TracebackType
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.fingerprint import fingerprint_step
-from epk_gp.core.losses import CrossEntropy, Loss, as_loss
+from epk_gp.core.input_layout import Inputs
+from epk_gp.core.losses import CrossEntropy, Loss, PerSampleLoss, as_loss
 from epk_gp.core.model import functionalize
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.validation import validate_count
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
+from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
 from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
@@ -71,16 +73,17 @@ class Recorder:
     Attributes:
         net: The network.
         optimizer: Its optimizer.
-        X: A copy of the training inputs.
+        X: A copy of the training inputs, in the structure in which they were given.
         y: A copy of their targets.
         loss: The loss.
+        signature: How the network is called, and how its outputs are taken from what it returns.
     """
 
     def __init__(
         self,
         net: nn.Module,
         optimizer: Optimizers,
-        X: Shaped[Tensor, "M ..."],
+        X: Inputs,
         y: Shaped[Tensor, "M ..."],
         *,
         loss: Loss | nn.Module = CrossEntropy(),
@@ -92,13 +95,15 @@ class Recorder:
         storage: Storage = Storage(),
         check_every: int = 1,
         unexplained: float | None = None,
+        output: Callable[[Any], Tensor] | None = None,
     ) -> None:
         """Check everything that can be checked before training starts.
 
         Args:
             net: The network; X and y must be on its device.
             optimizer: Its optimizer, or several. The recorded weights are those that they hold.
-            X: All M training inputs.
+            X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
+                takes them, net(*X) or net(**X).
             y: Their targets.
             loss: The loss that will be minimised.
             update_rule: How the optimizer's step follows from the gradient; known for torch's SGD, Adam, AdamW,
@@ -117,6 +122,8 @@ class Recorder:
                 left. `reconstruct(...).max_step_mismatch` checks all of them afterwards.
             unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
                 its own in every result. None refuses a step that they do not explain up to rounding.
+            output: Takes the outputs (n, C) that are to be explained from what the network returns, where that is
+                something else, such as `lambda returned: returned.logits`.
 
         Raises:
             TypeError: An argument is of another kind.
@@ -133,15 +140,21 @@ class Recorder:
         self._optimizers = as_optimizers(optimizer)
         if resume:
             validate_resumable(self._optimizers[0], stateful, path)
-        self._setup = make_setup(net, optimizer, (X, y), loss, rules)
-        self.net, self.optimizer, self.loss, self.X, self.y = net, optimizer, loss, self._setup.X, self._setup.y
+        self._setup = make_setup(net, optimizer, (X, y), loss, rules, output=output)
+        self.signature = self._setup.model.signature
+        self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
+        self.X = self.signature.structure(self._setup.X)
         header, start = self._setup.header(), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
         model, data = self._setup.model, self._setup.training_data
         self._capture = ForwardCapture(net, model, self._pack, self._on_forward)
-        self._passes = PassRecords(data, ModeCheck(model, self._setup.state(start), self.X))
-        self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start))
+        self._passes = PassRecords(
+            data,
+            ModeCheck(model, self._setup.state(start), self._setup.X),
+            model.signature.output is None or not isinstance(loss, PerSampleLoss),
+        )
+        self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start), net)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         if path is not None:
             self._open_folder(path, header, storage, resume=resume)
@@ -261,8 +274,8 @@ class Recorder:
             raise RuntimeError(
                 "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
             )
-        batch = None if indices is None else parse_batch(indices, len(self.X), index)
-        factor = parse_batch_weight(weight, len(self.X) if batch is None else len(batch), index)
+        batch = None if indices is None else parse_batch(indices, len(self._setup.X), index)
+        factor = parse_batch_weight(weight, len(self._setup.X) if batch is None else len(batch), index)
         try:
             learning_rate(self._optimizers)
         except ValueError as error:
@@ -301,10 +314,11 @@ class Recorder:
             if self._phase is not Phase.CLOSED:
                 self._commits.commit()
             states, updates = self._commits.stored()
+            statistics = self._commits.stored_statistics()
             count, digest = self._commits.num_committed, self._commits.digest
         return Trajectory(
             model=setup.model,
-            inputs=self.X,
+            inputs=setup.X,
             targets=self.y,
             loss=self.loss,
             update_rule=setup.rules.update_rule.name,
@@ -324,13 +338,16 @@ class Recorder:
         """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
         setup, history, training = self._setup, self._history, self._training
         full = header | {"compression": storage.compression, "check_every": setup.rules.check_every}
+        full["modules"] = module_names(self.net)
         if resume and is_run(path):
-            recorded, writer = resume_run(path, full, self.net, self.loss, training)
-            self._setup = replace(setup, model=functionalize(self.net, setup.model.names))
-            end = recorded.states[recorded.num_steps].to(self.X.device)
-            self._history = RunHistory(end, recorded.digest, recorded.steps)
+            recorded, writer = resume_run(path, full, self.net, self.loss, training, output=self.signature.output)
+            names, statistics = setup.model.names, setup.model.statistics
+            self._setup = replace(setup, model=functionalize(self.net, names, statistics, self.signature))
+            end = recorded.states[recorded.num_steps].to(self.y.device)
+            self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
         else:
-            start = RunStart(full, setup.data(), history.last.end, history.last.digest)
+            last = history.last
+            start = RunStart(full, setup.data(), last.end, last.digest, last.statistics)
             writer = create_run(path, start, training)
         self._commits = CommitSchedule(writer, storage, self._history, training)
 
@@ -340,7 +357,7 @@ class Recorder:
     def _on_forward(self) -> None:
         """Find the passes of the batches announced so far, before the next pass begins."""
         self._complete_step()
-        assign_forwards(self._announced, self._capture.waiting, len(self.X))
+        assign_forwards(self._announced, self._capture.waiting, len(self._setup.X))
         gradients = (p.grad for group in self._optimizers[0].param_groups for p in group["params"])
         if all(g is None for g in gradients):  # gradients were cleared without a step (a skipped one of a GradScaler)
             self._announced = [batch for batch in self._announced if not batch.forwards]
@@ -376,7 +393,7 @@ class Recorder:
             )
         announced, self._announced = self._announced, []
         before, self._states_before = self._states_before, {}
-        assign_forwards(announced, self._capture.waiting, len(self.X))
+        assign_forwards(announced, self._capture.waiting, len(self._setup.X))
         self._capture.waiting.clear()
         end = setup.weights()
         if not torch.isfinite(end).all():

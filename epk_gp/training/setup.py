@@ -1,5 +1,6 @@
 """The setup of a recorded training: everything that is stated of it before its first step, checked once."""
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,9 @@ from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.gradients import relative_rounding
-from epk_gp.core.losses import Loss, validate_loss_row_independence, validate_output_scale, validate_targets
+from epk_gp.core.input_layout import Inputs
+from epk_gp.core.loss_terms import loss_input, loss_terms, validate_loss_row_independence
+from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel, functionalize, random_state_kept
 from epk_gp.core.optimizers import (
     Optimizers,
@@ -23,6 +26,7 @@ from epk_gp.core.optimizers import (
     validate_unexplained,
 )
 from epk_gp.core.replay import TrainingData
+from epk_gp.core.target_validation import validate_output_scale, validate_targets
 from epk_gp.core.update_rules import UpdateRule
 from epk_gp.core.validation import validate_count, validate_finite
 from epk_gp.storage.schema import run_header
@@ -86,7 +90,7 @@ class TrainingSetup:
     Attributes:
         net: The user's network, which is trained.
         model: The same network as a function of its weights, in evaluation mode.
-        X: All M training inputs, copied.
+        X: All M training inputs, copied; several tensors are packed into one.
         y: Their targets, copied.
         loss: The stated loss.
         rules: How the steps are made and checked.
@@ -132,6 +136,7 @@ class TrainingSetup:
             num_points=len(self.X),
             num_outputs=self.num_outputs,
             data_digest=fingerprint_data(self.X, self.y),
+            unexplained=self.rules.unexplained,
         )
 
     def data(self) -> dict[str, Tensor]:
@@ -180,31 +185,72 @@ class TrainingSetup:
 def make_setup(
     net: nn.Module,
     optimizer: Optimizers,
-    data: tuple[Tensor, Tensor],
+    data: tuple[Inputs, Tensor],
     loss: Loss,
     rules: StepRules,
+    *,
+    output: Callable[[Any], Tensor] | None = None,
+    trained: Collection[str] = (),
 ) -> TrainingSetup:
     """Check network, data and loss against each other, and return the setup of the training.
+
+    Args:
+        net: The network.
+        optimizer: Its optimizer, or several.
+        data: Training inputs, a tensor or several, and their targets.
+        loss: The loss.
+        rules: How the steps are made and checked.
+        output: Takes the outputs (n, C) from what the network returns; None where it returns them.
+        trained: Names of parameters that are trained later in the run, and that no optimizer trains at present.
 
     Raises:
         TypeError: An argument is of another kind.
         ValueError: The data, the network or the targets cannot be recorded; the message says why.
     """
-    model = functionalize(net, trained_names(net, optimizer))
-    X, y = parse_data(*data)
+    names = trained_names(net, optimizer, trained)
+    X, y, signature = parse_data(*data, output)
+    model = functionalize(net, names, signature=signature)
     validate_batch_statistics(net)
     statistics = moving_statistics(net, model, X)
     if statistics:
-        model = functionalize(net, model.names, statistics)
+        model = functionalize(net, names, statistics, signature)
     weights = model.flatten(dict(net.named_parameters()))
     for name, value in model.unflatten(weights).items():
         validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
     state = torch.cat([weights, model.flatten_statistics(dict(net.named_buffers()))])
     fingerprint = validated_fingerprint(model, state, X)
-    validate_targets(loss, y, len(X), fingerprint.shape[1])
-    validate_output_scale(loss, fingerprint)
-    validate_loss_row_independence(loss, fingerprint, y[: len(fingerprint)])
+    _validate_loss(model, loss, state, X, y)
     return TrainingSetup(net, model, X, y, loss, rules, fingerprint)
+
+
+def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor, y: Tensor) -> None:
+    """Raise if the loss cannot take what the network returns and the targets, or mixes the samples of a batch.
+
+    Raises:
+        TypeError, ValueError: The targets do not fit, or the losses of a few samples are not those of each alone.
+    """
+    weights, statistics = state.split([model.num_weights, model.num_statistics])
+    params = model.unflatten(torch.cat([perturbed_initial(weights), statistics]))
+    n, signature = NUM_FINGERPRINT_POINTS, model.signature
+    with torch.no_grad():
+        returned = model.returned(params, X[:n])
+        value = loss_input(signature, loss, returned, y[:n] if y.ndim else y)
+        is_tensor = isinstance(value, Tensor)
+        C = signature.outputs(returned).shape[1]
+        validate_targets(loss, y, len(X), C, tuple(value.shape[1:]) if is_tensor else None)
+        if is_tensor:
+            validate_output_scale(loss, value, y[:n])
+        alone = None
+        if signature.output is not None:
+            rows = zip(X[:n].split(1), y[:n].split(1), strict=True)
+            try:
+                alone = torch.cat([loss_terms(signature, loss, model.returned(params, x), q) for x, q in rows])
+            except (RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
+                raise ValueError(
+                    f"the loss must accept what the network returns, {type(returned).__name__}, and the targets: it "
+                    f"fails on one sample, with {type(error).__name__}: {error}"
+                ) from error
+        validate_loss_row_independence(loss, value, y[:n], alone)
 
 
 def validate_end(setup: TrainingSetup, weights: Float[Tensor, " P"], num_steps: int) -> None:
@@ -254,10 +300,8 @@ def _is_recorded_function(setup: TrainingSetup, w: Float[Tensor, " P"], rows: Sh
     net.eval()
     try:
         with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
-            args, kwargs = model.signature.unpack(rows)
-            recorded = model(params, rows)
-            returned = torch.func.functional_call(net, {**params, **buffers}, args, kwargs)
-            found = model.signature.outputs(returned)
+            recorded, call = model(params, rows), model.signature.unpack(rows)
+            found = model.signature.outputs(torch.func.functional_call(net, {**params, **buffers}, *call))
     finally:
         for module, mode in is_training:
             module.training = mode

@@ -111,9 +111,8 @@ def observe_step(
     for name, parameter in named.items():
         if name not in parameters and id(parameter) in owned and parameter.grad is not None:
             raise StepMismatchError(
-                f"step {step.index}: a parameter that is trained at any time must be trainable when recording begins: "
-                f"{name!r} was frozen or in no optimizer then. Give it to the optimizer with requires_grad=True before "
-                "the recorder is made, and freeze it afterwards."
+                f"step {step.index}: a parameter that is frozen when recording begins must stay frozen: {name!r} is "
+                f"trained now. Tell the recorder that it will be, with trained=[{name!r}]."
             )
     frozen = {
         name

@@ -1,6 +1,8 @@
 """The common training loop, recorded."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -10,7 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.losses import CrossEntropy, Loss, per_sample_losses, sample_weights
+from epk_gp.core.input_layout import Inputs, pack_inputs
+from epk_gp.core.loss_terms import loss_terms
+from epk_gp.core.losses import CrossEntropy, Loss, sample_weights
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import UpdateRule
 from epk_gp.core.validation import validate_count, validate_generator
@@ -23,7 +27,7 @@ from epk_gp.training.recorder import Recorder
 
 def train(
     net: nn.Module,
-    X: Shaped[Tensor, "M ..."],
+    X: Inputs,
     y: Shaped[Tensor, "M ..."],
     *,
     optimizer: Optimizer,
@@ -38,13 +42,15 @@ def train(
     resume: bool = False,
     storage: Storage = Storage(),
     check_every: int = 1,
+    output: Callable[[Any], Tensor] | None = None,
     progress: bool = False,
 ) -> Trajectory:
     """Train a network in place and record every step.
 
     Args:
         net: The network.
-        X: All M training inputs.
+        X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network takes
+            them, net(*X) or net(**X).
         y: Their targets.
         optimizer: The optimizer of the network's parameters.
         steps: Number of optimizer steps S >= 1, with those of a run that is resumed.
@@ -59,6 +65,7 @@ def train(
             scheduler must be made as they were.
         storage: How often steps are committed to disk, and whether they are compressed.
         check_every: Recompute the gradient of one step out of this many, as for `Recorder`.
+        output: Takes the outputs (n, C) that are to be explained from what the network returns, as for `Recorder`.
         progress: Show a progress bar.
 
     Returns:
@@ -78,7 +85,8 @@ def train(
         raise TypeError(
             f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
         )
-    sampler = None if batch_size is None else EpochSampler(len(X), int(batch_size), generator)
+    rows = X if isinstance(X, Tensor) else pack_inputs(X)[0]
+    sampler = None if batch_size is None else EpochSampler(len(rows), int(batch_size), generator)
     stateful: dict[str, Stateful | torch.Generator] = {} if sampler is None else {"sampler": sampler}
     if scheduler is not None:
         stateful["scheduler"] = scheduler
@@ -95,16 +103,20 @@ def train(
         stateful=stateful,
         storage=storage,
         check_every=check_every,
+        output=output,
     ) as recorder:
+        signature = recorder.signature
+        X = signature.pack(recorder.X)
         remaining = tqdm(
             recorder.until(steps), desc="training", initial=recorder.num_steps, total=steps, disable=not progress
         )
         for _ in remaining:
             batch = None if sampler is None else sampler.next_batch()
-            inputs, targets = (recorder.X, recorder.y) if batch is None else (recorder.X[batch], recorder.y[batch])
+            inputs, targets = (X, recorder.y) if batch is None else (X[batch], recorder.y[batch])
+            args, kwargs = signature.unpack(inputs)
             optimizer.zero_grad()
             with torch.enable_grad(), disable_fused_attention():
-                values = per_sample_losses(recorder.loss, net(inputs), targets)
+                values = loss_terms(signature, recorder.loss, net(*args, **kwargs), targets)
                 (sample_weights(recorder.loss, targets).to(values) @ values).backward()
             if clip is not None:
                 clip.clip_gradients(net)

@@ -2,16 +2,19 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs, perturbed_initial
+from epk_gp.core.input_layout import Inputs
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import Optimizers, as_optimizers
+from epk_gp.core.signature import Signature, parse_signature
 from epk_gp.core.validation import validate_finite
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
@@ -23,46 +26,61 @@ _NO_CHECKPOINTING = (
 )
 
 
-def trained_names(net: nn.Module, optimizers: Optimizers) -> tuple[str, ...]:
+def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the parameters that one or several optimizers train.
+
+    Args:
+        net: The network.
+        optimizers: Its optimizers.
+        trained: Names of further parameters that will be trained later in the run, which no optimizer holds yet.
 
     Raises:
         TypeError: `net` is not a module, or there is something else than an optimizer.
-        ValueError: An optimizer trains a tensor that is not a parameter of the network.
+        ValueError: An optimizer trains a tensor that is not a parameter of the network, or there is no parameter of a
+            stated name.
     """
     if not isinstance(net, nn.Module):
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
     names = {id(p): name for name, p in net.named_parameters()}
     groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
-    trained = [p for group in groups for p in group["params"] if p.requires_grad]
-    if any(id(p) not in names for p in trained):
+    present = [p for group in groups for p in group["params"]]  # frozen ones too: they may thaw
+    if any(id(p) not in names for p in present):
         raise ValueError(
             "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
         )
-    trained_ids = {id(p) for p in trained}
-    return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids)
+    trained_ids = {id(p) for p in present}
+    if unknown := sorted(set(trained) - set(names.values())):
+        raise ValueError(f"trained must hold names of the network's parameters: got {', '.join(map(repr, unknown))}.")
+    return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
 
 
-def parse_data(X: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return copies of the training inputs and targets.
+def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = None) -> tuple[Tensor, Tensor, Signature]:
+    """Return copies of the training inputs and targets, and the signature of a network that takes the inputs.
+
+    Args:
+        X: The inputs, a tensor or several, which are packed into one.
+        y: Their targets.
+        output: Takes the outputs from what the network returns.
 
     Raises:
-        TypeError: The inputs or targets are not tensors.
-        ValueError: The inputs have no row per point, are on another device than the targets, or are not finite.
+        TypeError: The inputs or targets are not tensors, or `output` is no function.
+        ValueError: Several inputs do not go together; the inputs have no row per point, are on another device than the
+            targets, or are not finite.
     """
-    for name, value in (("X", X), ("y", y)):
+    inputs, signature = parse_signature(X, output)
+    for name, value in (("X", inputs), ("y", y)):
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor."
             )
         if value.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor: got {value.layout}. Convert it with {name}.to_dense().")
-    if X.ndim < 2 or len(X) == 0:
-        raise ValueError(f"X must have shape (M, ...) with at least one point: got {tuple(X.shape)}.")
-    if X.device != y.device:
-        raise ValueError(f"X and y must be on one device: got {X.device} and {y.device}.")
-    validate_finite(X, "X")
-    return X.detach().clone(), y.detach().clone()
+    if inputs.ndim < 2 or len(inputs) == 0:
+        raise ValueError(f"X must have shape (M, ...) with at least one point: got {tuple(inputs.shape)}.")
+    if inputs.device != y.device:
+        raise ValueError(f"X and y must be on one device: got {inputs.device} and {y.device}.")
+    validate_finite(inputs, "X")
+    return inputs.detach().clone(), y.detach().clone(), signature
 
 
 def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> Tensor:
@@ -81,14 +99,10 @@ def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> T
         raise TypeError(f"X must have the weights' dtype {start.dtype}: got {X.dtype}. Convert one of them.")
     if X.device != start.device:
         raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
-    try:
-        inspect.signature(model.module.forward).bind(X)
-    except TypeError as error:
-        raise TypeError(
-            f"the network must take X as its only input: forward{inspect.signature(model.module.forward)} does not "
-            f"({error}). Wrap it in a module whose forward takes one tensor."
-        ) from error
+    _validate_call(model)
     rows = X[:NUM_FINGERPRINT_POINTS].clone()
+    perturbed = torch.cat([perturbed_initial(start), statistics])
+    _validate_output_function(model, perturbed, rows)
     try:
         validate_no_checkpointing(model, state, rows)
         outputs = fingerprint_outputs(model, start, rows, statistics)
@@ -106,9 +120,54 @@ def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> T
     validate_finite(
         initial, "the network's outputs at its initial weights", "Repair its forward() or its initial weights."
     )
-    perturbed = torch.cat([perturbed_initial(start), statistics])
     validate_row_independence(model, model.unflatten(perturbed), X)
     return outputs
+
+
+def _validate_call(model: FunctionalModel) -> None:
+    """Raise if a network cannot be called with its inputs.
+
+    Raises:
+        TypeError: Its forward function takes other arguments.
+    """
+    signature, layout = inspect.signature(model.module.forward), model.signature.layout
+    keys = [0] if layout is None else [tensor.key for tensor in layout.tensors]
+    is_mapping = layout is not None and layout.is_mapping
+    args, kwargs = ((), {str(key): key for key in keys}) if is_mapping else (keys, {})
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        if layout is None:
+            raise TypeError(
+                f"the network must take X as its only input: forward{signature} does not ({error}). Pass several "
+                "inputs as a tuple or dict of tensors, or wrap the network in a module whose forward takes one tensor."
+            ) from error
+        raise TypeError(
+            f"the network must take the tensors of X, {keys}, as net({'**X' if is_mapping else '*X'}): "
+            f"forward{signature} does not ({error})."
+        ) from error
+
+
+def _validate_output_function(model: FunctionalModel, state: Tensor, rows: Tensor) -> None:
+    """Raise if the function that takes the outputs from what the network returns fails.
+
+    Raises:
+        ValueError: It raises an error of any kind.
+    """
+    if model.signature.output is None:
+        return
+    with torch.no_grad():
+        try:
+            returned = model.returned(model.unflatten(state), rows)
+        except (RuntimeError, IndexError, AttributeError, KeyError, TypeError):
+            return  # of the network itself, which is looked at next
+        try:
+            model.signature.outputs(returned)
+        except Exception as error:
+            raise ValueError(
+                f"output must accept what the network returns, {type(returned).__name__}: it fails with "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def validate_no_checkpointing(model: FunctionalModel, state: Tensor, rows: Tensor) -> None:
@@ -233,7 +292,13 @@ def validate_row_independence(
                 "training steps must be gradients of a deterministic network: two evaluations of the same inputs "
                 "differ, also in evaluation mode (dropout, or noise of its own). Switch the randomness off."
             )
-        alone = torch.cat([model(weights, row[None]) for row in rows])
+        each = [model(weights, row[None]) for row in rows]
+        if any(z.shape != together[:1].shape for z in each):
+            raise ValueError(
+                f"the number C of outputs must not depend on the batch: got {together.shape[1]} for {len(rows)} inputs "
+                f"and {each[0].shape[1]} for one."
+            )
+        alone = torch.cat(each)
     difference = (alone - together).abs().max()
     if difference > rounding:
         raise ValueError(

@@ -133,8 +133,16 @@ TRAINING = {
     ),
     "network_of_two_dtypes": ({"net": mixed_dtypes()}, ValueError, "share one floating dtype and one device"),
     "network_not_copyable": ({"net": NoCopy()}, TypeError, "must be copyable by copy.deepcopy"),
-    "network_returns_a_tuple": ({"net": Tuple()}, ValueError, r"shape .n, C.: got tuple for 4 inputs. Wrap it"),
-    "network_returns_one_number": ({"net": OneNumber()}, ValueError, r"shape .n, C.: got a tensor of shape .4,. for 4"),
+    "network_returns_a_tuple": (
+        {"net": Tuple()},
+        ValueError,
+        r"shape .n, C.: got tuple for 4 inputs. Say how .* output=lambda returned: returned.0.",
+    ),
+    "network_returns_one_number": (
+        {"net": OneNumber()},
+        ValueError,
+        r"labels must lie in 0..0 .the network has 1 outputs.",
+    ),
     "network_transposed": ({"net": Transposed(), "X": X[:3], "y": Y[:3]}, ValueError, "shape .n, C.: got"),
     "weights_nan": (
         {"net": poisoned(NAN)},

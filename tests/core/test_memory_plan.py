@@ -28,6 +28,7 @@ SIZES: dict[str, Callable[[MemoryPlan], int]] = {
     "tile_points": lambda memory: memory.tile_points(9, FEATURE_BYTES),
     "derivative_points": lambda memory: memory.derivative_points(9, FEATURE_BYTES),
     "adjoint_points": lambda memory: memory.adjoint_points(3),
+    "statistics_rows": lambda memory: memory.statistics_rows(3, 64),
     "adjoint_samples": lambda memory: memory.adjoint_samples(),
     "vanilla_gd_points": lambda memory: memory.vanilla_gd_points(FEATURE_BYTES),
     "vanilla_gd_samples": lambda memory: memory.vanilla_gd_samples(10_000, 100, 3),

@@ -1,0 +1,117 @@
+"""Validation of targets, and of outputs, against the loss."""
+
+import math
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.core.losses import (
+    ELEMENTWISE,
+    ClassLoss,
+    CrossEntropy,
+    Loss,
+    MeanSquaredError,
+    NegativeLogLikelihood,
+    PerSampleLoss,
+    classes_second,
+    ignored_class,
+)
+
+
+def validate_targets(
+    loss: Loss,
+    targets: Shaped[Tensor, "..."],
+    num_points: int,
+    num_outputs: int,
+    sample_shape: tuple[int, ...] | None = None,
+) -> None:
+    """Raise if targets do not fit the data, the network or the loss.
+
+    Args:
+        loss: The loss.
+        targets: The targets of all samples.
+        num_points: Number M of samples.
+        num_outputs: Number C of outputs.
+        sample_shape: Shape of what the loss takes of one sample; (C,) by default.
+
+    Raises:
+        TypeError: The targets have a dtype that the loss cannot take.
+        ValueError: The targets have another shape, labels out of range, entries that are not finite, or rows that are
+            not probability distributions.
+    """
+    if targets.ndim == 0 or targets.shape[0] != num_points:
+        got = targets.shape[0] if targets.ndim else "a scalar"
+        raise ValueError(f"targets must have one entry per point: got {got} for {num_points} points.")
+    if targets.is_floating_point() and not torch.isfinite(targets).all():
+        row = int((~torch.isfinite(targets.reshape(num_points, -1))).any(dim=1).nonzero()[0])
+        raise ValueError(f"targets must be finite: row {row} holds NaN or infinity.")
+    sample_shape = (num_outputs,) if sample_shape is None else sample_shape
+    is_elementwise = isinstance(loss, PerSampleLoss) and isinstance(loss.function, ELEMENTWISE)
+    if isinstance(loss, MeanSquaredError) or is_elementwise:
+        name, expected = getattr(loss, "name", type(loss).__name__), (num_points, *sample_shape)
+        if expected not in (targets.shape, (*targets.shape, 1)) and (*expected, 1) != targets.shape:
+            raise ValueError(f"{name} needs targets of the outputs' shape {expected}: got {tuple(targets.shape)}.")
+    if isinstance(loss, MeanSquaredError) and not targets.is_floating_point():
+        raise TypeError(f"MeanSquaredError needs floating-point targets: got {targets.dtype}.")
+    if isinstance(loss, ClassLoss):
+        _validate_classes(loss, targets, sample_shape)
+
+
+def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int, ...]) -> None:
+    """Raise if targets are neither labels of classes nor, for `CrossEntropy`, their probabilities."""
+    num_points = len(targets)
+    positions = sample_shape[1:] if targets.is_floating_point() or targets.shape[1:] == sample_shape[1:] else None
+    num_classes = sample_shape[0] if positions is not None or len(sample_shape) == 1 else sample_shape[-1]
+    if loss.class_weights is not None and len(loss.class_weights) != num_classes:
+        raise ValueError(
+            f"there must be one class weight per output: got {len(loss.class_weights)} for {num_classes} outputs."
+        )
+    if targets.is_floating_point() and isinstance(loss, CrossEntropy):
+        if targets.shape != (num_points, *sample_shape):
+            raise ValueError(
+                f"class probabilities must have shape {(num_points, *sample_shape)}: got {tuple(targets.shape)}. "
+                "Class labels must be int64."
+            )
+        if (targets < 0).any() or (targets.sum(dim=1) - 1).abs().max() > 1e-4:
+            raise ValueError("class probabilities must be non-negative and sum to 1 in every row.")
+        return
+    if targets.dtype != torch.int64:
+        raise TypeError(f"class labels must be int64: got {targets.dtype}. Convert them with .long().")
+    if positions is None and targets.shape[1:] != sample_shape[:-1]:
+        first, last = (num_points, *sample_shape[1:]), (num_points, *sample_shape[:-1])
+        either = f"{first}" if first == last else f"{first}, or {last} where classes are last"
+        raise ValueError(f"class labels must have shape {either}: got {tuple(targets.shape)}.")
+    counted = targets[targets != ignored_class(loss)]
+    if not len(counted):
+        raise ValueError("at least one sample must not be ignored: all class labels are ignore_index.")
+    low, high = int(counted.min()), int(counted.max())
+    if low < 0 or high >= num_classes:
+        raise ValueError(
+            f"class labels must lie in 0..{num_classes - 1} (the network has {num_classes} outputs): got {low}..{high}."
+        )
+
+
+def validate_output_scale(
+    loss: Loss, outputs: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."] | None = None
+) -> None:
+    """Raise if the loss takes log-probabilities and the outputs are not log-probabilities.
+
+    Args:
+        loss: The loss.
+        outputs: What it takes, (n, C) or with several positions per sample.
+        targets: Their targets, which say where the classes are if there are positions.
+
+    Raises:
+        ValueError: The exponentials of a row of outputs do not sum to 1.
+    """
+    if not isinstance(loss, NegativeLogLikelihood):
+        return
+    z = outputs.detach()
+    totals = (z if targets is None else classes_second(z, targets)).logsumexp(dim=1).flatten()
+    worst = float(totals[totals.abs().argmax()])
+    if abs(worst) > torch.finfo(outputs.dtype).eps ** 0.5:
+        raise ValueError(
+            "NegativeLogLikelihood needs outputs that are log-probabilities: the exponentials of a row sum to "
+            f"{math.exp(min(worst, 700.0)):.6g}, not to 1. End the network in LogSoftmax(dim=1), or use CrossEntropy."
+        )

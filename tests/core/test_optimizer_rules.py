@@ -1,0 +1,198 @@
+"""The update rule of every optimizer of torch: its step, to rounding, with all options."""
+
+import pytest
+import torch
+from optimizer_cases import CASES, OF_TORCH, OPTIONS, batches, newton_schulz, optimizer_for, problem, recorded
+from torch import nn
+from torch.nn import functional as F
+
+from epk_gp.core.optimizer_rules import REFUSED, RULES, orthogonalising_matrix
+from epk_gp.core.optimizers import (
+    as_optimizers,
+    learning_rate,
+    rule_for,
+    validate_fresh_optimizer,
+    validate_unexplained,
+)
+from epk_gp.core.update_rules import (
+    LinearStep,
+    UpdateRule,
+    apply_matrices,
+    predict_step,
+    stack_coefficients,
+)
+from epk_gp.training.optimizer_state import states_before
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+def largest_relative_error(run, gradients) -> float:
+    """The largest difference between a predicted and a recorded step, relative to the largest change of a weight."""
+    m, worst = torch.zeros_like(run.states[0]), 0.0
+    for s, g in enumerate(gradients):
+        d, m = predict_step(run.updates[s], run.model.sizes, run.states[s], g, m)
+        recorded_step = run.states[s + 1] - run.states[s]
+        worst = max(worst, float((d - recorded_step).abs().max() / recorded_step.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_every_optimizer_of_torch_is_exact_or_unexplained_or_refused(name):
+    kind = OF_TORCH[name]
+    assert (kind in RULES) != (kind in REFUSED), f"{name} is neither exact, nor unexplained, nor refused"
+    assert kind in REFUSED or name in OPTIONS, f"{name} is not tested"
+
+
+@pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES.keys())
+def test_the_rule_s_step_is_torch_s(name, options, monkeypatch):
+    if name == "Muon":  # without the rounding of bfloat16
+        monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", newton_schulz)
+    net, X, y = problem(name)
+    run, gradients = recorded(net, [optimizer_for(name, options, net)], X, y, batches())
+    assert largest_relative_error(run, gradients) <= 1e-12
+
+
+def test_the_rule_of_another_optimizer_misses():
+    """The control: Adam's rule on the state of RAdam, which takes its second moments only later."""
+    net, X, y = problem("RAdam")
+    optimizer = optimizer_for("RAdam", {}, net)
+    rules = {torch.optim.RAdam: RULES[torch.optim.Adam]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("epk_gp.core.optimizers.RULES", rules)
+        optimizer.param_groups[0]["amsgrad"] = False
+        run, gradients = recorded(net, [optimizer], X, y, batches())
+    assert largest_relative_error(run, gradients) > 1e-2
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
+def test_the_orthogonalising_matrix_does_what_the_iteration_does(shape):
+    U, coefficients = torch.randn(shape).double(), (3.4445, -4.7750, 2.0315)
+    Q = orthogonalising_matrix(U, coefficients, 5, 1e-7)
+    assert Q.shape == (min(shape), min(shape))
+    product = U @ Q if shape[0] > shape[1] else Q @ U
+    torch.testing.assert_close(product, newton_schulz(U, coefficients, 5, 1e-7), rtol=0, atol=1e-12)
+
+
+def test_muon_in_bfloat16_leaves_a_share_unexplained():
+    net, X, y = problem("Muon")
+    run, gradients = recorded(net, [optimizer_for("Muon", {}, net)], X, y, batches())
+    assert 1e-3 < largest_relative_error(run, gradients) <= RULES[torch.optim.Muon].unexplained
+
+
+def test_a_share_must_be_given_for_a_rule_that_leaves_one():
+    rule = RULES[torch.optim.Muon]
+    with pytest.raises(ValueError, match=r"unexplained must be given for Muon, .* got None.*Pass unexplained=0\.5"):
+        validate_unexplained(rule, None)
+    validate_unexplained(rule, 0.5)
+    validate_unexplained(RULES[torch.optim.Adam], None)
+
+
+@pytest.mark.parametrize("matrices", ["left", "right", "both"])
+def test_products_with_matrices_are_those_of_the_blocks_and_have_their_transposes(matrices):
+    torch.manual_seed(0)
+    left, right = torch.randn(3, 3).double(), torch.randn(4, 4).double()
+    step = LinearStep(left=None if matrices == "right" else left, right=None if matrices == "left" else right)
+    sizes = (5, 12)
+    u = stack_coefficients([LinearStep(), step], sizes)
+    v, w = torch.randn(2, 6, 17).double(), torch.randn(17).double()
+    block = v[..., 5:].reshape(2, 6, 3, 4)
+    block = block if step.left is None else left @ block
+    block = block if step.right is None else block @ right
+    expected = torch.cat([v[..., :5], block.reshape(2, 6, 12)], dim=-1)
+    torch.testing.assert_close(apply_matrices(u, sizes, v), expected)
+    adjoint = apply_matrices(u, sizes, w, transposed=True)
+    torch.testing.assert_close(apply_matrices(u, sizes, v) @ w, v @ adjoint)
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (LinearStep(left=torch.eye(5)), r"a side that divides the parameter's number of weights: got \(5, 5\) for 12"),
+        (LinearStep(right=torch.ones(3, 4)), r"must be square.*got \(3, 4\) for 12 weights"),
+        (LinearStep(left=torch.eye(3), right=torch.eye(3)), "from both sides: got 3 rows and 3 columns"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused(step, says):
+    with pytest.raises(ValueError, match=says):
+        stack_coefficients([step], (12,))
+
+
+def test_the_states_before_are_copies_of_what_is_needed():
+    net, X, y = problem("Adadelta")
+    optimizer = torch.optim.Adadelta(net.parameters())
+    parameters = dict(net.named_parameters())
+    assert states_before(optimizer, parameters, ("acc_delta",))["0.weight"] == {}
+    F.cross_entropy(net(X), y).backward()
+    optimizer.step()
+    before = states_before(optimizer, parameters, ("acc_delta",))["0.weight"]
+    kept = before["acc_delta"].clone()
+    assert before["square_avg"] is None
+    optimizer.step()
+    assert torch.equal(before["acc_delta"], kept)
+    assert not torch.equal(optimizer.state[net[0].weight]["acc_delta"], kept)
+
+
+def test_lbfgs_is_refused_in_words():
+    net, _, _ = problem("LBFGS")
+    with pytest.raises(ValueError, match="must take one gradient a step: LBFGS evaluates the loss several times"):
+        rule_for(torch.optim.LBFGS(net.parameters()))
+
+
+def test_an_unknown_optimizer_is_refused():
+    class Own(torch.optim.SGD):
+        pass
+
+    net, _, _ = problem("SGD")
+    with pytest.raises(ValueError, match="update rule must be known: that of Own is not. Use one of ASGD, Adadelta"):
+        rule_for(Own(net.parameters(), lr=0.1))
+
+
+def several(net: nn.Module) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adadelta(net[2].parameters(), lr=1.0, weight_decay=0.1),
+    ]
+
+
+def test_several_optimizers_have_one_rule():
+    net, X, y = problem("SGD")
+    optimizers = several(net)
+    rule = rule_for(optimizers)
+    assert rule.name == "SGD + Adadelta"
+    assert rule.needs_before == ("acc_delta",)
+    assert learning_rate(optimizers) == 0.1
+    run, gradients = recorded(net, optimizers, X, y, batches())
+    assert largest_relative_error(run, gradients) <= 1e-12
+
+
+def test_one_of_several_rules_may_be_one_s_own():
+    net, _, _ = problem("SGD")
+    own = UpdateRule("own", RULES[torch.optim.SGD].coefficients)
+    assert rule_for(several(net), [own, None]).name == "own + Adadelta"
+    assert rule_for(several(net)[0], own) is own
+    with pytest.raises(ValueError, match="update_rule must have one entry per optimizer: got 1 for 2"):
+        rule_for(several(net), [own])
+    with pytest.raises(ValueError, match="must be one of the optimizers' that are recorded"):
+        rule_for(several(net)).coefficients(net[0].weight, {}, {}, {})
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_are_no_optimizers_is_refused():
+    net, _, _ = problem("SGD")
+    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer: got str"):
+        as_optimizers([several(net)[0], "SGD"])
+    with pytest.raises(ValueError, match="there must be at least one optimizer"):
+        as_optimizers([])
+    with pytest.raises(ValueError, match=r"must belong to one optimizer: got a parameter of shape \(6, 4\)"):
+        as_optimizers([several(net)[0], torch.optim.Adam(net.parameters())])
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Muon"])
+def test_several_optimizers_must_all_be_fresh(name):
+    net, X, y = problem("Muon")
+    F.cross_entropy(net(X), y).backward()
+    optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1), OF_TORCH[name](net[2].parameters())]
+    validate_fresh_optimizer(optimizers)
+    optimizers[1].step()
+    with pytest.raises(ValueError, match="the optimizer must be fresh: its .* holds gradients"):
+        validate_fresh_optimizer(optimizers)

@@ -1,0 +1,164 @@
+"""Predictions along the joint path of weights and moving statistics: the sum over the steps is the network's change."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from statistics_runs import cnn, in_plain_words, mlp, rows, train_by_hand
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.model import functionalize
+from epk_gp.core.trajectory import flat_state, network_outputs
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.step_average import averaged_jacobian
+from epk_gp.kernel_machine.problem import averaged_statistics_jacobian, integrate_step, make_problem
+from epk_gp.quadrature import adaptive as adaptive_module
+from epk_gp.quadrature.adaptive import integrate
+from epk_gp.quadrature.rules import adaptive, gauss_legendre
+from epk_gp.quadrature.status import QuadratureStatus
+
+FLAT, IMAGE = (4,), (1, 8, 8)
+
+
+def spectral_mlp():
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+NETWORKS = {
+    "mlp_tanh": (mlp, FLAT),
+    "mlp_relu_without_scale": (lambda: mlp(nn.ReLU, affine=False), FLAT),
+    "mlp_tanh_cumulative": (lambda: mlp(momentum=None), FLAT),
+    "mlp_relu_cumulative": (lambda: mlp(nn.ReLU, momentum=None), FLAT),
+    "cnn_tanh": (lambda: cnn(nn.Tanh), IMAGE),
+    "cnn_relu": (cnn, IMAGE),
+    "cnn_relu_without_scale": (lambda: cnn(affine=False), IMAGE),
+    "cnn_relu_cumulative": (lambda: cnn(momentum=None), IMAGE),
+    "instance_norm": (lambda: cnn(norm=nn.InstanceNorm2d), IMAGE),
+    "spectral_norm": (spectral_mlp, FLAT),
+}
+
+
+def recorded(name, num_points=4, num_steps=3):
+    make, shape = NETWORKS[name]
+    net = make()
+    trajectory = train_by_hand(net, *rows(24, shape), num_steps=num_steps)
+    return net.eval(), trajectory, torch.randn(num_points, *shape, dtype=torch.float64)
+
+
+def integrals(trajectory, X, rule=adaptive(), head="logits"):
+    net = plan_for(trajectory, trajectory.model_for(X))
+    states = [flat_state(trajectory, s, X) for s in range(trajectory.num_steps + 1)]
+    segments = (WeightSegment(net, a, b - a, head, 1 << 27) for a, b in itertools.pairwise(states))
+    return [integrate(segment, X, rule, trajectory.num_steps) for segment in segments]
+
+
+def change(trajectory, X, head="logits"):
+    return network_outputs(trajectory, X, head=head) - network_outputs(trajectory, X, state=0, head=head)
+
+
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_integrals_sum_to_the_change_of_the_network(name, head):
+    net, trajectory, X = recorded(name)
+    steps = integrals(trajectory, X, head=head)
+    assert all(QuadratureStatus(int(status)).is_supported for step in steps for status in step.status)
+    assert max(float(step.residual.max()) for step in steps) < 1e-11
+    total = torch.stack([step.total for step in steps]).sum(0)
+    torch.testing.assert_close(total, change(trajectory, X, head), rtol=0, atol=1e-11)
+    with torch.no_grad():
+        trained = net(X) if head == "logits" else net(X).log_softmax(1)
+    initial = network_outputs(trajectory, X, state=0, head=head)
+    torch.testing.assert_close(initial + total, trained, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["mlp_tanh", "cnn_relu", "cnn_relu_cumulative"])
+def test_the_statistics_part_is_not_small(name):
+    """The negative control: a path on which the statistics stand still ends elsewhere."""
+    net, trajectory, X = recorded(name)
+    still = replace(trajectory, statistics=(trajectory.statistics[0],) * len(trajectory.statistics))
+    total = torch.stack([step.total for step in integrals(still, X)]).sum(0)
+    with torch.no_grad():
+        missing = net(X) - network_outputs(trajectory, X, state=0) - total
+    assert missing.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["mlp_tanh", "cnn_relu"])
+def test_a_derivative_without_the_statistics_is_not_certified(name):
+    """The negative control of the residual: a network that detaches its statistics moves with them all the same."""
+    net, trajectory, X = recorded(name)
+    detached = functionalize(in_plain_words(net, detaches=True), trajectory.model.names, trajectory.model.statistics)
+    trajectory = replace(trajectory, model=detached)
+    steps = integrals(trajectory, X)
+    statuses = {QuadratureStatus(int(status)) for step in steps for status in step.status}
+    assert any(not status.is_supported for status in statuses)
+    assert max(float(step.residual.max()) for step in steps) > 1e-3
+
+
+def test_statistics_of_another_run_do_not_end_at_the_network():
+    net, trajectory, X = recorded("cnn_relu")
+    wrong = replace(trajectory, statistics=tuple(1.1 * b for b in trajectory.statistics))
+    total = torch.stack([step.total for step in integrals(wrong, X)]).sum(0)
+    with torch.no_grad():
+        assert (network_outputs(wrong, X, state=0) + total - net(X)).abs().max() > 0.01
+
+
+def test_kinks_behind_batch_normalisation_are_located(monkeypatch):
+    """Without a search for them every kink costs some hundred evaluations."""
+    _, trajectory, X = recorded("cnn_relu", num_points=2)
+    steps = integrals(trajectory, X)
+    located = torch.stack([step.evaluations for step in steps]).mean()
+    assert located < 30  # 22 per (point, step)
+    none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+    monkeypatch.setattr(adaptive_module, "locate_kinks", lambda *_: none)
+    bisected = torch.stack([step.evaluations for step in integrals(trajectory, X)]).mean()
+    assert bisected > 8 * located
+
+
+@pytest.mark.parametrize("name", ["mlp_tanh_cumulative", "cnn_relu_cumulative"])
+def test_cumulative_averages_need_more_than_a_fixed_rule(name):
+    """f is rational in t, with a pole not far behind the end of the first step."""
+    _, trajectory, X = recorded(name)
+    fixed = integrals(trajectory, X, gauss_legendre(6))[0]
+    assert fixed.residual.max() > 1e-6
+    assert integrals(trajectory, X)[0].residual.max() < 1e-11
+
+
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+@pytest.mark.parametrize("classes", [None, torch.tensor([0, 2, 1])])
+@pytest.mark.parametrize("name", ["mlp_tanh", "cnn_relu", "instance_norm", "spectral_norm"])
+def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, classes, head):
+    _, trajectory, X = recorded(name, num_points=3, num_steps=2)
+    kernel = PathKernel(trajectory, head, adaptive())
+    net = plan_for(trajectory, trajectory.model_for(X))
+    problem = make_problem(net, kernel, X, classes, ComputeOptions(memory_budget=1 << 26))
+    points = torch.tensor([2, 0])
+    for step in trajectory.steps:
+        integral, batches = integrate_step(problem, step, points, 7)
+        of_weights = averaged_jacobian(batches, problem.columns)
+        of_statistics = averaged_statistics_jacobian(problem, step, points, integral)
+        d = flat_state(trajectory, step.index + 1, X) - flat_state(trajectory, step.index, X)
+        P = trajectory.num_weights
+        assert of_weights.shape[2] == P
+        assert of_statistics.shape == (problem.num_outputs, 2, len(d) - P)
+        total = (of_weights @ d[:P] + of_statistics @ d[P:]).T
+        chosen = integral.total if classes is None else integral.total.gather(1, classes[points][:, None])
+        torch.testing.assert_close(total, chosen, rtol=0, atol=1e-13)
+        assert (of_statistics @ d[P:]).abs().max() > 1e-4
+
+
+def test_gradients_in_the_statistics_do_not_depend_on_the_blocks(monkeypatch):
+    _, trajectory, X = recorded("cnn_relu", num_points=3, num_steps=1)
+    net, every, step = plan_for(trajectory, trajectory.model_for(X)), torch.arange(3), trajectory.steps[0]
+    problem = make_problem(net, PathKernel(trajectory, "logits", gauss_legendre(3)), X, None, ComputeOptions())
+    integral, _ = integrate_step(problem, step, every, 100)
+    at_once = averaged_statistics_jacobian(problem, step, every, integral)
+    monkeypatch.setattr(MemoryPlan, "statistics_rows", lambda *_: 2)
+    torch.testing.assert_close(
+        averaged_statistics_jacobian(problem, step, every, integral), at_once, rtol=0, atol=1e-14
+    )

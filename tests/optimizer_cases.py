@@ -1,0 +1,179 @@
+"""The optimizers of the installed torch with their options, and runs of them recorded by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import epk_gp as epk
+from epk_gp.core.model import functionalize
+from epk_gp.core.optimizers import learning_rate, rule_for
+from epk_gp.core.step import Step
+from epk_gp.core.update_rules import NO_UPDATE, WEIGHTS, LinearStep, UpdateCoefficients, stack_coefficients
+from epk_gp.training.optimizer_state import states_before
+
+TENSOR = torch.tensor(0.01)
+COMMON: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "decay": {"weight_decay": 0.1},
+    "foreach": {"foreach": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True},
+    "tensor_lr": {"lr": TENSOR, "weight_decay": 0.1},
+}
+FUSED = {"fused": {"fused": True, "weight_decay": 0.1}}
+ADAM = {"amsgrad": {"amsgrad": True}, "tensor_betas": {"lr": TENSOR, "betas": (torch.tensor(0.9), torch.tensor(0.99))}}
+DECOUPLED = {
+    "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "decoupled_tensor_lr": {"weight_decay": 0.1, "decoupled_weight_decay": True, "lr": TENSOR},
+}
+SPARSE = {"plain": {}, "maximize": {"maximize": True}, "tensor_lr": {"lr": TENSOR}, "betas": {"betas": (0.5, 0.9)}}
+NEWTON = {
+    "plain": {"weight_decay": 0.0},
+    "decay": {"weight_decay": 0.2},
+    "not_nesterov": {"nesterov": False},
+    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw"},
+    "three_iterations": {"ns_steps": 3, "momentum": 0.5},
+    "tensor_lr": {"lr": TENSOR},
+}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "SGD": COMMON
+    | FUSED
+    | {
+        "momentum": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+        "nesterov": {"momentum": 0.9, "nesterov": True, "lr": TENSOR},
+    },
+    "Adam": COMMON | FUSED | ADAM | DECOUPLED,
+    "AdamW": COMMON | FUSED | ADAM,
+    "RMSprop": COMMON | {"momentum": {"momentum": 0.9, "centered": True, "lr": 0.001}},
+    "Adagrad": COMMON | FUSED | {"start": {"initial_accumulator_value": 0.1, "lr_decay": 0.1}},
+    "Adadelta": COMMON | {"large": {"lr": 1.0, "rho": 0.8}},
+    "Adafactor": COMMON | {"clipped": {"d": 1.0, "eps": (1e-3, 0.1)}, "decay_of_beta": {"beta2_decay": -0.5}},
+    "Adamax": COMMON,
+    "ASGD": COMMON | {"lambda": {"lambd": 0.1, "alpha": 0.5, "t0": 3, "lr": 0.05}},
+    "NAdam": COMMON | DECOUPLED | {"momentum_decay": {"momentum_decay": 0.1}},
+    "RAdam": COMMON | DECOUPLED | {"short": {"betas": (0.9, 0.8)}},
+    "Rprop": {name: COMMON[name] for name in ("plain", "maximize", "tensor_lr")}
+    | {"foreach": {"foreach": True}, "etas": {"etas": (0.4, 1.3), "step_sizes": (1e-3, 0.02)}},
+    "SparseAdam": SPARSE,
+    "Muon": NEWTON,
+}
+OPTIONS["Rprop"]["tensor_lr"] = {"lr": TENSOR}
+OF_TORCH = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
+CASES = {
+    f"{name}-{options}": (name, OPTIONS[name][options])
+    for name in OPTIONS
+    if name in OF_TORCH
+    for options in OPTIONS[name]
+}
+
+
+class Embedded(nn.Module):
+    """An embedding with sparse gradients, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.embed(x)).mean(dim=1)
+
+
+def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network that an optimizer can train, 11 points and their labels."""
+    torch.manual_seed(3)
+    y = torch.randint(0, 3, (11,))
+    if name == "SparseAdam":
+        return Embedded().double(), torch.randint(0, 9, (11, 3)), y
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3, bias=name != "Muon")).double()
+    if name == "Muon":  # for matrices only, wide and tall
+        net[0] = nn.Linear(4, 6, bias=False).double()
+    return net, torch.randn(11, 4).double(), y
+
+
+def optimizer_for(name: str, options: dict[str, Any], net: nn.Module) -> Optimizer:
+    return OF_TORCH[name](net.parameters(), **{"lr": 0.01} | options)
+
+
+def batches(epochs: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [batch for _ in range(epochs) for batch in torch.randperm(11, generator=generator).split(4)]
+
+
+def newton_schulz(U: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Muon's iteration as torch writes it, in the precision of U instead of bfloat16."""
+    a, b, c = coefficients
+    X = U.T if U.shape[0] > U.shape[1] else U
+    X = X / X.norm().clamp(min=eps)
+    for _ in range(steps):
+        A = X @ X.T
+        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.T if U.shape[0] > U.shape[1] else X
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def recorded(
+    net: nn.Module, optimizers: Sequence[Optimizer], X: Tensor, y: Tensor, steps: Sequence[Tensor]
+) -> tuple[epk.Trajectory, list[Tensor]]:
+    """Train, with a step of every optimizer on each batch, and read the update rule; no step is checked.
+
+    Returns:
+        The run, and the gradient of each step.
+    """
+    rule, model = rule_for(list(optimizers)), functionalize(net)
+    parameters = dict(net.named_parameters())
+    groups = {id(p): (group, o.state) for o in optimizers for group in o.param_groups for p in group["params"]}
+    states, updates, gradients = [flat(net)], [], []
+    for batch in steps:
+        net.zero_grad()
+        F.cross_entropy(net(X[batch]), y[batch]).backward()
+        before = states_before(list(optimizers), parameters, rule.needs_before)
+        weights = {name: p.detach().clone() for name, p in parameters.items()}
+        for optimizer in optimizers:
+            optimizer.step()
+
+        def coefficients(
+            name: str, p: nn.Parameter, before: Any = before, weights: dict[str, Tensor] = weights
+        ) -> LinearStep:
+            if p.grad is None:
+                return NO_UPDATE
+            group, after = groups[id(p)]
+            old = {**before[name], WEIGHTS: weights[name]} if WEIGHTS in rule.needs_before else before[name]
+            return rule.coefficients(p, group, old, after[p])
+
+        updates.append(stack_coefficients([coefficients(*item) for item in parameters.items()], model.sizes))
+        gradients.append(
+            torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad.to_dense()).flatten() for p in parameters.values()]
+            )
+        )
+        states.append(flat(net))
+    run = epk.Trajectory(
+        model=model,
+        inputs=X,
+        targets=y,
+        loss=epk.CrossEntropy(),
+        update_rule=rule.name,
+        states=tuple(states),
+        updates=tuple(updates),
+        steps=tuple(Step(s, learning_rate(list(optimizers)), batch) for s, batch in enumerate(steps)),
+        num_outputs=3,
+        digest="by hand",
+        data_digest="by hand",
+    )
+    return run, gradients
+
+
+def zero_matrices(update: UpdateCoefficients) -> UpdateCoefficients:
+    """The same coefficients with the identity in the place of matrices."""
+    return replace(update, left={}, right={})

@@ -1,0 +1,157 @@
+"""Recording with every optimizer of torch, with parameters that freeze and thaw, and with groups that come later."""
+
+import functools
+
+import pytest
+import torch
+from optimizer_cases import CASES, batches, optimizer_for, problem
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.losses import CrossEntropy
+from epk_gp.training.setup import make_setup, parse_step_rules
+from epk_gp.training.validation import trained_names
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+def recorded_by(net, optimizer, X, y, epochs=2, **actions) -> epk.Trajectory:
+    """Record a loop; `actions` are called with network and optimizer before the step of their number."""
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for s, batch in enumerate(batches(epochs)):
+            if f"at_{s}" in actions:
+                actions[f"at_{s}"](net, optimizer)
+            optimizer.zero_grad(set_to_none=actions.get("set_to_none", True))
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    return recorder.trajectory
+
+
+def assert_explained(run: epk.Trajectory, X: Tensor) -> None:
+    assert epk.attribute(run, X[:2], head="logits").max_error <= 1e-10
+    result = epk.reconstruct(run, X[:2], head="logits")
+    assert result.max_error <= 1e-10
+    assert result.certified
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [case for case in CASES.values() if case[0] != "Muon"],
+    ids=[case for case in CASES if not case.startswith("Muon")],
+)
+def test_a_recorded_run_is_explained(name, options):
+    net, X, y = problem(name)
+    assert_explained(recorded_by(net, optimizer_for(name, options, net), X, y), X)
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "ASGD", "NAdam", "Rprop", "SparseAdam"])
+def test_a_recorded_run_of_one_s_own_loop_is_explained(name):
+    net, X, y = problem(name)
+    assert_explained(recorded_by(net, optimizer_for(name, {}, net), X, y), X)
+
+
+def test_muon_asks_for_a_share_that_may_be_left():
+    net, X, y = problem("Muon")
+    with pytest.raises(ValueError, match="unexplained must be given for Muon"):
+        epk.Recorder(net, optimizer_for("Muon", {}, net), X, y)
+
+
+def test_lbfgs_is_refused_when_recording_begins():
+    net, X, y = problem("SGD")
+    with pytest.raises(ValueError, match="must take one gradient a step: LBFGS evaluates the loss several times"):
+        epk.Recorder(net, torch.optim.LBFGS(net.parameters()), X, y)
+
+
+def freeze(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net[0].requires_grad_(False)
+
+
+def thaw(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net[0].requires_grad_(True)
+
+
+def stop_second_group(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adadelta", "Rprop", "Adafactor"])
+def test_parameters_may_freeze_and_thaw(name, set_to_none):
+    """Without a gradient torch leaves a parameter as it is; with one of zeros momentum and decay go on."""
+    options = {"SGD": {"momentum": 0.9, "weight_decay": 0.1}}.get(name, {})
+    net, X, y = problem(name)
+    optimizer = optimizer_for(name, options, net)
+    run = recorded_by(net, optimizer, X, y, epochs=3, at_2=freeze, at_6=thaw, set_to_none=set_to_none)
+    moves = [not torch.equal(run.weights(s)["0.weight"], run.weights(s + 1)["0.weight"]) for s in range(9)]
+    momentum_goes_on = not set_to_none and name in ("SGD", "AdamW")
+    assert moves == [True, True, *4 * [momentum_goes_on], *3 * [True]]
+    assert_explained(run, X)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "ASGD"])
+def test_a_parameter_whose_state_is_empty_for_some_steps_is_explained(name):
+    """Frozen from the first step on, after the recorder was made."""
+    net, X, y = problem(name)
+    optimizer = optimizer_for(name, {}, net)
+    run = recorded_by(net, optimizer, X, y, at_0=freeze, at_3=thaw)
+    assert torch.equal(run.weights(0)["0.weight"], run.weights(3)["0.weight"])
+    assert not torch.equal(run.weights(0)["0.weight"], run.weights(4)["0.weight"])
+    assert_explained(run, X)
+
+
+def test_a_learning_rate_of_zero_is_a_step_of_nothing():
+    net, X, y = problem("SGD")
+    optimizer = torch.optim.Adam([{"params": net[0].parameters()}, {"params": net[2].parameters()}], lr=0.01)
+    run = recorded_by(net, optimizer, X, y, at_2=stop_second_group)
+    assert torch.equal(run.weights(2)["0.weight"], run.weights(6)["0.weight"])
+    assert_explained(run, X)
+
+
+def add_first_layer(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.05})
+
+
+def test_a_group_that_comes_later_is_named():
+    net, X, y = problem("SGD")
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
+
+    def grow(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        thaw(net, optimizer)
+        add_first_layer(net, optimizer)
+
+    says = r"step 2: a parameter that is frozen when recording begins must stay frozen: '0\.weight' .*trained=\['0"
+    with pytest.raises(epk.StepMismatchError, match=says):
+        recorded_by(net, optimizer, X, y, at_2=grow)
+
+
+def test_a_group_that_comes_later_is_explained_where_its_parameters_were_stated(monkeypatch):
+    stated = functools.partial(make_setup, trained=["0.weight", "0.bias"])
+    monkeypatch.setattr("epk_gp.training.recorder.make_setup", stated)
+    net, X, y = problem("SGD")
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
+    run = recorded_by(net, optimizer, X, y, at_2=add_first_layer)
+    moves = [not torch.equal(run.weights(s)["0.weight"], run.weights(s + 1)["0.weight"]) for s in range(6)]
+    assert moves == [False, False, True, True, True, True]
+    assert_explained(run, X)
+
+
+def test_names_of_parameters_that_are_trained_later_are_recorded():
+    net, X, y = problem("SGD")
+    optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
+    rules = parse_step_rules(optimizer, None, None, 1)
+    setup = make_setup(net, optimizer, (X, y), CrossEntropy(), rules, trained=["0.weight", "0.bias"])
+    assert setup.model.names == ("0.weight", "0.bias", "2.weight", "2.bias")
+    net[0].requires_grad_(False)
+    assert trained_names(net, optimizer, ["0.bias"]) == ("0.bias", "2.weight", "2.bias")
+    with pytest.raises(ValueError, match="trained must hold names of the network's parameters: got 'no'"):
+        trained_names(net, optimizer, ["no"])
+
+
+def test_several_optimizers_train_what_each_of_them_holds():
+    net, _, _ = problem("SGD")
+    optimizers = [torch.optim.SGD(net[2].parameters(), lr=0.1), torch.optim.Adam([net[0].bias])]
+    assert trained_names(net, optimizers) == ("0.bias", "2.weight", "2.bias")
