@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "AdamW": COMMON | FUSED | ADAM,
     "RMSprop": COMMON | {"momentum": {"momentum": 0.9, "centered": True, "lr": 0.001}},
     "Adagrad": COMMON | FUSED | {"start": {"initial_accumulator_value": 0.1, "lr_decay": 0.1}},
-    "Adadelta": COMMON | {"large": {"lr": 1.0, "rho": 0.8}},
+    "Adadelta": COMMON | {"rho": {"lr": 0.5, "rho": 0.8}, "tensor_lr": {"lr": torch.tensor(0.7)}},
     "Adafactor": COMMON | {"clipped": {"d": 1.0, "eps": (1e-3, 0.1)}, "decay_of_beta": {"beta2_decay": -0.5}},
     "Adamax": COMMON,
     "ASGD": COMMON | {"lambda": {"lambd": 0.1, "alpha": 0.5, "t0": 3, "lr": 0.05}},
@@ -99,7 +99,8 @@ def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def optimizer_for(name: str, options: dict[str, Any], net: nn.Module) -> Optimizer:
-    return OF_TORCH[name](net.parameters(), **{"lr": 0.01} | options)
+    lr = 1.0 if name == "Adadelta" else 0.01
+    return OF_TORCH[name](net.parameters(), **{"lr": lr} | options)
 
 
 def batches(epochs: int = 4) -> list[Tensor]:

@@ -14,7 +14,8 @@ from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, parse_rule, t
 from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.head import resolve_head
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
+from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.attribution_results import GroupedAttribution
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.certification import describe_findings
 from epk_gp.plots.figures import draw_attributions

@@ -54,10 +54,11 @@ def replayed_steps(trajectory: Trajectory, model: FunctionalModel, reference: Te
     The updates are computed from the training gradients, not from the difference of the recorded weights.
 
     Args:
-        trajectory: The run.
+        trajectory: The run; of an average the run that it is made of.
         model: Its network in the dtype of the computation.
         reference: Tensor whose dtype and device the computation has.
     """
+    trajectory = trajectory.trained
     momentum = torch.zeros_like(flat_weights(trajectory, 0, reference))
     own_momentum = momentum  # in the precision of the training
     run = RunReplay(trajectory, model, reference)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
 from epk_gp.core import losses
@@ -45,6 +45,19 @@ class Updates(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class WeightAverage:
+    """How the path of a trajectory follows from another one: as the average of its weights.
+
+    Attributes:
+        run: The recorded run, at whose weights the training gradients were taken.
+        coefficients: The share a_s in [0, 1] of w_{s+1} in the average after step s.
+    """
+
+    run: "Trajectory"
+    coefficients: Float64[Tensor, " S"]
+
+
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """A recorded training run w_0, .., w_S with its data, loss and update rule.
 
@@ -65,6 +78,7 @@ class Trajectory:
         data_digest: blake2b over inputs and targets.
         statistics: The moving statistics of all S + 1 states, each flat, (Q,); None for a network without them.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        average: The recorded run whose averaged weights `states` are; None where `states` are the trained weights.
     """
 
     model: FunctionalModel
@@ -80,6 +94,7 @@ class Trajectory:
     data_digest: str
     statistics: States | None = None
     unexplained: float | None = None
+    average: WeightAverage | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
@@ -93,6 +108,11 @@ class Trajectory:
             state["updates"] = tuple(update.map(Tensor.clone) for update in self.updates)
         state["steps"] = tuple(s if s.batch is None else replace(s, batch=s.batch.clone()) for s in self.steps)
         return state
+
+    @property
+    def trained(self) -> "Trajectory":
+        """The recorded run: the trajectory itself, or the run whose average it is."""
+        return self if self.average is None else self.average.run
 
     @property
     def num_steps(self) -> int:
@@ -126,9 +146,14 @@ class Trajectory:
 
     @cached_property
     def is_vanilla_gd(self) -> bool:
-        """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights."""
+        """Whether every step is -eps_s times the batch gradient, with one eps_s for all weights.
+
+        The gradient is then that of the network in evaluation mode on the recorded data.
+        """
+        if self.statistics is not None or any(step.passes for step in self.steps):
+            return False
         coefficients = (self.updates[s] for s in range(self.num_steps))
-        return all(
+        return self.average is None and all(
             not u.has_matrices
             and not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
             and bool((u.lr == u.lr[0]).all())
@@ -261,6 +286,16 @@ def validate_points_layout(trajectory: Trajectory, points: Points, name: str) ->
     validate_same_layout(recorded, points.layout, name)
 
 
+def leaves_unexplained(trajectory: Trajectory) -> bool:
+    """Return whether steps may differ from the update rule's on exact gradients by more than their dtype's rounding.
+
+    They may where the run accepts it, and where gradients were computed in less precision than the weights have.
+    """
+    if trajectory.unexplained is not None:
+        return True
+    return any(forward.autocast is not None for step in trajectory.steps for forward in step.passes)
+
+
 def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
     """Read a state's flat weights in the dtype and on the device of a computation on `reference`."""
     spec = trajectory.model.spec_for(reference)
@@ -311,7 +346,17 @@ def network_outputs(
 def batch_of(
     trajectory: Trajectory, step: Step, reference: Tensor
 ) -> tuple[Shaped[Tensor, "B ..."], Shaped[Tensor, "B ..."], Float[Tensor, " B"]]:
-    """Return a step's inputs, targets and sample weights c in the dtype and on the device of `reference`."""
+    """Return a step's inputs, targets and sample weights c in the dtype and on the device of `reference`.
+
+    Raises:
+        ValueError: The step depends on more than the recorded data: its forward passes have to be replayed.
+    """
+    if step.passes:
+        raise ValueError(
+            f"step {step.index} must be a step on the recorded data alone: its forward passes saw other rows or "
+            "targets (augmentation, mixed samples), drew random numbers, or moved statistics. Use epk_gp.reconstruct "
+            "or epk_gp.attribute, which replay them."
+        )
     X, y, loss = trajectory.inputs, trajectory.targets, trajectory.loss
     if step.batch is not None:
         rows = step.batch.to(X.device)

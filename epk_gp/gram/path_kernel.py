@@ -170,6 +170,12 @@ class PathKernel:
         return packed
 
     def _validate(self, a: Points, b: Points) -> None:
+        if self.trajectory.average is not None:
+            raise ValueError(
+                "the path kernel is that of a recorded run: this one is the path of its averaged weights, whose steps "
+                "are no gradients at its own states. Take trajectory.trained, or explain the averaged network with "
+                "epk_gp.attribute or epk_gp.reconstruct."
+            )
         for name, points in (("a", a), ("b", b)):
             validate_points(points, name)
             validate_points_layout(self.trajectory, points, f"{name}.X")

@@ -1,6 +1,5 @@
 """Contributions under any linear update rule: adjoints from the last step back (docs/theory.md, section 4)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,47 +7,43 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.cotangents import weighted_loss
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.layer_jacobian import to_flat_order
-from epk_gp.core.gradients import sample_gradients
+from epk_gp.core.gradients import RunReplay
+from epk_gp.core.replay import passes_of
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import batch_of, flat_weights
+from epk_gp.core.trajectory import flat_state, flat_weights
 from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
 from epk_gp.gram.step_average import averaged_jacobian
-from epk_gp.kernel_machine.adjoint_recursion import propagate
-from epk_gp.kernel_machine.problem import AttributionProblem, integrate_step
+from epk_gp.kernel_machine.adjoint_recursion import propagate_step
+from epk_gp.kernel_machine.contributions import (
+    Emit,
+    SampleContributions,
+    StatisticsContribution,
+    UnexplainedContribution,
+    WeightDecayContribution,
+    WeightsContribution,
+    grouped_products,
+)
+from epk_gp.kernel_machine.loss_products import LossProducts
+from epk_gp.kernel_machine.problem import AttributionProblem, averaged_statistics_jacobian, integrate_step
 from epk_gp.kernel_machine.progress import PassProgress
+from epk_gp.kernel_machine.statistics_terms import statistics_increments
+from epk_gp.kernel_machine.step_residuals import StepResiduals
+from epk_gp.quadrature.adaptive import Integral
 
 
 @dataclass(frozen=True, eq=False)
-class SampleContributions:
-    """What some samples of one step add to some predictions.
+class PassOptions:
+    """How a pass over the run divides its work, and what it emits beside the samples' contributions.
 
     Attributes:
-        step: s.
-        rows: Which N of the points.
-        samples: Indices of B training samples, a sample as often as it occurs.
-        values: Their contributions, (N, K, B, G) over G groups of parameters.
+        points_per_block: Points whose adjoints are carried at a time.
+        residuals: What the steps leave unexplained.
+        splits_statistics: Split what the moving statistics add over the samples.
     """
 
-    step: int
-    rows: Int64[Tensor, " N"]
-    samples: Int64[Tensor, " B"]
-    values: Float[Tensor, "N K B G"]
-
-
-@dataclass(frozen=True, eq=False)
-class WeightDecayContribution:
-    """What weight decay adds to some predictions in one step, (N, K, G)."""
-
-    step: int
-    rows: Int64[Tensor, " N"]
-    values: Float[Tensor, "N K G"]
-
-
-Emit = Callable[[SampleContributions | WeightDecayContribution], None]
+    points_per_block: int
+    residuals: StepResiduals
+    splits_statistics: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +55,8 @@ class _StepAdjoints:
         rows: Which points.
         w: Weights at its start, (P,).
         coefficients: Of the update rule.
-        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the weights after the step.
+        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the step. Of a run of averaged
+            weights it is E, which holds the later steps of the average too.
         of_h: H, the adjoint of h, (K, N, P).
     """
 
@@ -77,8 +73,7 @@ def adjoint_pass(
     groups: Int64[Tensor, " L"],
     emit: Emit,
     progress: PassProgress,
-    *,
-    points_per_block: int,
+    options: PassOptions,
 ) -> None:
     """Go through the run from its last step to its first and emit every contribution.
 
@@ -89,26 +84,34 @@ def adjoint_pass(
         groups: Group of each of the L parameters.
         emit: Called with every contribution; weight decay that is zero is left out.
         progress: How far the pass is; what is done is left out.
-        points_per_block: Points whose adjoints are carried at a time.
+        options: Points at a time, what the steps leave unexplained, and whether statistics are split over samples.
     """
     trajectory, sizes = problem.trajectory, problem.net.model.sizes
-    blocks = torch.arange(len(problem.X), device=problem.X.device).split(points_per_block)
+    blocks = torch.arange(len(problem.X), device=problem.X.device).split(options.points_per_block)
     S = trajectory.num_steps
     work_items = len(blocks) * S
+    products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
     with tqdm(total=work_items, initial=progress.done, desc="steps", disable=not problem.options.progress) as bar:
         for number, rows in enumerate(blocks):
             for position in range(max(0, progress.done - number * S), S):
                 step = trajectory.steps[S - 1 - position]
                 adjoint_state = progress.adjoint_state if position else None  # beta_{s+1} M_{s+1}
-                integral, batches = integrate_step(problem, step, rows, points_per_block)
+                integral, batches = integrate_step(problem, step, rows, options.points_per_block)
                 Phi = averaged_jacobian(batches, problem.columns)
                 del batches
-                w = flat_weights(trajectory, step.index, problem.X)
+                w = flat_weights(trajectory.trained, step.index, problem.X)
                 u = trajectory.updates[step.index]
-                H, adjoint_state = propagate(u, sizes, Phi, adjoint_state)
-                adjoints = _StepAdjoints(step, rows, w, u, Phi, H)
+                change = flat_weights(trajectory, step.index + 1, problem.X)
+                of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
+                emit(WeightsContribution(step.index, rows, of_weights))
+                E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
+                adjoints = _StepAdjoints(step, rows, w, u, E, H)
                 _emit_weight_decay(problem, adjoints, groups, emit)
-                _emit_samples(problem, adjoints, groups, emit)
+                _emit_samples(problem, products, adjoints, groups, emit)
+                _emit_unexplained(problem, adjoints, groups, emit, options)
+                if trajectory.statistics is not None:
+                    total = problem.select_outputs(integral.total, rows) - of_weights
+                    emit(_statistics_term(products, step, rows, total, integral if options.splits_statistics else None))
                 progress.advance(integral, adjoint_state, is_last=progress.done + 1 == work_items)
                 bar.update()
 
@@ -121,46 +124,56 @@ def _emit_weight_decay(
     for adjoint, factor in ((adjoints.of_h, u.weight_decay), (adjoints.average, u.decoupled_decay)):
         if factor.any():
             pull = broadcast_to_params(factor, sizes, w) * w
-            part = _grouped_products(adjoint, pull[None], groups, sizes).squeeze(2)  # N K G
+            part = grouped_products(adjoint, pull[None], groups, sizes).squeeze(2)  # N K G
             total = part if total is None else total + part
     if total is not None:
         emit(WeightDecayContribution(adjoints.step.index, adjoints.rows, -total))
 
 
 def _emit_samples(
-    problem: AttributionProblem, adjoints: _StepAdjoints, groups: Int64[Tensor, " L"], emit: Emit
+    problem: AttributionProblem,
+    products: LossProducts,
+    adjoints: _StepAdjoints,
+    groups: Int64[Tensor, " L"],
+    emit: Emit,
 ) -> None:
-    trajectory, net, step = problem.trajectory, problem.net, adjoints.step
-    X, y, c = batch_of(trajectory, step, adjoints.w)
-    samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
-    H, scale = adjoints.of_h, adjoints.coefficients.grad_scale
-    H = H * broadcast_to_params(scale, net.model.sizes, H) if not bool((scale == 1).all()) else H
-    cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
-    for part in torch.arange(len(X), device=X.device).split(problem.memory.adjoint_samples()):
-        if trajectory.loss_takes_outputs:
-            cotangents = weighted_loss(trajectory.loss, y[part], c[part])
-            jacobians = layer_jacobians(net, WeightLocation(adjoints.w), X[part], cotangents, cost)
-            loss_grads = to_flat_order(jacobians, problem.columns)[0]  # B P
-        else:
-            loss_grads = sample_gradients(net.model, adjoints.w, X[part], y[part], trajectory.loss, c[part])
-        contributions = -_grouped_products(H, loss_grads, groups, net.model.sizes)
-        emit(SampleContributions(step.index, adjoints.rows, samples[part], contributions))
+    step, H, scale = adjoints.step, adjoints.of_h, adjoints.coefficients.grad_scale
+    H = H * broadcast_to_params(scale, problem.net.model.sizes, H) if not bool((scale == 1).all()) else H
+    for data in passes_of(step, products.run.data):
+        values = -products(step, data, H, groups)
+        emit(SampleContributions(step.index, adjoints.rows, data.samples, values))
 
 
-def _grouped_products(
-    H: Float[Tensor, "K N P"], loss_grads: Float[Tensor, "B P"], groups: Int64[Tensor, " L"], sizes: tuple[int, ...]
-) -> Float[Tensor, "N K B G"]:
-    """Compute inner products, summed over each group of parameters separately."""
-    count = int(groups.max()) + 1
-    K, N = H.shape[:2]
-    if count == 1:
-        return (H.flatten(0, 1) @ loss_grads.T).view(K, N, len(loss_grads)).transpose(0, 1).unsqueeze(3)
-    out = H.new_zeros(N, K, len(loss_grads), count)
-    first = 0
-    for group, size in zip(groups.tolist(), sizes, strict=True):
-        part = slice(first, first + size)
-        out[..., group] += (
-            (H[..., part].flatten(0, 1) @ loss_grads[:, part].T).view(K, N, len(loss_grads)).transpose(0, 1)
-        )
-        first += size
-    return out
+def _emit_unexplained(
+    problem: AttributionProblem,
+    adjoints: _StepAdjoints,
+    groups: Int64[Tensor, " L"],
+    emit: Emit,
+    options: PassOptions,
+) -> None:
+    residual = options.residuals[adjoints.step.index]
+    if residual is not None:
+        vectors = residual.to(adjoints.average)[None]
+        values = grouped_products(adjoints.average, vectors, groups, problem.net.model.sizes).squeeze(2)
+        emit(UnexplainedContribution(adjoints.step.index, adjoints.rows, values))
+
+
+def _statistics_term(
+    products: LossProducts,
+    step: Step,
+    rows: Int64[Tensor, " N"],
+    total: Float[Tensor, "N K"],
+    integral: Integral | None,
+) -> StatisticsContribution:
+    """Return what the moving statistics add in a step: all of it, and what each sample adds if nodes are given."""
+    if integral is None:
+        return StatisticsContribution(step.index, rows, total)
+    problem = products.problem
+    Phi_b = averaged_statistics_jacobian(problem, step, rows, integral)  # K N Q
+    state = flat_state(problem.trajectory.trained, step.index, problem.X)
+    samples, added = [], []
+    for data in passes_of(step, products.run.data):
+        increments = statistics_increments(products.run.passes, state, data)
+        samples.append(data.samples)
+        added.append(torch.einsum("knq,bq->nkb", Phi_b, increments.to(Phi_b)))
+    return StatisticsContribution(step.index, rows, total, torch.cat(samples), torch.cat(added, dim=2))

@@ -88,11 +88,18 @@ class StepMismatches:
     worst_step: int = -1
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> None:
-        """Compare a step with the recorded one."""
-        index, w, d = replayed.step.index, replayed.w, replayed.d
-        mismatch = float((flat_weights(trajectory, index + 1, w) - w - d).abs().max())
-        tolerance = mismatch_tolerance(trajectory, model, replayed, mismatch, self.dtype)
-        ratio = mismatch / tolerance if tolerance else math.inf * mismatch if mismatch else 0.0
+        """Compare a step with the recorded one, in the precision of the training; and its moving statistics."""
+        trajectory, index, w = trajectory.trained, replayed.step.index, replayed.w
+        change = flat_weights(trajectory, index + 1, w) - w
+        difference = change - replayed.as_trained
+        mismatch = float(difference.abs().max())
+        accepted = trajectory.unexplained
+        if accepted is not None and difference.norm() <= accepted * change.norm():
+            ratio = float(difference.norm() / (accepted * change.norm()).clamp(min=1e-300))
+        else:
+            tolerance = mismatch_tolerance(trajectory, model, replayed, mismatch, self.dtype)
+            ratio = mismatch / tolerance if tolerance else math.inf * mismatch if mismatch else 0.0
+        ratio = larger(ratio, replayed.statistics_error)
         self.largest = larger(self.largest, mismatch)
         if self.worst_step < 0 or not ratio <= self.ratio:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index

@@ -60,9 +60,11 @@ class AttributionProblem:
         """Turns the budget into block sizes."""
         return self.net.memory_plan(self.options.memory_budget)
 
-    def select_outputs(self, f: Float[Tensor, "n C"]) -> Float[Tensor, "n K"]:
-        """Keep the outputs that are asked for: (n, C) to (n, K)."""
-        return f if self.classes is None else f.gather(1, self.classes[:, None])
+    def select_outputs(self, f: Float[Tensor, "N C"], rows: Int64[Tensor, " N"] | None = None) -> Float[Tensor, "N K"]:
+        """Keep the outputs that are asked for: (N, C) to (N, K), of some of the points, or of all of them."""
+        if self.classes is None:
+            return f
+        return f.gather(1, (self.classes if rows is None else self.classes[rows])[:, None])
 
 
 def parse_problem(kernel: PathKernel, X: Inputs, classes: object) -> Shaped[Tensor, "n ..."]:

@@ -12,12 +12,13 @@ from tqdm.auto import tqdm
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
+from epk_gp.core.averaging import PredictedPath
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.gradients import ReplayedStep, replayed_steps
 from epk_gp.core.head import Head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.memory_plan import integration_points
-from epk_gp.core.trajectory import Trajectory, flat_state, network_outputs
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import (
     IntegrationRecord,
@@ -134,10 +135,10 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
     evaluations, terms = 0.0, initial.abs().double() + network.abs()
     size = integration_points(options.memory_budget, rule.typical_nodes, X[0].nbytes, initial[0].nbytes)
     blocks = torch.arange(len(X), device=X.device).split(size)
-    replay = replayed_steps(trajectory, net.model, X)
+    replay, path = replayed_steps(trajectory, net.model, X), PredictedPath(trajectory)
     for replayed in tqdm(replay, desc="steps", total=trajectory.num_steps, disable=not options.progress):
         # half of the budget; the other half is the block's
-        segment = _replayed_segment(net, kernel, replayed, X, options.memory_budget // 2)
+        segment = _replayed_segment(net, kernel, path, replayed, options.memory_budget // 2)
         for rows in blocks:
             integral = integrate(segment, X[rows], rule, trajectory.num_steps)
             total[rows] += integral.total
@@ -165,11 +166,18 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
 
 
 def _replayed_segment(
-    net: PlannedModel, kernel: PathKernel, replayed: ReplayedStep, X: Tensor, memory_budget: int
+    net: PlannedModel, kernel: PathKernel, path: PredictedPath, replayed: ReplayedStep, memory_budget: int
 ) -> WeightSegment:
-    """Return a replayed step as a segment of the path: statistics move as recorded."""
-    w, d, P, index = replayed.w, replayed.d, net.model.num_weights, replayed.step.index
+    """Return a replayed step as a segment of the path: statistics move as recorded.
+
+    The weights move as update rule and gradients say. Where the run accepts steps that these do not explain, they move
+    as recorded, so that the sum holds what is unexplained too; by how much is in the certificate.
+    """
+    trajectory, P, index = kernel.trajectory, net.model.num_weights, replayed.step.index
+    w, d = path.step(index, replayed.w, replayed.d)
+    if leaves_unexplained(trajectory):
+        d = flat_weights(trajectory, index + 1, w) - w
     if net.model.statistics:
-        start, end = (flat_state(kernel.trajectory, s, X)[P:] for s in (index, index + 1))
+        start, end = (flat_state(trajectory, s, w)[P:] for s in (index, index + 1))
         w, d = torch.cat([w[:P], start]), torch.cat([d, end - start])
     return WeightSegment(net, w, d, kernel.head, memory_budget)

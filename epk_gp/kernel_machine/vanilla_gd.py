@@ -1,5 +1,7 @@
 """Contributions under plain gradient descent: layers stay factored, nothing of the size of the weights is kept."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -10,9 +12,15 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.step_average import NodeBatch, StepAverage
-from epk_gp.kernel_machine.adjoint import Emit, SampleContributions
+from epk_gp.kernel_machine.contributions import (
+    Emit,
+    SampleContributions,
+    UnexplainedContribution,
+    WeightsContribution,
+)
 from epk_gp.kernel_machine.problem import AttributionProblem, integrate_step
 from epk_gp.kernel_machine.progress import PassProgress
+from epk_gp.kernel_machine.step_residuals import leaves_residuals
 
 
 def validate_vanilla_gd(trajectory: Trajectory, name: str) -> None:
@@ -50,6 +58,8 @@ def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
 def vanilla_gd_pass(problem: AttributionProblem, emit: Emit, progress: PassProgress, *, points_per_block: int) -> None:
     """Go through the run and emit every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>, as `adjoint_pass`.
 
+    In less than float64 the rounding of a step is what its integral leaves over the samples' contributions.
+
     Raises:
         ValueError: The run's steps are not those of plain gradient descent.
     """
@@ -69,7 +79,13 @@ def vanilla_gd_pass(problem: AttributionProblem, emit: Emit, progress: PassProgr
         for rows in blocks[progress.done % len(blocks) :]:
             integral, batches = integrate_step(problem, step, rows, points_per_block)
             samples_per_block = problem.memory.vanilla_gd_samples(points_per_block, len(rows), problem.num_outputs)
-            _emit_step(problem, step, rows, batches, samples_per_block, emit)
+            rest = problem.select_outputs(integral.total, rows).clone()
+            emit(WeightsContribution(step.index, rows, rest.clone()))
+            for term in _sample_terms(problem, step, rows, batches, samples_per_block):
+                emit(term)
+                rest -= term.values.sum(dim=(2, 3))
+            if leaves_residuals(trajectory, rest):
+                emit(UnexplainedContribution(step.index, rows, rest.unsqueeze(2)))
             progress.advance(integral, None, is_last=progress.done + 1 == work_items)
 
 
@@ -82,10 +98,10 @@ def vanilla_gd_points(problem: AttributionProblem) -> int:
     return problem.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
 
 
-def _emit_step(
-    problem: AttributionProblem, step: Step, rows: Tensor, batches: list[NodeBatch], samples_per_block: int, emit: Emit
-) -> None:
-    """Emit the contributions of one step's samples, some of them at a time."""
+def _sample_terms(
+    problem: AttributionProblem, step: Step, rows: Tensor, batches: list[NodeBatch], samples_per_block: int
+) -> Iterator[SampleContributions]:
+    """Yield the contributions of one step's samples, some of them at a time."""
     trajectory, K = problem.trajectory, problem.num_outputs
     w = flat_state(trajectory, step.index, problem.X)
     X, y, c = batch_of(trajectory, step, w)
@@ -100,4 +116,4 @@ def _emit_step(
             average.accumulate(batch)
         average.finalize()
         values = tile.result()[:, :, 0].transpose(0, 1)
-        emit(SampleContributions(step.index, rows, samples[part], values.unsqueeze(3)))
+        yield SampleContributions(step.index, rows, samples[part], values.unsqueeze(3))

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.losses import PerSampleLoss
 from epk_gp.core.replay import TrainingData
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.training.announced_batch import AnnouncedBatch, join_batches, stated_weights
@@ -15,6 +16,7 @@ from epk_gp.training.capture import CapturedForward
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.mode_check import ModeCheck
 from epk_gp.training.seen_targets import OutputGradient, seen_targets
+from epk_gp.training.setup import TrainingSetup
 
 
 @dataclass(eq=False)
@@ -33,6 +35,13 @@ class PassRecords:
     reads_targets: bool
     has_other_rows: bool = False
     _index_of_row: dict[bytes, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, setup: TrainingSetup, weights: Tensor) -> "PassRecords":
+        """Prepare the records of a training that begins at some weights."""
+        model, loss = setup.model, setup.loss
+        modes = ModeCheck(model, setup.state(weights), setup.X)
+        return cls(setup.training_data, modes, model.signature.output is None or not isinstance(loss, PerSampleLoss))
 
     def step(
         self, index: int, lr: float, announced: Sequence[AnnouncedBatch], statistics: tuple[Tensor, Tensor] | None

@@ -1,6 +1,5 @@
 """The recorder: records each step of the user's own training loop."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.input_layout import Inputs
-from epk_gp.core.losses import CrossEntropy, Loss, PerSampleLoss, as_loss
+from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.model import functionalize
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate
 from epk_gp.core.step import Step
@@ -25,15 +23,12 @@ from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
-from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
-from epk_gp.training.capture import ForwardCapture
+from epk_gp.training.check_schedule import is_recomputed
 from epk_gp.training.clipping import Clip
 from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.derivative_probe import DerivativeProbe
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.history import RunHistory
-from epk_gp.training.mode_check import ModeCheck
-from epk_gp.training.optimizer_state import StatesBefore, states_before
 from epk_gp.training.pass_record import PassRecords
 from epk_gp.training.setup import make_setup, parse_step_rules, validate_end
 from epk_gp.training.step_check import (
@@ -42,6 +37,7 @@ from epk_gp.training.step_check import (
     check_against_used_gradient,
     observe_step,
 )
+from epk_gp.training.step_observer import MadeStep, StepObserver
 from epk_gp.training.validation import parse_batch, parse_batch_weight
 
 
@@ -147,27 +143,18 @@ class Recorder:
         header, start = self._setup.header(), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
-        model, data = self._setup.model, self._setup.training_data
-        self._capture = ForwardCapture(net, model, self._pack, self._on_forward)
-        self._passes = PassRecords(
-            data,
-            ModeCheck(model, self._setup.state(start), self._setup.X),
-            model.signature.output is None or not isinstance(loss, PerSampleLoss),
-        )
         self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start), net)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         if path is not None:
             self._open_folder(path, header, storage, resume=resume)
+        self._observer = StepObserver(self._setup, self._optimizers, self._report)
+        self._passes = PassRecords.of(self._setup, start)
         self._phase = Phase.READY
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
-        self._announced: list[AnnouncedBatch] = []  # batches of the next step
-        self._stepped: list[Optimizer] = []  # the optimizers that have made their part of the next step
-        self._states_before: StatesBefore = {}  # of the optimizer, before its step
         self._first = len(self._history.steps)  # the first step that this recorder makes; others are of a resumed run
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
         self._probe = DerivativeProbe()
-        self._hooks: list[Any] = []
 
     @property
     def num_steps(self) -> int:
@@ -186,15 +173,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         """Start to observe the network and its optimizers."""
-        self._hooks = [
-            hook
-            for optimizer in self._optimizers
-            for hook in (
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            )
-        ]
-        self._capture.start()
+        self._observer.start()
         if self._phase is Phase.READY:  # a closed recorder stays closed: its folder is released
             self._phase = Phase.RECORDING
         return self
@@ -203,13 +182,11 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop observing the optimizer, and commit what was recorded, also after an error."""
-        for hook in self._hooks:
-            hook.remove()
-        self._capture.stop()
+        self._observer.stop()
         self._phase = Phase.CLOSED
         try:
             if kind is None:
-                self._complete_step()
+                self._observer.complete()
                 self._complete_iteration()
             if self._commits is not None and not self._commits.failed:  # a second failure would hide the first
                 self._commits.commit_completed_only()
@@ -238,7 +215,7 @@ class Recorder:
             while self.num_steps < steps:
                 self._complete_iteration()
                 yield self.num_steps
-                self._complete_step()
+                self._observer.complete()
             self._complete_iteration()
         finally:
             self._in_until = False
@@ -266,7 +243,7 @@ class Recorder:
             StepMismatchError: The weights were changed since the last recorded step.
         """
         if self._phase is Phase.RECORDING:
-            self._complete_step()
+            self._observer.complete()
         index = self.num_steps
         if self._phase is not Phase.RECORDING:
             raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
@@ -287,7 +264,7 @@ class Recorder:
                 "(an optimizer.step() outside the recorder's sight, or an edit)."
             )
         self._setup.validate_frozen_state(last, index)
-        self._announced.append(AnnouncedBatch(batch, factor, self._capture.count))
+        self._observer.announce(batch, factor)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -302,7 +279,7 @@ class Recorder:
         updates: Updates
         statistics: States | None = None
         if self._phase is Phase.RECORDING:
-            self._complete_step()
+            self._observer.complete()
         if self._commits is None:
             count, digest = len(history.steps), history.last.digest
             results = history.results(-1, count)
@@ -351,74 +328,41 @@ class Recorder:
             writer = create_run(path, start, training)
         self._commits = CommitSchedule(writer, storage, self._history, training)
 
-    def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        return self._setup.model.signature.pack_call(args, kwargs, self.net.forward)
-
-    def _on_forward(self) -> None:
-        """Find the passes of the batches announced so far, before the next pass begins."""
-        self._complete_step()
-        assign_forwards(self._announced, self._capture.waiting, len(self._setup.X))
-        gradients = (p.grad for group in self._optimizers[0].param_groups for p in group["params"])
-        if all(g is None for g in gradients):  # gradients were cleared without a step (a skipped one of a GradScaler)
-            self._announced = [batch for batch in self._announced if not batch.forwards]
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        if optimizer in self._stepped:
-            self._complete_step()
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        parameters = dict(self.net.named_parameters())
-        own = {name: parameters[name] for name in self._setup.model.names if id(parameters[name]) in held}
-        needed = self._setup.rules.update_rule.needs_before
-        self._states_before = {**self._states_before, **states_before(optimizer, own, needed)}
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        self._stepped.append(optimizer)
-        if len(self._stepped) == len(self._optimizers):
-            self._complete_step()
-
-    def _complete_step(self) -> None:
-        """Record the step that the optimizers have made together, if they have made one."""
-        stepped, self._stepped = self._stepped, []
-        if not stepped:
-            return
+    def _report(self, made: MadeStep) -> None:
         self._has_refused = True
-        self._record_step(stepped)
+        self._record_step(made)
         self._has_refused = False
 
-    def _record_step(self, stepped: Sequence[Optimizer]) -> None:
+    def _record_step(self, made: MadeStep) -> None:
         index, setup = self.num_steps, self._setup
-        if not self._announced:
+        if not made.announced:
             raise StepMismatchError(
                 f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
             )
-        announced, self._announced = self._announced, []
-        before, self._states_before = self._states_before, {}
-        assign_forwards(announced, self._capture.waiting, len(self._setup.X))
-        self._capture.waiting.clear()
         end = setup.weights()
         if not torch.isfinite(end).all():
             raise StepMismatchError(
                 f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
                 "Lower the learning rate."
             )
-        last, statistics = self._history.last, self._capture.statistics_now(index)
+        last, statistics = self._history.last, self._observer.statistics(index)
         around = None if statistics is None or last.statistics is None else (last.statistics, statistics)
         try:
             rate = learning_rate(self._optimizers)
-            step = self._passes.step(index, rate, announced, around)
+            step = self._passes.step(index, rate, made.announced, around)
         except StepMismatchError:
             raise
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
         observed = observe_step(
             setup,
-            stepped,
+            made.optimizers,
             step,
             start=last.end,
             end=end,
             momentum=self._training.momentum,
             statistics=around,
-            before=before,
+            before=made.before,
         )
         if index == self._first or is_recomputed(index, setup.rules.check_every):
             checked, self._unchecked = check_against_exact_gradient(setup, observed), None
@@ -442,7 +386,7 @@ class Recorder:
             StepMismatchError: A batch was announced without its step; weights, frozen state or forward function are
                 not those of the last step any more; or the last step's gradient is not that of the stated loss.
         """
-        if self._announced:
+        if self._observer.num_announced:
             raise StepMismatchError(
                 "every recorder.batch() must be followed by optimizer.step(): "
                 f"the one of step {self.num_steps} was not."
@@ -457,14 +401,3 @@ class Recorder:
                 raise StepMismatchError(f"{error} The step is kept, and results will not be certified.") from error
         if self._commits is not None:
             self._commits.mark_complete()
-
-
-def is_recomputed(index: int, every: int) -> bool:
-    """Return whether the gradient of a step is recomputed: of one step in each block of `every` consecutive ones.
-
-    In the first block it is the first step; in the others a hash of the block's number chooses, so that no loop can
-    have a period that avoids all of them.
-    """
-    block, place = divmod(index, every)
-    chosen = int.from_bytes(hashlib.blake2b(str(block).encode(), digest_size=8).digest()) % every if block else 0
-    return place == chosen

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from epk_gp.core.head import apply_head, validate_head
 from epk_gp.core.model import functionalize, zero_final_layer
-from epk_gp.training.validation import validate_layer_modes, validate_row_independence
+from epk_gp.training.validation import validate_batch_statistics, validate_row_independence
 from helpers import NETWORKS, assert_close
 from loops import data, frozen_batch_norm, frozen_layer, mlp
 
@@ -52,7 +52,7 @@ def test_flat_and_named_weights_are_each_others_inverse(named):
 
 def test_ordinary_networks_pass_the_door(named):
     net, X = named
-    validate_layer_modes(net)
+    validate_batch_statistics(net)
     model = functionalize(net)
     validate_row_independence(model, dict(net.named_parameters()), X)
 
@@ -105,23 +105,13 @@ def test_one_row_that_is_told_by_its_neighbours_is_found():
     ids=lambda layer: type(layer).__name__,
 )
 def test_layers_of_one_sample_pass(layer):
-    validate_layer_modes(nn.Sequential(layer))
+    validate_batch_statistics(nn.Sequential(layer))
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.BatchNorm1d(4),
-        nn.BatchNorm2d(4),
-        nn.BatchNorm1d(4, track_running_stats=False).eval(),
-        nn.Dropout2d(0.1),
-        nn.RReLU(),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_random_and_coupled_layers_are_named(layer):
-    with pytest.raises(ValueError, match=rf"module 'inner.0' \({type(layer).__name__}\)"):
-        validate_layer_modes(nn.ModuleDict({"inner": nn.Sequential(layer)}))
+def test_normalisation_by_the_batch_in_evaluation_mode_is_named():
+    layer = nn.BatchNorm1d(4, track_running_stats=False).eval()
+    with pytest.raises(ValueError, match=r"module 'inner.0' \(BatchNorm1d\) uses the statistics of the batch"):
+        validate_batch_statistics(nn.ModuleDict({"inner": nn.Sequential(layer)}))
 
 
 def test_heads_are_what_they_are_called():

@@ -1,5 +1,8 @@
 """The update rule of every optimizer of torch: its step, to rounding, with all options."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from optimizer_cases import CASES, OF_TORCH, OPTIONS, batches, newton_schulz, optimizer_for, problem, recorded
@@ -23,6 +26,7 @@ from epk_gp.core.update_rules import (
 )
 from epk_gp.training.optimizer_state import states_before
 
+PAGE = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
@@ -41,6 +45,18 @@ def test_every_optimizer_of_torch_is_exact_or_unexplained_or_refused(name):
     kind = OF_TORCH[name]
     assert (kind in RULES) != (kind in REFUSED), f"{name} is neither exact, nor unexplained, nor refused"
     assert kind in REFUSED or name in OPTIONS, f"{name} is not tested"
+
+
+def test_the_page_s_table_says_what_each_optimizer_of_torch_is():
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE.read_text(), flags=re.MULTILINE)
+    found = {}
+    for name, kind in OF_TORCH.items():
+        if kind in REFUSED:
+            found[name] = "refused"
+        else:
+            found[name] = "exact with `unexplained`" if RULES[kind].unexplained else "exact"
+    stated = dict(rows)
+    assert {name: stated.get(name) for name in OF_TORCH} == found
 
 
 @pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES.keys())

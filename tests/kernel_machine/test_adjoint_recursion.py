@@ -3,7 +3,8 @@
 import pytest
 import torch
 from optimizer_cases import OF_TORCH, OPTIONS, batches, newton_schulz, optimizer_for, problem, recorded, zero_matrices
-from torch import Tensor, nn
+from path_shares import shares
+from torch import Tensor
 
 import epk_gp as epk
 import reference
@@ -11,7 +12,6 @@ from epk_gp.core.update_rules import (
     LinearStep,
     UpdateCoefficients,
     apply_matrices,
-    broadcast_to_params,
     predict_step,
     stack_coefficients,
 )
@@ -62,29 +62,6 @@ def test_matrices_that_are_not_transposed_are_found(monkeypatch):
     sizes = (9, 6, 5)
     forward, backward = inner_products(random_steps(6, sizes), sizes)
     assert abs(forward - backward) > 0.1 * abs(forward)
-
-
-def shares(run: epk.Trajectory) -> list[Tensor]:
-    """Per-sample buffers run forward: the share of each sample, and at last of decay, in each step, (M + 1, P)."""
-    sizes, M, P = run.model.sizes, run.num_points, run.num_weights
-    buffers, result = torch.zeros(M + 1, P).double(), []
-    for step in run.steps:
-        u, w = run.updates[step.index], run.states[step.index]
-        per_weight = [broadcast_to_params(value, sizes, w) for value in u]
-        lr, momentum_lr, beta, take, scale, decay, decoupled = per_weight
-        h = torch.zeros(M + 1, P).double()
-        for i in step.batch.tolist():
-            leaves = {name: value.clone().requires_grad_() for name, value in run.weights(step.index).items()}
-            z = run.model.evaluate(leaves, run.inputs[i : i + 1])
-            loss = nn.functional.cross_entropy(z, run.targets[i : i + 1]) / len(step.batch)
-            gradients = torch.autograd.grad(loss, list(leaves.values()))
-            h[i] += scale * torch.cat([g.flatten() for g in gradients])
-        h[-1] = decay * w
-        buffers = beta * buffers + take * h
-        share = -apply_matrices(u, sizes, momentum_lr * buffers + lr * h)
-        share[-1] -= decoupled * w
-        result.append(share)
-    return result
 
 
 def test_points(name: str) -> Tensor:

@@ -1,0 +1,216 @@
+"""Inner products of adjoints with the gradients of loss terms (docs/theory.md, section 7).
+
+The share of loss term i along an adjoint H is one directional derivative, and one forward-mode pass of the batch gives
+those of all terms:
+
+    <H, grad loss_i(w)> = d/de loss_i(w + e H) at e = 0
+
+It holds also where a term depends on the whole batch. Where every term depends on its own row alone, the gradients of
+the samples can be written out instead; the cheaper of the two is taken by counted cost.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.cotangents import Cotangents
+from epk_gp.autodiff.directional import forward_mode
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.layer_jacobian import to_flat_order
+from epk_gp.core.gradients import RunReplay
+from epk_gp.core.replay import PassData, seen_losses
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import flat_state
+from epk_gp.kernel_machine.contributions import grouped_products
+from epk_gp.kernel_machine.problem import AttributionProblem
+
+# Floating-point operations that cost as much time as making one forward-mode pass does beside its products, and as
+# writing and reading one number of the samples' gradients. Measured on the two-core machine of docs/benchmarks.md at
+# some 1e10 operations a second: 0.7 to 2 ms a pass of a small network, 1 to 3 ns a number.
+_PASS_OVERHEAD, _WRITING = 1e7, 20.0
+
+# Relative difference that rounding leaves between a loss and the same loss beside its derivative.
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+class _Way(Enum):
+    """How directional derivatives of the losses are taken."""
+
+    FORWARD = auto()
+    DOUBLE_BACKWARD = auto()
+    SAMPLE_BY_SAMPLE = auto()
+
+
+@dataclass(eq=False)
+class LossProducts:
+    """The training side of an attribution; to be used by one thread.
+
+    Attributes:
+        problem: The predictions.
+        run: Replays the forward passes.
+    """
+
+    problem: AttributionProblem
+    run: RunReplay
+    _way: _Way = _Way.FORWARD
+    _flops_per_row: float | None = None
+
+    def __call__(
+        self, step: Step, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
+    ) -> Float[Tensor, "N K B G"]:
+        """Return c_i <H, grad loss_i> for the rows of a forward pass, over each group of parameters.
+
+        Args:
+            step: The step.
+            data: The pass.
+            H: The adjoints.
+            groups: Group of each of the L parameters.
+        """
+        count = int(groups.max()) + 1
+        if self._writes_gradients_out(data, H.shape[0] * H.shape[1], count):
+            return self._from_gradients(step, data, H, groups)
+        K, N = H.shape[:2]
+        state = flat_state(self.problem.trajectory.trained, step.index, self.problem.X)
+        owner = groups.to(H.device).repeat_interleave(torch.tensor(self.problem.net.model.sizes, device=H.device))
+        values = H.new_empty(N, K, len(data.X), count)
+        c = data.c.to(H)
+        for group in range(count):
+            directions = (H if count == 1 else H * (owner == group)).flatten(0, 1)
+            products = self._along(state, data, directions)
+            values[..., group] = (c * products).view(K, N, -1).transpose(0, 1)
+        return values
+
+    def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
+        trajectory = self.problem.trajectory
+        if not data.forward.is_deterministic or data.forward.autocast is not None:
+            return False
+        if not trajectory.loss_takes_outputs:
+            return False
+        n, P = len(data.X), self.problem.net.model.num_weights
+        flops = self._flops(data)
+        forward = num_directions * num_groups * (2 * flops + _PASS_OVERHEAD)
+        writing = 3 * flops + (2.0 * num_directions + _WRITING) * n * P + _PASS_OVERHEAD
+        return writing <= forward
+
+    def _flops(self, data: PassData) -> float:
+        """Count the operations of a forward pass; once, on the first pass."""
+        if self._flops_per_row is None:
+            state = flat_state(self.problem.trajectory.trained, 0, self.problem.X)
+            replay = self.run.passes
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                replay.losses(replay.params(state, data), data)
+            self._flops_per_row = counter.get_total_flops() / len(data.X)
+        return self._flops_per_row * len(data.X)
+
+    def _from_gradients(
+        self, step: Step, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
+    ) -> Float[Tensor, "N K B G"]:
+        """Write the samples' gradients out, some at a time."""
+        problem = self.problem
+        net, sizes = problem.net, problem.net.model.sizes
+        state = flat_state(problem.trajectory.trained, step.index, problem.X)
+        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
+        X = net.model.spec.cast(data.X)
+        values = []
+        for part in torch.arange(len(X), device=X.device).split(problem.memory.adjoint_samples()):
+            cotangents = _loss_cotangents(problem, data, part)
+            jacobians = layer_jacobians(net, WeightLocation(state), X[part], cotangents, cost)
+            values.append(grouped_products(H, to_flat_order(jacobians, problem.columns)[0], groups, sizes))
+        return torch.cat(values, dim=2)
+
+    def _along(
+        self, state: Float[Tensor, " PQ"], data: PassData, directions: Float[Tensor, "R P"]
+    ) -> Float[Tensor, "R n"]:
+        """Differentiate the losses of a pass along some directions of the weights."""
+        replay = self.run.passes
+        with torch.no_grad():
+            expected = replay.losses(replay.params(state, data), data)
+        if self._way is _Way.FORWARD:
+            try:
+                found = [self._forward(state, data, direction) for direction in directions]
+            except (RuntimeError, NotImplementedError):
+                self._way = _Way.DOUBLE_BACKWARD
+            else:
+                if all(_is_same(primal, expected) for primal, _ in found):
+                    return torch.stack([slope for _, slope in found]).to(directions)
+                self._way = _Way.DOUBLE_BACKWARD  # forward mode drew other random numbers, or took another kernel
+        if self._way is _Way.DOUBLE_BACKWARD:
+            try:
+                return self._double_backward(state, data, directions)
+            except (RuntimeError, NotImplementedError):
+                self._way = _Way.SAMPLE_BY_SAMPLE
+        return self._sample_by_sample(state, data, directions)
+
+    def _forward(self, state: Tensor, data: PassData, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses, and their derivatives along one direction, by one forward-mode pass."""
+        replay = self.run.passes
+        params = replay.params(state, data)
+        tangents = replay.model.unflatten(direction.to(params[replay.model.names[0]]))
+        with torch.no_grad(), forward_mode():
+            duals = {name: fwAD.make_dual(params[name], tangents[name]) for name in replay.model.names}
+            primal, slope = fwAD.unpack_dual(replay.losses({**params, **duals}, data))
+        return primal, torch.zeros_like(primal) if slope is None else slope
+
+    def _losses_with_graph(self, state: Tensor, data: PassData) -> tuple[Tensor, list[Tensor]]:
+        replay = self.run.passes
+        params = replay.params(state, data)
+        leaves = [params[name].requires_grad_() for name in replay.model.names]
+        with torch.enable_grad():
+            return replay.losses(params, data), leaves
+
+    def _double_backward(self, state: Tensor, data: PassData, directions: Tensor) -> Tensor:
+        """Differentiate v -> v^T J d in v: reverse mode only, one more backward pass per direction."""
+        losses, leaves = self._losses_with_graph(state, data)
+        with torch.enable_grad():
+            v = torch.ones_like(losses, requires_grad=True)
+            pulled = torch.autograd.grad(
+                losses, leaves, v, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            flat = torch.cat([g.reshape(-1) for g in pulled])
+            slopes = [
+                torch.autograd.grad(flat @ direction.to(flat), v, retain_graph=True, materialize_grads=True)[0]
+                for direction in directions
+            ]
+        return torch.stack(slopes).to(directions)
+
+    def _sample_by_sample(self, state: Tensor, data: PassData, directions: Tensor) -> Tensor:
+        """Write the gradient of each loss out by a backward pass of its own."""
+        losses, leaves = self._losses_with_graph(state, data)
+        columns = []
+        for loss in losses:
+            grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+            columns.append(directions @ torch.cat([g.reshape(-1) for g in grads]).to(directions))
+        return torch.stack(columns, dim=1)
+
+
+def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) -> Cotangents:
+    """Return the one cotangent of each row's weighted loss, with the targets as seen."""
+    forward = data.forward
+    seen, c = forward.targets, data.c[part]
+    if seen is not None:  # which of the part's rows have targets of their own
+        place = torch.full((len(data.X),), -1, device=part.device).index_copy(
+            0, seen.index.to(part.device), torch.arange(len(seen.index), device=part.device)
+        )[part]
+        index = (place >= 0).nonzero().squeeze(1)
+        seen = type(seen)(index, seen.values.to(part.device)[place[index]])
+    own = PassData(type(forward)(len(part), targets=seen), data.samples[part], data.X[part], data.y[part], c)
+    loss = problem.trajectory.loss
+
+    def derivative(z: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = z.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(seen_losses(loss, leaf, own).sum(), leaf)
+        return (c.to(z)[:, None] * slope)[None]
+
+    return Cotangents(derivative)
+
+
+def _is_same(primal: Tensor, expected: Tensor) -> bool:
+    allowed = _ROUNDING.get(primal.dtype, 1e-2) * expected.abs().max().clamp(min=1.0)
+    return bool(((primal - expected).abs() <= allowed).all())

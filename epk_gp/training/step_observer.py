@@ -1,0 +1,132 @@
+"""The observer of a training loop: its forward passes, the batches it announces, and the steps of its optimizers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
+from epk_gp.training.capture import ForwardCapture
+from epk_gp.training.optimizer_state import StatesBefore, states_before
+from epk_gp.training.setup import TrainingSetup
+
+
+@dataclass(frozen=True, eq=False)
+class MadeStep:
+    """A step that the optimizers of a loop have made together.
+
+    Attributes:
+        optimizers: Those that took part; the parameters of others did not move.
+        announced: The batches that were announced for it, with their forward passes.
+        before: The optimizers' states before it.
+    """
+
+    optimizers: Sequence[Optimizer]
+    announced: Sequence[AnnouncedBatch]
+    before: StatesBefore
+
+
+@dataclass(eq=False)
+class StepObserver:
+    """Watches a loop through hooks, and reports each step once all its parts are made.
+
+    Several optimizers make one step together: the gradients of all are taken before the first of them moves. The step
+    is complete when all have stepped, or when the loop begins something new.
+
+    Attributes:
+        setup: The training.
+        optimizers: Its optimizers.
+        report: Called with each step.
+    """
+
+    setup: TrainingSetup
+    optimizers: Sequence[Optimizer]
+    report: Callable[[MadeStep], None]
+    _announced: list[AnnouncedBatch] = field(default_factory=list)
+    _stepped: list[Optimizer] = field(default_factory=list)
+    _before: dict[str, Any] = field(default_factory=dict)
+    _hooks: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._capture = ForwardCapture(self.setup.net, self.setup.model, self._pack, self._on_forward)
+
+    @property
+    def num_announced(self) -> int:
+        """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
+        if any(not bool(torch.isfinite(p.grad).all()) for p in self._parameters() if p.grad is not None):
+            return 0  # a GradScaler skips such a step
+        return len(self._announced)
+
+    def start(self) -> None:
+        """Register the hooks."""
+        self._hooks = [
+            hook
+            for optimizer in self.optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        ]
+        self._capture.start()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._capture.stop()
+
+    def announce(self, indices: Tensor | None, weight: float | Tensor) -> None:
+        """Add a batch to the next step."""
+        self._announced.append(AnnouncedBatch(indices, weight, self._capture.count))
+
+    def complete(self) -> None:
+        """Report the step that the optimizers have made together, if they have made one."""
+        stepped, self._stepped = self._stepped, []
+        if not stepped:
+            return
+        announced, self._announced = self._announced, []
+        before, self._before = self._before, {}
+        assign_forwards(announced, self._capture.waiting, len(self.setup.X))
+        self._capture.waiting.clear()
+        self.report(MadeStep(stepped, announced, before))
+
+    def statistics(self, index: int) -> Tensor | None:
+        """Return the present moving statistics, which forward passes alone may have moved; None if there are none.
+
+        Args:
+            index: Number of the step, for the error message.
+
+        Raises:
+            StepMismatchError: They were changed in another way.
+        """
+        return self._capture.statistics_now(index)
+
+    def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        return self.setup.model.signature.pack_call(args, kwargs, self.setup.net.forward)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    def _on_forward(self) -> None:
+        """Find the passes of the batches announced so far, before the next pass begins."""
+        self.complete()
+        assign_forwards(self._announced, self._capture.waiting, len(self.setup.X))
+        if self._announced and all(p.grad is None for p in self._parameters()):
+            # gradients were cleared without a step: a GradScaler skipped it
+            self._announced = [batch for batch in self._announced if not batch.forwards]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        if optimizer in self._stepped:
+            self.complete()
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = dict(self.setup.net.named_parameters())
+        own = {name: parameters[name] for name in self.setup.model.names if id(parameters[name]) in held}
+        self._before |= states_before(optimizer, own, self.setup.rules.update_rule.needs_before)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
+        self._stepped.append(optimizer)
+        if len(self._stepped) == len(self.optimizers):
+            self.complete()
