@@ -234,7 +234,7 @@ def gcn():
     X, y = features[None], labels.where(train_mask, -100)[None]
 
     def mean_over_labelled_nodes(z, targets):
-        return F.cross_entropy(z.unflatten(1, (12, C)).transpose(1, 2), targets, reduction="none").sum(1) / 8
+        return F.cross_entropy(z.transpose(1, 2), targets, reduction="none").sum(dim=1) / 8
 
     loss = epk.PerSampleLoss(mean_over_labelled_nodes)  # recorder: the graph is one input
     with epk.Recorder(net, optimizer, X, y, loss=loss, output=all_nodes) as recorder:  # recorder

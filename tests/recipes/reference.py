@@ -32,7 +32,7 @@ class Pass:
 class Announced:
     """A batch with the pass whose gradient it is."""
 
-    watched: Pass
+    watched: Pass | None
     rows: torch.Tensor
     weight: Any
 
@@ -71,7 +71,7 @@ class Watched:
         self.net, self.X, self.y, self.options = net, X, y, options
         self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.inner = None if self.inner_class is None else self.inner_class(net, optimizer, X, y, **options)
-        self.steps, self.passes, self.announced, self.hooks = [], [], [], []
+        self.steps, self.passes, self.announced, self.hooks, self.before = [], [], [], [], {}
         self.first, self.last = snapshot(net), snapshot(net)
 
     def __enter__(self):
@@ -93,7 +93,7 @@ class Watched:
     def batch(self, indices, *, weight=1.0):
         if self.inner is not None:
             self.inner.batch(indices, weight=weight)
-        watched = next(one for one in reversed(self.passes) if one.grads)
+        watched = next((one for one in reversed(self.passes) if one.grads), None)  # None: a closure will make it
         M = len(next(iter(self.X.values())) if isinstance(self.X, dict) else as_tuple(self.X)[0])
         rows = torch.arange(M) if indices is None else torch.as_tensor(indices)
         self.announced.append(Announced(watched, rows, weight))
@@ -135,12 +135,13 @@ class Watched:
         }
 
     def _before_step(self, optimizer, args, kwargs):
-        gradients = {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
-        self.steps.append(WatchedStep(self.announced, self.last, gradients, self._states()))
-        self.announced, self.passes = [], []
+        self.before = self._states()
 
     def _after_step(self, optimizer, args, kwargs):
-        step = self.steps[-1]
+        gradients = {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
+        step = WatchedStep(self.announced, self.last, gradients, self.before)
+        for announced in step.batches:
+            announced.watched = announced.watched or self.passes[-1]
         step.end = self.last = snapshot(self.net)
         step.after = self._states()
         names = {p: name for name, p in self.net.named_parameters()}
@@ -148,6 +149,8 @@ class Watched:
             for group in one.param_groups:
                 options = {key: value for key, value in group.items() if key != "params"}
                 step.options |= {names[p]: (type(one).__name__, options) for p in group["params"]}
+        self.steps.append(step)
+        self.announced, self.passes = [], []
 
 
 def gradients_of_terms(watched, announced):

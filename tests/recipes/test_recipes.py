@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import epk_gp as epk
-from recipes import images, loops, sequences, targets
+from recipes import images, loops, sequences, targets, unusual
 from recipes.path_reference import brute_force_terms
 from recipes.problem import as_tuple
 from recipes.reference import Watched, step_terms
 
-EXACT = [*images.RECIPES, *sequences.RECIPES, *loops.RECIPES, *targets.RECIPES]
+EXACT = [*images.RECIPES, *sequences.RECIPES, *loops.RECIPES, *targets.RECIPES, *unusual.RECIPES]
 LOW = targets.IN_LOW_PRECISION
 RECORDER = epk.Recorder
 
@@ -125,9 +125,10 @@ def test_in_low_precision_what_the_law_leaves_is_a_term_of_its_own(recipe):
 @pytest.mark.parametrize(
     ("recipe", "error", "message"),
     [
-        pytest.param(targets.contrastive, (ValueError, epk.StepMismatchError), "rows", id="contrastive"),
-        pytest.param(targets.lbfgs, (ValueError, TypeError), "LBFGS", id="lbfgs"),
-        pytest.param(targets.closure_given_to_sgd, (ValueError, epk.StepMismatchError), "closure", id="closure"),
+        pytest.param(targets.contrastive, epk.StepMismatchError, "step 0: .* another loss", id="contrastive"),
+        pytest.param(targets.lbfgs, ValueError, "must take one gradient a step: LBFGS", id="lbfgs"),
+        pytest.param(unusual.sharpness_aware, epk.StepMismatchError, "step 0: the weights must be those", id="sam"),
+        pytest.param(unusual.dropout_in_evaluation, ValueError, "also in evaluation mode", id="mc_dropout"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_in_words(recipe, error, message):

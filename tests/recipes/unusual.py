@@ -1,0 +1,283 @@
+"""Recipes from further afield: distillation, several heads and inputs, odd normalisation, moved statistics."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
+import epk_gp as epk
+from epk_gp.training.indexed_dataset import IndexedDataset
+from recipes.problem import C, batches, finish, images, sentences, vectors
+
+
+def train(net, X, y, X_test, loss_of_batch, *, lr=0.1, epochs=2, **options):
+    """Train by SGD on batches of 8; `loss_of_batch` takes what the network returned and the batch."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    rows = len(y)
+    with epk.Recorder(net, optimizer, X, y, **options) as recorder:  # recorder
+        net.train()
+        for batch in batches(rows, 8, epochs):
+            optimizer.zero_grad()
+            returned = net(*(x[batch] for x in X)) if isinstance(X, tuple) else net(X[batch])
+            loss_of_batch(returned, batch).backward()
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+    return finish(recorder, net, X_test, X, y, output=options.get("output", lambda returned: returned))
+
+
+def distillation():
+    """Hinton et al. (2015): softened outputs of a teacher, and the labels."""
+    X, y = vectors(24)
+    teacher = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, C)).double()
+    student = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, C)).double()
+
+    def loss(z, batch):
+        with torch.no_grad():
+            soft = F.softmax(teacher(X[batch]), dim=1)
+        return 0.7 * F.kl_div(F.log_softmax(z, dim=1), soft, reduction="batchmean") + 0.3 * F.cross_entropy(z, y[batch])
+
+    with torch.no_grad():  # recorder: the loss is a cross entropy with these targets, and a constant
+        targets = 0.7 * F.softmax(teacher(X), dim=1) + 0.3 * F.one_hot(y, C).double()
+    return train(student, X, targets, vectors(26)[0][24:], loss)
+
+
+def several_labels():
+    """Binary cross entropy of several labels per row, with a weight for positives."""
+    X, y = vectors(24)
+    targets = F.one_hot(y, C).double() + F.one_hot((y + 1) % C, C).double()
+    criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))
+    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Linear(6, C)).double()
+    return train(net, X, targets, vectors(26)[0][24:], lambda z, b: criterion(z, targets[b]), loss=criterion)
+
+
+def class_weights():
+    X, y = vectors(24)
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64))
+    net = nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.Dropout(0.2), nn.Linear(6, C)).double()
+    return train(net, X, y, vectors(26)[0][24:], lambda z, b: criterion(z, y[b]), loss=criterion)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.2))
+        self.label, self.size = nn.Linear(6, C), nn.Linear(6, 1)
+
+    def forward(self, x):
+        h = self.trunk(x)
+        return self.label(h), self.size(h).squeeze(1)
+
+
+def first(returned):
+    return returned[0]
+
+
+def several_tasks():
+    X, y = vectors(24)
+    targets = torch.cat([F.one_hot(y, C).double(), X.norm(dim=1, keepdim=True)], dim=1)
+
+    def per_row(returned, t):
+        labels, sizes = returned
+        return F.cross_entropy(labels, t[:, :C], reduction="none") + 0.5 * (sizes - t[:, C]).square()
+
+    def loss(returned, batch):
+        return F.cross_entropy(returned[0], y[batch]) + 0.5 * F.mse_loss(returned[1], X[batch].norm(dim=1))
+
+    own = epk.PerSampleLoss(per_row)
+    return train(TwoHeads().double(), X, targets, vectors(26)[0][24:], loss, loss=own, output=first)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.of_image, self.of_row = nn.Conv2d(1, 2, 3), nn.Linear(5, 4)
+        self.head = nn.Linear(36, C)
+
+    def forward(self, image, row):
+        features = torch.cat([self.of_image(image).flatten(1), self.of_row(row)], dim=1)
+        return self.head(F.dropout(torch.tanh(features), 0.2, self.training))
+
+
+def several_inputs():
+    (pictures, y), (rows, _) = images(24), vectors(24)
+    X_test = (images(26)[0][24:], vectors(26)[0][24:])
+    return train(TwoInputs().double(), (pictures, rows), y, X_test, lambda z, b: F.cross_entropy(z, y[b]))
+
+
+def cumulative_batch_norm():
+    """momentum=None: the statistics are the mean over all batches so far."""
+    X, y = vectors(24)
+    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, momentum=None), nn.Tanh(), nn.Linear(6, C)).double()
+    return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+
+
+def group_and_instance_norm():
+    X, y = images(24)
+    layers = [nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.GELU(), nn.Conv2d(4, 3, 2), nn.InstanceNorm2d(3, affine=True)]
+    net = nn.Sequential(*layers, nn.Tanh(), nn.Flatten(), nn.Linear(27, C)).double()
+    return train(net, X, y, images(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+
+
+def transformer_encoder():
+    X, y = vectors(24, dim=12)
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True, norm_first=True)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            self.head = nn.Linear(4, C)
+
+        def forward(self, x):
+            return self.head(self.encoder(x.view(-1, 3, 4)).mean(dim=1))
+
+    return train(Net().double(), X, y, vectors(26, dim=12)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+
+
+class PackedGRU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.gru = nn.Embedding(9, 4, padding_idx=0), nn.GRU(4, 4, batch_first=True, bidirectional=True)
+        self.fc = nn.Linear(8, C)
+
+    def forward(self, tokens):
+        lengths = (tokens != 0).sum(dim=1)
+        packed = pack_padded_sequence(self.embedding(tokens), lengths, batch_first=True, enforce_sorted=False)
+        _, hidden = self.gru(packed)
+        return self.fc(F.dropout(torch.cat([hidden[0], hidden[1]], dim=1), 0.2, self.training))
+
+
+def packed_gru():
+    X, y = sentences(24)
+    return train(PackedGRU().double(), X, y, X[:2].flip(0), lambda z, b: F.cross_entropy(z, y[b]))
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + 0.3 * torch.randn_like(x) if self.training else x
+
+
+def noise_inside():
+    X, y = vectors(24)
+    net = nn.Sequential(Noise(), nn.Linear(5, 6), nn.Tanh(), Noise(), nn.Linear(6, C)).double()
+    return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+
+
+class Erased(Dataset):
+    """Random erasing, done by the dataset."""
+
+    def __init__(self, X, y):
+        self.X, self.y = X, y
+
+    def __len__(self):
+        return len(self.X)
+
+    def __getitem__(self, i):
+        image = self.X[i].clone()
+        top, left = torch.randint(5, (2,)).tolist()
+        image[:, top : top + 2, left : left + 2] = 0
+        return image, self.y[i]
+
+
+def weighted_sampler():
+    """Rows are drawn with replacement, so that a batch holds some twice, each erased elsewhere."""
+    X, y = images(24)
+    net = nn.Sequential(
+        nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(48, C)
+    ).double()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    sampler = WeightedRandomSampler(torch.linspace(0.1, 1.0, 24), 24)
+    loader = DataLoader(IndexedDataset(Erased(X, y)), batch_size=10, sampler=sampler)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for _ in range(2):
+            for indices, (inputs, labels) in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(net(inputs), labels).backward()
+                recorder.batch(indices)  # recorder
+                optimizer.step()
+    return finish(recorder, net, images(26)[0][24:], X, y)
+
+
+def statistics_moved_without_gradients():
+    """The loop re-estimates the statistics before each epoch, and looks at a training loss under no_grad."""
+    X, y = vectors(24)
+    net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        net.train()
+        for _ in range(2):
+            update_bn(X.split(8), net)
+            for batch in batches(len(X), 8, epochs=1):
+                with torch.no_grad():
+                    F.cross_entropy(net(X[batch]), y[batch])
+                optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)  # recorder
+                optimizer.step()
+    return finish(recorder, net, vectors(26)[0][24:], X, y)
+
+
+def spectral_norm():
+    """The power iteration's vectors move in every training forward pass, as moving statistics do."""
+    X, y = vectors(24)
+    net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh(), nn.Linear(6, C)).double()
+    return train(net, X, y, vectors(26)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+
+
+RECIPES = [
+    distillation,
+    several_labels,
+    class_weights,
+    several_tasks,
+    several_inputs,
+    cumulative_batch_norm,
+    group_and_instance_norm,
+    transformer_encoder,
+    packed_gru,
+    noise_inside,
+    weighted_sampler,
+    statistics_moved_without_gradients,
+    spectral_norm,
+]
+
+
+def dropout_in_evaluation():
+    """Monte Carlo dropout: the trained network has no one output that training points could have made."""
+    X, y = vectors(16)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 6), nn.Linear(6, C)
+
+        def forward(self, x):
+            return self.last(F.dropout(torch.tanh(self.first(x)), 0.5, training=True))
+
+    train(Net().double(), X, y, X[:2], lambda z, b: F.cross_entropy(z, y[b]))
+
+
+def sharpness_aware():
+    """SAM (Foret et al. 2021): the step takes the gradient at other weights than those it moves."""
+    X, y = vectors(16)
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, C)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
+        for batch in batches(len(X), 8, epochs=1):
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            with torch.no_grad():
+                climbs = [0.05 * p.grad for p in net.parameters()]
+                for p, climb in zip(net.parameters(), climbs, strict=True):
+                    p += climb
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            with torch.no_grad():
+                for p, climb in zip(net.parameters(), climbs, strict=True):
+                    p -= climb
+            recorder.batch(batch)  # recorder
+            optimizer.step()
+
+
+REFUSED = [dropout_in_evaluation, sharpness_aware]
