@@ -16,6 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from epk_gp.autodiff.written_out import WRITTEN_OUT
+
 # Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
 JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
     F.linear: {1: "weight", 2: "bias"},
@@ -182,6 +184,11 @@ class ParameterInterception(TorchFunctionMode):
         _find(self.name_of, kwargs.values(), params)
         if not params:
             return self.pass_through(func(*args, **kwargs))
+        if func in WRITTEN_OUT:
+            with self:
+                result = WRITTEN_OUT[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         return self.intercept(FunctionCall(func, args, kwargs, tuple(params), JOINTLY_LINEAR.get(func, {})))
 
     def pass_through(self, result: Any) -> Any:
