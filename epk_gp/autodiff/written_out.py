@@ -105,7 +105,7 @@ def _attention(
     key_padding_mask: Tensor | None = None,
     need_weights: bool = True,
     attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
+    use_separate_proj_weight: bool = False,  # then there is no in_proj_weight
     q_proj_weight: Tensor | None = None,
     k_proj_weight: Tensor | None = None,
     v_proj_weight: Tensor | None = None,
@@ -121,16 +121,12 @@ def _attention(
     if is_causal and attn_mask is None:
         return NotImplemented
     rows = query.transpose(0, 1)
-    if use_separate_proj_weight:
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-    elif query is key and key is value:
-        weights = None
-    else:
-        weights = in_proj_weight.chunk(3)
-    if weights is None:
+    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+    if in_proj_weight is not None and query is key and key is value:
         q, k, v = F.linear(rows, in_proj_weight, in_proj_bias).chunk(3, dim=2)
     else:
-        biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+        weights: Any = separate if in_proj_weight is None else in_proj_weight.chunk(3)
+        biases: Any = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
         inputs = (rows, key.transpose(0, 1), value.transpose(0, 1))
         q, k, v = (F.linear(x, W, b) for x, W, b in zip(inputs, weights, biases, strict=True))
     q, k, v = (value.unflatten(2, (num_heads, -1)).transpose(1, 2) for value in (q, k, v))  # E H L d

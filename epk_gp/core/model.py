@@ -14,6 +14,10 @@ from torch.func import functional_call
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
 
+# The batch of inputs carries this attribute in a forward pass, so that what is computed from it can be told from
+# parameters and constants, whatever their sizes (`autodiff.line_ops`).
+BATCH_MARK = "_epk_gp_batch"
+
 
 class StopForwardError(Exception):
     """The forward pass has computed what it was started for."""
@@ -117,6 +121,8 @@ class FunctionalModel:
         """
         if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
+        X = X.view_as(X)  # the caller's tensor keeps its attributes
+        setattr(X, BATCH_MARK, True)
         module = self._take_module_of_thread()
         try:
             with disable_fused_attention():  # everywhere, or bytes would depend on what other threads do
