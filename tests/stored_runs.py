@@ -1,5 +1,6 @@
 """Small runs on disk that the tests of storage share."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,8 @@ from epk_gp.core.forward_fingerprint import fingerprint_outputs
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.storage.atomic_files import checksum, checksummed_json, read_checksummed_json
+from epk_gp.storage.index import Chunk, chain_hash, to_json_line
 from epk_gp.storage.run import RunStart, create_run
 from epk_gp.storage.schema import module_names, run_header
 from epk_gp.storage.training_state import TrainingState
@@ -79,6 +82,27 @@ def step(recorder):
     F.cross_entropy(recorder.net(recorder.X), recorder.y).backward()
     recorder.batch(None)
     recorder.optimizer.step()
+
+
+def replace_chunk(run, content, name="chunk-000001.safetensors"):
+    """Replace the content of a chunk, and every checksum in the journal that depends on it."""
+    (run / name).write_bytes(content)
+    chunks, before = [], ""
+    for chunk in read_journal_lines(run):
+        if chunk["file"] == name:
+            chunk |= {"bytes": len(content), "blake2b": checksum(content, chunk["digest"])}
+        before = chain_hash(before, Chunk(**chunk))
+        chunks.append(Chunk(**(chunk | {"line": before})))
+    (run / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
+
+
+def read_journal_lines(run):
+    return [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
+
+
+def replace_header(run, **changes):
+    header = read_checksummed_json((run / HEADER).read_bytes(), "") | changes
+    (run / HEADER).write_bytes(checksummed_json(header))
 
 
 # --- Runs with forward passes and moving statistics, made by hand ---------------------------------------------------
@@ -158,7 +182,7 @@ class Written:
     steps: list
 
 
-def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, **options):
+def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=None, **options):
     """Create a run on disk to which `add` adds steps."""
     net = norm_net() if net is None else net
     X, y = data()
@@ -171,7 +195,7 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, **options)
     outputs = fingerprint_outputs(model, start, X, moving)
     digest = fingerprint_start(header, model, outputs, start, moving)
     storage = epk.Storage(**options)
-    training = TrainingState(sgd(net), {}, torch.zeros_like(start), net)
+    training = TrainingState(optimizer or sgd(net), {}, torch.zeros_like(start), net)
     frozen = {f"constant.{name}": value.clone() for name, value in model.frozen_state().items()}
     tensors = {"inputs": X, "targets": y, "probe": outputs} | frozen
     full = header | {"compression": storage.compression, "check_every": 1, "modules": module_names(net)}

@@ -41,6 +41,13 @@ def info(*, run: Path, out: Path | None, quiet: bool) -> None:
         "recording": "finished" if summary.finished else "not finished: record --resume resumes it",
         "files": f"all {summary.files} verified against their checksums",
     }
+    if header["statistics"]:
+        count = chunk_schema(header).num_statistics
+        lines["moving statistics"] = f"{count} in {len(header['statistics'])} tensors"
+    if summary.num_passes:
+        lines["forward passes"] = f"{summary.num_passes} recorded, {summary.pass_bytes / 1e6:.2f} MB"
+    if header["unexplained"] is not None:
+        lines["unexplained"] = f"up to {header['unexplained']:g} of a step"
     if out is not None:
         write_json(make_folder(out) / "info.json", "info", {"run": run}, lines, timer)
     for name, value in lines.items():

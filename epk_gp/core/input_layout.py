@@ -230,19 +230,19 @@ def layout_from_json(entries: object) -> InputLayout:
         raise ValueError(f"the header's 'signature' must describe the network's input tensors: got {entries!r}.")
     tensors = []
     for entry in entries:
-        key, shape, dtype = (entry.get(k) if isinstance(entry, dict) else None for k in ("key", "shape", "dtype"))
-        is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
-        if (
-            not isinstance(key, int | str)
-            or isinstance(key, bool)
-            or not isinstance(shape, list)
-            or not is_shape
-            or dtype not in _DTYPES
-        ):
+        described: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        key, shape, dtype = (described.get(name) for name in ("key", "shape", "dtype"))
+        if not _is_input_tensor(key, shape, dtype):
             raise ValueError(f"the header's 'signature' must describe an input tensor: got {entry!r}.")
-        tensors.append(InputTensor(key, tuple(shape), _DTYPES[dtype]))
+        tensors.append(InputTensor(described["key"], tuple(described["shape"]), _DTYPES[described["dtype"]]))
     keys = [tensor.key for tensor in tensors]
     is_sorted = all(isinstance(key, str) for key in keys) and keys == sorted(set(map(str, keys)))
     if not is_sorted and keys != list(range(len(keys))):
         raise ValueError(f"the header's 'signature' must have positions or sorted keywords as keys: got {keys}.")
     return InputLayout(tuple(tensors))
+
+
+def _is_input_tensor(key: Any, shape: Any, dtype: Any) -> bool:
+    is_key = isinstance(key, str) or type(key) is int
+    is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+    return is_key and is_shape and isinstance(dtype, str) and dtype in _DTYPES

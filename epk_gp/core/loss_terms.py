@@ -16,6 +16,7 @@ from epk_gp.core.losses import (
     classes_second,
     fit_targets,
     per_sample_losses,
+    sample_weights,
 )
 from epk_gp.core.returned import select_rows, tensors_of
 from epk_gp.core.signature import Signature
@@ -94,7 +95,7 @@ def validate_loss_row_independence(
         alone = torch.cat([per_sample_losses(loss, z, target) for z, target in rows])
     rounding = torch.finfo(alone.dtype).eps ** 0.5 * alone.abs().max()
     if reduced is not None:
-        expected = alone.mean() if loss.reduction == "mean" else alone.sum()
+        expected = sample_weights(loss, targets).to(alone) @ alone
         if not (reduced - expected).abs() <= rounding:
             raise ValueError(
                 f"the loss function must be the {loss.reduction} of the samples' losses, as "

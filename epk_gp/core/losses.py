@@ -85,18 +85,24 @@ class PerSampleLoss:
             recorded with `output=`, it gets what the network returned in place of the outputs.
         reduction: How the losses of a batch are reduced: "mean" or "sum".
         name: Name of the loss in the run's header. To load a stored run with such a loss, pass it again as `loss=`.
+        counts: Maps targets (n, ...) to what each sample counts for, (n,): its tokens without padding, or its weight.
+            "mean" then divides the sum of the losses by the sum of the counts over the batch, and the function returns
+            each sample's sum (or, reduced to a scalar, the mean over all that count). None: each sample counts for 1.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
     reduction: Reduction = "mean"
     name: str = "custom"
+    counts: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        """Raise if `function` is not callable.
+        """Raise if `function` or `counts` is not callable.
 
         Raises:
-            TypeError: `function` cannot be called.
+            TypeError: One of them cannot be called.
         """
+        if self.counts is not None and not callable(self.counts):
+            raise TypeError(f"counts must be a function of the targets, or None: got {self.counts!r}.")
         if not callable(self.function):
             raise TypeError(f"the loss must be a function of outputs and targets: got {self.function!r}.")
 
@@ -170,7 +176,7 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
         return _over_positions(F.cross_entropy(z, y, reduction="none", label_smoothing=smoothing, **options), "sum")
     if isinstance(loss, MeanSquaredError):
         return _over_positions((outputs - fit_targets(y, outputs)).square(), loss.reduction)
-    if isinstance(loss.function, ELEMENTWISE):
+    if isinstance(loss.function, ELEMENTWISE) and loss.counts is None:
         return _over_positions(_not_reduced(loss.function)(outputs, fit_targets(y, outputs)), loss.reduction)
     values = loss.function(outputs, y)
     if isinstance(values, Tensor) and values.ndim == 0:
@@ -215,6 +221,11 @@ def sample_weights(loss: Loss, targets: Shaped[Tensor, "n ..."]) -> Float64[Tens
     c = torch.ones(n, dtype=torch.float64, device=targets.device)
     if loss.reduction == "sum":
         return c
+    if isinstance(loss, PerSampleLoss) and loss.counts is not None:
+        total = float(_counts(loss, targets).sum())
+        if not total > 0:
+            raise ValueError(f"a batch must hold a sample that counts: the counts of its {n} samples sum to {total}.")
+        return c / total
     if not isinstance(loss, ClassLoss):
         return c / n
     if targets.is_floating_point():
@@ -309,5 +320,29 @@ def _over_positions(values: Tensor, reduction: Reduction) -> Tensor:
 
 def _row_by_row(loss: PerSampleLoss, outputs: Any, y: Tensor) -> Tensor:
     n = len(y)
-    rows = [loss.function(select_rows(outputs, slice(i, i + 1), n), y[i : i + 1]) for i in range(n)]
-    return torch.stack(rows)
+    rows = [(select_rows(outputs, slice(i, i + 1), n), y[i : i + 1]) for i in range(n)]
+    if loss.counts is None or loss.reduction == "sum":
+        return torch.stack([loss.function(*row) for row in rows])
+    counts = _counts(loss, y)
+    reference = next(tensors_of(outputs))  # the mean over a sample without counts is not a number
+    sums = [
+        count * loss.function(*row) if count else reference.new_zeros(())
+        for count, row in zip(counts.tolist(), rows, strict=True)
+    ]
+    return torch.stack(sums)
+
+
+def _counts(loss: PerSampleLoss, targets: Tensor) -> Tensor:
+    """Return what each sample counts for.
+
+    Raises:
+        ValueError: The function of the loss does not return one finite number >= 0 per sample.
+    """
+    counts = torch.ones(len(targets)) if loss.counts is None else loss.counts(targets)
+    if not isinstance(counts, Tensor) or counts.shape != targets.shape[:1]:
+        got = f"shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
+        raise ValueError(f"counts must return one number per sample, shape ({len(targets)},): got {got}.")
+    counts = counts.detach().double()
+    if not bool((torch.isfinite(counts) & (counts >= 0)).all()):
+        raise ValueError("counts must return finite numbers >= 0: got others.")
+    return counts

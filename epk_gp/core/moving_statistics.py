@@ -1,6 +1,6 @@
 """Normalisation by moving statistics, written out: torch's own function has no derivative in them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
@@ -8,6 +8,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+# Functions that normalise by statistics, with the names of their arguments.
+_NORMALISATIONS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    F.instance_norm: ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+}
+_DEFAULTS = {"running_mean": None, "running_var": None, "weight": None, "bias": None, "eps": 1e-5}
 
 
 def normalise_by_statistics(
@@ -36,8 +44,8 @@ def normalise_by_statistics(
     scale = torch.rsqrt(variance + eps)
     if weight is not None:
         scale = scale * weight
-    y = (x - mean.reshape(*mean.shape, *places)) * scale.reshape(*scale.shape, *places)
-    return y if bias is None else y + bias.reshape(*bias.shape, *places)
+    centred, scale = x - mean.reshape(*mean.shape, *places), scale.reshape(*scale.shape, *places)
+    return centred * scale if bias is None else torch.addcmul(bias.reshape(*bias.shape, *places), centred, scale)
 
 
 @final
@@ -55,58 +63,12 @@ class WrittenOutNormalisation(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call."""
         kwargs = kwargs or {}
-        parse = _PARSERS.get(func)
-        if parse is not None:
-            uses_batch, arguments = parse(*args, **kwargs)
-            if not uses_batch and any(id(value) in self.statistics for value in arguments[1:3]):
-                return normalise_by_statistics(*arguments)
+        if func in _NORMALISATIONS:
+            named = {**_DEFAULTS, **dict(zip(_NORMALISATIONS[func], args, strict=False)), **kwargs}
+            mean, variance = named["running_mean"], named["running_var"]
+            uses_batch = named.get("use_input_stats", func is F.instance_norm) or named.get("training", False)
+            if not uses_batch and {id(mean), id(variance)} & self.statistics:
+                return normalise_by_statistics(
+                    named["input"], mean, variance, named["weight"], named["bias"], named["eps"]
+                )
         return func(*args, **kwargs)
-
-
-def _batch_norm(
-    input: Any,  # noqa: A002  # torch's argument names
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    *rest: Any,
-    **named: Any,
-) -> tuple[bool, tuple[Any, ...]]:
-    eps = rest[1] if len(rest) > 1 else named.get("eps", 1e-5)
-    return training, (input, running_mean, running_var, weight, bias, eps)
-
-
-def _instance_norm(
-    input: Any,  # noqa: A002
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    *rest: Any,
-    **named: Any,
-) -> tuple[bool, tuple[Any, ...]]:
-    return _batch_norm(input, running_mean, running_var, weight, bias, use_input_stats, *rest, **named)
-
-
-def _torch_batch_norm(
-    input: Any,  # noqa: A002
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *rest: Any,
-    **named: Any,
-) -> tuple[bool, tuple[Any, ...]]:
-    return training, (input, running_mean, running_var, weight, bias, eps)
-
-
-_PARSERS: dict[Any, Callable[..., tuple[bool, tuple[Any, ...]]]] = {
-    F.batch_norm: _batch_norm,
-    F.instance_norm: _instance_norm,
-    torch.batch_norm: _torch_batch_norm,
-}

@@ -1,7 +1,8 @@
 """One recorded training step, with what its forward passes depended on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
@@ -61,6 +62,20 @@ class ForwardPass:
         return self.modes is None and self.random_state is None and self.device_random_state is None
 
 
+@runtime_checkable
+class Passes(Protocol):
+    """The forward passes of a step: a tuple, or what unpacks them when they are indexed."""
+
+    def __len__(self) -> int:
+        """Count the passes."""
+
+    def __getitem__(self, number: int, /) -> ForwardPass:
+        """Return one pass."""
+
+    def __iter__(self) -> Iterator[ForwardPass]:
+        """Return the passes in their order."""
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """Learning rate and batch of the step from the weights w_s to the weights w_{s+1}.
@@ -79,4 +94,4 @@ class Step:
     lr: float
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None
-    passes: Sequence[ForwardPass] = ()
+    passes: Passes = ()

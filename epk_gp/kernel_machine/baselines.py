@@ -4,12 +4,12 @@ None of them is a kernel, so none is a `Kernel`. Each stands here as its paper h
 flow is replaced by the straight steps, and the integral over a step by a quadrature rule.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -48,7 +48,7 @@ class Baseline:
 def k_prime_block(
     trajectory: Trajectory,
     X: Inputs,
-    Y: Inputs,
+    Y: Shaped[Tensor, "m ..."] | Sequence[Tensor] | Mapping[str, Tensor],
     *,
     head: Head | None = None,
     rule: Rule = gauss_legendre(4),

@@ -51,10 +51,10 @@ class IntegrationRecord:
         """Count the integrals of some points over one step."""
         residual = integral.residual
         size = torch.maximum(integral.start.abs(), integral.end.abs()).amax(dim=1).clamp(min=1.0)
-        # two nodes, the lowest order, or one make an interval
-        intervals = torch.bincount(integral.point, minlength=len(residual)) / min(2, len(self.rule.interval_rule))
         rounding = _INTERVAL_ROUNDING * torch.finfo(size.dtype).eps * size
-        allowed = intervals * rounding.clamp(min=_TOLERANCES * _tolerance(self.rule) / max(1, self.num_steps))
+        allowed = integral.num_intervals * rounding.clamp(
+            min=_TOLERANCES * _tolerance(self.rule) / max(1, self.num_steps)
+        )
         largest, ratio = torch.stack([residual.max(), (residual / allowed).max()]).tolist()
         self.max_residual, self.residual_ratio = larger(self.max_residual, largest), larger(self.residual_ratio, ratio)
         counts = torch.bincount(integral.status, minlength=len(QuadratureStatus)).tolist()

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.directional import WeightSegment
@@ -44,9 +44,24 @@ class BracketedEvents:
     at_b: Float[Tensor, " B"]
 
 
+@dataclass(frozen=True, eq=False)
+class Kinks:
+    """Where units switch along the step.
+
+    Attributes:
+        interval: (B,) index of the interval.
+        position: (B,) position on the step.
+        is_searched: (E,) whether each interval was searched: the network calls piecewise-smooth functions.
+    """
+
+    interval: Int64[Tensor, " B"]
+    position: Float[Tensor, " B"]
+    is_searched: Bool[Tensor, " E"]
+
+
 def locate_kinks(
     segment: WeightSegment, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
-) -> tuple[Int64[Tensor, " B"], Float[Tensor, " B"]]:
+) -> Kinks:
     """Find where in (a_e, b_e) a unit that affects f switches for row e.
 
     Args:
@@ -56,22 +71,28 @@ def locate_kinks(
         b: Their ends.
 
     Returns:
-        Interval and position of B switches. A unit that switches an even number of times is not seen; a network that
-        does not support interpolation has none.
+        The switches. A unit that switches an even number of times is not seen; a network that does not support
+        interpolation has none.
     """
-    if not segment.net.plan.supports_interpolation:
-        return torch.zeros(0, dtype=torch.int64, device=X.device), a[:0]
-    intervals, positions = [], []
+    is_searched = torch.zeros_like(a, dtype=torch.bool)
+    intervals, positions = [torch.zeros(0, dtype=torch.int64, device=X.device)], [a[:0]]
+    if not len(X) or not segment.net.plan.supports_interpolation:
+        return Kinks(intervals[0], positions[0], is_searched)
     for rows in torch.arange(len(X), device=X.device).split(segment.rows_per_kink_search):
-        events = _bracket_events(segment, X[rows], a[rows], b[rows])
+        start = _preactivations(segment, X[rows], a[rows])
+        if not start:
+            continue
+        is_searched[rows] = True
+        events = _bracket_events(start, _preactivations(segment, X[rows], b[rows]))
         intervals.append(rows[events.interval])
         positions.append(_solve(segment, X[rows], a[rows], b[rows], events))
-    return torch.cat(intervals), torch.cat(positions)
+    return Kinks(torch.cat(intervals), torch.cat(positions), is_searched)
 
 
-def _bracket_events(segment: WeightSegment, X: Tensor, a: Tensor, b: Tensor) -> BracketedEvents:
+def _bracket_events(
+    start: list[tuple[Preactivations, Tensor]], end: list[tuple[Preactivations, Tensor]]
+) -> BracketedEvents:
     """List the units that affect f and stand differently at both ends."""
-    start, end = _preactivations(segment, X, a), _preactivations(segment, X, b)
     columns: list[tuple[Tensor, ...]] = []
     for number, ((at_a, affects_a), (at_b, affects_b)) in enumerate(zip(start, end, strict=True)):
         affects_output = affects_a | affects_b
@@ -88,9 +109,6 @@ def _bracket_events(segment: WeightSegment, X: Tensor, a: Tensor, b: Tensor) -> 
         crosses = lead_a * lead_b < 0
         column = (interval, torch.full_like(interval, number), first, second, lead_a, lead_b)
         columns.append(tuple(value[crosses] for value in column))
-    if not columns:
-        none = torch.zeros(0, dtype=torch.int64, device=X.device)
-        return BracketedEvents(none, none, none, none, a[:0], a[:0])
     return BracketedEvents(*(torch.cat(parts) for parts in zip(*columns, strict=True)))
 
 

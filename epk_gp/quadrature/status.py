@@ -22,6 +22,16 @@ _SHORTEST = 8
 # generations of that the interval is accepted (docs/engine.md, section 8).
 _CONVERGED_CHANGE, _GENERATIONS = 1e-2, 4
 
+# Where f is smooth, a higher order or a half of the interval has at most this fraction of the residual. Halving an
+# interval divides that of Gauss-Legendre with n nodes by 2^(2n + 1), 512 for n = 4; extending the rule gains more.
+SMOOTH_DECAY = 1e-2
+
+# An integral has settled if so many higher orders in a row let its residual fall like that or, as the last one must,
+# change it by at most _CONVERGED_CHANGE of the residual. What is left is taken for rounding inside the network if it is
+# at most _SETTLED times the rounding above, which is what a certificate allows, or at the level of noise and this
+# fraction of the integral: a kink that all of these orders miss lies so near to an end of the interval.
+_RAISES, _SETTLED, _SMALL_PART = 2, 4, 1e-6
+
 OPEN = -1  # the interval is to be refined
 
 
@@ -61,16 +71,20 @@ class Lineage:
     """For how many generations the quadrature of E intervals has converged to something else than f(b) - f(a).
 
     Attributes:
-        generations: How many, the interval's parent included.
+        raises: How many higher orders in a row behaved as where f is smooth.
+        has_settled: The last of at least `_RAISES` higher orders hardly changed the integral.
+        generations: How many halvings in a row did so, the interval's parent included.
         error: The residual of the ancestor with which they began.
     """
 
+    raises: Int64[Tensor, " E"]
+    has_settled: Bool[Tensor, " E"]
     generations: Int64[Tensor, " E"]
     error: Float[Tensor, " E"]
 
     def __getitem__(self, rows: Shaped[Tensor, " _"]) -> "Lineage":
         """Return those of some of the intervals."""
-        return Lineage(self.generations[rows], self.error[rows])
+        return Lineage(*(value[rows] for value in vars(self).values()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +95,13 @@ class Parents:
         residual: f(b) - f(a) - integral, (F, C).
         lineage: Their lineages.
         is_halved: They were cut in the middle, and not at located kinks.
+        is_raised: They were not cut, but given a higher order.
     """
 
     residual: Float[Tensor, "F C"]
     lineage: "Lineage"
     is_halved: Bool[Tensor, " F"]
+    is_raised: Bool[Tensor, " F"]
 
 
 def rounding_of(start: Float[Tensor, "n C"], end: Float[Tensor, "n C"]) -> Float[Tensor, " n"]:
@@ -132,7 +148,19 @@ def trace_lineage(
     num_left = torch.zeros_like(before.generations).index_add_(0, parent, is_left.long())
     counts = parents.is_halved & (change <= threshold) & (num_left == 2)
     generations = torch.where(counts, before.generations + 1, 0)
-    return Lineage(generations, torch.where(generations > 1, before.error, error))[parent]
+    own = torch.zeros_like(error).index_add_(0, parent, residual.abs().amax(dim=1))  # of the one part, if raised
+    is_smooth = (change <= threshold) | (own <= SMOOTH_DECAY * error)
+    raises = torch.where(parents.is_raised & is_smooth, before.raises + 1, 0)
+    has_settled = (raises >= _RAISES) & (change <= threshold)
+    return Lineage(raises, has_settled, generations, torch.where(generations > 1, before.error, error))[parent]
+
+
+def may_be_rounding(
+    error: Float[Tensor, " E"], integral: Float[Tensor, "E C"], rounding: Float[Tensor, " E"]
+) -> Bool[Tensor, " E"]:
+    """Return whether residuals are taken for rounding inside the network once the integrals have settled."""
+    is_small_part = (error <= _NOISE * rounding) & (error <= _SMALL_PART * integral.abs().amax(dim=1))
+    return (error <= _SETTLED * rounding) | is_small_part
 
 
 def limit_status(
@@ -165,5 +193,6 @@ def limit_status(
     began_as_noise = lineage.error <= _NOISE * rounding
     converged = torch.where(began_as_noise, QuadratureStatus.ROUNDING, QuadratureStatus.INCONSISTENT_DERIVATIVE)
     reason = torch.where(lineage.generations >= _GENERATIONS, converged, reason)
-    reason = torch.where(has_stalled, QuadratureStatus.ROUNDING, reason)
+    has_settled = lineage.has_settled & may_be_rounding(error, integral, rounding)
+    reason = torch.where(has_stalled | has_settled, QuadratureStatus.ROUNDING, reason)
     return torch.where(error.isfinite(), reason, QuadratureStatus.NOT_FINITE)

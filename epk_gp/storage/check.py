@@ -11,6 +11,7 @@ from epk_gp.core.step import Step
 from epk_gp.storage.atomic_files import regular_file_size
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.index import FINISHED, JOURNAL, Chunk, read_journal, resume_name
+from epk_gp.storage.passes import packed_bytes
 from epk_gp.storage.schema import DATA, HEADER, chunk_schema, read_data, read_header
 from epk_gp.storage.training_state import read_training_state
 
@@ -25,6 +26,8 @@ class RunSummary:
         finished: Whether the recording came to its end.
         learning_rates: Learning rate of each step.
         batch_sizes: Number of points of each step.
+        num_passes: Number of recorded forward passes of all steps.
+        pass_bytes: Bytes that they take, packed.
         data_shapes: Shapes of inputs, targets, frozen state and fingerprint outputs.
         files: Number of files that were checked.
         bytes: Their total size.
@@ -35,6 +38,8 @@ class RunSummary:
     finished: bool
     learning_rates: tuple[float, ...]
     batch_sizes: tuple[int, ...]
+    num_passes: int
+    pass_bytes: int
     data_shapes: dict[str, tuple[int, ...]]
     files: int
     bytes: int
@@ -59,7 +64,11 @@ def check_run(path: str | os.PathLike[str], *, progress: bool = False) -> RunSum
     journal = read_journal(path)
     steps: list[Step] = []
     for chunk in tqdm(journal.chunks, desc="chunks", disable=not progress):
-        steps.extend(read_steps(path, schema, chunk))
+        own = read_steps(path, schema, chunk)
+        for step in own:
+            for _ in step.passes:  # each is unpacked, checked and left
+                pass
+        steps.extend(own)
     number, chunk = len(journal.chunks) - 1, journal.chunks[-1]
     try:
         read_training_state(path, number, chunk)
@@ -75,6 +84,8 @@ def check_run(path: str | os.PathLike[str], *, progress: bool = False) -> RunSum
         finished=journal.finished,
         learning_rates=tuple(step.lr for step in steps),
         batch_sizes=tuple(schema.num_points if step.batch is None else len(step.batch) for step in steps),
+        num_passes=sum(len(step.passes) for step in steps),
+        pass_bytes=sum(packed_bytes(step) for step in steps),
         data_shapes={name: tuple(value.shape) for name, value in data.items()},
         files=len(names),
         bytes=sum(size or 0 for size in sizes),

@@ -14,6 +14,7 @@ from epk_gp.core.update_rules import FIELDS
 from epk_gp.storage.atomic_files import checksum_file, open_tensors
 from epk_gp.storage.chunks import STORED_FIELDS, RowReader
 from epk_gp.storage.index import Chunk, chunk_file
+from epk_gp.storage.matrices import expected_matrices, validate_steps_of_matrices
 from epk_gp.storage.pass_verification import expected_tables, read_tables, validate_tables
 from epk_gp.storage.passes import ContentOnDisk, packed_steps
 from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema
@@ -39,6 +40,7 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         actual = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
         _validate_layout(actual, schema, chunk, where)
         of_steps = {name: tensors.get_tensor(name) for name in _STEP_TENSORS}
+        validate_steps_of_matrices(tensors, chunk.states - (chunk.first == 0), where)
         for name in actual.keys() - _STEP_TENSORS:
             if actual[name][1] in ("F32", "F64"):
                 _validate_finite_rows(tensors, name, actual[name][0][0], where)
@@ -77,6 +79,7 @@ def _validate_layout(
             expected[name] = ((rows, schema.row_length(name)), got if got in others else weight_dtype)
         else:
             expected |= {f"{name}.packed": (None, "U8"), f"{name}.lengths": ((rows,), "I64")}
+    expected |= expected_matrices(actual, schema)
     if schema.version >= 3:
         for name, (dimensions, dtype) in expected_tables(actual).items():
             expected[name] = (None if dimensions == 1 else actual.get(name, ((), ""))[0], dtype)

@@ -14,8 +14,10 @@ from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_pa
 from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.codec import pack_rows, unpack_row
 from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.matrices import matrix_tensors, read_matrices
+from epk_gp.storage.pass_tables import CONTENT
 from epk_gp.storage.pass_verification import validate_tables
-from epk_gp.storage.passes import CONTENT, pack_passes
+from epk_gp.storage.passes import pack_passes
 from epk_gp.storage.schema import ChunkSchema
 
 # The names on disk of the coefficients in `update_rules.FIELDS`: those of format version 2.
@@ -74,6 +76,7 @@ def chunk_tensors(
             )
             values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in updates]
         columns.append(torch.stack(values).double())
+    tensors |= _matrix_tensors(updates, schema)
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
     for name, value in rows.items():
@@ -81,6 +84,16 @@ def chunk_tensors(
             tensors[name] = value
         else:
             tensors[f"{name}.packed"], tensors[f"{name}.lengths"] = pack_rows(value)
+    return tensors
+
+
+def _matrix_tensors(updates: Sequence[UpdateCoefficients], schema: ChunkSchema) -> dict[str, Tensor]:
+    tensors = matrix_tensors(updates)
+    if tensors and schema.version < 3:
+        raise ValueError(
+            "a run of format version 2 must have steps without matrix preconditioners: this one has them. Record to "
+            "another path."
+        )
     return tensors
 
 
@@ -194,7 +207,8 @@ def read_update(
             values[name] = (
                 _read_row(tensors, diagonal, row, chunk, schema, reader) if diagonal in stored else numbers[number]
             )
-    return UpdateCoefficients(*(values[name] for name in FIELDS))
+        matrices: Mapping[str, Any] = read_matrices(tensors, row)
+    return UpdateCoefficients(*(values[name] for name in FIELDS), **matrices)
 
 
 def _read_row(

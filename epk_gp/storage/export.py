@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -13,12 +13,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.chunks import STORED_FIELDS, step_tensors
-from epk_gp.storage.index import read_journal
+from epk_gp.storage.index import Chunk, read_journal
+from epk_gp.storage.matrices import matrices_of, matrix_name, steps_with_matrices
+from epk_gp.storage.pass_tables import CONTENT, PassTables, join_tables, no_passes
+from epk_gp.storage.passes import PackedPasses, content_blocks
 from epk_gp.storage.schema import FORMAT, SAFETENSORS_DTYPES, ChunkSchema, chunk_schema, read_data, read_header
-from epk_gp.storage.stored import StoredStates, StoredUpdates
+from epk_gp.storage.stored import StoredStates, StoredStatistics, StoredUpdates
 
 
 def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
@@ -26,8 +30,11 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
 
     Tensors, as in the chunks: `states` (S + 1, P); `update` (S, 7, L), the numbers of the update rule of each of the L
     parameters; `update.FIELD` (S, P) for a field that is one number per weight in any step, where `update` holds 0;
-    `sizes`, `lengths`, `batches`, `weighted` and `sample_weights`; and all of `data.safetensors`. The metadata hold the
-    run's header as JSON, the names of the 7 fields in their order as JSON (`update_fields`), and the run's digest.
+    `update.left.K` and `update.right.K` with `.steps`, the matrices of parameter K, of a run with matrix
+    preconditioners; `statistics` (S + 1, Q) of a network with moving statistics; `passes.*` of a run with forward
+    passes; `sizes`, `lengths`, `batches`, `weighted` and `sample_weights`; and all of `data.safetensors`. The metadata
+    hold the run's header as JSON, the names of the 7 fields in their order as JSON (`update_fields`), and the run's
+    digest.
 
     Args:
         path: The run's folder.
@@ -50,9 +57,22 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
     per_weight = _fields_per_weight([updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last], schema)
     # by name, for safetensors lists a file's tensors in another order each time: equal runs give equal files
     in_memory = {**step_tensors(steps), **{name: data[name].contiguous() for name in sorted(data)}}
+    contents = [content for chunk in chunks if (content := _passes_of(steps, chunk)) is not None]
+    if contents:
+        in_memory |= _tables(steps, chunks).tensors()
     shapes = {"states": ([S + 1, P], schema.dtype), "update": ([S, len(FIELDS), L], torch.float64)}
     shapes |= {f"update.{STORED_FIELDS[FIELDS.index(name)]}": ([S, P], dtype) for name, dtype in per_weight.items()}
+    matrices = steps_with_matrices(path, chunks)
+    for key, rows in matrices.items():
+        Q = matrices_of(updates[rows[0]])[key]
+        shapes[matrix_name(*key)] = ([len(rows), *Q.shape], Q.dtype)
+        in_memory[f"{matrix_name(*key)}.steps"] = torch.tensor(rows)
+    statistics = StoredStatistics(Path(path), schema, chunks) if schema.num_statistics else None
+    if statistics is not None:
+        shapes["statistics"] = ([S + 1, schema.num_statistics], statistics[0].dtype)
     shapes |= {name: (list(value.shape), value.dtype) for name, value in in_memory.items()}
+    if contents:
+        shapes[CONTENT] = ([sum(int(passes.tables.lengths.sum()) for passes in contents)], torch.uint8)
     metadata = {
         "format": FORMAT,
         "digest": chunks[-1].digest,
@@ -70,8 +90,17 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
         for name, dtype in per_weight.items():
             for number in range(S):
                 write(tensor_bytes(_row_per_weight(getattr(updates[number], name), schema, dtype)))
+        for key, rows in matrices.items():
+            for number in rows:
+                write(tensor_bytes(matrices_of(updates[number])[key].to(shapes[matrix_name(*key)][1])))
+        if statistics is not None:
+            for number in range(S + 1):
+                write(tensor_bytes(statistics[number].to(shapes["statistics"][1])))
         for value in in_memory.values():
             write(tensor_bytes(value))
+        for passes in contents:
+            for part in content_blocks(passes):
+                write(part)
     return 8 + len(text) + size
 
 
@@ -88,6 +117,18 @@ def _fields_per_weight(updates: list[UpdateCoefficients], schema: ChunkSchema) -
         for name, kind in kinds.items()
         if any(length != len(schema.sizes) for length, _ in kind)
     }
+
+
+def _passes_of(steps: Sequence[Step], chunk: Chunk) -> PackedPasses | None:
+    """Return the passes of any step of a chunk, whose tables are those of the whole chunk; None if it has none."""
+    own = steps[max(chunk.first - 1, 0) : chunk.last]
+    return next((step.passes for step in own if isinstance(step.passes, PackedPasses)), None)
+
+
+def _tables(steps: Sequence[Step], chunks: Sequence[Chunk]) -> PassTables:
+    """Return the tables of the passes of all steps."""
+    found = [(_passes_of(steps, chunk), chunk.last - max(chunk.first - 1, 0)) for chunk in chunks]
+    return join_tables([no_passes(count) if passes is None else passes.tables for passes, count in found])
 
 
 def _numbers_per_parameter(update: UpdateCoefficients, schema: ChunkSchema) -> Tensor:

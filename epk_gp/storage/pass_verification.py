@@ -12,7 +12,7 @@ import torch
 
 from epk_gp.core.step import Step
 from epk_gp.storage.packing import BITS, DTYPES, RAW, SORTED, fits
-from epk_gp.storage.passes import CONTENT, MAX_RANDOM_BYTES, PARTS, TABLES, PassTables
+from epk_gp.storage.pass_tables import CONTENT, MAX_RANDOM_BYTES, PARTS, TABLES, PassTables
 from epk_gp.storage.schema import ChunkSchema
 
 _MAX_DIMENSIONS, _MAX_SIZE = 16, 1 << 40  # of a packed tensor; larger ones would overflow sums of int64

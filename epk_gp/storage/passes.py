@@ -2,84 +2,20 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from numpy.typing import NDArray
 from torch import Tensor
 
 from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.core.step import ForwardPass, Passes, SeenRows, Step
 from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.index import Chunk, unchanged_file
 from epk_gp.storage.packing import DTYPES, Packed, pack_tensor, unpack_tensor
-
-# The tensors of a pass, in the order of the columns of `PassTables.parts`.
-PARTS = (
-    "modes",
-    "inputs.index",
-    "inputs.values",
-    "targets.index",
-    "targets.values",
-    "random_state",
-    "device_random_state",
-    "statistics",
-    "statistics_after",
-)
-CONTENT = "passes.content"
-MAX_RANDOM_BYTES = 1 << 16  # torch's state has 5056 bytes on the CPU, 16 on CUDA
-Numbers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class PassTables:
-    """Where the packed tensors of the passes of j consecutive steps are. There are p passes and b packed tensors.
-
-    On disk the tables are the tensors `passes.NAME`, int64.
-
-    Attributes:
-        counts: Number of passes of each step, (j,).
-        rows: Number of rows of each pass, (p,).
-        autocast: Its dtype of automatic mixed precision, as a number in `DTYPES`, or -1, (p,).
-        parts: Number of the packed tensor of each of `PARTS`, or -1, (p, 9). Passes may share one.
-        kinds: Dtype (a number in `DTYPES`), encoding, and number of dimensions of each packed tensor, (b, 3).
-        shapes: Their shapes one after another.
-        lengths: Their packed bytes, (b,); their content stands in this order, without gaps.
-    """
-
-    counts: Numbers
-    rows: Numbers
-    autocast: Numbers
-    parts: Numbers
-    kinds: Numbers
-    shapes: Numbers
-    lengths: Numbers
-
-    @cached_property
-    def shape_starts(self) -> Numbers:
-        """Where the shape of each packed tensor begins in `shapes`."""
-        return np.cumsum(self.kinds[:, 2]) - self.kinds[:, 2]
-
-    @cached_property
-    def starts(self) -> Numbers:
-        """Where the content of each packed tensor begins."""
-        return np.cumsum(self.lengths) - self.lengths
-
-    def shape(self, number: int) -> tuple[int, ...]:
-        """Return the shape of a packed tensor."""
-        start = self.shape_starts[number]
-        return tuple(int(n) for n in self.shapes[start : start + self.kinds[number, 2]])
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tables by their names on disk."""
-        return {f"passes.{name}": torch.from_numpy(getattr(self, name)) for name in TABLES}
-
-
-TABLES = tuple(PassTables.__dataclass_fields__)
+from epk_gp.storage.pass_tables import CONTENT, MAX_RANDOM_BYTES, PARTS, PassTables, as_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +59,7 @@ class ContentOnDisk:
             return [bytes(tensor_bytes(content[start : start + length])) for start, length in spans]
 
 
+_BLOCK = 1 << 22  # bytes of an export that are in memory at a time
 Content = ContentInMemory | ContentOnDisk  # the bytes that packed tensors lie in
 
 
@@ -130,6 +67,10 @@ class PackedPasses(Sequence[ForwardPass]):
     """The forward passes of one step; each is unpacked, and checked, when it is indexed.
 
     Any number of threads may read at once. Nothing is kept: who needs a pass twice keeps it.
+
+    Attributes:
+        tables: Where its packed tensors are.
+        content: The bytes that the tables point into.
     """
 
     def __init__(self, tables: PassTables, content: Content, step: int, first: int) -> None:
@@ -141,7 +82,7 @@ class PackedPasses(Sequence[ForwardPass]):
             step: Number of the step in the tables.
             first: Number of its first pass in the tables.
         """
-        self._tables, self._content, self._first = tables, content, first
+        self.tables, self.content, self._first = tables, content, first
         self._count = int(tables.counts[step])
 
     def __len__(self) -> int:
@@ -169,7 +110,7 @@ class PackedPasses(Sequence[ForwardPass]):
         try:
             values = {name: unpack_tensor(part) for name, part in self._packed_parts(forward).items()}
             result = ForwardPass(
-                num_rows=int(self._tables.rows[forward]),
+                num_rows=int(self.tables.rows[forward]),
                 modes=values.get("modes"),
                 inputs=_seen_rows(values, "inputs"),
                 targets=_seen_rows(values, "targets"),
@@ -177,11 +118,11 @@ class PackedPasses(Sequence[ForwardPass]):
                 device_random_state=values.get("device_random_state"),
                 statistics=values.get("statistics"),
                 statistics_after=values.get("statistics_after"),
-                autocast=None if self._tables.autocast[forward] < 0 else DTYPES[self._tables.autocast[forward]],
+                autocast=None if self.tables.autocast[forward] < 0 else DTYPES[self.tables.autocast[forward]],
             )
             validate_pass(result)
         except ValueError as error:
-            raise ValueError(f"{self._content.where}: pass {number % self._count} of a step: {error}") from error
+            raise ValueError(f"{self.content.where}: pass {number % self._count} of a step: {error}") from error
         return result
 
     def __repr__(self) -> str:
@@ -191,19 +132,19 @@ class PackedPasses(Sequence[ForwardPass]):
     @property
     def num_bytes(self) -> int:
         """Bytes that the passes take, packed; a tensor that several of them share counts for each."""
-        parts = self._tables.parts[self._first : self._first + self._count]
-        return int(self._tables.lengths[parts[parts >= 0]].sum()) + 8 * (parts.size + 2 * self._count)
+        parts = self.tables.parts[self._first : self._first + self._count]
+        return int(self.tables.lengths[parts[parts >= 0]].sum()) + 8 * (parts.size + 2 * self._count)
 
     def packed(self) -> Iterator[tuple[int, int, dict[str, Packed]]]:
         """Return number of rows, autocast and packed tensors of each pass, as they are."""
         for forward in range(self._first, self._first + self._count):
-            rows, autocast = int(self._tables.rows[forward]), int(self._tables.autocast[forward])
+            rows, autocast = int(self.tables.rows[forward]), int(self.tables.autocast[forward])
             yield rows, autocast, self._packed_parts(forward)
 
     def _packed_parts(self, forward: int) -> dict[str, Packed]:
-        tables = self._tables
+        tables = self.tables
         numbers = {name: int(n) for name, n in zip(PARTS, tables.parts[forward], strict=True) if n >= 0}
-        contents = self._content.read([(int(tables.starts[n]), int(tables.lengths[n])) for n in numbers.values()])
+        contents = self.content.read([(int(tables.starts[n]), int(tables.lengths[n])) for n in numbers.values()])
         return {
             name: Packed(DTYPES[tables.kinds[n, 0]], tables.shape(n), int(tables.kinds[n, 1]), content)
             for (name, n), content in zip(numbers.items(), contents, strict=True)
@@ -240,6 +181,13 @@ def pack_step(step: Step, store: Callable[[Tensor], Tensor] = lambda content: co
     return packed_steps([step], tables, ContentInMemory(store(content)))[0]
 
 
+def content_blocks(passes: PackedPasses) -> Iterator[bytes]:
+    """Read the packed tensors of all steps that share the tables of these passes, a block at a time."""
+    size = int(passes.tables.lengths.sum())
+    for start in range(0, size, _BLOCK):
+        yield from passes.content.read([(start, min(_BLOCK, size - start))])
+
+
 def packed_bytes(step: Step) -> int:
     """Return how many bytes the packed passes of a step take; 0 if it has none, or they are not packed."""
     return step.passes.num_bytes if isinstance(step.passes, PackedPasses) else 0
@@ -262,13 +210,13 @@ def pack_passes(steps: Iterable[Step]) -> tuple[PassTables, UInt8[Tensor, " n"]]
             passes.append((rows, autocast, columns))
     values = list(numbers)
     tables = PassTables(
-        counts=_int64(counts),
-        rows=_int64([rows for rows, _, _ in passes]),
-        autocast=_int64([autocast for _, autocast, _ in passes]),
-        parts=_int64([columns for _, _, columns in passes]).reshape(-1, len(PARTS)),
-        kinds=_int64([(DTYPES.index(v.dtype), v.encoding, len(v.shape)) for v in values]).reshape(-1, 3),
-        shapes=_int64([n for value in values for n in value.shape]),
-        lengths=_int64([len(value.content) for value in values]),
+        counts=as_numbers(counts),
+        rows=as_numbers([rows for rows, _, _ in passes]),
+        autocast=as_numbers([autocast for _, autocast, _ in passes]),
+        parts=as_numbers([columns for _, _, columns in passes]).reshape(-1, len(PARTS)),
+        kinds=as_numbers([(DTYPES.index(v.dtype), v.encoding, len(v.shape)) for v in values]).reshape(-1, 3),
+        shapes=as_numbers([n for value in values for n in value.shape]),
+        lengths=as_numbers([len(value.content) for value in values]),
     )
     content = bytearray(b"".join(value.content for value in values))
     return tables, torch.frombuffer(content, dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
@@ -321,7 +269,7 @@ def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:
         raise ValueError(f"{name} must hold finite numbers: they hold NaN or infinity.")
 
 
-def _packed(passes: Sequence[ForwardPass]) -> Iterator[tuple[int, int, dict[str, Packed]]]:
+def _packed(passes: Passes) -> Iterator[tuple[int, int, dict[str, Packed]]]:
     if isinstance(passes, PackedPasses):
         yield from passes.packed()
         return
@@ -345,7 +293,3 @@ def _packed(passes: Sequence[ForwardPass]) -> Iterator[tuple[int, int, dict[str,
 def _seen_rows(values: dict[str, Tensor], name: str) -> SeenRows | None:
     index = values.get(f"{name}.index")
     return None if index is None else SeenRows(index, values[f"{name}.values"])
-
-
-def _int64(values: Sequence[Any]) -> Numbers:
-    return np.array(values, dtype=np.int64)

@@ -4,6 +4,7 @@ import time
 
 from torch import Tensor
 
+from epk_gp.storage.matrices import matrix_bytes
 from epk_gp.storage.passes import packed_bytes
 from epk_gp.storage.stored import StoredStates, StoredStatistics, StoredUpdates, stored_steps
 from epk_gp.storage.training_state import TrainingState
@@ -62,7 +63,8 @@ class CommitSchedule:
         if not waiting:
             return
         result, limits = self._history.last, self._limits
-        diagonals = sum(v.nbytes for v in result.update or () if len(v) != len(self._writer.schema.sizes))
+        matrices = 0 if result.update is None else matrix_bytes(result.update)
+        diagonals = matrices + sum(v.nbytes for v in result.update or () if len(v) != len(self._writer.schema.sizes))
         statistics = 0 if result.statistics is None else result.statistics.nbytes
         if (
             waiting * (result.end.nbytes + diagonals + statistics) + self._pass_bytes >= limits.chunk_bytes

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch import Tensor
 
 import epk_gp as epk
 import reference
@@ -7,6 +8,7 @@ from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.datasets import three_gaussians
 from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.quadrature.kinks import Kinks
 from helpers import NETWORKS, Case, assert_close, make_case
 
 SMOOTH = {
@@ -163,9 +165,11 @@ def test_located_kinks_cost_less_than_bisection(monkeypatch: pytest.MonkeyPatch)
     """The negative control for `kinks.locate_kinks`: blind bisection of the same run takes far more evaluations."""
     case = make_case("cnn", lr=0.5, steps=6)
     located = epk.reconstruct(case.trajectory, case.test, rule=epk.adaptive(1e-13))
-    monkeypatch.setattr(
-        "epk_gp.quadrature.adaptive.locate_kinks", lambda line, X, a, b: (torch.zeros(0, dtype=torch.int64), a[:0])
-    )
+
+    def no_kinks(line: object, x: Tensor, a: Tensor, b: Tensor) -> Kinks:
+        return Kinks(torch.zeros(0, dtype=torch.int64), a[:0], torch.ones_like(a, dtype=torch.bool))
+
+    monkeypatch.setattr("epk_gp.quadrature.refinement.locate_kinks", no_kinks)
     blind = epk.reconstruct(case.trajectory, case.test, rule=epk.adaptive(1e-13))
     assert located.max_error <= 1e-12
     assert blind.max_error <= 1e-11

@@ -58,7 +58,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "root": lambda h: h.abs().sqrt(),
     "root_at_the_start": lambda h: (h + 1).abs().sqrt(),
-    "cancellation": lambda h: torch.sin(3 * h) + 1e2 - 1e2,
+    "cancellation": lambda h: torch.sin(3 * h) + 1e4 - 1e4,
     "straight_through": straight_through,
     "stop_gradient": lambda h: h * torch.exp(h).detach(),
     "bfloat16": lambda h: torch.tanh(h.bfloat16()).to(h.dtype),

@@ -1,6 +1,5 @@
 """Runs made to do harm: refused by a message, in bounded time and memory, and nothing in them is executed."""
 
-import json
 import os
 import shutil
 import time
@@ -17,8 +16,9 @@ from epk_gp.storage.atomic_files import MAX_JSON_BYTES, checksum, checksummed_js
 from epk_gp.storage.check import check_run
 from epk_gp.storage.index import MAX_CHUNKS, Chunk, chain_hash, read_journal, to_json_line
 from loops import data, mlp, sgd
+from stored_runs import HEADER, JOURNAL, read_journal_lines, replace_chunk, replace_header
 
-CHUNK, JOURNAL, HEADER, DATA = "chunk-000001.safetensors", "journal.jsonl", "run.json", "data.safetensors"
+CHUNK, DATA = "chunk-000001.safetensors", "data.safetensors"
 
 
 @pytest.fixture(params=["none", "deltas"])
@@ -42,27 +42,6 @@ def plain(tmp_path):
     epk.train(net, X, y, optimizer=sgd(net), steps=4, batch_size=4, generator=generator, path=path)
     (path / "finished.json").unlink()
     return path
-
-
-def replace_chunk(run, content, name=CHUNK):
-    """Replace the content of a chunk, and every checksum in the journal that depends on it."""
-    (run / name).write_bytes(content)
-    chunks, before = [], ""
-    for chunk in read_journal_lines(run):
-        if chunk["file"] == name:
-            chunk |= {"bytes": len(content), "blake2b": checksum(content, chunk["digest"])}
-        before = chain_hash(before, Chunk(**chunk))
-        chunks.append(Chunk(**(chunk | {"line": before})))
-    (run / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
-
-
-def read_journal_lines(run):
-    return [json.loads(line) for line in (run / JOURNAL).read_text().splitlines()]
-
-
-def replace_header(run, **changes):
-    header = read_checksummed_json((run / HEADER).read_bytes(), "") | changes
-    (run / HEADER).write_bytes(checksummed_json(header))
 
 
 def refused(run, message, seconds=2.0, mebibytes=24):

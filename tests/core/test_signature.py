@@ -1,0 +1,186 @@
+"""Inputs of several tensors, packed into one and unpacked again; outputs taken from what networks return."""
+
+import copy
+import json
+import pickle
+from collections import namedtuple
+
+import pytest
+import torch
+from signatures import Tagger, TwoInputs, mean_logits, tagger_inputs, two_inputs
+
+from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.model import functionalize
+from epk_gp.core.signature import ONE_TENSOR, parse_signature, signature_from_json
+
+Pair = namedtuple("Pair", ["first", "second"])
+BYTES = torch.arange(6, dtype=torch.uint8).view(3, 2)
+STRUCTURES = {
+    "tuple_of_floats": (two_inputs(), torch.float64),
+    "list": (list(two_inputs()), torch.float64),
+    "named_tuple": (Pair(*two_inputs()), torch.float64),
+    "dict_of_mixed": (tagger_inputs(), torch.float64),
+    "one_tensor_in_a_tuple": ((torch.randn(3, 2, 2),), torch.float32),
+    "bytes": ((BYTES, BYTES.view(3, 2, 1)), torch.uint8),
+    "integers_of_two_kinds": ({"a": BYTES, "b": torch.arange(3)}, torch.int64),
+    "booleans": ((BYTES > 2, BYTES[:, 0] > 2), torch.bool),
+    "half_beside_single": ((torch.randn(3, 2).half(), torch.randn(3)), torch.float32),
+    "bytes_beside_floats": ((BYTES, torch.randn(3, 1, 1)), torch.float32),
+}
+
+
+@pytest.mark.parametrize(("X", "dtype"), STRUCTURES.values(), ids=STRUCTURES.keys())
+def test_unpacked_inputs_are_the_packed_ones_bit_for_bit(X, dtype):
+    packed, signature = parse_signature(X, None)
+    assert packed.dtype == dtype
+    assert packed.shape == (len(packed), signature.layout.width)
+    again = signature.structure(packed)
+    pairs = [(again[key], X[key]) for key in X] if isinstance(X, dict) else list(zip(again, X, strict=True))
+    for value, expected in pairs:
+        assert value.dtype == expected.dtype
+        assert value.is_contiguous()
+        assert torch.equal(value, expected)
+
+
+def test_the_order_of_a_dictionary_does_not_count():
+    X = tagger_inputs()
+    packed, signature = parse_signature(X, None)
+    other = {key: X[key] for key in ("mask", "ids", "scale")}
+    assert torch.equal(signature.pack(other), packed)
+    assert parse_signature(other, None)[1] == signature
+
+
+def test_floats_follow_the_computation_and_integers_do_not():
+    packed, signature = parse_signature(tagger_inputs(), None)
+    parts = signature.structure(packed.float())
+    assert {key: part.dtype for key, part in parts.items()} == {
+        "ids": torch.int64,
+        "mask": torch.bool,
+        "scale": torch.float32,
+    }
+
+
+def test_one_tensor_stays_itself():
+    X = torch.randn(4, 3)
+    packed, signature = parse_signature(X, None)
+    assert packed is X
+    assert signature == ONE_TENSOR
+    assert signature.structure(X) is X
+    assert signature.unpack(X)[0][0] is X
+    assert signature.to_json() is None
+
+
+def test_a_model_calls_its_network_as_the_user_does_in_any_dtype_copied_or_pickled():
+    X, net = tagger_inputs(), Tagger().double()
+    packed, signature = parse_signature(X, mean_logits)
+    model = functionalize(net, signature=signature)
+    params = model.unflatten(model.flatten(dict(net.named_parameters())))
+    expected = mean_logits(net(**X))
+    assert torch.equal(model(params, packed), expected)
+    assert torch.equal(model.returned(params, packed).logits, net(**X).logits)
+    assert torch.equal(torch.vmap(lambda x: model.evaluate(params, x[None])[0])(packed), expected)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(other(params, packed), expected)
+    single = model.variant(TensorSpec(torch.float32, torch.device("cpu")))
+    outputs = single({name: value.float() for name, value in params.items()}, packed.float())
+    assert outputs.dtype == torch.float32
+    assert torch.allclose(outputs.double(), expected, atol=1e-6)
+
+
+def test_gradients_reach_the_floats_and_not_the_integers():
+    net, X = Tagger().double(), tagger_inputs()
+    packed, signature = parse_signature(X, mean_logits)
+    model = functionalize(net, signature=signature)
+    params = model.unflatten(model.flatten(dict(net.named_parameters())))
+    leaf = packed.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(params, leaf).sum(), leaf)
+    scale = X["scale"].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(mean_logits(net(**{**X, "scale": scale})).sum(), scale)
+    assert torch.allclose(gradient[:, -1], expected, rtol=1e-14)
+    assert not gradient[:, :-1].any()
+
+
+def test_one_value_per_point_is_an_output():
+    net = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0))
+    model = functionalize(net)
+    X = torch.randn(4, 3)
+    outputs = model(model.unflatten(model.flatten(dict(net.named_parameters()))), X)
+    assert torch.equal(outputs, net(X)[:, None])
+
+
+CALLS = {
+    "as_recorded": lambda X: ((), X),
+    "by_position": lambda X: ((X["ids"], X["mask"], X["scale"]), {}),
+    "mixed": lambda X: ((X["ids"],), {"scale": X["scale"], "mask": X["mask"]}),
+    "with_options": lambda X: ((), {**X, "return_dict": True}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_a_call_of_the_network_is_packed_as_its_inputs_are(call):
+    def forward(ids, mask, scale, return_dict=False): ...
+
+    X = tagger_inputs()
+    packed, signature = parse_signature(X, None)
+    assert torch.equal(signature.pack_call(*call(X), forward), packed)
+
+
+OTHER_CALLS = {
+    "missing": lambda X: ((), {"ids": X["ids"]}),
+    "no_tensor": lambda X: ((), {**X, "mask": None}),
+    "other_shape": lambda X: ((), {**X, "mask": X["mask"][:, :2]}),
+    "other_kind": lambda X: ((), {**X, "mask": X["ids"]}),
+    "other_rows": lambda X: ((), {**X, "scale": X["scale"][:2]}),
+    "unknown_argument": lambda X: ((), {**X, "other": 1}),
+}
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS.values(), ids=OTHER_CALLS.keys())
+def test_a_call_with_something_else_is_not(call):
+    X = tagger_inputs()
+    signature = parse_signature(X, None)[1]
+    assert signature.pack_call(*call(X), Tagger().forward) is None
+
+
+def test_a_call_with_one_tensor_is_that_tensor():
+    X = torch.randn(3, 2)
+    assert ONE_TENSOR.pack_call((X,), {}) is X
+    assert ONE_TENSOR.pack_call((), {"flag": True, "x": X}) is X
+    assert ONE_TENSOR.pack_call((), {}) is None
+    signature = parse_signature(two_inputs(), None)[1]
+    x, z = two_inputs()
+    by_keyword = signature.pack_call((x,), {"z": z}, TwoInputs().forward)
+    assert torch.equal(by_keyword, signature.pack((x, z)))
+
+
+@pytest.mark.parametrize(("X", "dtype"), STRUCTURES.values(), ids=STRUCTURES.keys())
+def test_a_signature_survives_json(X, dtype):
+    signature = parse_signature(X, None)[1]
+    assert signature_from_json(json.loads(json.dumps(signature.to_json()))) == signature
+    with_output = parse_signature(X, len)[1]
+    assert signature_from_json(json.loads(json.dumps(with_output.to_json())), len) == with_output
+
+
+ENTRIES = {
+    "text": "x",
+    "empty": {},
+    "no_tensors": {"inputs": [], "has_output": False},
+    "no_shape": {"inputs": [{"key": 0, "dtype": "torch.int64"}], "has_output": False},
+    "negative": {"inputs": [{"key": 0, "shape": [-1], "dtype": "torch.int64"}], "has_output": False},
+    "other_dtype": {"inputs": [{"key": 0, "shape": [1], "dtype": "torch.cfloat"}], "has_output": False},
+    "list_as_dtype": {"inputs": [{"key": 0, "shape": [1], "dtype": ["x"]}], "has_output": False},
+    "repeated": {"inputs": [{"key": "a", "shape": [1], "dtype": "torch.int64"}] * 2, "has_output": False},
+    "not_from_0": {"inputs": [{"key": 1, "shape": [1], "dtype": "torch.int64"}], "has_output": False},
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES.keys())
+def test_a_damaged_entry_of_a_header_is_refused(entry):
+    with pytest.raises(ValueError, match="the header's 'signature' must .*: got"):
+        signature_from_json(entry)
+
+
+def test_the_output_function_must_be_given_again():
+    entry = parse_signature(two_inputs(), len)[1].to_json()
+    with pytest.raises(ValueError, match="recorded with output=.*: pass it as output="):
+        signature_from_json(entry)

@@ -1,0 +1,158 @@
+"""The path kernel of runs with moving statistics, against the definition; and what else looks at a run's path."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from statistics_runs import cnn, in_plain_words, mlp, reference_jacobian, rows, train_by_hand
+from torch import nn
+from torch.autograd import gradcheck
+
+import epk_gp as epk
+from epk_gp.analysis.alignment import angle, gradient_alignment
+from epk_gp.analysis.path_geometry import line_profile
+from epk_gp.core.trajectory import flat_state, network_outputs
+from epk_gp.gram.ntk import tangent_trajectory
+from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.kernel_machine.baselines import k_prime_block
+from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint
+
+NETWORKS = {
+    "mlp": (mlp, (4,)),
+    "cnn": (lambda: cnn(nn.Tanh), (1, 8, 8)),
+    "cnn_without_scale": (lambda: cnn(affine=False), (1, 8, 8)),
+}
+RULE = gauss_legendre(2)
+CLOSE = {"rtol": 1e-12, "atol": 1e-13}
+
+
+class Run:
+    def __init__(self, name, num_steps=2):
+        make, shape = NETWORKS[name]
+        self.net = make()
+        self.trajectory = train_by_hand(self.net, *rows(16, shape), num_steps=num_steps)
+        self.X = torch.randn(3, *shape, dtype=torch.float64)
+        is_train = torch.tensor([True, False, False])
+        self.points = epk.Points(self.X, is_train)
+
+    def state(self, s, t=0.0):
+        start = flat_state(self.trajectory, s, self.X)
+        return start if t == 0 else torch.lerp(start, flat_state(self.trajectory, s + 1, self.X), t)
+
+    def jacobian(self, s, t, X, head="logits"):
+        return reference_jacobian(self.net, self.trajectory, self.state(s, t), X, head)[
+            ..., : self.trajectory.num_weights
+        ]
+
+    def brute_force(self, head):
+        """Definition 3.4 with phi the gradient in the weights at (w_s(t), b_s(t)) or (w_s, b_s)."""
+        total = torch.zeros((), dtype=torch.float64)
+        for step in self.trajectory.steps:
+            for t, weight in RULE:
+                places = [0.0 if is_train else t for is_train in self.points.is_train.tolist()]
+                phi = torch.cat(
+                    [self.jacobian(step.index, u, x[None], head) for u, x in zip(places, self.X, strict=True)]
+                )
+                total = total + step.lr * weight * torch.einsum("ncp,mdp->ncmd", phi, phi)
+        return total
+
+
+@pytest.fixture(params=NETWORKS)
+def run(request):
+    return Run(request.param)
+
+
+@pytest.mark.parametrize("head", ["logits", "log_softmax"])
+def test_gram_blocks_are_those_of_the_definition_in_evaluation_mode(run, head):
+    expected = run.brute_force(head)
+    block = gram_block(run.trajectory, run.points, run.points, head=head, rule=RULE)
+    torch.testing.assert_close(block, expected, **CLOSE)
+    per_class = gram_block_per_class(run.trajectory, run.points, run.points, head=head, rule=RULE)
+    torch.testing.assert_close(per_class, torch.einsum("ncmc->cnm", expected), **CLOSE)
+    diagonal = gram_diagonal_blocks(run.trajectory, run.points, head=head, rule=RULE)
+    torch.testing.assert_close(diagonal, torch.einsum("ncnd->ncd", expected), **CLOSE)
+    assert torch.linalg.eigvalsh(block.reshape(9, 9)).min() > -1e-12 * block.abs().max()
+
+
+def test_statistics_that_stand_still_give_another_kernel(run):
+    """The negative control."""
+    still = replace(run.trajectory, statistics=(run.trajectory.statistics[0],) * 3, digest="still")
+    blocks = [gram_block(each, run.points, run.points, rule=RULE) for each in (run.trajectory, still)]
+    assert (blocks[0] - blocks[1]).abs().max() > 1e-3 * blocks[0].abs().max()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_an_adaptive_rule_and_a_fine_fixed_one_agree(name):
+    run = Run(name)
+    test, train = epk.Points(run.X, is_train=False), epk.Points(run.X, is_train=True)
+    K = gram_block(run.trajectory, test, train, rule=adaptive())
+    tolerance = 1e-10 if name == "mlp" else 1e-3  # kinks
+    fine = gram_block(run.trajectory, test, train, rule=gauss_legendre(24))
+    assert (K - fine).abs().max() < tolerance * K.abs().max()
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_the_kernel_has_the_derivative_of_its_values(name):
+    run = Run(name)
+    kernel = epk.EPKKernel(run.trajectory, "full", "log_softmax", RULE)
+    x, copy = run.X[:2].flatten(1).clone().requires_grad_(), torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    for diag in (False, True):
+        assert gradcheck(lambda x, d=diag: kernel.forward(*[torch.cat([x, copy], 1)] * 2, diag=d), (x,), fast_mode=True)
+
+
+@pytest.mark.parametrize("state", [0, -1])
+def test_the_tangent_kernel_has_the_statistics_of_its_state(run, state):
+    tangent = tangent_trajectory(run.trajectory, state)
+    s = state % 3
+    torch.testing.assert_close(
+        network_outputs(tangent, run.X), network_outputs(run.trajectory, run.X, state=s), rtol=0, atol=0
+    )
+    J = run.jacobian(s, 0.0, run.X)
+    block = gram_block(tangent, run.points, run.points, head="logits", rule=left_endpoint())
+    torch.testing.assert_close(block, torch.einsum("ncp,mdp->ncmd", J, J), **CLOSE)
+    assert tangent.digest != tangent_trajectory(run.trajectory, 1).digest
+
+
+def test_k_prime_is_that_of_the_definition(run):
+    block = k_prime_block(run.trajectory, run.X, run.trajectory.inputs[:3], head="logits", rule=RULE)
+    frozen = [run.jacobian(step.index, 0.0, run.trajectory.inputs[:3]) for step in run.trajectory.steps]
+    expected = sum(
+        step.lr * weight * torch.einsum("ncp,mdp->ncmd", run.jacobian(step.index, t, run.X), J)
+        for step, J in zip(run.trajectory.steps, frozen, strict=True)
+        for t, weight in RULE
+    )
+    torch.testing.assert_close(block, expected, **CLOSE)
+
+
+def test_angles_are_between_gradients_in_the_weights(run):
+    P, classes = run.trajectory.num_weights, torch.tensor([0, 1, 2])
+    found = gradient_alignment(run.trajectory, run.X, classes, steps=[1], times=[0.5], head="logits")
+    g = run.jacobian(1, 0.5, run.X)[torch.arange(3), classes]
+    d = (run.state(2) - run.state(1))[None, :P]
+    torch.testing.assert_close(found.angle_exact_to_step[:, 0], angle(g, d), rtol=0, atol=1e-9)
+
+
+def test_the_line_from_start_to_end_ends_at_the_trained_network(run):
+    labels = torch.tensor([0, 1, 2])
+    profile = line_profile(run.trajectory, run.X, labels, size=3)
+    for k, state in ((0, 0), (2, -1)):
+        f = network_outputs(run.trajectory, run.X, state=state)
+        loss = nn.functional.cross_entropy(f, labels)
+        torch.testing.assert_close(profile.loss[k], loss, **CLOSE)
+    P = run.trajectory.num_weights
+    d = run.state(2) - run.state(0)
+    J = reference_jacobian(run.net, run.trajectory, run.state(0), run.X)
+    p = network_outputs(run.trajectory, run.X, state=0).softmax(1) - torch.eye(3, dtype=torch.float64)[labels]
+    slope = torch.einsum("nc,nc->", p, J @ d) / 3 / d[:P].norm()
+    torch.testing.assert_close(profile.slope[0], slope, **CLOSE)
+    assert abs(profile.length - float(d[:P].norm())) < 1e-12
+
+
+def test_a_network_without_moving_statistics_stays_as_it_was():
+    """BatchNorm in evaluation mode with frozen statistics is torch's own function, to the last bit."""
+    net = mlp().eval()
+    model = epk.core.model.functionalize(net)
+    X = torch.randn(5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(model(dict(net.named_parameters()), X), net(X))
+    assert in_plain_words(net)(X).shape == (5, 3)

@@ -1,0 +1,224 @@
+"""Runs of networks with any signature are those of the same networks wrapped by hand to take one tensor."""
+
+import pickle
+
+import pytest
+import torch
+from signatures import NUM_CLASSES, NUM_POINTS, Tagger, TwoInputs, Wrapped, mean_logits, record, tagger_inputs
+from signatures import two_inputs as make_two_inputs
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.gradients import batch_gradient, sample_gradients
+from epk_gp.core.trajectory import batch_of
+from epk_gp.kernel_machine.baselines import chen_machine, k_prime_block
+from epk_gp.kernel_machine.single_machine import single_machine
+from helpers import assert_close
+
+RULE = epk.midpoint(1)
+LABELS = torch.arange(NUM_POINTS) % NUM_CLASSES
+
+
+def call_two(net, X):
+    return net(X[:, :3], X[:, 3:].reshape(-1, 1, 2))
+
+
+def call_tagger(net, X):
+    return mean_logits(net(X[:, :4].long(), X[:, 4:8].bool(), X[:, 8]))
+
+
+def cut(X, count):
+    """Return the first points of inputs of any structure."""
+    return {k: v[:count] for k, v in X.items()} if isinstance(X, dict) else type(X)(v[:count] for v in X)
+
+
+# the network, its inputs, those packed by hand, how the wrapper calls it, and output=
+CASES = {
+    "tuple": (TwoInputs, make_two_inputs, lambda X: torch.cat([X[0], X[1].flatten(1)], 1), call_two, None),
+    "list": (TwoInputs, lambda: list(make_two_inputs()), lambda X: torch.cat([X[0], X[1][:, 0]], 1), call_two, None),
+    "dict": (
+        Tagger,
+        tagger_inputs,
+        lambda X: torch.cat([X["ids"], X["mask"], X["scale"][:, None]], 1),
+        call_tagger,
+        mean_logits,
+    ),
+}
+
+
+class Pair:
+    """The same run twice: of the network as it is, and wrapped by hand."""
+
+    def __init__(self, name):
+        build, make_inputs, pack, call, output = CASES[name]
+        torch.manual_seed(0)
+        net, self.X = build().double(), make_inputs()
+        wrapped = Wrapped(build().double(), call)
+        wrapped.inner.load_state_dict(net.state_dict())
+        self.rows = pack(self.X)
+        self.run = record(net, self.X, LABELS, output=output, steps=2)
+        self.by_hand = record(wrapped, self.rows, LABELS, steps=2)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request):
+    return Pair(request.param)
+
+
+def test_the_weights_are_the_same(pair):
+    assert torch.equal(pair.run.states[-1], pair.by_hand.states[-1])
+    assert torch.equal(pair.run.inputs, pair.rows)
+    assert pair.run.loss_takes_outputs
+
+
+def test_outputs_and_the_kernel_machine_are_the_same(pair):
+    assert torch.equal(epk.network_outputs(pair.run, pair.X), epk.network_outputs(pair.by_hand, pair.rows))
+    result, expected = epk.reconstruct(pair.run, pair.X), epk.reconstruct(pair.by_hand, pair.rows)
+    assert result.certified
+    assert_close(result.outputs, expected.outputs, rounding=100)
+
+
+def test_contributions_are_the_same_and_sum(pair):
+    parts, expected = epk.attribute(pair.run, cut(pair.X, 3)), epk.attribute(pair.by_hand, pair.rows[:3])
+    assert parts.certified
+    assert_close(parts.samples, expected.samples, rounding=100)
+
+
+def test_gram_blocks_are_the_same_packed_or_not(pair):
+    a, b = epk.Points(pair.X, is_train=True), epk.Points(cut(pair.X, 3), is_train=False)
+    rows = epk.Points(pair.rows, is_train=True), epk.Points(pair.rows[:3], is_train=False)
+    block, expected = epk.gram_block(pair.run, a, b, rule=RULE), epk.gram_block(pair.by_hand, *rows, rule=RULE)
+    assert_close(block, expected, rounding=100)
+    assert torch.equal(epk.gram_block(pair.run, *rows, rule=RULE), block)
+    turned = k_prime_block(pair.run, cut(pair.X, 3), pair.X, rule=RULE)
+    assert_close(turned, block.permute(2, 3, 0, 1), rounding=100)
+
+
+def test_kernels_and_processes_take_the_structure(pair):
+    x, z = epk.train_copy(pair.X), epk.test_copy(cut(pair.X, 3))
+    assert torch.equal(x, epk.train_copy(pair.rows))
+    assert torch.equal(epk.split_copy(z)[0], pair.rows[:3])
+    values = epk.EPKKernel(pair.run, outputs=0, rule=RULE)(x, z).to_dense()
+    assert_close(values, epk.EPKKernel(pair.by_hand, outputs=0, rule=RULE)(x, z).to_dense(), rounding=100)
+    posterior = epk.LogitGP(pair.run, points=[0, 1], rule=RULE).logit_posterior(cut(pair.X, 2))
+    expected = epk.LogitGP(pair.by_hand, points=[0, 1], rule=RULE).logit_posterior(pair.rows[:2])
+    assert_close(posterior.mean, expected.mean)
+
+
+def test_the_user_gets_the_structure_back(pair):
+    assert torch.equal(pair.run.pack(pair.X), pair.run.inputs)
+    again = pair.run.unpack(pair.run.inputs)
+    assert isinstance(again, dict) == isinstance(pair.X, dict)
+    assert torch.equal(pair.run.pack(again), pair.run.inputs)
+
+
+def test_runs_survive_the_disk_and_pickles(pair, tmp_path):
+    name = "dict" if isinstance(pair.X, dict) else "tuple"
+    build, _, _, _, output = CASES[name]
+    torch.manual_seed(0)
+    run = record(build().double(), pair.X, LABELS, output=output, path=tmp_path / "run")
+    stored = epk.load_trajectory(tmp_path / "run", build().double(), output=output)
+    assert stored.digest == run.digest
+    for other in (stored, pickle.loads(pickle.dumps(stored))):
+        assert torch.equal(epk.network_outputs(other, pair.X), epk.network_outputs(run, pair.X))
+
+
+def test_a_run_is_resumed_with_the_same_structure_only(tmp_path):
+    X = tagger_inputs()
+
+    def start(inputs, output, steps):
+        torch.manual_seed(1)
+        return record(Tagger().double(), inputs, LABELS, path=tmp_path / "run", resume=True, steps=steps, output=output)
+
+    start(X, mean_logits, 2)
+    rows = epk.test_copy(X)[:, :-1]
+    with pytest.raises(ValueError, match="the inputs must consist of the recorded tensors"):
+        record(OneTensorTagger().double(), rows, LABELS, path=tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="recorded with output=.*: pass it as output="):
+        epk.load_trajectory(tmp_path / "run", Tagger().double())
+    with pytest.raises(ValueError, match="its outputs at the initial state differ"):
+        epk.load_trajectory(tmp_path / "run", Tagger().double(), output=lambda returned: returned.logits[:, 0])
+    assert start(X, mean_logits, 4).num_steps == 4
+
+
+class OneTensorTagger(Tagger):
+    """The same weights by the same names, with one input."""
+
+    def forward(self, X):
+        return call_tagger(super().forward, X)
+
+
+# losses of more than the outputs: of all tokens, of a function of the whole return value, and of a loop in plain torch
+def next_tokens(returned, y):
+    return F.cross_entropy(returned.logits[:, :-1].flatten(0, 1), y[:, 1:].flatten())
+
+
+TOKENS = torch.randint(0, NUM_CLASSES, (NUM_POINTS, 4), generator=torch.Generator().manual_seed(0))
+TOKENS[2:, 3] = -100
+TOKENS[5:, 2] = -100
+RETURNED_LOSSES = {
+    "tokens": (epk.CrossEntropy(), lambda r, y: F.cross_entropy(r.logits.view(-1, NUM_CLASSES), y.view(-1))),
+    "next_tokens": (epk.PerSampleLoss(next_tokens, counts=lambda y: (y[:, 1:] != -100).sum(1)), next_tokens),
+    "two_terms": (
+        epk.PerSampleLoss(lambda r, y: r.logits[:, 0].square().sum(1) + r.hidden.abs().mean((1, 2))),
+        lambda r, y: r.logits[:, 0].square().sum(1).mean() + r.hidden.abs().mean(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "in_torch"), RETURNED_LOSSES.values(), ids=RETURNED_LOSSES.keys())
+@pytest.mark.parametrize("momentum", [0.0, 0.9], ids=["plain", "momentum"])
+def test_losses_of_what_the_network_returns_are_recorded_and_attributed(loss, in_torch, momentum):
+    net, X = Tagger().double(), tagger_inputs()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=momentum)
+    with epk.Recorder(net, optimizer, X, TOKENS, loss=loss, output=mean_logits) as recorder:
+        for batch in ([0, 5, 3], [1, 2, 7, 6], [4, 0]):
+            optimizer.zero_grad()
+            in_torch(net(**{key: value[batch] for key, value in X.items()}), TOKENS[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    run = recorder.trajectory
+    assert not run.loss_takes_outputs
+    parts = epk.attribute(run, cut(X, 2), head="logits")
+    assert parts.certified
+    assert_close(parts.total, parts.network)
+    step, w = run.steps[0], run.states[0]
+    rows, y, c = batch_of(run, step, w)
+    gradients = sample_gradients(run.model, w, rows, y, run.loss, c)
+    assert_close(gradients.sum(0), batch_gradient(run.model, w, rows, y, run.loss, c), rounding=100)
+
+
+@pytest.mark.parametrize("machine", [single_machine, chen_machine])
+def test_machines_of_loss_derivatives_in_the_outputs_refuse_a_loss_of_something_else(machine):
+    run = record(Tagger().double(), tagger_inputs(), TOKENS, loss=nn.CrossEntropyLoss(), output=mean_logits)
+    with pytest.raises(ValueError, match=r"needs a loss of the outputs \(n, 3\) alone: CrossEntropy"):
+        machine(run, tagger_inputs(), head="logits")
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.L1Loss(), nn.BCEWithLogitsLoss()], ids=["squared", "l1", "binary"])
+@pytest.mark.parametrize("squeeze", [True, False], ids=["n", "n_1"])
+def test_regression_with_targets_of_shape_n(loss, squeeze):
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1), *([nn.Flatten(0)] if squeeze else [])]
+    net, X, y = nn.Sequential(*layers).double(), torch.randn(9, 4).double(), torch.rand(9).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    with epk.Recorder(net, optimizer, X, y, loss=loss) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(net(X).flatten(), y).backward()
+            recorder.batch(None)
+            optimizer.step()
+    parts = epk.attribute(recorder.trajectory, X[:2])
+    assert parts.certified
+    assert recorder.trajectory.num_outputs == 1
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loop_that_broadcasts_targets_is_refused():
+    net, X, y = nn.Linear(4, 1).double(), torch.randn(9, 4).double(), torch.rand(9).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    with epk.Recorder(net, optimizer, X, y, loss=nn.MSELoss()) as recorder:
+        nn.functional.mse_loss(net(X), y).backward()
+        recorder.batch(None)
+        with pytest.raises(epk.StepMismatchError, match="step 0: the change of the weights must be"):
+            optimizer.step()
