@@ -122,10 +122,10 @@ def resnet():
     X, y = images(24)
     net = ResNet().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
     with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
         net.train()
-        for batch in batches(len(X), 12, epochs=3):
+        for batch in batches(len(X), 12, epochs=2):
             optimizer.zero_grad()
             loss = F.cross_entropy(net(crop_and_flip(X[batch])), y[batch])
             loss.backward()
@@ -157,7 +157,7 @@ def mixup():
             loss.backward()
             recorder.batch(batch)  # recorder
             optimizer.step()
-    return finish(recorder, net, images(26)[0][24:], X, y)
+    return finish(recorder, net, images(25)[0][24:], X, y)
 
 
 def cutmix():
@@ -186,7 +186,7 @@ def cutmix():
             loss.backward()
             recorder.batch(batch)  # recorder
             optimizer.step()
-    return finish(recorder, net, images(26)[0][24:], X, y)
+    return finish(recorder, net, images(25)[0][24:], X, y)
 
 
 def label_noise():
@@ -236,7 +236,7 @@ def segmentation():
     loss = epk.PerSampleLoss(mean_over_pixels)  # recorder: the mean over all pixels of a batch is that of its images
     with epk.Recorder(net, optimizer, X, masks, loss=loss, output=pooled) as recorder:  # recorder
         net.train()
-        for batch in batches(len(X), 8, epochs=3):
+        for batch in batches(len(X), 8, epochs=2):
             optimizer.zero_grad()
             F.cross_entropy(net(X[batch]), masks[batch]).backward()
             recorder.batch(batch)  # recorder

@@ -121,7 +121,7 @@ def group_and_instance_norm():
 
 
 def transformer_encoder():
-    X, y = vectors(24, dim=12)
+    X, y = vectors(16, dim=12)
     layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True, norm_first=True)
 
     class Net(nn.Module):
@@ -133,7 +133,7 @@ def transformer_encoder():
         def forward(self, x):
             return self.head(self.encoder(x.view(-1, 3, 4)).mean(dim=1))
 
-    return train(Net().double(), X, y, vectors(26, dim=12)[0][24:], lambda z, b: F.cross_entropy(z, y[b]))
+    return train(Net().double(), X, y, vectors(18, dim=12)[0][16:], lambda z, b: F.cross_entropy(z, y[b]))
 
 
 class PackedGRU(nn.Module):
