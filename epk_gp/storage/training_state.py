@@ -27,7 +27,10 @@ from epk_gp.storage.index import Chunk, resume_name
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
 _STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
 # Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
-_BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"}
+_BUFFERS = {
+    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"),
+    *("acc_delta", "exp_inf", "ax", "prev", "step_size"),
+}
 
 
 @runtime_checkable
