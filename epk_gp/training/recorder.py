@@ -23,7 +23,7 @@ from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
-from epk_gp.training.check_schedule import is_recomputed
+from epk_gp.training.check_schedule import CheckSchedule
 from epk_gp.training.clipping import Clip
 from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.derivative_probe import DerivativeProbe
@@ -35,6 +35,7 @@ from epk_gp.training.step_check import (
     ObservedStep,
     check_against_exact_gradient,
     check_against_used_gradient,
+    needs_check,
     observe_step,
 )
 from epk_gp.training.step_observer import MadeStep, StepObserver
@@ -89,7 +90,7 @@ class Recorder:
         resume: bool = False,
         stateful: StatefulObjects | None = None,
         storage: Storage = Storage(),
-        check_every: int = 1,
+        check_every: int | None = None,
         unexplained: float | None = None,
         output: Callable[[Any], Tensor] | None = None,
     ) -> None:
@@ -115,7 +116,9 @@ class Recorder:
             storage: How often steps are committed to disk, and whether they are compressed.
             check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
                 every run); the others are compared with the update rule's step on the gradient that `backward()`
-                left. `reconstruct(...).max_step_mismatch` checks all of them afterwards.
+                left. By default as many steps are checked as take at most 15 % of the time of steps of 20 ms or more,
+                the first and the last among them; `num_checked` says how many. `reconstruct` checks all of them
+                afterwards.
             unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
                 its own in every result. None refuses a step that they do not explain up to rounding.
             output: Takes the outputs (n, C) that are to be explained from what the network returns, where that is
@@ -151,10 +154,10 @@ class Recorder:
         self._passes = PassRecords.of(self._setup, start)
         self._phase = Phase.READY
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
-        self._first = len(self._history.steps)  # the first step that this recorder makes; others are of a resumed run
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
         self._probe = DerivativeProbe()
+        self._schedule = CheckSchedule(rules.check_every, self._setup.model.spec.device)
 
     @property
     def num_steps(self) -> int:
@@ -165,6 +168,11 @@ class Recorder:
     def num_committed(self) -> int:
         """Number of steps on disk, which a crash leaves."""
         return 0 if self._commits is None else self._commits.num_committed
+
+    @property
+    def num_checked(self) -> int:
+        """Number of steps whose gradient was recomputed by this recorder."""
+        return self._schedule.num_checked
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -330,7 +338,9 @@ class Recorder:
 
     def _report(self, made: MadeStep) -> None:
         self._has_refused = True
+        self._schedule.begin()
         self._record_step(made)
+        self._schedule.end()
         self._has_refused = False
 
     def _record_step(self, made: MadeStep) -> None:
@@ -362,8 +372,10 @@ class Recorder:
             momentum=self._training.momentum,
             statistics=around,
         )
-        if index == self._first or is_recomputed(index, setup.rules.check_every):
+        if self._schedule.is_due(index) or needs_check(setup, observed):
+            began = self._schedule.now()
             checked, self._unchecked = check_against_exact_gradient(setup, observed), None
+            self._schedule.add(index, self._schedule.now() - began)
         else:
             checked, self._unchecked = check_against_used_gradient(setup, observed), observed
         self._probe.look_at(setup, observed)
@@ -395,6 +407,7 @@ class Recorder:
         if unchecked is not None:
             try:
                 check_against_exact_gradient(self._setup, unchecked)
+                self._schedule.num_checked += 1
             except StepMismatchError as error:
                 raise StepMismatchError(f"{error} The step is kept, and results will not be certified.") from error
         if self._commits is not None:
