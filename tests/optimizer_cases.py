@@ -149,7 +149,7 @@ def recorded(
             if p.grad is None:
                 return NO_UPDATE
             group, after = groups[id(p)]
-            old = {**before[name], WEIGHTS: weights[name]} if WEIGHTS in rule.needs_before else before[name]
+            old = before[name] | ({WEIGHTS: weights[name]} if WEIGHTS in rule.needs_before else {})
             return rule.coefficients(p, group, old, after[p])
 
         updates.append(stack_coefficients([coefficients(*item) for item in parameters.items()], model.sizes))

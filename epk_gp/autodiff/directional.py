@@ -120,9 +120,12 @@ def _in_blocks(segment: WeightSegment, X: Tensor, t: Tensor, *, differentiate: b
 
 def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:
     plan = segment.net.plan
-    if plan.supports_interpolation and (plan.supports_jvp or not differentiate):
+    interpolates = plan.supports_interpolation and (plan.supports_jvp or not differentiate)
+    if interpolates and not plan.calls_fused_functions:
         return _interpolated(segment, X, t, differentiate)
     points, index = t.unique(return_inverse=True)
+    if interpolates and len(points) > _FEW_POINTS:
+        return _interpolated(segment, X, t, differentiate)
     if plan.supports_vmap and len(points) > _FEW_POINTS:
         return _mapped(segment, X, t, differentiate)
     groups = [(index == k).nonzero().squeeze(1) for k in range(len(points))]

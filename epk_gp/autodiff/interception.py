@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from epk_gp.autodiff.line_ops import along_direction, has_rows, spread_mark, tensors_in
+from epk_gp.autodiff.written_out import WRITTEN_OUT
 from epk_gp.core.moving_statistics import normalise_by_statistics
 
 # Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
@@ -153,6 +155,7 @@ class ParameterInterception(TorchFunctionMode):
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.name_of = {id(value): name for name, value in params.items()}
+        self.calls_fused_functions = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call, through `intercept` if it takes a parameter."""
@@ -162,6 +165,12 @@ class ParameterInterception(TorchFunctionMode):
         _find(self.name_of, kwargs.values(), params)
         if not params:
             return self.pass_through(func(*args, **kwargs))
+        if func in WRITTEN_OUT:
+            with self:
+                result = WRITTEN_OUT[func](*args, **kwargs)
+            if result is not NotImplemented:
+                self.calls_fused_functions = True
+                return result
         return self.intercept(FunctionCall(func, args, kwargs, tuple(params), JOINTLY_LINEAR.get(func, {})))
 
     def pass_through(self, result: Any) -> Any:
@@ -235,7 +244,14 @@ class InterpolatedWeights(MovedWeights):
         super().__init__({name: params[name] for name in direction})
         self.direction = {id(params[name]): value for name, value in direction.items()}
         self.t = t
+        self.followed: list[Tensor] = []  # what is known by its id must live
         self.statistics = {id(params[name]): value for name, value in (statistics or {}).items()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call, and carry on the mark of what has rows."""
+        result = super().__torch_function__(func, types, args, kwargs)
+        spread_mark(result, (args, kwargs or {}))
+        return result
 
     def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
         """Return w_e + t_e d for every row."""
@@ -259,9 +275,31 @@ class InterpolatedWeights(MovedWeights):
             step = self.direction.get(id(value))
             moved += step is not None
             along[name] = torch.zeros_like(value) if step is None else step
-        call.require_all_in_slots(moved)
+        if moved != len(call.params):
+            return self.follow(call, result)
         require_rows(call.input, result, len(self.t), call.params[0])
         return result + self.t.view(-1, *[1] * (result.ndim - 1)) * call.with_slots(along)
+
+    def follow(self, call: FunctionCall, result: Any) -> Any:
+        """Return the result of another function that is linear in its parameters.
+
+        Without rows among its arguments, the result moves as a parameter does, along a direction of its own.
+        """
+        along = along_direction(call.function, call.args, call.kwargs, self.direction)
+        if along is NotImplemented:
+            call.require_all_in_slots(0)
+        if isinstance(result, list | tuple):
+            return type(result)(self.follow_one(call, *pair) for pair in zip(result, along, strict=True))
+        return self.follow_one(call, result, along)
+
+    def follow_one(self, call: FunctionCall, value: Tensor, along: Tensor) -> Tensor:
+        """Return one of the results of such a function."""
+        if any(has_rows(argument) for argument in tensors_in((call.args, call.kwargs))):
+            require_rows(value, value, len(self.t), call.params[0])
+            return value + self.t.view(-1, *[1] * (value.ndim - 1)) * along
+        self.followed.append(value)
+        self.direction[id(value)], self.name_of[id(value)] = along, call.params[0]
+        return value
 
 
 @final

@@ -75,7 +75,7 @@ def build_plan(
     plan = DifferentiationPlan(
         bias_of={} if all_dense else _layers(recorder.usages),
         dense_params=(),
-        supports_interpolation=not all_dense and all(usage.is_jointly_linear for usage in recorder.usages),
+        supports_interpolation=not all_dense,
         supports_stacking=True,
         supports_jvp=True,
         supports_double_backward=True,
@@ -85,6 +85,7 @@ def build_plan(
         vmap_chunk_size=vmap_chunk_size(model.num_weights, activations),
         activations_per_sample=activations,
         num_outputs=z.shape[1],
+        calls_fused_functions=recorder.calls_fused_functions,
     )
     return validate_plan(model, w, X, plan)
 
@@ -150,6 +151,8 @@ def validate_plan(
     plan = replace(plan, supports_stacking=stacks)
     _load_forward_mode_rules()
     plan = replace(plan, supports_jvp=passes_check(lambda: _jvp(trial)))
+    if plan.supports_jvp and plan.supports_interpolation:
+        plan = replace(plan, supports_interpolation=passes_check(lambda: _interpolated_slopes(trial)))
     plan = replace(plan, supports_double_backward=passes_check(lambda: _double_vjp(trial)))
     # all parameters are mapped over where derivatives along a segment can be had in no other way
     names = plan.dense_params if plan.supports_interpolation and plan.supports_jvp else model.names + model.statistics
@@ -193,14 +196,28 @@ def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan) -> Pair:
 
 
 def _interpolated_outputs(trial: _Trial) -> Pair:
+    """Compare outputs for two numbers of rows, so that no other size can be taken for that of the rows."""
     model, X, d = trial.model, trial.X, trial.direction
     t = (0.9 + 0.31 * torch.arange(len(X), dtype=trial.w.dtype, device=X.device)) % 1
     params = model.unflatten(trial.w)
+    together = []
     with torch.no_grad(), disable_fused_attention():
-        with InterpolatedWeights(params, model.unflatten(d), t):
-            together = model(params, X)
+        for n in (len(X), len(X) - 1):
+            with InterpolatedWeights(params, model.unflatten(d), t[:n]):
+                together.append(model(params, X[:n]))
         rows = [model(model.unflatten(trial.w + t[e] * d), X[e : e + 1]) for e in range(len(X))]
-    return together, torch.cat(rows)
+    return torch.cat(together), torch.cat([*rows, *rows[:-1]])
+
+
+def _interpolated_slopes(trial: _Trial) -> Pair:
+    model, X, d = trial.model, trial.X, trial.direction
+    params, zeros = model.unflatten(trial.w), torch.zeros(len(X), dtype=trial.w.dtype, device=X.device)
+    with torch.no_grad(), disable_fused_attention(), forward_mode():
+        t = fwAD.make_dual(zeros, torch.ones_like(zeros))
+        with InterpolatedWeights(params, model.unflatten(d), t):
+            z = model(params, X)
+        slope = fwAD.unpack_dual(z).tangent
+    return (trial.cotangents * slope).sum(dim=2), torch.cat(list(trial.expected.values()), dim=2) @ d
 
 
 def _stacked_outputs(trial: _Trial) -> Pair:

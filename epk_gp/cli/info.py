@@ -51,7 +51,7 @@ def info(*, run: Path, out: Path | None, quiet: bool) -> None:
     if out is not None:
         write_json(make_folder(out) / "info.json", "info", {"run": run}, lines, timer)
     for name, value in lines.items():
-        typer.echo(f"{name + ':':17}{value}")
+        typer.echo(f"{name + ':':19}{value}")
 
 
 def _range(values: list[float] | list[int]) -> str:

@@ -45,6 +45,8 @@ class DifferentiationPlan:
         vmap_chunk_size: Number of samples that one `vmap` call takes.
         activations_per_sample: Numbers that a forward pass computes per sample.
         num_outputs: C.
+        calls_fused_functions: The network calls functions that interpolation writes out (recurrent layers, attention):
+            where rows are at few points of a segment, one pass for each point costs less.
     """
 
     bias_of: dict[str, str | None]
@@ -59,6 +61,7 @@ class DifferentiationPlan:
     vmap_chunk_size: int
     activations_per_sample: int
     num_outputs: int
+    calls_fused_functions: bool = False
 
 
 @dataclass(eq=False)

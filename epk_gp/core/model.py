@@ -16,6 +16,10 @@ from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.signature import ONE_TENSOR, Signature
 
+# The batch of inputs carries this attribute in a forward pass, so that what is computed from it can be told from
+# parameters and constants, whatever their sizes (`autodiff.line_ops`).
+BATCH_MARK = "_epk_gp_batch"
+
 
 class StopForwardError(Exception):
     """The forward pass has computed what it was started for."""
@@ -139,6 +143,8 @@ class FunctionalModel:
         if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
         args, kwargs = self.signature.unpack(X)
+        args = tuple(_marked(value) for value in args)
+        kwargs = {name: _marked(value) for name, value in kwargs.items()}
         module = self._take_module_of_thread()
         try:
             # everywhere, or bytes would depend on what other threads do
@@ -225,6 +231,13 @@ def _output_example(returned: object) -> str:
     if isinstance(getattr(returned, "logits", None), Tensor):
         return "returned.logits"
     return f"returned[{next(iter(returned), 0)!r}]" if isinstance(returned, Mapping) else "returned[0]"
+
+
+def _marked(x: Tensor) -> Tensor:
+    """Return an input of the network as a view that is marked; the caller's tensor keeps its attributes."""
+    view = x.view_as(x)
+    setattr(view, BATCH_MARK, True)
+    return view
 
 
 @contextmanager

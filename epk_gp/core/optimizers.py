@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.optimizer_rules import REFUSED, RULES
-from epk_gp.core.update_rules import LinearStep, Options, UpdateRule
+from epk_gp.core.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Rules = UpdateRule | Sequence[UpdateRule | None] | None
@@ -59,7 +59,9 @@ def rule_for(optimizers: Optimizers, given: Rules = None) -> UpdateRule:
     def coefficients(p: nn.Parameter, group: Options, before: Options, after: Options) -> LinearStep:
         for optimizer, rule in zip(several, found, strict=True):
             if any(group is its_own for its_own in optimizer.param_groups):
-                return rule.coefficients(p, group, before, after)
+                # what another rule needs would make a first step look like a later one
+                own = {name: value for name, value in before.items() if name != WEIGHTS or name in rule.needs_before}
+                return rule.coefficients(p, group, own, after)
         raise ValueError("the parameter group must be one of the optimizers' that are recorded: it is another one.")
 
     return UpdateRule(

@@ -127,8 +127,8 @@ class TrainingReplay:
             data: The pass.
             exact: Leave automatic mixed precision out.
         """
-        model, module = self.model, self._module(data)
-        named = model.unflatten(self._state(state, data))
+        model, module = self.model, self._module(data, exact=exact)
+        named = model.unflatten(self._state(state, data, exact=exact))
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         leaves = [own[name] for name in model.names]
         with torch.no_grad():
@@ -139,7 +139,7 @@ class TrainingReplay:
             leaf.grad = None
         try:
             with torch.enable_grad(), self._conditions(module, data.forward, exact=exact), disable_fused_attention():
-                args, kwargs = self._arguments(data)
+                args, kwargs = self._arguments(data, exact=exact)
                 values = self._losses(module(*args, **kwargs), data)
                 after = model.flatten_statistics(own)
                 (data.c.to(values) @ values).backward()
@@ -152,10 +152,10 @@ class TrainingReplay:
 
     def losses(self, params: Mapping[str, Tensor], data: PassData, *, exact: bool = True) -> Float[Tensor, " n"]:
         """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
-        module = self._module(data)
+        module = self._module(data, exact=exact)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
         with self._conditions(module, data.forward, exact=exact), disable_fused_attention():
-            args, kwargs = self._arguments(data)
+            args, kwargs = self._arguments(data, exact=exact)
             returned = functional_call(module, {**buffers, **params}, args, kwargs)
             return self._losses(returned, data)
 
@@ -175,28 +175,34 @@ class TrainingReplay:
         with self._random(data.forward):
             yield
 
-    def dtype_of(self, data: PassData) -> torch.dtype:
-        """Return the dtype in which a pass is replayed."""
+    def dtype_of(self, data: PassData, *, exact: bool = True) -> torch.dtype:
+        """Return the dtype in which a pass is replayed.
+
+        Args:
+            data: The pass.
+            exact: Automatic mixed precision is left out.
+        """
         forward = data.forward
         is_random = forward.random_state is not None or forward.device_random_state is not None
-        return self.model.spec.dtype if is_random else self.spec.dtype
+        needs_own = is_random or (forward.autocast is not None and not exact)
+        return self.model.spec.dtype if needs_own else self.spec.dtype
 
-    def _module(self, data: PassData) -> nn.Module:
-        dtype = self.dtype_of(data)
+    def _module(self, data: PassData, *, exact: bool = True) -> nn.Module:
+        dtype = self.dtype_of(data, exact=exact)
         if dtype not in self._modules:
             self._modules[dtype] = copy.deepcopy(self.model.module).to(dtype=dtype, device=self.spec.device)
         return self._modules[dtype]
 
-    def _state(self, state: Tensor, data: PassData) -> Tensor:
+    def _state(self, state: Tensor, data: PassData, *, exact: bool = True) -> Tensor:
         before = data.forward.statistics
         if before is not None:
             state = torch.cat([state[: self.model.num_weights], before.to(state)])
-        return state.to(dtype=self.dtype_of(data), device=self.spec.device)
+        return state.to(dtype=self.dtype_of(data, exact=exact), device=self.spec.device)
 
-    def _arguments(self, data: PassData) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, data: PassData, *, exact: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         X = data.X.to(self.spec.device)
         is_in_run_dtype = X.dtype == self.model.spec.dtype  # an input of another dtype is cast by the network itself
-        rows = TensorSpec(self.dtype_of(data), self.spec.device).cast(X) if is_in_run_dtype else X
+        rows = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device).cast(X) if is_in_run_dtype else X
         return self.model.signature.unpack(rows)
 
     def _losses(self, returned: Any, data: PassData) -> Tensor:

@@ -33,9 +33,12 @@ def _parts(returned: Any) -> dict[Any, Any]:
         return dict(returned)
     if isinstance(returned, tuple | list):
         return dict(enumerate(returned))
-    if dataclasses.is_dataclass(returned) and not isinstance(returned, type):
-        return {field.name: getattr(returned, field.name) for field in dataclasses.fields(returned)}
-    return dict(vars(returned)) if hasattr(returned, "__dict__") and not callable(returned) else {}
+    if callable(returned):
+        return {}
+    attributes = dict(vars(returned)) if hasattr(returned, "__dict__") else {}
+    if dataclasses.is_dataclass(returned):
+        return {field.name: getattr(returned, field.name) for field in dataclasses.fields(returned)} | attributes
+    return attributes
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], returned: Any) -> Any:
@@ -49,13 +52,10 @@ def _map_tensors(function: Callable[[Tensor], Tensor], returned: Any) -> Any:
         return type(returned)(*values) if hasattr(returned, "_fields") else tuple(values)
     if isinstance(returned, list):
         return list(parts.values())
-    if dataclasses.is_dataclass(returned) and not isinstance(
-        returned, type
-    ):  # before mappings: Hugging Face's outputs are both
-        names = {field.name for field in dataclasses.fields(returned)}
-        return type(returned)(**{name: parts[name] for name in names if name in parts})
-    if isinstance(returned, Mapping):
-        return parts
+    if isinstance(returned, Mapping):  # Hugging Face's outputs are data classes too, made of their fields
+        make: Callable[..., Any] = type(returned) if dataclasses.is_dataclass(returned) else dict
+        return make(**parts) if make is not dict else parts
     result = copy.copy(returned)
-    vars(result).update(parts)
+    for name, part in parts.items():
+        object.__setattr__(result, name, part)  # a data class may be frozen
     return result

@@ -9,7 +9,7 @@ It holds also where a term depends on the whole batch. Where every term depends 
 the samples can be written out instead; the cheaper of the two is taken by counted cost.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -180,12 +180,12 @@ class LossProducts:
         return torch.stack(slopes).to(directions)
 
     def _sample_by_sample(self, state: Tensor, data: PassData, directions: Tensor) -> Tensor:
-        """Write the gradient of each loss out by a backward pass of its own."""
-        losses, leaves = self._losses_with_graph(state, data)
+        """Write each loss's gradient out by a forward and backward pass of its own: works wherever training does."""
         columns = []
-        for loss in losses:
-            grads = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
-            columns.append(directions @ torch.cat([g.reshape(-1) for g in grads]).to(directions))
+        for row in range(len(data.X)):
+            alone = torch.zeros_like(data.c)
+            alone[row] = 1.0
+            columns.append(directions @ self.run.passes.gradient(state, replace(data, c=alone), exact=True).gradient)
         return torch.stack(columns, dim=1)
 
 

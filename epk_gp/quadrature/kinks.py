@@ -119,7 +119,7 @@ def _preactivations(segment: WeightSegment, X: Tensor, t: Tensor) -> list[tuple[
     _, moved = segment.interpolated(t, params)
     with torch.enable_grad(), disable_fused_attention():
         recorder = PreactivationRecorder(len(X), keep_edges=True)
-        with moved, recorder:
+        with recorder, moved:  # what `moved` writes out is seen by the other
             z = model(params, X)
         f = apply_head(z, segment.head)
         generator = torch.Generator().manual_seed(0)
@@ -178,7 +178,7 @@ def _event_values(segment: WeightSegment, X: Tensor, t: Tensor, events: Brackete
             requested[number] = rows.repeat(2), torch.cat([first, second.clamp(min=0)])
         reader = EventReader(len(chosen), requested)
         params, moved = segment.interpolated(t[part])
-        with suppress(StopForwardError), torch.no_grad(), disable_fused_attention(), moved, reader:
+        with suppress(StopForwardError), torch.no_grad(), disable_fused_attention(), reader, moved:
             model(params, X[events.interval[chosen]])
         for number, (rows, _) in requested.items():
             mine = part[rows[: len(rows) // 2]]

@@ -15,7 +15,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
-MAX_TENSOR_HEADER_BYTES = 1 << 24  # 16 MiB; a chunk has at most 22 tensors, data.safetensors one per buffer
+MAX_TENSOR_HEADER_BYTES = 1 << 24  # 16 MiB; a chunk has some 30 tensors, and 4 per parameter with matrices
 _BLOCK = 1 << 20  # bytes read at a time: checksums take no more memory than this
 DAMAGED = "The file is damaged; restore it from a copy."
 

@@ -29,7 +29,9 @@ DTYPES = (
 RAW, BITS, SORTED = 0, -1, (1, 2, 4, 8)
 _LEVEL = 1  # zlib's fastest, as for weights (codec.py)
 _PROBE = 1 << 15  # bytes of a large tensor by which is decided whether and how it is deflated
-_WORTH = 0.9  # part of its size that a deflated tensor may have at most, else it is stored as it is
+# Part of its size that a deflated tensor may have at most, else it is stored as it is: noise in float32 would lose 14 %
+# of its size for 38 ms per 0.8 MB, images rotated by interpolation lose 67 % for 5 ms per 0.2 MB.
+_WORTH = 0.75
 # A deflated tensor is at most so many times as large as its bytes, plus `_SLACK`: larger ones are stored as they are,
 # so that a reader can refuse a few bytes that claim to be a tensor without measure.
 _MAX_RATIO, _SLACK = 256, 1 << 16

@@ -27,7 +27,10 @@ from epk_gp.storage.index import Chunk, resume_name
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
 _STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
 # Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
-_BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"}
+_BUFFERS = {
+    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"),
+    *("acc_delta", "exp_inf", "ax", "prev", "step_size"),
+}
 
 
 @runtime_checkable
@@ -167,6 +170,7 @@ class TrainingState:
                 _validate_buffer_shapes(optimizer, own)
             for optimizer, own in zip(self.optimizers, recorded, strict=True):
                 optimizer.load_state_dict(own)
+                _restore_dtypes(optimizer, own)
             for name, value in self.stateful.items():
                 if isinstance(value, torch.Generator):
                     value.set_state(state["keep"][name])
@@ -283,6 +287,19 @@ def _validate_buffer_shapes(optimizer: Optimizer, recorded: dict[str, Any]) -> N
                     f"the optimizer's {name} must have the shape {tuple(parameters[index].shape)} of its parameter: "
                     f"got {tuple(value.shape)}."
                 )
+
+
+def _restore_dtypes(optimizer: Optimizer, recorded: dict[str, Any]) -> None:
+    """Give an optimizer's state the dtypes that it had: torch loads all but "step" in the parameter's dtype.
+
+    NAdam's product of momenta is float32 for any weights; in float64 it would go on to other steps.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, state in recorded["state"].items():
+        loaded = optimizer.state[parameters[index]]
+        for name, value in state.items():
+            if isinstance(value, Tensor) and loaded[name].dtype != value.dtype:
+                loaded[name] = value.to(loaded[name].device)
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:

@@ -147,7 +147,7 @@ class Recorder:
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         if path is not None:
             self._open_folder(path, header, storage, resume=resume)
-        self._observer = StepObserver(self._setup, self._optimizers, self._report)
+        self._observer = StepObserver(self._setup, self._optimizers, lambda: self._history.last.end, self._report)
         self._passes = PassRecords.of(self._setup, start)
         self._phase = Phase.READY
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
@@ -348,21 +348,19 @@ class Recorder:
         last, statistics = self._history.last, self._observer.statistics(index)
         around = None if statistics is None or last.statistics is None else (last.statistics, statistics)
         try:
-            rate = learning_rate(self._optimizers)
-            step = self._passes.step(index, rate, made.announced, around)
+            step = self._passes.step(index, made.parts[0].lr, made.announced, around)
         except StepMismatchError:
             raise
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
         observed = observe_step(
             setup,
-            made.optimizers,
+            made.parts,
             step,
             start=last.end,
             end=end,
             momentum=self._training.momentum,
             statistics=around,
-            before=made.before,
         )
         if index == self._first or is_recomputed(index, setup.rules.check_every):
             checked, self._unchecked = check_against_exact_gradient(setup, observed), None

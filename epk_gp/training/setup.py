@@ -15,7 +15,7 @@ from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_in
 from epk_gp.core.gradients import relative_rounding
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.loss_terms import loss_input, loss_terms, validate_loss_row_independence
-from epk_gp.core.losses import Loss
+from epk_gp.core.losses import Loss, PerSampleLoss, sample_weights
 from epk_gp.core.model import FunctionalModel, functionalize, random_state_kept
 from epk_gp.core.optimizers import (
     Optimizers,
@@ -240,6 +240,8 @@ def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor,
         validate_targets(loss, y, len(X), C, tuple(value.shape[1:]) if is_tensor else None)
         if is_tensor:
             validate_output_scale(loss, value, y[:n])
+        if isinstance(loss, PerSampleLoss) and loss.counts is not None:
+            sample_weights(loss, y)
         alone = None
         if signature.output is not None:
             rows = zip(X[:n].split(1), y[:n].split(1), strict=True)

@@ -1,12 +1,11 @@
 """The check of one step: is the change of the weights the one that the update rule predicts?"""
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from epk_gp.core.gradients import (
     CANCELLATION_FACTOR,
@@ -15,20 +14,17 @@ from epk_gp.core.gradients import (
     relative_rounding,
     step_tolerance,
 )
-from epk_gp.core.optimizers import Optimizers, as_optimizers
 from epk_gp.core.replay import passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import (
     NO_UPDATE,
-    WEIGHTS,
-    LinearStep,
     UpdateCoefficients,
     predict_step,
     scale_gradient,
     stack_coefficients,
 )
 from epk_gp.training.diagnosis import StepCheck, StepMismatchError, explain_mismatch
-from epk_gp.training.optimizer_state import StatesBefore
+from epk_gp.training.optimizer_part import OptimizerPart
 from epk_gp.training.setup import TrainingSetup
 from epk_gp.training.step_gradient import step_gradient
 
@@ -76,70 +72,37 @@ class CheckedStep:
 
 def observe_step(
     setup: TrainingSetup,
-    optimizers: Optimizers,
+    parts: Sequence[OptimizerPart],
     step: Step,
     *,
     start: Float[Tensor, " P"],
     end: Float[Tensor, " P"],
     momentum: Float[Tensor, " P"],
     statistics: tuple[Tensor, Tensor] | None = None,
-    before: StatesBefore,
 ) -> ObservedStep:
-    """Read gradient and coefficients of a step from the network and its optimizer, right after it.
+    """Join the parts of a step that its optimizers have made.
 
     Args:
         setup: The training.
-        optimizers: The optimizers that made the step; the parameters of others did not move.
+        parts: What each optimizer that took part did; parameters of others did not move.
         step: Learning rate and batch of the step.
         start: The weights before the step.
         end: The weights after the step.
         momentum: The momentum buffer before the step.
         statistics: The moving statistics before and after the step; None for a network without them.
-        before: The optimizers' states before the step (`states_before`).
-
-    Raises:
-        StepMismatchError: A parameter that is not recorded has a gradient and is trained.
     """
-    model, named = setup.model, dict(setup.net.named_parameters())
-    parameters = {name: named[name] for name in model.names}
-    owned = {
-        id(p): (group, optimizer.state)
-        for optimizer in as_optimizers(optimizers)
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    for name, parameter in named.items():
-        if name not in parameters and id(parameter) in owned and parameter.grad is not None:
-            raise StepMismatchError(
-                f"step {step.index}: a parameter that is frozen when recording begins must stay frozen: {name!r} is "
-                f"trained now. Tell the recorder that it will be, with trained=[{name!r}]."
-            )
-    frozen = {
-        name
-        for name, p in parameters.items()
-        if p.grad is None or id(p) not in owned or not (p.requires_grad or bool(_dense_gradient(p).any()))
-    }
-
-    def coefficients(name: str, parameter: nn.Parameter) -> LinearStep:
-        if parameter.grad is None or id(parameter) not in owned:
-            return NO_UPDATE
-        group, states = owned[id(parameter)]
-        old: Mapping[str, Any] = before.get(name, {})
-        if WEIGHTS in rule.needs_before:
-            old = {**old, WEIGHTS: weights_before[name]}
-        linear = rule.coefficients(parameter, group, old, states.get(parameter, {}))
-        return replace(linear, grad_scale=0.0) if name in frozen else linear
-
-    rule, weights_before = setup.rules.update_rule, model.unflatten(start)
-    gradients = {name: torch.zeros_like(p) if name in frozen else _dense_gradient(p) for name, p in parameters.items()}
-
+    model = setup.model
+    coefficients = {name: value for part in parts for name, value in part.coefficients.items()}
+    zeros = model.unflatten(torch.zeros_like(start))
+    gradients = {**zeros, **{name: value for part in parts for name, value in part.gradients.items()}}
+    moved = {name for part in parts for name in part.coefficients if name not in part.frozen}
     return ObservedStep(
         step=step,
         start=start,
         end=end,
         gradient=model.flatten(gradients),
-        without_gradient=frozen,
-        update=stack_coefficients([coefficients(*item) for item in parameters.items()], model.sizes),
+        without_gradient={*model.names} - moved,
+        update=stack_coefficients([coefficients.get(name, NO_UPDATE) for name in model.names], model.sizes),
         momentum=momentum,
         start_statistics=start[:0] if statistics is None else statistics[0],
         end_statistics=start[:0] if statistics is None else statistics[1],
@@ -263,9 +226,3 @@ def _gradient_beside(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " 
         return step_gradient(setup, check.step, moved, state[P:])[0]
     X, y, c = check.X, check.y, check.c
     return batch_gradient(setup.model, moved, X.flip(0), y.flip(0), check.loss, c.flip(0))
-
-
-def _dense_gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
 from epk_gp.training.capture import ForwardCapture
+from epk_gp.training.optimizer_part import OptimizerPart, optimizer_part
 from epk_gp.training.optimizer_state import StatesBefore, states_before
 from epk_gp.training.setup import TrainingSetup
 
@@ -19,14 +20,12 @@ class MadeStep:
     """A step that the optimizers of a loop have made together.
 
     Attributes:
-        optimizers: Those that took part; the parameters of others did not move.
+        parts: What each optimizer that took part did, in their order.
         announced: The batches that were announced for it, with their forward passes.
-        before: The optimizers' states before it.
     """
 
-    optimizers: Sequence[Optimizer]
+    parts: Sequence[OptimizerPart]
     announced: Sequence[AnnouncedBatch]
-    before: StatesBefore
 
 
 @dataclass(eq=False)
@@ -39,15 +38,17 @@ class StepObserver:
     Attributes:
         setup: The training.
         optimizers: Its optimizers.
+        weights: Returns the weights before the next step.
         report: Called with each step.
     """
 
     setup: TrainingSetup
     optimizers: Sequence[Optimizer]
+    weights: Callable[[], Tensor]
     report: Callable[[MadeStep], None]
     _announced: list[AnnouncedBatch] = field(default_factory=list)
-    _stepped: list[Optimizer] = field(default_factory=list)
-    _before: dict[str, Any] = field(default_factory=dict)
+    _parts: list[OptimizerPart] = field(default_factory=list)
+    _before: StatesBefore = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,14 +85,13 @@ class StepObserver:
 
     def complete(self) -> None:
         """Report the step that the optimizers have made together, if they have made one."""
-        stepped, self._stepped = self._stepped, []
-        if not stepped:
+        parts, self._parts = self._parts, []
+        if not parts:
             return
         announced, self._announced = self._announced, []
-        before, self._before = self._before, {}
         assign_forwards(announced, self._capture.waiting, len(self.setup.X))
         self._capture.waiting.clear()
-        self.report(MadeStep(stepped, announced, before))
+        self.report(MadeStep(parts, announced))
 
     def statistics(self, index: int) -> Tensor | None:
         """Return the present moving statistics, which forward passes alone may have moved; None if there are none.
@@ -119,14 +119,15 @@ class StepObserver:
             self._announced = [batch for batch in self._announced if not batch.forwards]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        if optimizer in self._stepped:
+        if any(part.optimizer is optimizer for part in self._parts):
             self.complete()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = dict(self.setup.net.named_parameters())
         own = {name: parameters[name] for name in self.setup.model.names if id(parameters[name]) in held}
-        self._before |= states_before(optimizer, own, self.setup.rules.update_rule.needs_before)
+        self._before = states_before(optimizer, own, self.setup.rules.update_rule.needs_before)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        self._stepped.append(optimizer)
-        if len(self._stepped) == len(self.optimizers):
+        several = len(self.optimizers) > 1
+        self._parts.append(optimizer_part(self.setup, optimizer, self.weights(), self._before, copies=several))
+        if len(self._parts) == len(self.optimizers):
             self.complete()

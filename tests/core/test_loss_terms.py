@@ -1,5 +1,6 @@
 """Losses of whatever a network returns: positions with padding, targets of shape (n,), losses of one's own."""
 
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
@@ -170,6 +171,24 @@ class Nested:
     name: str = "x"
 
 
+@dataclass
+class Mapped(OrderedDict):
+    """A data class that is a dictionary of its fields that are not None, as Hugging Face's outputs are."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+    def __post_init__(self):
+        self.update((name, value) for name, value in vars(self).items() if value is not None)
+
+
+def test_rows_of_a_dictionary_that_is_a_data_class_are_one():
+    row = select_rows(Mapped(torch.arange(6.0)), slice(2, 4), 6)
+    assert isinstance(row, Mapped)
+    assert row.logits.tolist() == row["logits"].tolist() == [2.0, 3.0]
+    assert row.loss is None
+
+
 def test_rows_are_taken_from_every_structure():
     z = torch.arange(12.0).view(6, 2)
     nested = Nested((z, [z + 1], {"a": z + 2}), torch.tensor(3.0))
@@ -178,6 +197,8 @@ def test_rows_are_taken_from_every_structure():
     assert [tuple(part.shape) for part in tensors_of(row)] == [(1, 2), (1, 2), (1, 2), ()]
     assert torch.equal(row.parts[2]["a"], z[1:2] + 2)
     assert row.name == "x"
+    pair = select_rows(namedtuple("Pair", "a b")(z, 3), slice(0, 2), 6)
+    assert (pair.a.shape, pair.b) == ((2, 2), 3)
 
 
 WRONG_TARGETS = {

@@ -181,6 +181,17 @@ def test_several_optimizers_have_one_rule():
     assert largest_relative_error(run, gradients) <= 1e-12
 
 
+def test_a_first_step_is_one_beside_an_optimizer_that_needs_the_weights_before():
+    """torch does not dampen the first gradient; Adafactor's rule sees the weights in its first step too."""
+    net, X, y = problem("SGD")
+    optimizers = [
+        torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9, dampening=0.5),
+        torch.optim.Adafactor(net[2].parameters()),
+    ]
+    run, gradients = recorded(net, optimizers, X, y, batches())
+    assert largest_relative_error(run, gradients) <= 1e-12
+
+
 def test_one_of_several_rules_may_be_one_s_own():
     net, _, _ = problem("SGD")
     own = UpdateRule("own", RULES[torch.optim.SGD].coefficients)

@@ -226,3 +226,20 @@ def test_a_run_with_replaced_files_of_the_same_content_is_good(run):
     assert epk.load_trajectory(run, norm_net()).digest == whole
     assert [len(passes) for passes in opened(run)] == [2, 0]
     assert check_run(run).num_passes == 2
+
+
+@pytest.mark.parametrize("run", ["none"], indirect=True)
+@pytest.mark.parametrize("name", [*PARTS, "after the step"])
+def test_an_edited_part_of_a_pass_is_found_by_the_checksum_of_its_chunk(run, name):
+    """Every random state, row, target and statistic on disk, by a change of one bit."""
+    tensors, content = load_file(run / CHUNK), bytearray((run / CHUNK).read_bytes())
+    if name == "after the step":
+        place = content.find(tensors["statistics"].numpy().tobytes())
+    else:
+        number = int(tensors["passes.parts"][0, part(name)])
+        start = int(tensors["passes.lengths"][:number].sum())
+        place = content.find(tensors["passes.content"].numpy().tobytes()) + start
+    assert place > 0
+    content[place] ^= 1
+    (run / CHUNK).write_bytes(bytes(content))
+    refused(run, rf"{CHUNK} \(states 1..2\) must have the checksum it was committed with: it is damaged")

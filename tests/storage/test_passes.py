@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import epk_gp as epk
+from epk_gp.cli.info import info
 from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
@@ -19,7 +20,7 @@ from epk_gp.storage import export_run
 from epk_gp.storage.check import check_run
 from epk_gp.storage.packing import BITS, DTYPES, RAW, Packed, pack_tensor, unpack_tensor
 from epk_gp.storage.pass_tables import PARTS
-from epk_gp.storage.passes import ContentInMemory, ContentOnDisk, PackedPasses, pack_step
+from epk_gp.storage.passes import ContentInMemory, ContentOnDisk, PackedPasses, pack_passes, pack_step, packed_steps
 from epk_gp.training.history import RunHistory
 from stored_runs import (
     add,
@@ -87,6 +88,22 @@ def test_a_tensor_is_unpacked_as_it_was_packed(seed, dtype, shape, kind, size):
     assert read.shape == value.shape
     assert torch.equal(read, value)
     assert len(packed.content) <= value.nbytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 30), num_rows=st.integers(1, 30), num_passes=st.integers(1, 4))
+def test_any_passes_are_unpacked_as_they_were_packed(seed, num_rows, num_passes):
+    generator = torch.Generator().manual_seed(seed)
+    kinds = (torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int64)
+    passes = tuple(random_pass(generator, num_rows, kinds=kinds) for _ in range(num_passes))
+    packed = pack_step(Step(0, 0.1, None, None, passes))
+    assert same_passes(packed.passes, passes)
+    assert same_passes(pickle.loads(pickle.dumps(packed.passes)), passes)
+    tables, content = pack_passes([packed, Step(1, 0.1, None), packed])
+    joined = packed_steps([packed, Step(1, 0.1, None), packed], tables, ContentInMemory(content))
+    assert joined[1].passes == ()
+    assert same_passes(joined[0].passes, passes)
+    assert same_passes(joined[2].passes, passes)
 
 
 def test_a_tensor_takes_the_fewest_bytes_of_its_encodings():
@@ -278,6 +295,20 @@ def test_an_export_holds_statistics_and_passes(tmp_path):
         if forward.inputs is not None:
             assert torch.equal(part(row, "inputs.values"), forward.inputs.values)
     assert sum(forward.inputs is not None for forward in passes) > 2
+
+
+def test_info_says_what_was_recorded(tmp_path, capsys):
+    run = write_by_hand(tmp_path / "run", unexplained=0.25)
+    info(run=tmp_path / "run", out=None, quiet=True)
+    lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["moving statistics"].strip() == "12 in 2 tensors"
+    assert lines["unexplained"].strip() == "up to 0.25 of a step"
+    assert f"{sum(len(step.passes) for step in run.steps)} recorded, 0.0" in lines["forward passes"]
+    record(tmp_path / "plain")
+    info(run=tmp_path / "plain", out=None, quiet=True)
+    assert not {"moving statistics", "unexplained", "forward passes"} & {
+        line.split(":")[0] for line in capsys.readouterr().out.splitlines()
+    }
 
 
 def test_a_thinned_run_keeps_passes_and_statistics(tmp_path):

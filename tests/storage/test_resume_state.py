@@ -145,6 +145,24 @@ def test_a_training_state_of_another_number_of_optimizers_is_refused():
             training.load_state_dict(other.state_dict(), "file")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adamax, torch.optim.Rprop])
+def test_an_optimizer_comes_back_with_the_dtypes_that_its_state_had(kind):
+    """torch loads NAdam's product of momenta, a float32 number, in float64, and other steps follow."""
+    nets = [norm_net(), norm_net()]
+    first, second = (kind(net.parameters(), lr=0.01) for net in nets)
+    for _ in range(3):
+        moved(nets[0], [first])
+    state = TrainingState(first, {}, torch.zeros(75), nets[0]).state_dict()
+    TrainingState(second, {}, torch.zeros(75), nets[1]).load_state_dict(state, "file")
+    nets[1].load_state_dict(nets[0].state_dict())
+    nets[0].eval()
+    nets[1].eval()
+    for _ in range(3):
+        moved(nets[0], [first])
+        moved(nets[1], [second])
+    assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+
+
 def test_the_scheduler_of_any_of_several_optimizers_must_be_known(tmp_path):
     optimizers = two_optimizers(norm_net())
     validate_resumable(optimizers, {}, tmp_path)

@@ -106,6 +106,27 @@ def test_kernels_and_processes_take_the_structure(pair):
     assert_close(posterior.mean, expected.mean)
 
 
+def test_derivatives_in_the_inputs_are_the_same_and_zero_in_integers(pair):
+    gradients = []
+    for run in (pair.run, pair.by_hand):
+        x = epk.test_copy(pair.rows[:2]).requires_grad_()
+        values = epk.EPKKernel(run, outputs=0, rule=RULE)(x, epk.train_copy(pair.rows)).to_dense()
+        gradients.append(torch.autograd.grad(values.square().sum(), x)[0])
+    assert_close(*gradients, rounding=100)
+    assert bool(gradients[0].any())
+    if isinstance(pair.X, dict):
+        assert not gradients[0][:, :8].any()
+
+
+def test_a_query_in_another_precision_is_computed_in_it(pair):
+    parts = pair.X.values() if isinstance(pair.X, dict) else pair.X
+    single = [part.float() if part.is_floating_point() else part for part in parts]
+    X = dict(zip(pair.X, single, strict=True)) if isinstance(pair.X, dict) else single
+    outputs = epk.network_outputs(pair.run, X)
+    assert outputs.dtype == torch.float32
+    assert_close(outputs.double(), epk.network_outputs(pair.run, pair.X), rounding=1e10)
+
+
 def test_the_user_gets_the_structure_back(pair):
     assert torch.equal(pair.run.pack(pair.X), pair.run.inputs)
     again = pair.run.unpack(pair.run.inputs)

@@ -1,0 +1,105 @@
+"""Along a line of weights: functions of parameters that are linear in them, but are not a layer's call.
+
+A bare parameter that is multiplied or added, the transpose of a tied weight, a slice or a multiple of a parameter:
+whatever is linear in w is, at w + t d, its value at w plus t times its value at d.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from epk_gp.core.model import BATCH_MARK
+
+
+def _both(*names: str) -> tuple[Callable[..., Any], ...]:
+    """List the functions of these names in torch and their methods."""
+    return tuple(
+        getattr(where, name) for name in names for where in (torch, torch.Tensor) if getattr(where, name, None)
+    )
+
+
+# Linear in all their tensors together: what is no parameter is zero along the direction.
+LINEAR_MAPS = {
+    *_both(
+        "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "view", "view_as",
+        "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to",
+        "repeat", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "contiguous", "clone", "flip", "roll",
+        "tril", "triu", "diag", "sum", "mean", "neg", "negative", "cat", "concat", "concatenate", "stack", "hstack",
+        "vstack", "index_select", "__getitem__", "__neg__",
+    ),
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+}  # fmt: skip
+
+# Likewise, and their numbers are terms: zero along the direction too.
+SUMS = {*_both("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__")}
+
+# Linear in each of their tensors.
+PRODUCTS = {
+    *_both(
+        "mul", "multiply", "__mul__", "__rmul__", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "einsum",
+        "tensordot", "inner", "outer", "dot",
+    ),
+    F.linear,
+}  # fmt: skip
+
+# Linear in their first tensor.
+QUOTIENTS = {*_both("div", "divide", "true_divide", "__truediv__")}
+
+
+def has_rows(value: Tensor) -> bool:
+    """Return whether a tensor is the batch of inputs, or was computed from it."""
+    return hasattr(value, BATCH_MARK)
+
+
+def spread_mark(result: Any, arguments: Any) -> None:
+    """Mark the results of a call of which an argument is marked."""
+    results = [value for value in tensors_in((result,)) if not has_rows(value)]
+    if results and any(has_rows(value) for value in tensors_in(arguments)):
+        for value in results:
+            setattr(value, BATCH_MARK, True)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """List the tensors among values, lists, tuples and dictionaries of values included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+
+
+def along_direction(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], direction: Mapping[int, Tensor]
+) -> Any:
+    """Return what a function that is linear in its parameters gives along a direction; NotImplemented if it is not.
+
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        direction: The direction of each parameter, by the parameter's id.
+    """
+    tensors = list(tensors_in((args, kwargs)))
+    moving = [value for value in tensors if id(value) in direction]
+    if function in LINEAR_MAPS or function in SUMS:
+        constant = [value for value in tensors if id(value) not in direction and value.is_floating_point()]
+        replaced = {**direction, **{id(value): torch.zeros_like(value) for value in constant}}
+        terms = tuple(0 if isinstance(value, int | float) else value for value in args) if function in SUMS else args
+        return function(*_replace(terms, replaced), **_replace(kwargs, replaced))
+    if len(moving) == 1 and (function in PRODUCTS or (function in QUOTIENTS and moving[0] is tensors[0])):
+        return function(*_replace(args, direction), **_replace(kwargs, direction))
+    return NotImplemented
+
+
+def _replace(values: Any, by_id: Mapping[int, Tensor]) -> Any:
+    """Replace tensors in values, lists, tuples and dictionaries of values."""
+    if isinstance(values, list | tuple):
+        return type(values)(_replace(value, by_id) for value in values)
+    if isinstance(values, dict):
+        return {name: _replace(value, by_id) for name, value in values.items()}
+    return by_id.get(id(values), values) if isinstance(values, Tensor) else values
