@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from epk_gp.core.losses import CrossEntropy, Loss
+from epk_gp.core.losses import CrossEntropy, Loss, PerSampleLoss, as_loss, per_sample_losses, sample_weights
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import UpdateRule
 from epk_gp.storage.writer import Storage
@@ -23,6 +24,19 @@ def logits_of(returned: Any) -> Tensor:
     """Return the logits of a `ModelOutput`, or of a tuple that begins with them."""
     logits: Tensor = returned[0] if isinstance(returned, tuple) else returned.logits
     return logits
+
+
+@dataclass
+class _SeenBatch:
+    """A batch that the model saw.
+
+    Attributes:
+        indices: The rows of X that it holds.
+        weight: The factor of its mean loss; None for the trainer's own, one over the number of batches of the step.
+    """
+
+    indices: Tensor
+    weight: float | None = None
 
 
 class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # untyped without the extra
@@ -70,8 +84,8 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         self._options |= {} if output is None else {"output": output}
         self._options |= {} if unexplained is None else {"unexplained": unexplained}
         self._recorder: Recorder | None = None
-        self._hook: Any = None
-        self._seen: list[tuple[Tensor, float | None]] = []  # indices of batches, with their weights where known
+        self._hooks: list[Any] = []
+        self._seen: list[_SeenBatch] = []  # since the last announcement
         self._group_size = 1  # number of batches whose gradients the next step adds
         self._num_in_epoch = 0
         self._batches_per_epoch: int | None = None
@@ -107,7 +121,10 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         self._batches_per_epoch = len(loader) if hasattr(loader, "__len__") else None
         self._recorder = Recorder(model, optimizer, *self._data, clip=clip, **self._options)
         self._recorder.__enter__()
-        self._hook = model.register_forward_pre_hook(self._take_indices, with_kwargs=True, prepend=True)
+        self._hooks = [
+            model.register_forward_pre_hook(self._take_indices, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._find_weight, with_kwargs=True),
+        ]
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -146,10 +163,11 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         self._leave(RuntimeError("the training ended early"))
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._recorder is None or self._hook is None:
+        if self._recorder is None or not self._hooks:
             return
-        self._hook.remove()
-        self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         self._recorder.__exit__(None if error is None else type(error), error, None)
 
     def _take_indices(
@@ -165,22 +183,38 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
                 f'the training data in IndexedDataset(dataset, key="{INDEX_KEY}"), and use a data collator that keeps '
                 "numbers."
             )
-        self._seen.append((indices, _share_of_step(kwargs)))
+        self._seen.append(_SeenBatch(indices.cpu()))
         return args, kwargs
+
+    def _find_weight(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        """Find the factor of a batch's mean loss where the trainer leaves it to the model."""
+        total = kwargs.get("num_items_in_batch")
+        if total is None or not (model.training and torch.is_grad_enabled()):
+            return
+        batch = self._seen[-1]
+        labels = self._data[1][batch.indices.to(self._data[1].device)]
+        counted = labels != -100 if not labels.is_floating_point() else torch.ones(len(labels))
+        share = float(counted.sum()) / float(total)
+        value = returned.get("loss") if isinstance(returned, dict) else None
+        batch.weight = share if value is None else self._weight_by_value(float(value.detach()), returned, labels, share)
+
+    def _weight_by_value(self, value: float, returned: Any, labels: Tensor, share: float) -> float:
+        """Return 1 if the model's loss is the mean over its batch, and the batch's share of the step otherwise.
+
+        Models are told the number of labels of the whole step, and not all of them divide by it.
+        """
+        loss, output = as_loss(self._options["loss"]), self._options.get("output")
+        with torch.no_grad():
+            taken = returned if isinstance(loss, PerSampleLoss) or output is None else output(returned)
+            losses = per_sample_losses(loss, taken, labels.to(taken.device) if isinstance(taken, Tensor) else labels)
+        mean = float((losses.cpu().double() * sample_weights(loss, labels).cpu()).sum())
+        return 1.0 if abs(value - mean) < abs(value - share * mean) else share
 
     def _announce(self) -> None:
         if self._recorder is None:
             return
-        for indices, share in self._seen:
-            weight = 1 / self._group_size if share is None else share
-            self._recorder.batch(indices.cpu(), weight=weight)
+        for batch in self._seen:
+            weight = 1 / self._group_size if batch.weight is None else batch.weight
+            self._recorder.batch(batch.indices, weight=weight)
         self._num_in_epoch += len(self._seen)
         self._seen = []
-
-
-def _share_of_step(kwargs: dict[str, Any]) -> float | None:
-    """Return a batch's share of the labels of its step, by which models that take `num_items_in_batch` weigh it."""
-    labels, total = kwargs.get("labels"), kwargs.get("num_items_in_batch")
-    if not isinstance(labels, Tensor) or total is None:
-        return None
-    return int((labels != -100).sum()) / int(total)

@@ -1,5 +1,7 @@
 """Loops of their own kind: adversarial training, accumulation, averaged weights, several optimizers, weights."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -7,6 +9,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
+from epk_gp.core.averaging import averaging_coefficients
 from epk_gp.training.indexed_dataset import IndexedDataset
 from recipes.problem import C, batches, finish, images, vectors
 
@@ -104,13 +107,13 @@ def ema():
             recorder.batch(batch)  # recorder
             optimizer.step()
             averaged.update_parameters(net)
-    assert averaged.n_averaged == 9
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    result = finish(recorder, net, vectors(26)[0][24:], X, y)
+    return replace(result, average=(averaged, averaging_coefficients(9, decay=0.8)))
 
 
 def swa():
     X, y = vectors(24)
-    net = mlp(batch_norm=True)
+    net = mlp(dropout=0.2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     swa_model, swa_scheduler = AveragedModel(net), SWALR(optimizer, swa_lr=0.05, anneal_epochs=1)
     with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
@@ -125,7 +128,8 @@ def swa():
                 swa_model.update_parameters(net)
                 swa_scheduler.step()
     update_bn(X.split(8), swa_model)
-    return finish(recorder, net, vectors(26)[0][24:], X, y)
+    result = finish(recorder, net, vectors(26)[0][24:], X, y)
+    return replace(result, average=(swa_model, averaging_coefficients(9, [6, 9])))
 
 
 def two_optimizers():

@@ -22,6 +22,7 @@ class Recorded:
         X: The training inputs, as given to the recorder.
         y: The targets.
         output: Maps what the network returns to the outputs.
+        average: The network of averaged weights that the loop made, and the coefficients of the average.
     """
 
     recorder: Any
@@ -31,6 +32,7 @@ class Recorded:
     X: Any
     y: Any
     output: Callable[[Any], Tensor]
+    average: tuple[nn.Module, Tensor] | None = None
 
     @property
     def trajectory(self):

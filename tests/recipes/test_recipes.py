@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import epk_gp as epk
+from epk_gp.core.averaging import averaged_trajectory
 from recipes import images, loops, sequences, targets, unusual
 from recipes.path_reference import brute_force_terms
 from recipes.problem import as_tuple
@@ -110,6 +111,18 @@ def test_contributions_are_those_of_separate_backward_passes(recipe):
         assert float((parts.statistics - expected.statistics).norm()) < 1e-8 * scale
     else:
         assert not expected.statistics.any()
+
+
+@pytest.mark.parametrize("recipe", named([loops.ema, loops.swa]))
+def test_averaged_weights_are_explained_as_a_path_of_their_own(recipe):
+    result = recorded(recipe)
+    network, coefficients = result.average
+    run = averaged_trajectory(result.trajectory, coefficients, network=network)
+    parts = epk.attribute(run, result.X_test, head="logits")
+    with torch.no_grad():
+        expected = network.eval()(result.X_test)
+    assert relative_error(parts.total, expected) < 1e-9
+    assert relative_error(expected, result.outputs) > 1e-2  # the negative control
 
 
 @pytest.mark.parametrize(

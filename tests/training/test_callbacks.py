@@ -131,6 +131,32 @@ def test_a_lightning_run_is_exact(data, net, options, steps):
     assert is_exact(trajectory, data[0])
 
 
+def alternate(module, loss, number):
+    """Two optimizers, as for an encoder and a head."""
+    optimizers = module.optimizers()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    module.manual_backward(loss)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_a_lightning_run_with_dropout_batch_norm_and_two_optimizers_is_exact(data):
+    net = nn.Sequential(
+        nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, C)
+    ).double()
+
+    def make_optimizers():
+        return [torch.optim.AdamW(net[:2].parameters(), lr=0.01), torch.optim.SGD(net[-1].parameters(), lr=0.1)]
+
+    trajectory = fit_lightning(data, net, step=alternate, make_optimizers=make_optimizers)
+    assert trajectory.num_steps == 8
+    parts = epk.attribute(trajectory, data[0][:3] + 0.1)
+    assert float((parts.total - parts.network).abs().max()) < 1e-10
+    assert parts.statistics.any()
+
+
 class Rows(Dataset):
     def __init__(self, X, y):
         self.X, self.y = X, y
@@ -154,19 +180,30 @@ class Classifier(nn.Module):
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+class CountingClassifier(Classifier):
+    """A model that divides by the number of labels of all batches of a step, as language models do."""
+
+    def forward(self, x, labels=None, num_items_in_batch=None, **options):
+        logits = self.net(x)
+        if labels is None:
+            return {"logits": logits}
+        total = len(labels) if num_items_in_batch is None else num_items_in_batch
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum") / total, "logits": logits}
+
+
 def logits_entry(returned):
     return returned["logits"]
 
 
-def fit_huggingface(data, net, folder, *, wrapped=True, callback=None, **arguments):
+def fit_huggingface(data, net, folder, *, wrapped=True, model=Classifier, **arguments):
     transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
     X, y = data
     dataset = IndexedDataset(Rows(X, y), key="index") if wrapped else Rows(X, y)
-    callback = callback or callbacks.HuggingFaceRecorderCallback(X, y, output=logits_entry)
+    callback = callbacks.HuggingFaceRecorderCallback(X, y, output=logits_entry)
     arguments = {"remove_unused_columns": False, "per_device_train_batch_size": 6, "num_train_epochs": 2} | arguments
     arguments |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 0.01}
     training = transformers.TrainingArguments(output_dir=str(folder), logging_strategy="no", **arguments)
-    trainer = transformers.Trainer(Classifier(net), training, train_dataset=dataset, callbacks=[callback])
+    trainer = transformers.Trainer(model(net), training, train_dataset=dataset, callbacks=[callback])
     trainer.train()
     return callback.trajectory
 
@@ -174,14 +211,50 @@ def fit_huggingface(data, net, folder, *, wrapped=True, callback=None, **argumen
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "steps"),
-    [({}, 8), ({"gradient_accumulation_steps": 3, "max_grad_norm": 0.05}, 4), ({"optim": "sgd"}, 8)],
-    ids=["plain", "accumulated_and_clipped", "sgd"],
+    [
+        ({}, 8),
+        ({"gradient_accumulation_steps": 3, "max_grad_norm": 0.05}, 4),
+        ({"gradient_accumulation_steps": 4, "model": CountingClassifier, "optim": "sgd"}, 2),
+    ],
+    ids=["plain", "accumulated_and_clipped", "model_that_counts_labels"],
 )
 def test_a_hugging_face_run_is_exact(data, net, tmp_path, arguments, steps):
     trajectory = fit_huggingface(data, net, tmp_path, **arguments)
     assert trajectory.num_steps == steps
     parts = epk.attribute(trajectory, data[0][:3] + 0.1)
     assert float((parts.total - parts.network).abs().max()) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_transformers_model_with_dropout_is_exact(tmp_path, accumulated):
+    """Its own loss, which counts the labels of all batches of a step (`num_items_in_batch`), and uneven batches."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
+    sizes = {"vocab_size": 9, "hidden_size": 4, "intermediate_size": 6, "max_position_embeddings": 6}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_labels=C)
+    model = transformers.BertForSequenceClassification(config).double()
+    tokens = torch.randint(1, 9, (20, 5)) * (torch.arange(5) < torch.randint(2, 6, (20, 1)))
+    X, y = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}, torch.arange(20) % C
+
+    class Sentences(Rows):
+        def __len__(self):
+            return len(self.y)
+
+        def __getitem__(self, i):
+            return {name: value[i] for name, value in self.X.items()} | {"labels": int(self.y[i])}
+
+    callback = callbacks.HuggingFaceRecorderCallback(X, y)
+    arguments = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": accumulated, "num_train_epochs": 1}
+    arguments |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 0.01}
+    training = transformers.TrainingArguments(str(tmp_path), remove_unused_columns=False, **arguments)
+    dataset = IndexedDataset(Sentences(X, y), key="index")
+    transformers.Trainer(model, training, train_dataset=dataset, callbacks=[callback]).train()
+    assert callback.trajectory.num_steps == (4 if accumulated == 1 else 2)
+    X_test = {name: value[:2] for name, value in X.items()}
+    parts = epk.attribute(callback.trajectory, X_test, head="logits")
+    assert float((parts.total - parts.network).abs().max()) < 1e-10
+    with torch.no_grad():
+        assert float((model.eval()(**X_test).logits - parts.network).abs().max()) < 1e-12
 
 
 @pytest.mark.slow
