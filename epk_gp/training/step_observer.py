@@ -57,7 +57,9 @@ class StepObserver:
     @property
     def num_announced(self) -> int:
         """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
-        if any(not bool(torch.isfinite(p.grad).all()) for p in self._parameters() if p.grad is not None):
+        gradients = (p.grad for p in self._parameters() if p.grad is not None)
+        values = (g.coalesce().values() if g.is_sparse else g for g in gradients)
+        if not all(bool(torch.isfinite(g).all()) for g in values):
             return 0  # a GradScaler skips such a step
         return len(self._announced)
 
