@@ -1,8 +1,7 @@
 """The recorder: records each step of the user's own training loop."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any
@@ -14,13 +13,10 @@ from torch import Tensor, nn
 from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.model import functionalize
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.validation import validate_count
-from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
-from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
 from epk_gp.training.check_schedule import CheckSchedule
@@ -30,6 +26,7 @@ from epk_gp.training.derivative_probe import DerivativeProbe
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.history import RunHistory
 from epk_gp.training.pass_record import PassRecords
+from epk_gp.training.run_folder import open_folder
 from epk_gp.training.setup import make_setup, parse_step_rules, validate_end
 from epk_gp.training.step_check import (
     ObservedStep,
@@ -92,6 +89,7 @@ class Recorder:
         storage: Storage = Storage(),
         check_every: int | None = None,
         unexplained: float | None = None,
+        trained: Collection[str] = (),
         output: Callable[[Any], Tensor] | None = None,
     ) -> None:
         """Check everything that can be checked before training starts.
@@ -121,6 +119,9 @@ class Recorder:
                 afterwards.
             unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
                 its own in every result. None refuses a step that they do not explain up to rounding.
+            trained: Names of parameters that are trained later in the run and that no optimizer holds yet. Frozen
+                parameters that an optimizer holds are recorded too, unless they are many: more than the trained ones,
+                and more than 2^20 weights in all.
             output: Takes the outputs (n, C) that are to be explained from what the network returns, where that is
                 something else, such as `lambda returned: returned.logits`.
 
@@ -139,7 +140,7 @@ class Recorder:
         self._optimizers = as_optimizers(optimizer)
         if resume:
             validate_resumable(self._optimizers[0], stateful, path)
-        self._setup = make_setup(net, optimizer, (X, y), loss, rules, output=output)
+        self._setup = make_setup(net, optimizer, (X, y), loss, rules, trained=trained, output=output)
         self.signature = self._setup.model.signature
         self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
         self.X = self.signature.structure(self._setup.X)
@@ -149,7 +150,8 @@ class Recorder:
         self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start), net)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         if path is not None:
-            self._open_folder(path, header, storage, resume=resume)
+            opened = open_folder(path, self._setup, self._history, self._training, storage, resume=resume)
+            self._setup, self._history, self._commits = opened
         self._observer = StepObserver(self._setup, self._optimizers, lambda: self._history.last.end, self._report)
         self._passes = PassRecords.of(self._setup, start)
         self._phase = Phase.READY
@@ -316,25 +318,6 @@ class Recorder:
             statistics=statistics,
             unexplained=setup.rules.unexplained,
         )
-
-    def _open_folder(
-        self, path: str | os.PathLike[str], header: dict[str, Any], storage: Storage, *, resume: bool
-    ) -> None:
-        """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
-        setup, history, training = self._setup, self._history, self._training
-        full = header | {"compression": storage.compression, "check_every": setup.rules.check_every}
-        full["modules"] = module_names(self.net)
-        if resume and is_run(path):
-            recorded, writer = resume_run(path, full, self.net, self.loss, training, output=self.signature.output)
-            names, statistics = setup.model.names, setup.model.statistics
-            self._setup = replace(setup, model=functionalize(self.net, names, statistics, self.signature))
-            end = recorded.states[recorded.num_steps].to(self.y.device)
-            self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
-        else:
-            last = history.last
-            start = RunStart(full, setup.data(), last.end, last.digest, last.statistics)
-            writer = create_run(path, start, training)
-        self._commits = CommitSchedule(writer, storage, self._history, training)
 
     def _report(self, made: MadeStep) -> None:
         self._has_refused = True
