@@ -60,12 +60,9 @@ def _may_be_trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
     Every recorded parameter is stored with every state.
     """
-    sizes = {
-        is_trained: sum(p.numel() for p in parameters if p.requires_grad == bool(is_trained)) for is_trained in (0, 1)
-    }
-    if sizes[0] <= sizes[1] or sizes[0] + sizes[1] <= _SMALL_NETWORK:
-        return list(parameters)
-    return [p for p in parameters if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
+    size, trained_size = (sum(p.numel() for p in several) for several in (parameters, trained))
+    return list(parameters) if size <= max(2 * trained_size, _SMALL_NETWORK) else trained
 
 
 def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = None) -> tuple[Tensor, Tensor, Signature]:
