@@ -21,7 +21,15 @@ from torch.func import functional_call
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.loss_terms import loss_input, loss_terms
-from epk_gp.core.losses import CrossEntropy, Loss, NegativeLogLikelihood, fit_targets, per_sample_losses, sample_weights
+from epk_gp.core.losses import (
+    CrossEntropy,
+    Loss,
+    NegativeLogLikelihood,
+    PerSampleLoss,
+    fit_targets,
+    per_sample_losses,
+    sample_weights,
+)
 from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 
@@ -206,9 +214,15 @@ class TrainingReplay:
         return self.model.signature.unpack(rows)
 
     def _losses(self, returned: Any, data: PassData) -> Tensor:
+        y = data.y.to(self.spec.device)
+        value = loss_input(self.model.signature, self.loss, returned, y)
+        if not isinstance(value, Tensor) and not isinstance(self.loss, PerSampleLoss):
+            raise ValueError(
+                f"{self.loss} must get a tensor: the network returns {type(returned).__name__} in training mode. Say "
+                "with output= how to take the outputs from what it returns, there and in evaluation mode."
+            )
         if data.forward.targets is None:
-            return loss_terms(self.model.signature, self.loss, returned, data.y.to(self.spec.device))
-        value = loss_input(self.model.signature, self.loss, returned, data.y.to(self.spec.device))
+            return loss_terms(self.model.signature, self.loss, returned, y)
         return seen_losses(self.loss, value, data)
 
     @contextmanager

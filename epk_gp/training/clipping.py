@@ -6,10 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-# Relative rounding of a clipped gradient, in float32 and in float64, and of its norm; torch adds 1e-6 to the norm that
-# it divides by.
-_CLIP_ROUNDING = (1e-4, 1e-7)
-_NEAR_ROUND = 2e-5
+_EPSILON = 1e-6  # as in torch, which divides by it where the norm is 0
+_CLIP_ROUNDING = (1e-4, 1e-7)  # relative rounding of a clipped gradient, in float32 and in float64
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class ClipNorm:
     def factor(self, g: Float[Tensor, " P"]) -> float:
         """Return the factor by which this clipping multiplies a gradient."""
         norm = float(torch.linalg.vector_norm(g, self.norm_type))
-        return min(1.0, self.max_norm / (norm + 1e-6))  # 1e-6 as in torch, which divides by it where the norm is 0
+        return min(1.0, self.max_norm / (norm + _EPSILON))
 
     def clip_gradients(self, net: nn.Module) -> None:
         """Clip the gradients of a network in place."""
@@ -89,8 +87,11 @@ def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> C
 
 def looks_clipped(used: Float[Tensor, " P"]) -> bool:
     """Return whether a gradient's norm or largest entry is a round number, as clipping leaves it."""
-    sizes = torch.stack([torch.linalg.vector_norm(used), used.abs().max()]).tolist()
-    return any(0 < size < float("inf") and abs(size / _round(size) - 1) < _NEAR_ROUND for size in sizes)
+    rounding = 8 * torch.finfo(used.dtype).eps
+    norm, largest = torch.stack([torch.linalg.vector_norm(used), used.abs().max()]).tolist()
+    # torch divides by a norm to which it adds 1e-6, so that the norm of what it clips is short of the bound by that
+    sizes = ((norm, _EPSILON + rounding * norm), (largest, rounding * largest))
+    return any(0 < size < float("inf") and -short < size - _round(size) < rounding * size for size, short in sizes)
 
 
 def _round(value: float) -> float:

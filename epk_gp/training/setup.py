@@ -183,7 +183,8 @@ class TrainingSetup:
         if not torch.allclose(before, after, rtol=0, atol=0, equal_nan=True):
             raise StepMismatchError(
                 f"step {index}: buffers and frozen parameters must stay as they were when recording began: "
-                f"{next(iter(changed))!r} changed."
+                f"{next(iter(changed))!r} changed. If training moves it, put the network into training mode before the "
+                "recorder is made."
             )
 
 

@@ -197,7 +197,10 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
     step, start, clip = observed.step, observed.start, setup.rules.clip
     state = torch.cat([start, observed.start_statistics])
     parts_of_step = passes_of(step, setup.training_data)
-    gradient, statistics_error = step_gradient(setup, step, state, observed.end_statistics)
+    try:
+        gradient, statistics_error = step_gradient(setup, step, state, observed.end_statistics)
+    except ValueError as error:
+        raise StepMismatchError(f"step {step.index}: {error}") from error
     parts = setup.model.unflatten(gradient)
     for name in observed.without_gradient:
         parts[name].zero_()

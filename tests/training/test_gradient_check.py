@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.core.certificate import CertificateWarning
 from loops import data, flat, mlp, sgd
 
 STEPS = 4
@@ -36,19 +37,41 @@ def test_a_step_too_small_to_be_seen_needs_the_right_gradient_all_the_same(dtype
     """A warm-up starts at 0; a wrong first batch would stay in the momentum and move every later step."""
     rates = (rate, 0.1, 0.1, 0.1)
     assert record(mlp(dtype), *data(dtype=dtype), wrong=None, rates=rates).num_steps == 4
-    with pytest.raises(epk.StepMismatchError, match="step 0: .* the gradient by .*other indices than those given"):
+    with pytest.raises(epk.StepMismatchError, match="step 0: .*must get the indices of the rows that the network saw"):
         record(mlp(dtype), *data(dtype=dtype), wrong=0, rates=rates)
 
 
+def record_scaled(wrong, **options):
+    """Record a loop whose gradient is doubled at one step."""
+    net, (X, y) = mlp(), data()
+    optimizer = sgd(net)
+    recorder = epk.Recorder(net, optimizer, X, y, **options)
+    with recorder:
+        for index in range(STEPS):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X), y).mul(2.0 if index == wrong else 1.0).backward()
+            recorder.batch(None)
+            optimizer.step()
+    return recorder
+
+
 def test_check_every_checks_the_last_step():
-    assert record(mlp(), *data(), wrong=None, check_every=1000).num_steps == STEPS
-    with pytest.raises(epk.StepMismatchError, match=f"step {STEPS - 1}: .*other indices than those given"):
-        record(mlp(), *data(), wrong=STEPS - 1, check_every=1000)
+    assert record_scaled(wrong=None, check_every=1000).num_steps == STEPS
+    with pytest.raises(epk.StepMismatchError, match=f"step {STEPS - 1}: .*2 times that of the stated loss"):
+        record_scaled(wrong=STEPS - 1, check_every=1000)
 
 
 def test_a_step_between_is_left_to_the_certificate():
     """The negative control: neither the first nor the last step is wrong."""
-    assert record(mlp(), *data(), wrong=1, check_every=1000).num_steps == STEPS
+    recorder = record_scaled(wrong=1, check_every=1000)
+    assert (recorder.num_steps, recorder.num_checked) == (STEPS, 2)
+    with pytest.warns(CertificateWarning, match="step 1 differs"):
+        assert not epk.reconstruct(recorder.trajectory, recorder.X).certified
+
+
+def test_rows_that_were_not_announced_are_found_at_every_step():
+    with pytest.raises(epk.StepMismatchError, match="step 1: .*rows that the network saw"):
+        record(mlp(), *data(), wrong=1, check_every=1000)
 
 
 def test_check_every_checks_the_first_step_of_a_resumed_run(tmp_path):

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from checked_loops import Counting, DropoutInEvaluationMode, Loop, Regression
+from checked_loops import (
+    Annealed,
+    Attentive,
+    Counting,
+    DropoutInEvaluationMode,
+    FunctionalDropout,
+    HandMadeNorm,
+    Loop,
+    Regression,
+)
 from loops import mlp
 
 
@@ -75,7 +84,65 @@ class CountingCalls(Loop):
         return Counting()
 
 
-HONEST = [Loop, Regression, Scheduled, ClippingThatDoesNotAct, DropoutInEvaluationMode, SwitchedOffDropout]
+class RandomInTraining(Loop):
+    """Dropout by torch's function, which no module shows."""
+
+    def make_net(self):
+        return FunctionalDropout().double()
+
+
+class RandomAttention(Loop):
+    def make_net(self):
+        return Attentive().double()
+
+
+class DropoutSwitchedOnLate(DropoutInEvaluationMode):
+    def before(self, step):
+        self.net.train(step == 2)
+
+
+class StatisticsByHand(Loop):
+    """A normalisation by the batch that is written out, and has no statistics to move."""
+
+    def make_net(self):
+        return HandMadeNorm()
+
+
+class ClippedByNorm(Loop):
+    """Clipping that nobody stated."""
+
+    def gradients(self, step):
+        nn.utils.clip_grad_norm_(self.net.parameters(), 1e-2)
+
+
+class ClippedByValue(Loop):
+    def gradients(self, step):
+        nn.utils.clip_grad_value_(self.net.parameters(), 1e-2)
+
+
+class Augmented(Loop):
+    def inputs(self, step, rows):
+        return self.X[rows] + 0.1 * torch.randn(len(rows), 4).double()
+
+
+class EditedInPlace(Loop):
+    """The loop's data change; the recorder has those that it was given, and rows as seen."""
+
+    def before(self, step):
+        if step == 2:
+            self.X.mul_(1.1)
+
+
+class AnnealedOutputs(Loop):
+    """A buffer of the network's own that moves, and that the outputs depend on."""
+
+    def make_net(self):
+        return Annealed()
+
+
+HONEST = [RandomInTraining, RandomAttention, DropoutSwitchedOnLate, StatisticsByHand, ClippedByNorm, ClippedByValue]
+HONEST += [Augmented, EditedInPlace, AnnealedOutputs]
+HONEST += [Loop, Regression, Scheduled, ClippingThatDoesNotAct, DropoutInEvaluationMode, SwitchedOffDropout]
 HONEST += [MomentumLate, DecayLate, MaximizeLate, RateChangedBeforeTheStep, LayerFrozenLate, MomentumForgotten]
 HONEST += [CountingCalls]
 
@@ -85,4 +152,6 @@ def test_an_honest_run_passes_and_is_explained(honest):
     loop = honest()
     trajectory = loop.run().trajectory
     assert trajectory.num_steps == 4
-    assert epk.attribute(trajectory, loop.X, head="logits").max_error <= 1e-12
+    parts = epk.attribute(trajectory, loop.X, head="logits")
+    assert parts.max_error <= 1e-12
+    assert parts.certified

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from checked_loops import FunctionalDropout, HandMadeNorm, eager_batch_norm
+from checked_loops import FunctionalDropout, HandMadeNorm
 from epk_gp.core.model import zero_final_layer
 from loops import data, mlp, sgd
 
@@ -16,8 +16,6 @@ class RandomOptimizer(torch.optim.SGD):
 
 
 OPTIMIZERS = {
-    "adamax": (lambda p: torch.optim.Adamax(p, lr=0.1), "that of Adamax is not"),
-    "rprop": (lambda p: torch.optim.Rprop(p, lr=0.1), "that of Rprop is not"),
     "subclass": (lambda p: RandomOptimizer(p, lr=0.1), "that of RandomOptimizer is not"),
 }
 
@@ -40,10 +38,6 @@ class AlwaysRandom(FunctionalDropout):
 
 
 NETWORKS = {
-    "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout(0.1)), r"'1' \(Dropout\) is random"),
-    "alpha_dropout": (lambda: nn.Sequential(mlp(), nn.AlphaDropout(0.1)), r"'1' \(AlphaDropout\) is random"),
-    "randomised_relu": (lambda: nn.Sequential(mlp(), nn.RReLU()), r"'1' \(RReLU\) is random"),
-    "batch_norm": (lambda: eager_batch_norm().train(), r"'1' \(BatchNorm1d\) uses the statistics of the batch"),
     "batch_norm_without_running_statistics": (
         lambda: nn.Sequential(mlp(), nn.BatchNorm1d(3, track_running_stats=False)).double().eval(),
         r"'1' \(BatchNorm1d\) uses the statistics of the batch",
