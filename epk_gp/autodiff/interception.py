@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from epk_gp.autodiff.line_ops import along_direction, has_rows, spread_mark, tensors_in
-from epk_gp.autodiff.written_out import WRITTEN_OUT
+from epk_gp.autodiff.line_ops import Line, spread_mark, tensors_in
+from epk_gp.autodiff.written_out import WRITTEN_OUT, write_out
 from epk_gp.core.moving_statistics import normalise_by_statistics
 
 # Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
@@ -165,12 +165,9 @@ class ParameterInterception(TorchFunctionMode):
         _find(self.name_of, kwargs.values(), params)
         if not params:
             return self.pass_through(func(*args, **kwargs))
-        if func in WRITTEN_OUT:
-            with self:
-                result = WRITTEN_OUT[func](*args, **kwargs)
-            if result is not NotImplemented:
-                self.calls_fused_functions = True
-                return result
+        if func in WRITTEN_OUT and (result := write_out(self, func, args, kwargs)) is not NotImplemented:
+            self.calls_fused_functions = True
+            return result
         return self.intercept(FunctionCall(func, args, kwargs, tuple(params), JOINTLY_LINEAR.get(func, {})))
 
     def pass_through(self, result: Any) -> Any:
@@ -194,7 +191,7 @@ class ParameterUsageRecorder(ParameterInterception):
 
     def pass_through(self, result: Any) -> Any:
         """Count the numbers of a result."""
-        self.num_activations += sum(value.numel() for value in _leaves((result,)) if isinstance(value, Tensor))
+        self.num_activations += sum(value.numel() for value in tensors_in((result,)))
         return result
 
     def intercept(self, call: FunctionCall) -> Any:
@@ -244,7 +241,7 @@ class InterpolatedWeights(MovedWeights):
         super().__init__({name: params[name] for name in direction})
         self.direction = {id(params[name]): value for name, value in direction.items()}
         self.t = t
-        self.followed: list[Tensor] = []  # what is known by its id must live
+        self.line = Line(t, self.direction, self.name_of)
         self.statistics = {id(params[name]): value for name, value in (statistics or {}).items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
@@ -276,30 +273,12 @@ class InterpolatedWeights(MovedWeights):
             moved += step is not None
             along[name] = torch.zeros_like(value) if step is None else step
         if moved != len(call.params):
-            return self.follow(call, result)
+            followed = self.line.follow(call.function, call.args, call.kwargs, result)
+            if followed is NotImplemented:
+                call.require_all_in_slots(0)
+            return followed
         require_rows(call.input, result, len(self.t), call.params[0])
         return result + self.t.view(-1, *[1] * (result.ndim - 1)) * call.with_slots(along)
-
-    def follow(self, call: FunctionCall, result: Any) -> Any:
-        """Return the result of another function that is linear in its parameters.
-
-        Without rows among its arguments, the result moves as a parameter does, along a direction of its own.
-        """
-        along = along_direction(call.function, call.args, call.kwargs, self.direction)
-        if along is NotImplemented:
-            call.require_all_in_slots(0)
-        if isinstance(result, list | tuple):
-            return type(result)(self.follow_one(call, *pair) for pair in zip(result, along, strict=True))
-        return self.follow_one(call, result, along)
-
-    def follow_one(self, call: FunctionCall, value: Tensor, along: Tensor) -> Tensor:
-        """Return one of the results of such a function."""
-        if any(has_rows(argument) for argument in tensors_in((call.args, call.kwargs))):
-            require_rows(value, value, len(self.t), call.params[0])
-            return value + self.t.view(-1, *[1] * (value.ndim - 1)) * along
-        self.followed.append(value)
-        self.direction[id(value)], self.name_of[id(value)] = along, call.params[0]
-        return value
 
 
 @final
@@ -353,7 +332,7 @@ def _batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def has_tensors(result: Any) -> bool:
     """Return whether a call computed something that can depend on a parameter's value: not a shape, not a dtype."""
-    return isinstance(result, Tensor) or any(isinstance(value, Tensor) for value in _leaves((result,)))
+    return any(True for _ in tensors_in((result,)))
 
 
 def require_rows(x: Any, result: Tensor, num_rows: int, name: str) -> None:
@@ -382,13 +361,3 @@ def _find(name_of: Mapping[int, str], values: Iterable[Any], names: list[str]) -
             _find(name_of, value, names)
         elif isinstance(value, dict):
             _find(name_of, value.values(), names)
-
-
-def _leaves(values: Any) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-        elif isinstance(value, dict):
-            yield from _leaves(value.values())
-        else:
-            yield value

@@ -5,11 +5,11 @@ whatever is linear in w is, at w + t d, its value at w plus t times its value at
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from epk_gp.core.model import BATCH_MARK
 
@@ -42,7 +42,6 @@ PRODUCTS = {
         "mul", "multiply", "__mul__", "__rmul__", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "einsum",
         "tensordot", "inner", "outer", "dot",
     ),
-    F.linear,
 }  # fmt: skip
 
 # Linear in their first tensor.
@@ -103,3 +102,53 @@ def _replace(values: Any, by_id: Mapping[int, Tensor]) -> Any:
     if isinstance(values, dict):
         return {name: _replace(value, by_id) for name, value in values.items()}
     return by_id.get(id(values), values) if isinstance(values, Tensor) else values
+
+
+@dataclass(eq=False)
+class Line:
+    """What moves along a line of weights: the parameters, and what is made of them alone.
+
+    Attributes:
+        t: Place of each row on the line, (E,).
+        direction: The direction of what moves, by its id.
+        name_of: The parameter that it is made of, by its id.
+        followed: What was made of parameters; its ids are in use as long as it is here.
+    """
+
+    t: Tensor
+    direction: dict[int, Tensor]
+    name_of: dict[int, str]
+    followed: list[Tensor] = field(default_factory=list)
+
+    def follow(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Return the result of a function that is linear in its parameters, at the places of the rows.
+
+        If no argument has rows, neither has the result: it moves as a parameter does, along a direction of its own.
+
+        Args:
+            function: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            result: What it gives at w, a tensor or several.
+
+        Returns:
+            The result, or NotImplemented if the function is not linear, or does not give one entry per row.
+        """
+        along = along_direction(function, args, kwargs, self.direction)
+        if along is NotImplemented:
+            return NotImplemented
+        tensors = list(tensors_in((args, kwargs)))
+        if not any(has_rows(value) for value in tensors):
+            name = next(self.name_of[id(value)] for value in tensors if id(value) in self.name_of)
+            for value, step in zip(tensors_in((result,)), tensors_in((along,)), strict=True):
+                self.followed.append(value)
+                self.direction[id(value)], self.name_of[id(value)] = step, name
+            return result
+        if any(not value.ndim or len(value) != len(self.t) for value in tensors_in((result,))):
+            return NotImplemented
+        if isinstance(result, Tensor):
+            return self._moved(result, along)
+        return type(result)(self._moved(*pair) for pair in zip(result, along, strict=True))
+
+    def _moved(self, value: Tensor, along: Tensor) -> Tensor:
+        return value + self.t.view(-1, *[1] * (value.ndim - 1)) * along

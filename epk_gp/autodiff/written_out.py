@@ -5,7 +5,9 @@ a linear layer, with rows first: its Jacobian can be taken layer by layer, and r
 weights share two products. `autodiff.verification` compares what comes out with the call itself.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 State = tuple[Tensor, ...]
+_ATTENTION = inspect.signature(F.multi_head_attention_forward)
 Cell = Callable[[Tensor, State, Sequence[Tensor]], State]
 
 
@@ -43,7 +46,7 @@ def _recurrent(h: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _cell(gates: Cell) -> Callable[..., Any]:
-    def run(x: Tensor, hidden: Any, *weights: Tensor) -> Any:
+    def run(x: Tensor, hidden: Any, *weights: Tensor | None) -> Any:
         held = [value for value in weights if value is not None]
         state = gates(_input(x, held), (hidden,) if isinstance(hidden, Tensor) else tuple(hidden), held)
         return state[0] if isinstance(hidden, Tensor) else state
@@ -87,58 +90,37 @@ def _recurrent_layers(gates: Cell) -> Callable[..., Any]:
     return run
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,  # then there is no in_proj_weight
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
+def _attention(*args: Any, **kwargs: Any) -> Any:
     """Compute `F.multi_head_attention_forward` with rows first: (E, L, D) inside, (L, E, D) outside."""
-    others = (bias_k, bias_v, static_k, static_v)
-    if query.ndim != 3 or add_zero_attn or (training and dropout_p) or any(value is not None for value in others):
-        return NotImplemented
-    if is_causal and attn_mask is None:
+    bound = _ATTENTION.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, value = given["query"], given["key"], given["value"]
+    W, b, mask, padding = (given[name] for name in ("in_proj_weight", "in_proj_bias", "attn_mask", "key_padding_mask"))
+    others = any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
+    drops = given["training"] and given["dropout_p"]
+    if query.ndim != 3 or others or drops or given["add_zero_attn"] or (given["is_causal"] and mask is None):
         return NotImplemented
     rows = query.transpose(0, 1)
-    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
-    if in_proj_weight is not None and query is key and key is value:
-        q, k, v = F.linear(rows, in_proj_weight, in_proj_bias).chunk(3, dim=2)
+    if W is not None and query is key and key is value:
+        q, k, v = F.linear(rows, W, b).chunk(3, dim=2)
     else:
-        weights: Any = separate if in_proj_weight is None else in_proj_weight.chunk(3)
-        biases: Any = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+        separate = [given[name] for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+        weights = separate if W is None else W.chunk(3)
+        biases = (None, None, None) if b is None else b.chunk(3)
         inputs = (rows, key.transpose(0, 1), value.transpose(0, 1))
-        q, k, v = (F.linear(x, W, b) for x, W, b in zip(inputs, weights, biases, strict=True))
-    q, k, v = (value.unflatten(2, (num_heads, -1)).transpose(1, 2) for value in (q, k, v))  # E H L d
+        q, k, v = (F.linear(*layer) for layer in zip(inputs, weights, biases, strict=True))
+    heads = given["num_heads"]
+    q, k, v = (tensor.unflatten(2, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))  # E H L d
     scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
-    for mask in _masks(attn_mask, key_padding_mask, len(rows), num_heads):
-        scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    for one in _masks(mask, padding, len(rows), heads):
+        scores = scores.masked_fill(one, -torch.inf) if one.dtype == torch.bool else scores + one
     share = scores.softmax(dim=3)
     mixed = (share @ v).transpose(1, 2).flatten(2)
-    output = F.linear(mixed, out_proj_weight, out_proj_bias).transpose(0, 1)
-    if not need_weights:
+    output = F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]).transpose(0, 1)
+    if not given["need_weights"]:
         return output, None
-    return output, (share.mean(dim=1) if average_attn_weights else share)
+    return output, (share.mean(dim=1) if given["average_attn_weights"] else share)
 
 
 def _masks(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_rows: int, num_heads: int) -> list[Tensor]:
@@ -163,3 +145,11 @@ WRITTEN_OUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_relu_cell: _cell(_relu_gates),
     F.multi_head_attention_forward: _attention,
 }
+
+
+def write_out(
+    mode: AbstractContextManager[Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Make a call in its written-out form, every function of which the mode sees; NotImplemented if there is none."""
+    with mode:
+        return WRITTEN_OUT[function](*args, **kwargs)

@@ -20,8 +20,8 @@ from torch.func import functional_call
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.loss_terms import loss_terms
-from epk_gp.core.losses import CrossEntropy, Loss, NegativeLogLikelihood, per_sample_losses, sample_weights
+from epk_gp.core.loss_terms import loss_input, loss_terms
+from epk_gp.core.losses import CrossEntropy, Loss, NegativeLogLikelihood, fit_targets, per_sample_losses, sample_weights
 from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 
@@ -208,7 +208,8 @@ class TrainingReplay:
     def _losses(self, returned: Any, data: PassData) -> Tensor:
         if data.forward.targets is None:
             return loss_terms(self.model.signature, self.loss, returned, data.y.to(self.spec.device))
-        return seen_losses(self.loss, self.model.signature.outputs(returned), data)
+        value = loss_input(self.model.signature, self.loss, returned, data.y.to(self.spec.device))
+        return seen_losses(self.loss, value, data)
 
     @contextmanager
     def _conditions(self, module: nn.Module, forward: ForwardPass, *, exact: bool) -> Iterator[None]:
@@ -242,7 +243,7 @@ def seen_losses(loss: Loss, outputs: Float[Tensor, "n C"], data: PassData) -> Fl
         return per_sample_losses(loss, outputs, y)
     index, values = seen.index.to(outputs.device), seen.values.to(outputs)
     if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
-        return per_sample_losses(loss, outputs, y.to(outputs.dtype).index_copy(0, index, values))
+        return per_sample_losses(loss, outputs, fit_targets(y.to(outputs.dtype), outputs).index_copy(0, index, values))
     q = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device).index_copy(0, index, values)
     is_seen = torch.zeros(len(y), dtype=torch.bool, device=outputs.device).index_fill(0, index, True)
     log_p = outputs.log_softmax(dim=1) if isinstance(loss, CrossEntropy) else outputs

@@ -22,7 +22,8 @@ PASS_TENSORS = {*(f"passes.{name}" for name in TABLES), CONTENT}
 
 def read_tables(tensors: Any) -> tuple[PassTables, int]:
     """Read the tables of the passes of an open chunk, and the size in bytes of what they point to."""
-    tables = PassTables(**{name: tensors.get_tensor(f"passes.{name}").numpy() for name in TABLES})
+    # copies: the tables stay as long as the run is open, and would keep each chunk's file mapped
+    tables = PassTables(**{name: tensors.get_tensor(f"passes.{name}").numpy().copy() for name in TABLES})
     return tables, tensors.get_slice(CONTENT).get_shape()[0]
 
 

@@ -248,8 +248,18 @@ def validate_pass(forward: ForwardPass) -> None:
             raise ValueError(f"{name} must hold finite numbers: it holds NaN or infinity.")
         if "random" in name and not 0 < len(value) <= MAX_RANDOM_BYTES:
             raise ValueError(f"{name} must have 1 to {MAX_RANDOM_BYTES} bytes: got {len(value)}.")
+    if forward.random_state is not None:
+        _validate_random_state(forward.random_state)
     if forward.autocast is not None and not (forward.autocast in DTYPES and forward.autocast.is_floating_point):
         raise ValueError(f"autocast must be a floating-point dtype: got {forward.autocast}.")
+
+
+def _validate_random_state(state: UInt8[Tensor, " n"]) -> None:
+    try:
+        torch.Generator().set_state(state.cpu())
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"random_state must be one of torch's random numbers on the CPU: {reason}.") from error
 
 
 def _validate_seen(name: str, seen: SeenRows, num_rows: int) -> None:

@@ -178,7 +178,7 @@ def load_trajectory(
         digest=chunks[-1].digest,
         data_digest=header["data_digest"],
         statistics=StoredStatistics(Path(path), schema, chunks) if schema.num_statistics else None,
-        unexplained=header["unexplained"],
+        unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
     )
     validate_forward_function(trajectory, data["probe"])
     validate_loss_function(trajectory)

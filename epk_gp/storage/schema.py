@@ -259,7 +259,7 @@ def _is_layout(names: object, shapes: object) -> bool:
         _is_names(names)
         and isinstance(names, list)
         and isinstance(shapes, list)
-        and len(names) == len(shapes)
+        and len(set(names)) == len(names) == len(shapes)
         and all(isinstance(shape, list) and all(_is_count(n, 0) for n in shape) for shape in shapes)
     )
 

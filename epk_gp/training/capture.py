@@ -28,7 +28,7 @@ class CapturedForward:
         statistics: The moving statistics before the pass.
         statistics_after: Those after it.
         autocast: The dtype of automatic mixed precision; None without it.
-        outputs: What the loss takes, (n, C), detached; None if it is not one tensor.
+        outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned.
         output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
         position: Number of the pass since the recording began.
     """
@@ -63,6 +63,7 @@ class ForwardCapture:
         net: The user's network.
         model: The recorded network.
         pack: Packs what the network was called with into rows; None if it was called otherwise than on X.
+        loss_input: What the loss takes of that which the network returned for a number of rows.
         on_forward: Called when a pass with gradients begins.
         waiting: Passes with gradients that no announced batch has taken.
         count: Number of passes so far.
@@ -72,6 +73,7 @@ class ForwardCapture:
     net: nn.Module
     model: FunctionalModel
     pack: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
+    loss_input: Callable[[Any, int], Any]
     on_forward: Callable[[], None]
     waiting: list[CapturedForward] = field(default_factory=list)
     count: int = 0
@@ -158,15 +160,18 @@ class ForwardCapture:
             position=self.count,
         )
         self.waiting = [*self.waiting[-_MAX_WAITING + 1 :], forward]
-        outputs = self.model.signature.outputs(returned)
-        if isinstance(outputs, Tensor) and outputs.requires_grad:
-            forward.outputs = outputs.detach()
-            outputs.register_hook(lambda gradient: _add_gradient(forward, gradient))
+        value = self.loss_input(returned, len(before.inputs))
+        # one value per row is (n, 1) to the loss, but the loop goes on with the tensor that the network returned
+        source = returned if isinstance(returned, Tensor) and returned.ndim == 1 else value
+        if isinstance(value, Tensor) and isinstance(source, Tensor) and source.requires_grad:
+            forward.outputs = value.detach()
+            source.register_hook(lambda gradient: _add_gradient(forward, gradient))
 
 
 def _add_gradient(forward: CapturedForward, gradient: Tensor) -> None:
     """Keep the gradient that a backward pass brought to the outputs; several passes add up."""
     gradient = gradient.detach()
+    gradient = gradient if forward.outputs is None else gradient.reshape(forward.outputs.shape)
     known = forward.output_gradient
     forward.output_gradient = gradient.clone() if known is None else known + gradient
 

@@ -6,6 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+# Relative rounding of a clipped gradient, in float32 and in float64, and of its norm; torch adds 1e-6 to the norm that
+# it divides by.
+_CLIP_ROUNDING = (1e-4, 1e-7)
+_NEAR_ROUND = 2e-5
+
 
 @dataclass(frozen=True)
 class ClipNorm:
@@ -59,6 +64,38 @@ class ClipValue:
 
 
 Clip = ClipNorm | ClipValue
+
+
+def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> Clip | None:
+    """Return the clipping that makes of a gradient the one that was used, if its bound is a round number.
+
+    Clipping leaves a gradient whose norm, or whose largest entry, is the bound. Bounds are chosen by people: three
+    digits are enough for them, and by chance a norm is as close to such a number once in some thousand steps.
+
+    Args:
+        used: The gradient that the optimizer used.
+        gradient: The gradient of the loss.
+    """
+    if not torch.isfinite(used).all() or not used.any():
+        return None
+    norm = float(torch.linalg.vector_norm(used))
+    for clip in (ClipNorm(_round(norm)), ClipValue(_round(float(used.abs().max())))):
+        predicted = gradient * clip.factor(gradient)
+        rounding = _CLIP_ROUNDING[used.dtype == torch.float64] * float(used.abs().max())
+        if not torch.equal(predicted, gradient) and bool(((predicted - used).abs() <= rounding).all()):
+            return clip
+    return None
+
+
+def looks_clipped(used: Float[Tensor, " P"]) -> bool:
+    """Return whether a gradient's norm or largest entry is a round number, as clipping leaves it."""
+    sizes = torch.stack([torch.linalg.vector_norm(used), used.abs().max()]).tolist()
+    return any(0 < size < float("inf") and abs(size / _round(size) - 1) < _NEAR_ROUND for size in sizes)
+
+
+def _round(value: float) -> float:
+    """Return a number in three digits."""
+    return float(f"{value:.3g}")
 
 
 def validate_clip(clip: object) -> None:

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from epk_gp.core.gradients import allclose, batch_gradient
 from epk_gp.core.loss_terms import loss_input
 from epk_gp.core.losses import (
+    ELEMENTWISE,
     CrossEntropy,
     Loss,
     MeanSquaredError,
     NegativeLogLikelihood,
+    PerSampleLoss,
+    per_sample_losses,
     sample_weights,
     soft_targets,
 )
@@ -103,6 +106,11 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
     other_loss = _matching_loss(model, check)
     if other_loss is not None:
         return f"the gradient is that of {other_loss}, not of the stated {check.loss}"
+    if _broadcasts_targets(model, check):
+        return (
+            "the loop's loss broadcasts targets (n,) against outputs (n, 1) to (n, n), every output against every "
+            "target: give both one shape, as in net(X).squeeze(1) or y[:, None]"
+        )
     return (
         "the gradient is not that of the stated loss on X[batch], y[batch]: other indices than those given, augmented "
         "inputs, another loss, gradients left over from an earlier backward() or of another batch"
@@ -136,6 +144,22 @@ def _sample_shape(model: FunctionalModel, check: StepCheck, loss: Loss, targets:
         returned = model.returned(model.unflatten(check.state), check.X[:1])
         value = loss_input(model.signature, loss, returned, targets[:1])
     return tuple(value.shape[1:]) if isinstance(value, Tensor) else ()
+
+
+def _broadcasts_targets(model: FunctionalModel, check: StepCheck) -> bool:
+    """Return whether the gradient is that of a loss that compares every output with every target."""
+    loss, y = check.loss, check.y
+    is_squared = isinstance(loss, MeanSquaredError)
+    if not is_squared and not (isinstance(loss, PerSampleLoss) and isinstance(loss.function, ELEMENTWISE)):
+        return False
+    if y.ndim != 1 or _sample_shape(model, check, loss, y) != (1,):
+        return False
+
+    def against_all(z: Tensor, _: Tensor) -> Tensor:
+        return per_sample_losses(loss, z.expand(-1, len(y)), y.to(z).expand(len(z), -1))
+
+    gradient = batch_gradient(model, check.state, check.X, y, PerSampleLoss(against_all), check.c)
+    return allclose(check.used, gradient)
 
 
 def _explain_ratio(ratio: float, check: StepCheck, num_outputs: int) -> str:

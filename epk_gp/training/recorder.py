@@ -1,8 +1,7 @@
 """The recorder: records each step of the user's own training loop."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any
@@ -14,27 +13,26 @@ from torch import Tensor, nn
 from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.model import functionalize
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.validation import validate_count
-from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
-from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
-from epk_gp.training.check_schedule import is_recomputed
+from epk_gp.training.check_schedule import CheckSchedule
 from epk_gp.training.clipping import Clip
 from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.derivative_probe import DerivativeProbe
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.history import RunHistory
 from epk_gp.training.pass_record import PassRecords
+from epk_gp.training.run_folder import open_folder
 from epk_gp.training.setup import make_setup, parse_step_rules, validate_end
 from epk_gp.training.step_check import (
     ObservedStep,
     check_against_exact_gradient,
     check_against_used_gradient,
+    needs_check,
     observe_step,
 )
 from epk_gp.training.step_observer import MadeStep, StepObserver
@@ -89,8 +87,9 @@ class Recorder:
         resume: bool = False,
         stateful: StatefulObjects | None = None,
         storage: Storage = Storage(),
-        check_every: int = 1,
+        check_every: int | None = None,
         unexplained: float | None = None,
+        trained: Collection[str] = (),
         output: Callable[[Any], Tensor] | None = None,
     ) -> None:
         """Check everything that can be checked before training starts.
@@ -115,9 +114,14 @@ class Recorder:
             storage: How often steps are committed to disk, and whether they are compressed.
             check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
                 every run); the others are compared with the update rule's step on the gradient that `backward()`
-                left. `reconstruct(...).max_step_mismatch` checks all of them afterwards.
+                left. By default as many steps are checked as take at most 15 % of the time of steps of 20 ms or more,
+                the first and the last among them; `num_checked` says how many. `reconstruct` checks all of them
+                afterwards.
             unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
                 its own in every result. None refuses a step that they do not explain up to rounding.
+            trained: Names of parameters that are trained later in the run and that no optimizer holds yet. Frozen
+                parameters that an optimizer holds are recorded too, unless they are many: more than the trained ones,
+                and more than 2^20 weights in all.
             output: Takes the outputs (n, C) that are to be explained from what the network returns, where that is
                 something else, such as `lambda returned: returned.logits`.
 
@@ -136,7 +140,7 @@ class Recorder:
         self._optimizers = as_optimizers(optimizer)
         if resume:
             validate_resumable(self._optimizers[0], stateful, path)
-        self._setup = make_setup(net, optimizer, (X, y), loss, rules, output=output)
+        self._setup = make_setup(net, optimizer, (X, y), loss, rules, trained=trained, output=output)
         self.signature = self._setup.model.signature
         self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
         self.X = self.signature.structure(self._setup.X)
@@ -146,15 +150,16 @@ class Recorder:
         self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start), net)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         if path is not None:
-            self._open_folder(path, header, storage, resume=resume)
+            opened = open_folder(path, self._setup, self._history, self._training, storage, resume=resume)
+            self._setup, self._history, self._commits = opened
         self._observer = StepObserver(self._setup, self._optimizers, lambda: self._history.last.end, self._report)
         self._passes = PassRecords.of(self._setup, start)
         self._phase = Phase.READY
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
-        self._first = len(self._history.steps)  # the first step that this recorder makes; others are of a resumed run
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
         self._probe = DerivativeProbe()
+        self._schedule = CheckSchedule(rules.check_every, self._setup.model.spec.device)
 
     @property
     def num_steps(self) -> int:
@@ -165,6 +170,11 @@ class Recorder:
     def num_committed(self) -> int:
         """Number of steps on disk, which a crash leaves."""
         return 0 if self._commits is None else self._commits.num_committed
+
+    @property
+    def num_checked(self) -> int:
+        """Number of steps whose gradient was recomputed by this recorder."""
+        return self._schedule.num_checked
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -309,28 +319,11 @@ class Recorder:
             unexplained=setup.rules.unexplained,
         )
 
-    def _open_folder(
-        self, path: str | os.PathLike[str], header: dict[str, Any], storage: Storage, *, resume: bool
-    ) -> None:
-        """Create the run's folder; or, if it holds a run to resume, bring everything to its last commit."""
-        setup, history, training = self._setup, self._history, self._training
-        full = header | {"compression": storage.compression, "check_every": setup.rules.check_every}
-        full["modules"] = module_names(self.net)
-        if resume and is_run(path):
-            recorded, writer = resume_run(path, full, self.net, self.loss, training, output=self.signature.output)
-            names, statistics = setup.model.names, setup.model.statistics
-            self._setup = replace(setup, model=functionalize(self.net, names, statistics, self.signature))
-            end = recorded.states[recorded.num_steps].to(self.y.device)
-            self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
-        else:
-            last = history.last
-            start = RunStart(full, setup.data(), last.end, last.digest, last.statistics)
-            writer = create_run(path, start, training)
-        self._commits = CommitSchedule(writer, storage, self._history, training)
-
     def _report(self, made: MadeStep) -> None:
         self._has_refused = True
+        self._schedule.begin()
         self._record_step(made)
+        self._schedule.end()
         self._has_refused = False
 
     def _record_step(self, made: MadeStep) -> None:
@@ -362,8 +355,10 @@ class Recorder:
             momentum=self._training.momentum,
             statistics=around,
         )
-        if index == self._first or is_recomputed(index, setup.rules.check_every):
+        if self._schedule.is_due(index) or needs_check(setup, observed):
+            began = self._schedule.now()
             checked, self._unchecked = check_against_exact_gradient(setup, observed), None
+            self._schedule.add(index, self._schedule.now() - began)
         else:
             checked, self._unchecked = check_against_used_gradient(setup, observed), observed
         self._probe.look_at(setup, observed)
@@ -395,6 +390,7 @@ class Recorder:
         if unchecked is not None:
             try:
                 check_against_exact_gradient(self._setup, unchecked)
+                self._schedule.num_checked += 1
             except StepMismatchError as error:
                 raise StepMismatchError(f"{error} The step is kept, and results will not be certified.") from error
         if self._commits is not None:

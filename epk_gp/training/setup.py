@@ -51,18 +51,22 @@ class StepRules:
     Attributes:
         update_rule: How the optimizer's step follows from the gradient.
         clip: The gradient clipping before each step, if any.
-        check_every: The gradient of one step out of this many is recomputed.
+        check_every: The gradient of one step out of this many is recomputed; None for as many as are cheap.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
     """
 
     update_rule: UpdateRule
     clip: Clip | None
-    check_every: int
+    check_every: int | None
     unexplained: float | None = None
 
 
 def parse_step_rules(
-    optimizer: Optimizers, update_rule: Rules, clip: Clip | None, check_every: int, unexplained: float | None = None
+    optimizer: Optimizers,
+    update_rule: Rules,
+    clip: Clip | None,
+    check_every: int | None,
+    unexplained: float | None = None,
 ) -> StepRules:
     """Return the rules of the steps; the update rule is that of the optimizer if none is given.
 
@@ -77,8 +81,9 @@ def parse_step_rules(
     validate_fresh_optimizer(optimizer)
     learning_rate(optimizer)
     validate_clip(clip)
-    validate_count(check_every, "check_every")
-    if check_every > 1 and clip is not None:
+    if check_every is not None:
+        validate_count(check_every, "check_every")
+    if check_every not in (None, 1) and clip is not None:
         raise ValueError(f"check_every must be 1 where gradients are clipped: got {check_every}.")
     return StepRules(rule, clip, check_every, unexplained)
 

@@ -1,7 +1,7 @@
 """The check of one step: is the change of the weights the one that the update rule predicts?"""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,7 @@ from epk_gp.core.update_rules import (
     scale_gradient,
     stack_coefficients,
 )
+from epk_gp.training.clipping import inferred_clip, looks_clipped
 from epk_gp.training.diagnosis import StepCheck, StepMismatchError, explain_mismatch
 from epk_gp.training.optimizer_part import OptimizerPart
 from epk_gp.training.setup import TrainingSetup
@@ -120,7 +121,7 @@ def check_against_exact_gradient(setup: TrainingSetup, observed: ObservedStep) -
             message names the likeliest cause.
     """
     sizes, start = setup.model.sizes, observed.start
-    check = _recompute(setup, observed)
+    check = _with_inferred_clip(setup, _recompute(setup, observed))
     # The buffer follows the gradient that the optimizer used, as the optimizer's own buffer does.
     predicted, momentum = predict_step(observed.update, sizes, start, check.used, observed.momentum)
     change = observed.end - start
@@ -156,6 +157,19 @@ def _describe_mismatch(
         f"{float((check.used - check.clipped).abs().max()):.2e} (largest entry "
         f"{float(check.clipped.abs().max()):.2e}). Likely cause: {cause}.{limit}"
     )
+
+
+def needs_check(setup: TrainingSetup, observed: ObservedStep) -> bool:
+    """Return whether a step's record takes its exact gradient: where it is clipped, or looks like that."""
+    return setup.rules.clip is not None or looks_clipped(observed.gradient)
+
+
+def _with_inferred_clip(setup: TrainingSetup, check: StepCheck) -> StepCheck:
+    """Return a check that knows the clipping of the loop, where that shows and was not stated."""
+    if setup.rules.clip is not None or consistent_up_to_rounding(setup, check):
+        return check
+    clip = inferred_clip(check.used, check.gradient)
+    return check if clip is None else replace(check, clip_factor=clip.factor(check.gradient))
 
 
 def check_against_used_gradient(setup: TrainingSetup, observed: ObservedStep) -> CheckedStep:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from epk_gp.core.loss_terms import loss_input
 from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
 from epk_gp.training.capture import ForwardCapture
 from epk_gp.training.optimizer_part import OptimizerPart, optimizer_part
@@ -52,12 +53,14 @@ class StepObserver:
     _hooks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._capture = ForwardCapture(self.setup.net, self.setup.model, self._pack, self._on_forward)
+        self._capture = ForwardCapture(self.setup.net, self.setup.model, self._pack, self._loss_input, self._on_forward)
 
     @property
     def num_announced(self) -> int:
         """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
-        if any(not bool(torch.isfinite(p.grad).all()) for p in self._parameters() if p.grad is not None):
+        gradients = (p.grad for p in self._parameters() if p.grad is not None)
+        values = (g.coalesce().values() if g.is_sparse else g for g in gradients)
+        if not all(bool(torch.isfinite(g).all()) for g in values):
             return 0  # a GradScaler skips such a step
         return len(self._announced)
 
@@ -106,6 +109,11 @@ class StepObserver:
 
     def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         return self.setup.model.signature.pack_call(args, kwargs, self.setup.net.forward)
+
+    def _loss_input(self, returned: Any, num_rows: int) -> Any:
+        y = self.setup.y
+        targets = y.new_empty(num_rows, *y.shape[1:])  # only their shape matters
+        return loss_input(self.setup.model.signature, self.setup.loss, returned, targets)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -41,7 +41,7 @@ def train(
     path: str | os.PathLike[str] | None = None,
     resume: bool = False,
     storage: Storage = Storage(),
-    check_every: int = 1,
+    check_every: int | None = None,
     output: Callable[[Any], Tensor] | None = None,
     progress: bool = False,
 ) -> Trajectory:
@@ -64,7 +64,7 @@ def train(
         resume: Continue the run at `path`, if there is one, as if it had never stopped. Network, optimizer and
             scheduler must be made as they were.
         storage: How often steps are committed to disk, and whether they are compressed.
-        check_every: Recompute the gradient of one step out of this many, as for `Recorder`.
+        check_every: Recompute the gradient of one step out of this many; None for as many as are cheap, as `Recorder`.
         output: Takes the outputs (n, C) that are to be explained from what the network returns, as for `Recorder`.
         progress: Show a progress bar.
 

@@ -19,6 +19,7 @@ from epk_gp.core.validation import validate_finite
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
 _NUM_ROWS = 8
+_SMALL_NETWORK = 1 << 20  # weights up to which frozen parameters of an optimizer are recorded in any case
 _NUM_FINITE_ROWS = 64  # inputs at which the initial outputs must be finite
 _NO_CHECKPOINTING = (
     "activation checkpointing (torch.utils.checkpoint) must be off while a run is recorded: the network uses it. Call "
@@ -43,7 +44,7 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
         raise TypeError(f"net must be a torch.nn.Module: got {type(net).__name__}.")
     names = {id(p): name for name, p in net.named_parameters()}
     groups = [group for optimizer in as_optimizers(optimizers) for group in optimizer.param_groups]
-    present = [p for group in groups for p in group["params"]]  # frozen ones too: they may thaw
+    present = _may_be_trained([p for group in groups for p in group["params"]])
     if any(id(p) not in names for p in present):
         raise ValueError(
             "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
@@ -52,6 +53,16 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
     if unknown := sorted(set(trained) - set(names.values())):
         raise ValueError(f"trained must hold names of the network's parameters: got {', '.join(map(repr, unknown))}.")
     return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
+
+
+def _may_be_trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters of optimizers that are trained, and the frozen ones, which may thaw, unless they are many.
+
+    Every recorded parameter is stored with every state.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    size, trained_size = (sum(p.numel() for p in several) for several in (parameters, trained))
+    return list(parameters) if size <= max(2 * trained_size, _SMALL_NETWORK) else trained
 
 
 def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = None) -> tuple[Tensor, Tensor, Signature]:

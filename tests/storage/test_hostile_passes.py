@@ -134,6 +134,7 @@ CHANGES = {
     "rows_nan": (repacked("inputs.values", raw([float("nan")] * 8, torch.float64), RAW), "inputs must hold finite"),
     "targets_inf": (repacked("targets.values", raw([0, 1, float("inf")], torch.float64), RAW), "targets must hold fin"),
     "statistics_nan": (repacked("statistics", raw([float("nan")] * 12, torch.float64), RAW), "statistics must hold fi"),
+    "random_none": (repacked("random_state", bytes(5056), RAW), "random_state must be one of torch's random numbers"),
     "short": (repacked("random_state", zlib.compress(bytes(5055)), 1), "must hold 5056 bytes .*: it does not"),
     "bomb": (repacked("random_state", zlib.compress(bytes(1 << 24)), 1), "must hold 5056 bytes .*: it does not"),
     "noise": (repacked("random_state", b"noise", 1), "must hold 5056 bytes .*: Error -3"),
@@ -189,6 +190,7 @@ def test_packed_statistics_that_are_none_are_refused(run):
 
 HEADERS = {
     "statistics_names": {"statistics": ["1.running_mean"]},
+    "statistics_twice": {"statistics": ["1.running_mean", "1.running_mean"]},
     "statistics_numbers": {"statistics": [1, 2]},
     "statistics_shapes": {"statistic_shapes": [[6], [-6]]},
     "unexplained": {"unexplained": True},

@@ -210,7 +210,7 @@ CHANGED = {
     "modes": ~WHOLE.modes,
     "inputs": SeenRows(WHOLE.inputs.index, WHOLE.inputs.values + 1e-15),
     "targets": SeenRows(torch.tensor([2]), WHOLE.targets.values),
-    "random_state": torch.cat([STATE[:-1], STATE[-1:] + 1]),
+    "random_state": torch.Generator().manual_seed(4).get_state(),
     "device_random_state": STATE[1:17].clone(),
     "statistics": WHOLE.statistics + 1e-9,
     "statistics_after": None,
@@ -242,6 +242,7 @@ REFUSED = {
     "statistics": ({"statistics": torch.full((12,), torch.inf)}, "statistics must hold finite numbers"),
     "half": ({"statistics": torch.zeros(12).half()}, "statistics must be a vector of torch.float64: got"),
     "random": ({"random_state": torch.zeros(0, dtype=torch.uint8)}, "random_state must have 1 to 65536 bytes: got 0"),
+    "state": ({"random_state": STATE[1:].clone()}, "random_state must be one of torch's random numbers on the CPU: "),
     "autocast": ({"autocast": torch.int8}, "autocast must be a floating-point dtype: got torch.int8"),
 }
 

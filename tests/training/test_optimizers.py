@@ -123,7 +123,7 @@ def test_a_group_that_comes_later_is_named():
         thaw(net, optimizer)
         add_first_layer(net, optimizer)
 
-    says = r"step 2: a parameter that is frozen when recording begins must stay frozen: '0\.weight' .*trained=\['0"
+    says = r"a parameter that is in no optimizer when recording begins must stay untrained: '0\.weight' .*trained=\['0"
     with pytest.raises(epk.StepMismatchError, match=says):
         recorded_by(net, optimizer, X, y, at_2=grow)
 
@@ -149,6 +149,53 @@ def test_names_of_parameters_that_are_trained_later_are_recorded():
     assert trained_names(net, optimizer, ["0.bias"]) == ("0.bias", "2.weight", "2.bias")
     with pytest.raises(ValueError, match="trained must hold names of the network's parameters: got 'no'"):
         trained_names(net, optimizer, ["no"])
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adadelta", "Adafactor"])
+@pytest.mark.parametrize("turns", ["both", "alternating", "every_third"])
+def test_optimizers_may_take_turns(name, turns):
+    """What a step was made of is read before the loop clears all gradients and schedules move."""
+    net, X, y = problem("SGD")
+    optimizers = [
+        torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9, dampening=0.5),
+        optimizer_for(name, {}, net[2]),
+    ]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in optimizers]
+    with epk.Recorder(net, optimizers, X, y) as recorder:
+        for s, batch in enumerate(batches(2)):
+            net.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            makers = (s % 2 == 0, s % 2 == 1) if turns == "alternating" else (True, turns == "both" or s % 3 == 0)
+            for makes_step, optimizer, schedule in zip(makers, optimizers, schedules, strict=True):
+                if makes_step:
+                    optimizer.step()
+                    schedule.step()
+            net.zero_grad()
+    assert recorder.num_steps == 6
+    assert_explained(recorder.trajectory, X)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_muon_beside_another_optimizer_is_explained_up_to_its_own_term(tmp_path, on_disk):
+    net, X, y = problem("SGD")
+    matrices, rest = ([p for p in net.parameters() if p.ndim == k] for k in (2, 1))
+    optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.NAdam(rest, lr=0.01)]
+    path = tmp_path / "run" if on_disk else None
+    with epk.Recorder(net, optimizers, X, y, unexplained=0.5, path=path) as recorder:
+        for batch in batches(2):
+            net.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            for optimizer in optimizers:
+                optimizer.step()
+    run = recorder.trajectory
+    assert run.update_rule == "Muon + NAdam"
+    assert sorted(run.updates[3].left | run.updates[3].right) == [0, 2]
+    parts = epk.attribute(run, X[:2], head="logits")
+    assert parts.max_error <= 1e-12
+    size = parts.unexplained.abs().max() / (parts.network - parts.initial).abs().max()
+    assert 1e-5 < size < 0.1
 
 
 def test_several_optimizers_train_what_each_of_them_holds():
