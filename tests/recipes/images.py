@@ -119,7 +119,7 @@ def crop_and_flip(x, padding=1):
 
 
 def resnet():
-    X, y = images(24)
+    X, y = images(24, size=5)
     net = ResNet().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
@@ -132,7 +132,7 @@ def resnet():
             recorder.batch(batch)  # recorder
             optimizer.step()
             scheduler.step()
-    return finish(recorder, net, images(25)[0][24:], X, y)
+    return finish(recorder, net, images(25, size=5)[0][24:], X, y)
 
 
 def small_cnn():

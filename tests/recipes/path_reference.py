@@ -18,12 +18,15 @@ KINK_WIDTH = 1e-10  # of a bracket: what a jump in the gradient adds to an integ
 
 
 class Differentiable(TorchFunctionMode):
-    """Write batch_norm out, which torch does not differentiate in its running statistics."""
+    """Write normalisation by running statistics out, which torch does not differentiate in them."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is F.batch_norm and not kwargs.get("training", False):
             return written_out(*args, **kwargs)
+        if function is F.instance_norm and kwargs["running_mean"] is not None:
+            options = {"weight": kwargs["weight"], "bias": kwargs["bias"], "eps": kwargs["eps"]}
+            return written_out(*args, kwargs["running_mean"], kwargs["running_var"], **options)
         return function(*args, **kwargs)
 
 

@@ -35,6 +35,7 @@ class Announced:
     watched: Pass | None
     rows: torch.Tensor
     weight: Any
+    position: int  # number of passes before the announcement
 
 
 @dataclass
@@ -93,10 +94,9 @@ class Watched:
     def batch(self, indices, *, weight=1.0):
         if self.inner is not None:
             self.inner.batch(indices, weight=weight)
-        watched = next((one for one in reversed(self.passes) if one.grads), None)  # None: a closure will make it
         M = len(next(iter(self.X.values())) if isinstance(self.X, dict) else as_tuple(self.X)[0])
         rows = torch.arange(M) if indices is None else torch.as_tensor(indices)
-        self.announced.append(Announced(watched, rows, weight))
+        self.announced.append(Announced(None, rows, weight, len(self.passes)))
 
     @property
     def trajectory(self):
@@ -140,8 +140,11 @@ class Watched:
     def _after_step(self, optimizer, args, kwargs):
         gradients = {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
         step = WatchedStep(self.announced, self.last, gradients, self.before)
-        for announced in step.batches:
-            announced.watched = announced.watched or self.passes[-1]
+        for position in {announced.position for announced in step.batches}:
+            together = [announced for announced in step.batches if announced.position == position]
+            before = [one for one in self.passes[:position] if one.grads] or self.passes  # a closure's come later
+            for announced, watched in zip(together, before[-len(together) :], strict=True):
+                announced.watched = watched
         step.end = self.last = snapshot(self.net)
         step.after = self._states()
         names = {p: name for name, p in self.net.named_parameters()}

@@ -7,12 +7,12 @@ import torch
 
 import epk_gp as epk
 from epk_gp.core.averaging import averaged_trajectory
-from recipes import images, loops, sequences, targets, unusual
+from recipes import images, loops, sequences, targets, unusual, variants
 from recipes.path_reference import brute_force_terms
 from recipes.problem import as_tuple
 from recipes.reference import Watched, step_terms
 
-EXACT = [*images.RECIPES, *sequences.RECIPES, *loops.RECIPES, *targets.RECIPES, *unusual.RECIPES]
+EXACT = [*images.RECIPES, *sequences.RECIPES, *loops.RECIPES, *targets.RECIPES, *unusual.RECIPES, *variants.RECIPES]
 LOW = targets.IN_LOW_PRECISION
 RECORDER = epk.Recorder
 
