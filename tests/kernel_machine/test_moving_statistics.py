@@ -19,8 +19,9 @@ from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.step_average import averaged_jacobian
 from epk_gp.kernel_machine.problem import averaged_statistics_jacobian, integrate_step, make_problem
-from epk_gp.quadrature import adaptive as adaptive_module
+from epk_gp.quadrature import refinement
 from epk_gp.quadrature.adaptive import integrate
+from epk_gp.quadrature.kinks import Kinks
 from epk_gp.quadrature.rules import adaptive, gauss_legendre
 from epk_gp.quadrature.status import QuadratureStatus
 
@@ -126,8 +127,7 @@ def test_kinks_behind_batch_normalisation_are_located(monkeypatch):
     steps = integrals(trajectory, X)
     located = torch.stack([step.evaluations for step in steps]).mean()
     assert located < 30  # 22 per (point, step)
-    none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
-    monkeypatch.setattr(adaptive_module, "locate_kinks", lambda *_: none)
+    monkeypatch.setattr(refinement, "locate_kinks", lambda line, X, a, b: Kinks(a[:0].long(), a[:0], a > 2))
     bisected = torch.stack([step.evaluations for step in integrals(trajectory, X)]).mean()
     assert bisected > 8 * located
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 def recorded_by(net, optimizer, X, y, epochs=2, **actions) -> epk.Trajectory:
     """Record a loop; `actions` are called with network and optimizer before the step of their number."""
-    with epk.Recorder(net, optimizer, X, y) as recorder:
+    with epk.Recorder(net, optimizer, X, y, trained=actions.get("trained", ())) as recorder:
         for s, batch in enumerate(batches(epochs)):
             if f"at_{s}" in actions:
                 actions[f"at_{s}"](net, optimizer)
@@ -129,7 +129,7 @@ def test_a_group_that_comes_later_is_named():
 def test_a_group_that_comes_later_is_explained_where_its_parameters_were_stated():
     net, X, y = problem("SGD")
     optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
-    run = recorded_by(net, optimizer, X, y, at_2=add_first_layer)
+    run = recorded_by(net, optimizer, X, y, at_2=add_first_layer, trained=["0.weight", "0.bias"])
     moves = [not torch.equal(run.weights(s)["0.weight"], run.weights(s + 1)["0.weight"]) for s in range(6)]
     assert moves == [False, False, True, True, True, True]
     assert_explained(run, X)
