@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.model import functionalize
+from epk_gp.core.model import functionalize_like
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
@@ -318,8 +318,7 @@ class Recorder:
         full["modules"] = module_names(self.net)
         if resume and is_run(path):
             recorded, writer = resume_run(path, full, self.net, self.loss, training, output=self.signature.output)
-            names, statistics = setup.model.names, setup.model.statistics
-            self._setup = replace(setup, model=functionalize(self.net, names, statistics, self.signature))
+            self._setup = replace(setup, model=functionalize_like(setup.model, self.net))
             end = recorded.states[recorded.num_steps].to(self.y.device)
             self._history = RunHistory(end, recorded.digest, recorded.steps, self._setup.statistics())
         else:
