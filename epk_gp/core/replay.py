@@ -9,7 +9,7 @@ is shared by all threads.
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +155,8 @@ class TrainingReplay:
         """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
         module = self._module(data, exact=exact)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
-        with self._conditions(module, data.forward, exact=exact), disable_fused_attention(), KeptActivations():
+        keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
+        with self._conditions(module, data.forward, exact=exact), disable_fused_attention(), keeping:
             args, kwargs = self._arguments(data, exact=exact)
             returned = functional_call(module, {**buffers, **params}, args, kwargs)
             return self._losses(returned, data)
