@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
+from epk_gp.core.kept_activations import KeptActivations, quiet_checkpoints
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.signature import ONE_TENSOR, Signature
 
@@ -44,6 +45,7 @@ class FunctionalModel:
             of a run goes through them too.
         cache: What was found out about the network; a new one by default.
         signature: How it is called, and how its outputs are taken from what it returns.
+        recomputes: Whether its forward function uses activation checkpointing, in evaluation mode too.
 
     Attributes:
         module: The network in evaluation mode.
@@ -54,6 +56,7 @@ class FunctionalModel:
         spec: Dtype and device of the trained parameters.
         cache: How to differentiate the network; shared by all variants.
         signature: How it is called, and how its outputs are taken from what it returns.
+        recomputes: Whether its forward function uses activation checkpointing; its activations are then kept.
     """
 
     def __init__(
@@ -64,8 +67,11 @@ class FunctionalModel:
         statistics: tuple[str, ...] = (),
         cache: ModelCache | None = None,
         signature: Signature = ONE_TENSOR,
+        *,
+        recomputes: bool = False,
     ) -> None:
         self.module, self.names, self.shapes, self.signature = module, names, shapes, signature
+        self.recomputes = recomputes
         self.statistics = statistics
         self.statistic_shapes = tuple(module.get_buffer(name).shape for name in statistics)
         parameter = module.get_parameter(names[0])
@@ -76,7 +82,8 @@ class FunctionalModel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the network alone: variants and copies for threads are made again where they are needed."""
-        return {name: getattr(self, name) for name in ("module", "names", "shapes", "statistics", "signature")}
+        names = ("module", "names", "shapes", "statistics", "signature", "recomputes")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the network."""
@@ -148,7 +155,7 @@ class FunctionalModel:
         module = self._take_module_of_thread()
         try:
             # everywhere, or bytes would depend on what other threads do
-            with disable_fused_attention(), self._differentiable_in_statistics(params):
+            with disable_fused_attention(), self._interceptions(params):
                 returned = functional_call(module, dict(params), args, kwargs)
         except StopForwardError:
             self._of_thread.module = module
@@ -156,10 +163,12 @@ class FunctionalModel:
         self._of_thread.module = module
         return returned
 
-    def _differentiable_in_statistics(self, params: Mapping[str, Tensor]) -> AbstractContextManager[object]:
-        if not self.statistics:
-            return nullcontext()
-        return WrittenOutNormalisation(params[name] for name in self.statistics)
+    @contextmanager
+    def _interceptions(self, params: Mapping[str, Tensor]) -> Iterator[None]:
+        keeping = KeptActivations() if self.recomputes else nullcontext()
+        statistics = [params[name] for name in self.statistics]
+        with quiet_checkpoints(), keeping, WrittenOutNormalisation(statistics) if statistics else nullcontext():
+            yield
 
     def flatten(self, params: Mapping[str, Tensor]) -> Float[Tensor, " P"]:
         """Concatenate the trained parameters in the model's order."""
@@ -209,7 +218,15 @@ class FunctionalModel:
     def converted(self, spec: TensorSpec) -> "FunctionalModel":
         """Return the model in another dtype or on another device, as `variant`, without keeping it."""
         module = copy.deepcopy(self.module).to(dtype=spec.dtype, device=spec.device)
-        return FunctionalModel(module, self.names, self.shapes, self.statistics, self.cache, self.signature)
+        return self._with_module(module, recomputes=self.recomputes)
+
+    def keeping_activations(self) -> "FunctionalModel":
+        """Return the model of a network that uses activation checkpointing: nothing of it is recomputed."""
+        return self._with_module(self.module, recomputes=True)
+
+    def _with_module(self, module: nn.Module, *, recomputes: bool) -> "FunctionalModel":
+        args = (module, self.names, self.shapes, self.statistics, self.cache, self.signature)
+        return FunctionalModel(*args, recomputes=recomputes)
 
     def _take_module_of_thread(self) -> nn.Module:
         """Return the thread's copy of the module, to be given back after the call.
@@ -256,6 +273,8 @@ def functionalize(
     names: tuple[str, ...] | None = None,
     statistics: tuple[str, ...] = (),
     signature: Signature = ONE_TENSOR,
+    *,
+    recomputes: bool = False,
 ) -> FunctionalModel:
     """Copy a network as a function of its trained weights.
 
@@ -264,6 +283,7 @@ def functionalize(
         names: The trained parameters; all parameters that require a gradient by default.
         statistics: The buffers that training-mode forward passes move.
         signature: How the network is called, and how its outputs are taken from what it returns.
+        recomputes: Whether its forward function uses activation checkpointing, in evaluation mode too.
 
     Raises:
         TypeError: `net` is not a module, or it cannot be copied.
@@ -310,7 +330,15 @@ def functionalize(
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
             part.sparse = False  # the same function, with gradients in the layout of its weights
     shapes = tuple(parameters[name].shape for name in names)
-    return FunctionalModel(module, names, shapes, statistics, signature=signature)
+    return FunctionalModel(module, names, shapes, statistics, signature=signature, recomputes=recomputes)
+
+
+def functionalize_like(model: FunctionalModel, net: nn.Module) -> FunctionalModel:
+    """Copy a network of the same architecture as a function of the same weights.
+
+    Arguments, errors: as `functionalize`.
+    """
+    return functionalize(net, model.names, model.statistics, model.signature, recomputes=model.recomputes)
 
 
 def zero_final_layer(net: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ is shared by all threads.
 import copy
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.kept_activations import KeptActivations, quiet_checkpoints
 from epk_gp.core.loss_terms import loss_input, loss_terms
 from epk_gp.core.losses import (
     CrossEntropy,
@@ -162,7 +163,8 @@ class TrainingReplay:
         """Replay a forward pass at given weights and statistics, which may carry tangents, and return the losses."""
         module = self._module(data, exact=exact)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
-        with self._conditions(module, data.forward, exact=exact), disable_fused_attention():
+        keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
+        with self._conditions(module, data.forward, exact=exact), disable_fused_attention(), keeping:
             args, kwargs = self._arguments(data, exact=exact)
             returned = functional_call(module, {**buffers, **params}, args, kwargs)
             return self._losses(returned, data)
@@ -230,6 +232,7 @@ class TrainingReplay:
         _set_modes(module, forward)
         with ExitStack() as stack:
             stack.enter_context(self._random(forward))
+            stack.enter_context(quiet_checkpoints())
             if forward.autocast is not None and not exact:
                 stack.enter_context(torch.autocast(self.spec.device.type, dtype=forward.autocast))
             yield

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from epk_gp.core.checkpointing import with_kept_activations
 from epk_gp.core.fingerprint import fingerprint_data
 from epk_gp.core.losses import Loss
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.storage.atomic_files import regular_file_size
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.compatibility import (
@@ -153,7 +154,7 @@ def load_trajectory(
         FileNotFoundError: The folder holds no run, or a file is missing.
         TypeError: `output` is no function.
         ValueError: A file is damaged; or the network has other names, shapes or another forward function than the
-            recorded one; or the loss or `output` is missing or another one.
+            recorded one, or checkpoints re-entrantly; or the loss or `output` is missing or another one.
     """
     header = read_header(path)
     schema = chunk_schema(header)
@@ -182,4 +183,5 @@ def load_trajectory(
     )
     validate_forward_function(trajectory, data["probe"])
     validate_loss_function(trajectory)
-    return trajectory
+    initial = flat_state(trajectory, 0, data["inputs"])
+    return replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))

@@ -8,6 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.gradients import allclose, batch_gradient
+from epk_gp.core.kept_activations import quiet_checkpoints
 from epk_gp.core.loss_terms import loss_input
 from epk_gp.core.losses import (
     ELEMENTWISE,
@@ -123,7 +124,7 @@ def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -
     params = model.unflatten(check.state)
     buffers = {name: value.clone() for name, value in net.named_buffers()}
     signature, call = model.signature, model.signature.unpack(rows)
-    with torch.no_grad(), random_state_kept(check.state.device):
+    with torch.no_grad(), random_state_kept(check.state.device), quiet_checkpoints():
         returned = [torch.func.functional_call(net, {**params, **buffers}, *call) for _ in range(2)]
         outputs, expected = [signature.outputs(value) for value in returned], model(params, rows)
     if not all(isinstance(z, Tensor) for z in outputs):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.forward_fingerprint import perturbed_initial
+from epk_gp.core.kept_activations import quiet_checkpoints
 from epk_gp.core.model import FunctionalModel, random_state_kept
 
 _NUM_ROWS = 8  # rows on which the modes are compared
@@ -23,7 +24,7 @@ class ModeCheck:
     """
 
     def __init__(self, model: FunctionalModel, state: Tensor, X: Shaped[Tensor, "M ..."]) -> None:
-        self._model, self._state, self._X = model, state, X[:_NUM_ROWS]
+        self._model, self._state, self._X = model, state, X[:_NUM_ROWS].clone()
         self._found: dict[bytes, bool] = {}
 
     def matter(self, modes: Bool[Tensor, " modules"]) -> bool:
@@ -44,7 +45,7 @@ class ModeCheck:
             params = model.unflatten(torch.cat([w, self._state[P:]]))
             buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
             moving = {name: value.clone() for name, value in params.items()}
-            with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention():
+            with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
                 args, kwargs = model.signature.unpack(self._X)
                 try:
                     returned = torch.func.functional_call(module, {**buffers, **moving}, args, kwargs)
@@ -80,8 +81,8 @@ def moving_statistics(net: nn.Module, model: FunctionalModel, X: Shaped[Tensor, 
     ]
     before = {name: value.clone() for name, value in module.named_buffers()}
     moved: set[str] = set()
-    with torch.no_grad(), random_state_kept(model.spec.device):
-        args, kwargs = model.signature.unpack(X[:_NUM_ROWS])
+    with torch.no_grad(), random_state_kept(model.spec.device), quiet_checkpoints():
+        args, kwargs = model.signature.unpack(X[:_NUM_ROWS].clone())
         try:
             module(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError):  # such as one value per channel: the door says it of evaluation

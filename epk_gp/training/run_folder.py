@@ -3,7 +3,7 @@
 import os
 from dataclasses import replace
 
-from epk_gp.core.model import functionalize
+from epk_gp.core.model import functionalize_like
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import TrainingState
@@ -46,7 +46,7 @@ def open_folder(
     full["modules"] = module_names(net)
     if resume and is_run(path):
         recorded, writer = resume_run(path, full, net, setup.loss, training, output=model.signature.output)
-        setup = replace(setup, model=functionalize(net, model.names, model.statistics, model.signature))
+        setup = replace(setup, model=functionalize_like(model, net))
         end = recorded.states[recorded.num_steps].to(setup.y.device)
         history = RunHistory(end, recorded.digest, recorded.steps, setup.statistics())
     else:

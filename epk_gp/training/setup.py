@@ -10,6 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.checkpointing import with_kept_activations
 from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.gradients import relative_rounding
@@ -225,6 +226,7 @@ def make_setup(
         validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
     state = torch.cat([weights, model.flatten_statistics(dict(net.named_buffers()))])
     fingerprint = validated_fingerprint(model, state, X)
+    model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)
     return TrainingSetup(net, model, X, y, loss, rules, fingerprint)
 

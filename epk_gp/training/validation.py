@@ -21,10 +21,6 @@ from epk_gp.core.validation import validate_finite
 _NUM_ROWS = 8
 _SMALL_NETWORK = 1 << 20  # weights up to which frozen parameters of an optimizer are recorded in any case
 _NUM_FINITE_ROWS = 64  # inputs at which the initial outputs must be finite
-_NO_CHECKPOINTING = (
-    "activation checkpointing (torch.utils.checkpoint) must be off while a run is recorded: the network uses it. Call "
-    "its blocks directly (in Hugging Face models: net.gradient_checkpointing_disable())."
-)
 
 
 def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[str] = ()) -> tuple[str, ...]:
@@ -100,8 +96,8 @@ def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> T
     Raises:
         TypeError: The weights are neither float32 nor float64, the inputs have another dtype than the weights, or the
             network does not take one tensor.
-        ValueError: The inputs are on another device; the network cannot take them, changes them, or uses activation
-            checkpointing; or its outputs are not finite, random, or depend on other inputs of the batch.
+        ValueError: The inputs are on another device; the network cannot take them or changes them; or its outputs are
+            not finite, random, or depend on other inputs of the batch.
     """
     start, statistics = state.split([model.num_weights, model.num_statistics])
     if start.dtype not in (torch.float32, torch.float64):
@@ -115,7 +111,6 @@ def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> T
     perturbed = torch.cat([perturbed_initial(start), statistics])
     _validate_output_function(model, perturbed, rows)
     try:
-        validate_no_checkpointing(model, state, rows)
         outputs = fingerprint_outputs(model, start, rows, statistics)
     except (RuntimeError, IndexError, AttributeError, KeyError) as error:
         raise ValueError(
@@ -179,43 +174,6 @@ def _validate_output_function(model: FunctionalModel, state: Tensor, rows: Tenso
                 f"output must accept what the network returns, {type(returned).__name__}: it fails with "
                 f"{type(error).__name__}: {error}"
             ) from error
-
-
-def validate_no_checkpointing(model: FunctionalModel, state: Tensor, rows: Tensor) -> None:
-    """Raise if a forward function recomputes activations in the backward pass.
-
-    Outside of the user's loop the recomputation would take other weights than the forward pass.
-
-    Raises:
-        ValueError: The network uses `torch.utils.checkpoint`.
-    """
-    params = {name: value.detach() for name, value in model.unflatten(state).items()}
-    leaves = {name: params[name].requires_grad_() for name in model.names}
-    with torch.enable_grad():
-        try:
-            with torch.autograd.graph.disable_saved_tensors_hooks(_NO_CHECKPOINTING):
-                outputs = model({**params, **leaves}, rows)
-        except RuntimeError as error:
-            if _NO_CHECKPOINTING not in str(error):
-                raise
-            uses_checkpointing = True
-        else:
-            uses_checkpointing = _has_reentrant_checkpoint(outputs)
-    if uses_checkpointing:
-        raise ValueError(_NO_CHECKPOINTING)
-
-
-def _has_reentrant_checkpoint(outputs: Tensor) -> bool:
-    waiting, seen = [outputs.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        waiting.extend(parent for parent, _ in node.next_functions)
-    return False
 
 
 def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) -> Tensor:

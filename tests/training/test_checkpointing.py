@@ -1,0 +1,270 @@
+"""Networks that use activation checkpointing (torch.utils.checkpoint): the same run as without."""
+
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import epk_gp as epk
+from epk_gp.core.checkpointing import with_kept_activations
+from epk_gp.core.gradients import batch_gradient
+from epk_gp.core.model import functionalize
+from epk_gp.core.trajectory import flat_state
+from epk_gp.kernel_machine.loss_products import LossProducts
+from loops import data, sgd
+
+X, Y = data()
+TEST = X[:3] + 0.1
+
+
+class Attention(nn.Module):
+    """A block of a GPT on three tokens of two channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(2), nn.LayerNorm(2)])
+        self.qkv, self.out, self.mlp = nn.Linear(2, 6), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, h):
+        tokens = h.unflatten(1, (3, 2))
+        q, k, v = self.qkv(self.norms[0](tokens)).split(2, dim=-1)
+        tokens = tokens + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        tokens = tokens + F.dropout(F.gelu(self.mlp(self.norms[1](tokens))), 0.2, self.training)
+        return tokens.flatten(1)
+
+
+def block(*layers):
+    return lambda: nn.Sequential(nn.Linear(6, 6), *[make() for make in layers], nn.Linear(6, 6))
+
+
+BLOCKS = {
+    "dropout": block(nn.Tanh, nn.Dropout),
+    "relu": block(nn.ReLU),
+    "in_place": block(lambda: nn.ReLU(inplace=True), nn.Dropout),
+    "layer_norm": block(lambda: nn.LayerNorm(6), nn.SiLU),
+    "frozen_batch_norm": block(lambda: nn.BatchNorm1d(6).eval(), nn.Tanh),
+    "attention": Attention,
+}
+OFF, ALWAYS, IN_TRAINING, REENTRANT_IN_TRAINING = (None, True), (False, True), (False, False), (True, False)
+USES = {"always": ALWAYS, "in_training": IN_TRAINING, "reentrant_in_training": REENTRANT_IN_TRAINING}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, make_block, use):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.block, self.c = nn.Linear(4, 6), make_block(), nn.Linear(6, 3)
+        self.use_reentrant, self.in_evaluation = use
+
+    def hidden(self, x):
+        return torch.tanh(self.a(x))
+
+    def forward(self, x):
+        h = self.hidden(x)
+        if self.use_reentrant is not None and (self.in_evaluation or self.training):
+            h = checkpoint(self.block, h, use_reentrant=self.use_reentrant)
+        else:
+            h = self.block(h)
+        return self.c(h)
+
+
+def record(net, steps=3, path=None):
+    frozen = [module for module in net.modules() if not module.training]
+    net.train()
+    for module in frozen:
+        module.eval()
+    optimizer = sgd(net, lr=0.2, momentum=0.5)
+    torch.manual_seed(7)
+    with epk.Recorder(net, optimizer, X, Y, path=path) as recorder:
+        for _ in range(steps):
+            batch = torch.randperm(10)[:6]
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), Y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    net.eval()
+    return recorder.trajectory
+
+
+def make(name, use, kind=Checkpointed):
+    return kind(BLOCKS[name], use).double()
+
+
+def assert_close(a, b, tolerance):
+    assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
+
+
+POINTS = epk.Points(X[:2], is_train=True), epk.Points(TEST, is_train=False)
+
+
+@pytest.fixture(scope="module", params=BLOCKS)
+def without_checkpoints(request):
+    run = record(make(request.param, OFF))
+    return request.param, run, epk.attribute(run, TEST, head="logits"), epk.gram_block(run, *POINTS)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_checkpointed_network_gives_what_the_same_network_without_gives(without_checkpoints, use):
+    name, plain, expected, K = without_checkpoints
+    net = make(name, use)
+    run = record(net)
+    shares = epk.attribute(run, TEST, head="logits")
+    assert shares.certified
+    assert_close(shares.total, net(TEST).detach(), 1e-10)
+    assert torch.equal(run.states[-1], plain.states[-1])
+    assert_close(shares.samples, expected.samples, 1e-12)
+    assert_close(epk.gram_block(run, *POINTS), K, 1e-12)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_kernel_machine_is_the_checkpointed_network(name):
+    net = make(name, ALWAYS)
+    result = epk.reconstruct(record(net), TEST, head="logits")
+    assert result.certified
+    assert_close(result.outputs, net(TEST).detach(), 1e-10)
+
+
+def test_a_stored_run_is_loaded_into_a_checkpointed_network(tmp_path):
+    run = record(make("dropout", ALWAYS), path=tmp_path / "run")
+    expected = epk.attribute(run, TEST).samples
+    for use in (ALWAYS, IN_TRAINING):
+        loaded = epk.load_trajectory(tmp_path / "run", make("dropout", use))
+        assert loaded.model.recomputes == (use == ALWAYS)
+        assert torch.equal(epk.attribute(loaded, TEST).samples, expected)
+    with pytest.raises(ValueError, match="activation checkpointing in evaluation mode .* Pass use_reentrant=False"):
+        epk.load_trajectory(tmp_path / "run", make("dropout", (True, True)))
+
+
+def test_a_recording_is_resumed_with_a_checkpointed_network(tmp_path):
+    net = make("relu", ALWAYS)
+    optimizer = sgd(net)
+    for steps in (2, 4):
+        with epk.Recorder(net, optimizer, X, Y, path=tmp_path / "run", resume=True) as recorder:
+            while recorder.num_steps < steps:
+                optimizer.zero_grad()
+                F.cross_entropy(net(X), Y).backward()
+                recorder.batch(None)
+                optimizer.step()
+        net, optimizer = make("relu", ALWAYS), None
+        optimizer = sgd(net)
+    run = recorder.trajectory
+    assert run.model.recomputes
+    assert epk.reconstruct(run, TEST).certified
+
+
+def test_copies_of_a_model_know_that_the_network_recomputes():
+    model = record(make("relu", ALWAYS), steps=1).model
+    copies = (
+        pickle.loads(pickle.dumps(model)),
+        model.variant(epk.core.model.TensorSpec(torch.float32, torch.device("cpu"))),
+    )
+    assert all(copy.recomputes for copy in (model, *copies))
+    assert not record(make("relu", IN_TRAINING), steps=1).model.recomputes
+
+
+def test_second_derivatives_go_through_a_checkpoint():
+    def curvature(use):
+        net = make("attention", use).eval()
+        model = functionalize(net)
+        state = model.flatten(dict(net.named_parameters()))
+        model = with_kept_activations(model, state, X)
+        params = {name: (1.1 * value).requires_grad_() for name, value in model.unflatten(state).items()}
+        x = TEST.clone().requires_grad_()
+        gradients = torch.autograd.grad(model(params, x).square().sum(), list(params.values()), create_graph=True)
+        (mixed,) = torch.autograd.grad(sum(g.square().sum() for g in gradients), x)
+        return mixed
+
+    assert_close(curvature(ALWAYS), curvature(OFF), 1e-12)
+
+
+@pytest.mark.parametrize("refused", [("_forward",), ("_forward", "_double_backward")], ids=lambda names: names[-1])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_shares_of_samples_do_not_depend_on_how_they_are_computed(monkeypatch, use, refused):
+    run = record(make("dropout", use))
+    expected = epk.attribute(run, TEST)
+
+    def refuse(*args):
+        raise RuntimeError("not supported")
+
+    for name in refused:
+        monkeypatch.setattr(LossProducts, name, refuse)
+    found = epk.attribute(run, TEST)
+    assert found.certified
+    assert_close(found.samples, expected.samples, 1e-12)
+
+
+class OnInputs(Checkpointed):
+    """The checkpoint's inputs require no gradient: torch warns, and trains nothing of a re-entrant one."""
+
+    def hidden(self, x):
+        return F.pad(x, (0, 2))
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_torch_warns_in_the_users_loop_alone(use):
+    def loop(recorded):
+        net = make("dropout", use, OnInputs).train()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if recorded:
+                run = record(net)
+                epk.attribute(run, TEST)
+                assert epk.reconstruct(run, TEST).certified
+            else:
+                optimizer = sgd(net, lr=0.2, momentum=0.5)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    F.cross_entropy(net(X[:6]), Y[:6]).backward()
+                    optimizer.step()
+        return [str(warning.message) for warning in caught if "requires_grad=True" in str(warning.message)]
+
+    assert loop(recorded=True) == loop(recorded=False)
+    assert len(loop(recorded=False)) == (3 if use == REENTRANT_IN_TRAINING else 0)
+
+
+def test_statistics_that_a_checkpoint_moves_twice_are_refused_in_words():
+    net = Checkpointed(block(lambda: nn.BatchNorm1d(6), nn.Tanh), IN_TRAINING).double()
+    with pytest.raises(epk.StepMismatchError, match="inside torch.utils.checkpoint moves them once more"):
+        record(net)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Squares(nn.Module):
+    def forward(self, x):
+        return Square.apply(x)
+
+
+def test_what_a_checkpoint_would_still_recompute_is_refused():
+    net = Checkpointed(block(Squares), ALWAYS).double()
+    with pytest.raises(ValueError, match=r"got a function of another kind .* Call it outside of the checkpoint"):
+        epk.Recorder(net, sgd(net), X, Y)
+    run = record(Checkpointed(block(Squares), IN_TRAINING).double())
+    assert epk.reconstruct(run, TEST).certified
+
+
+def test_without_kept_activations_a_gradient_would_be_of_other_weights():
+    """The control."""
+    run, plain = record(make("relu", ALWAYS)), record(make("relu", OFF))
+    state, c = flat_state(run, 3, X), torch.ones(10)
+    kept, expected = (batch_gradient(model, state, X, Y, run.loss, c) for model in (run.model, plain.model))
+    assert torch.equal(kept, expected)
+    recomputing = functionalize(make("relu", ALWAYS))
+    with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+        batch_gradient(recomputing, state, X, Y, run.loss, c)  # the weights in the module require no gradient
+    recomputing.module.requires_grad_()
+    assert (batch_gradient(recomputing, state, X, Y, run.loss, c) - expected).abs().max() > 1e-2 * expected.abs().max()
