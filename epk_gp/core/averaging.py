@@ -184,6 +184,15 @@ class PredictedPath:
 
 
 def _validate_average(trajectory: Trajectory, network: nn.Module) -> None:
+    buffers = {name.removeprefix("module."): value for name, value in network.named_buffers()}
+    if trajectory.statistics is not None and all(name in buffers for name in trajectory.model.statistics):
+        held = trajectory.model.flatten_statistics(buffers)
+        recorded = trajectory.statistics[trajectory.num_steps].to(held)
+        if not torch.allclose(held, recorded, rtol=1e-6, atol=0):
+            raise ValueError(
+                "network must have the moving statistics of the run's last step: it has others (update_bn, or averaged "
+                "buffers), which the path of the average does not lead to."
+            )
     found = {name.removeprefix("module."): value for name, value in network.named_parameters()}
     missing = [name for name in trajectory.model.names if name not in found]
     if missing:

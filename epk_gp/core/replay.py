@@ -170,8 +170,12 @@ class TrainingReplay:
             return self._losses(returned, data)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
-        """Return weights and statistics at the start of a pass by name, in the dtype in which it is replayed."""
-        return {name: value.clone() for name, value in self.model.unflatten(self._state(state, data)).items()}
+        """Return weights and statistics at the start of a pass by name, as the network that replays it holds them."""
+        module = self._module(data)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        named = self.model.unflatten(self._state(state, data))
+        # in the memory order of its own: random numbers are drawn in that of what is computed from it
+        return {name: torch.empty_like(own[name], dtype=value.dtype).copy_(value) for name, value in named.items()}
 
     def module_in_modes(self, data: PassData) -> nn.Module:
         """Return the network that replays a pass, in the pass's modes."""
@@ -213,6 +217,9 @@ class TrainingReplay:
         X = data.X.to(self.spec.device)
         is_in_run_dtype = X.dtype == self.model.spec.dtype  # an input of another dtype is cast by the network itself
         rows = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device).cast(X) if is_in_run_dtype else X
+        order = data.forward.memory_order
+        if order is not None:
+            rows = rows.permute(order.tolist()).contiguous().permute(order.argsort().tolist())
         return self.model.signature.unpack(rows)
 
     def _losses(self, returned: Any, data: PassData) -> Tensor:

@@ -39,6 +39,8 @@ class ForwardPass:
         statistics: The moving statistics when the pass began, (Q,); None if they are those at the start of the step.
         statistics_after: Those when it ended; None if they are those at the end of the step.
         autocast: The dtype of automatic mixed precision; None without it.
+        memory_order: The dimensions of the input in the order in which they lay in memory, from the slowest to the
+            fastest: random numbers are drawn in that order. None if it is their own.
     """
 
     num_rows: int
@@ -50,6 +52,7 @@ class ForwardPass:
     statistics: Float[Tensor, " Q"] | None = None
     statistics_after: Float[Tensor, " Q"] | None = None
     autocast: torch.dtype | None = None
+    memory_order: Int64[Tensor, " dimensions"] | None = None
 
     @property
     def is_plain(self) -> bool:

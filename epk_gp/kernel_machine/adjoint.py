@@ -23,7 +23,7 @@ from epk_gp.kernel_machine.contributions import (
     WeightsContribution,
     grouped_products,
 )
-from epk_gp.kernel_machine.loss_products import LossProducts
+from epk_gp.kernel_machine.loss_products import LossProducts, is_rounding
 from epk_gp.kernel_machine.problem import AttributionProblem, averaged_statistics_jacobian, integrate_step
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.statistics_terms import statistics_increments
@@ -140,8 +140,10 @@ def _emit_samples(
     step, H, scale = adjoints.step, adjoints.of_h, adjoints.coefficients.grad_scale
     H = H * broadcast_to_params(scale, problem.net.model.sizes, H) if not bool((scale == 1).all()) else H
     for data in passes_of(step, products.run.data):
-        values = -products(step, data, H, groups)
-        emit(SampleContributions(step.index, adjoints.rows, data.samples, values))
+        values, rounding = products(step, data, H, groups)
+        emit(SampleContributions(step.index, adjoints.rows, data.samples, -values))
+        if rounding is not None and is_rounding(rounding, values):
+            emit(UnexplainedContribution(step.index, adjoints.rows, -rounding))
 
 
 def _emit_unexplained(

@@ -21,8 +21,10 @@ PARTS = (
     "device_random_state",
     "statistics",
     "statistics_after",
+    "memory_order",
 )
 CONTENT = "passes.content"
+MAX_DIMENSIONS = 64  # of a tensor in torch
 MAX_RANDOM_BYTES = 1 << 16  # torch's state has 5056 bytes on the CPU, 16 on CUDA
 Numbers = NDArray[np.int64]
 
@@ -37,7 +39,7 @@ class PassTables:
         counts: Number of passes of each step, (j,).
         rows: Number of rows of each pass, (p,).
         autocast: Its dtype of automatic mixed precision, as a number in `DTYPES`, or -1, (p,).
-        parts: Number of the packed tensor of each of `PARTS`, or -1, (p, 9). Passes may share one.
+        parts: Number of the packed tensor of each of `PARTS`, or -1, (p, 10). Passes may share one.
         kinds: Dtype (a number in `DTYPES`), encoding, and number of dimensions of each packed tensor, (b, 3).
         shapes: Their shapes one after another.
         lengths: Their packed bytes, (b,); their content stands in this order, without gaps.

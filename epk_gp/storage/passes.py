@@ -118,6 +118,7 @@ class PackedPasses(Sequence[ForwardPass]):
                 device_random_state=values.get("device_random_state"),
                 statistics=values.get("statistics"),
                 statistics_after=values.get("statistics_after"),
+                memory_order=values.get("memory_order"),
                 autocast=None if self.tables.autocast[forward] < 0 else DTYPES[self.tables.autocast[forward]],
             )
             validate_pass(result)
@@ -239,6 +240,7 @@ def validate_pass(forward: ForwardPass) -> None:
         ("device_random_state", forward.device_random_state, (torch.uint8,)),
         ("statistics", forward.statistics, (torch.float32, torch.float64)),
         ("statistics_after", forward.statistics_after, (torch.float32, torch.float64)),
+        ("memory_order", forward.memory_order, (torch.int64,)),
     ):
         if value is None:
             continue
@@ -248,6 +250,9 @@ def validate_pass(forward: ForwardPass) -> None:
             raise ValueError(f"{name} must hold finite numbers: it holds NaN or infinity.")
         if "random" in name and not 0 < len(value) <= MAX_RANDOM_BYTES:
             raise ValueError(f"{name} must have 1 to {MAX_RANDOM_BYTES} bytes: got {len(value)}.")
+    order = forward.memory_order
+    if order is not None and sorted(order.tolist()) != list(range(len(order))):
+        raise ValueError(f"memory_order must hold each dimension once: got {order.tolist()}.")
     if forward.random_state is not None:
         _validate_random_state(forward.random_state)
     if forward.autocast is not None and not (forward.autocast in DTYPES and forward.autocast.is_floating_point):
@@ -291,6 +296,7 @@ def _packed(passes: Passes) -> Iterator[tuple[int, int, dict[str, Packed]]]:
             "device_random_state": forward.device_random_state,
             "statistics": forward.statistics,
             "statistics_after": forward.statistics_after,
+            "memory_order": forward.memory_order,
         }
         for name, seen in (("inputs", forward.inputs), ("targets", forward.targets)):
             if seen is not None:

@@ -31,6 +31,8 @@ class CapturedForward:
         outputs: What the loss takes, (n, C), detached; None if it is not a tensor that the network returned.
         output_gradient: The gradient of the loop's loss in the outputs; None before the backward pass.
         position: Number of the pass since the recording began.
+        memory_order: The dimensions of the one input from the slowest to the fastest in memory; None if that is their
+            own order.
     """
 
     inputs: Shaped[Tensor, "n ..."]
@@ -43,6 +45,7 @@ class CapturedForward:
     outputs: Tensor | None = None
     output_gradient: Tensor | None = None
     position: int = 0
+    memory_order: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -159,6 +162,7 @@ class ForwardCapture:
             statistics_after=self.statistics,
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             position=self.count,
+            memory_order=_memory_order(before.inputs) if self.model.signature.layout is None else None,
         )
         self.waiting = [*self.waiting[-_MAX_WAITING + 1 :], forward]
         value = self.loss_input(returned, len(before.inputs))
@@ -175,6 +179,14 @@ def _add_gradient(forward: CapturedForward, gradient: Tensor) -> None:
     gradient = gradient if forward.outputs is None else gradient.reshape(forward.outputs.shape)
     known = forward.output_gradient
     forward.output_gradient = gradient.clone() if known is None else known + gradient
+
+
+def _memory_order(x: Tensor) -> Tensor | None:
+    """Return the dimensions of a dense tensor by their strides, largest first; None if that is their own order."""
+    if x.is_contiguous() or x.ndim < 2:
+        return None
+    order = sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+    return torch.tensor(order) if order != list(range(x.ndim)) else None
 
 
 def _device_random_state(device: torch.device) -> Tensor | None:

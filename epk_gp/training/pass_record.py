@@ -115,6 +115,7 @@ class PassRecords:
             random_state=forward.random_state,
             device_random_state=forward.device_random_state,
             autocast=forward.autocast,
+            memory_order=forward.memory_order if is_random else None,
         )
         return record, c.cpu().double()
 

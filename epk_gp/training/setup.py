@@ -263,12 +263,15 @@ def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor,
         validate_loss_row_independence(loss, value, y[:n], alone)
 
 
-def validate_end(setup: TrainingSetup, weights: Float[Tensor, " P"], num_steps: int) -> None:
+def validate_end(
+    setup: TrainingSetup, weights: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int
+) -> None:
     """Raise if the network at the end of the recording is not the one that the last step left.
 
     Args:
         setup: The training.
         weights: The weights after the last recorded step.
+        statistics: The moving statistics after it; None for a network without them.
         num_steps: Number of recorded steps.
 
     Raises:
@@ -286,6 +289,13 @@ def validate_end(setup: TrainingSetup, weights: Float[Tensor, " P"], num_steps: 
         raise StepMismatchError(
             "the weights at the end of the recording must be those that the last step left: they were replaced after "
             "it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them after the "
+            f"'with' statement. {kept}"
+        )
+    present = setup.statistics()
+    if present is not None and statistics is not None and not torch.equal(present, statistics):
+        raise StepMismatchError(
+            "the moving statistics at the end of the recording must be those that the last step left: forward passes "
+            "in training mode moved them after it (update_bn, or an evaluation in training mode). Do that after the "
             f"'with' statement. {kept}"
         )
     setup.validate_frozen_state(weights, num_steps)

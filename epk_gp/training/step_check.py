@@ -148,6 +148,11 @@ def _describe_mismatch(
 ) -> str:
     difference = float((observed.end - observed.start - expected).abs().max())
     cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule)
+    if not is_repeatable(setup, check):
+        cause = (
+            "the network draws random numbers from another source than torch (NumPy, Python), which cannot be drawn "
+            "again: draw them with torch"
+        )
     accepted = setup.rules.unexplained
     limit = "" if accepted is None else f" unexplained={accepted:g} accepts less than its share of {share:.2g}."
     return (
@@ -229,8 +234,18 @@ def consistent_up_to_rounding(setup: TrainingSetup, check: StepCheck) -> bool:
     difference = (check.used - check.clipped).abs().max()
     if difference <= relative_rounding(check.state.dtype) * check.clipped.abs().max():
         return True
+    if not is_repeatable(setup, check):
+        return False
     cancelled = (check.gradient - _gradient_beside(setup, check)).abs().max()
     return bool(difference <= CANCELLATION_FACTOR * cancelled)
+
+
+def is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
+    """Return whether a replayed gradient comes out the same again; random numbers from elsewhere than torch do not."""
+    if not check.is_replayed:
+        return True
+    again = step_gradient(setup, check.step, check.state, check.state[setup.model.num_weights :])[0]
+    return bool((again - check.gradient).abs().max() <= relative_rounding(again.dtype) * check.gradient.abs().max())
 
 
 def _gradient_beside(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " P"]:
