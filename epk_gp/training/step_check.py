@@ -184,9 +184,7 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
     state = torch.cat([start, observed.start_statistics])
     parts_of_step = passes_of(step, setup.training_data)
     gradient, statistics_error = step_gradient(setup, step, state, observed.end_statistics)
-    parts = setup.model.unflatten(gradient)
-    for name in observed.without_gradient:
-        parts[name].zero_()
+    _zero_parameters(setup, gradient, observed.without_gradient)
     is_one_shape = len({part.X.shape[1:] for part in parts_of_step}) == 1
     return StepCheck(
         state=state,
@@ -199,6 +197,7 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
         c=torch.cat([part.c for part in parts_of_step]) if is_one_shape else parts_of_step[0].c,
         loss=setup.loss,
         statistics_error=statistics_error,
+        without_gradient=observed.without_gradient,
     )
 
 
@@ -216,8 +215,20 @@ def consistent_up_to_rounding(setup: TrainingSetup, check: StepCheck) -> bool:
     return bool(difference <= CANCELLATION_FACTOR * cancelled)
 
 
+def _zero_parameters(setup: TrainingSetup, gradient: Float[Tensor, " P"], names: Set[str]) -> None:
+    parts = setup.model.unflatten(gradient)
+    for name in names:
+        parts[name].zero_()
+
+
 def _gradient_beside(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " P"]:
     """Return the gradient of a step once more, as another computation would round it."""
+    gradient = _rounded_otherwise(setup, check)
+    _zero_parameters(setup, gradient, check.without_gradient)
+    return gradient
+
+
+def _rounded_otherwise(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " P"]:
     P, state = setup.model.num_weights, check.state
     if state.dtype != torch.float64 and not check.is_replayed:
         return step_gradient(setup, check.step, state, state[P:], torch.float64)[0]
