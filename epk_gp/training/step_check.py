@@ -184,7 +184,9 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
     state = torch.cat([start, observed.start_statistics])
     parts_of_step = passes_of(step, setup.training_data)
     gradient, statistics_error = step_gradient(setup, step, state, observed.end_statistics)
-    _zero_parameters(setup, gradient, observed.without_gradient)
+    parts = setup.model.unflatten(gradient)
+    for name in observed.without_gradient:
+        parts[name].zero_()
     is_one_shape = len({part.X.shape[1:] for part in parts_of_step}) == 1
     return StepCheck(
         state=state,
@@ -215,16 +217,12 @@ def consistent_up_to_rounding(setup: TrainingSetup, check: StepCheck) -> bool:
     return bool(difference <= CANCELLATION_FACTOR * cancelled)
 
 
-def _zero_parameters(setup: TrainingSetup, gradient: Float[Tensor, " P"], names: Set[str]) -> None:
-    parts = setup.model.unflatten(gradient)
-    for name in names:
-        parts[name].zero_()
-
-
 def _gradient_beside(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " P"]:
     """Return the gradient of a step once more, as another computation would round it."""
     gradient = _rounded_otherwise(setup, check)
-    _zero_parameters(setup, gradient, check.without_gradient)
+    parts = setup.model.unflatten(gradient)
+    for name in check.without_gradient:
+        parts[name].zero_()
     return gradient
 
 
