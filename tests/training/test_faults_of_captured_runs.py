@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from captured_loops import CLASSES, FEATURES, POINTS, CapturedLoop
-from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
@@ -284,7 +283,7 @@ REFUSED = {
     "outputs_of_other_rows": (
         AS_RECORDED, "value", setting("z", lambda loop: loop.net(loop.X[(loop.rows + 3) % POINTS])), "indices",
     ),
-    "clipped": (("dropout",), "step", lambda loop: nn.utils.clip_grad_norm_(loop.net.parameters(), 1e-2), "clipped"),
+    "gradient_edited": (("dropout",), "step", edit(lambda loop: loop.net[0].weight.grad), OTHER_GRADIENT),
     "announced_twice": (
         ("weights",), "announced", lambda loop: loop.recorder.batch(loop.rows, weight=loop.weight), OTHER_GRADIENT,
     ),
