@@ -42,13 +42,17 @@ class CapturedLoop:
     """A correct loop of three steps; functions are called at named places of it.
 
     Attributes:
-        at: Function to call at a place ("begin", "forward", "value", "backward", "announce", "step", "end"), in step 1.
+        at: Functions to call before these places of the faulty step: "begin", "forward", "value" (of the loss),
+            "announce", "step"; "announced" follows "announce", and "end" the step.
+        faulty_step: The step.
     """
 
-    steps, faulty_step = 3, 1
+    steps = 3
 
-    def __init__(self, feature: str, at: Mapping[str, Callable[["CapturedLoop"], Any]] | None = None) -> None:
-        self.feature, self.at = feature, dict(at or {})
+    def __init__(
+        self, feature: str, at: Mapping[str, Callable[["CapturedLoop"], Any]] | None = None, faulty_step: int = 1
+    ) -> None:
+        self.feature, self.at, self.faulty_step = feature, dict(at or {}), faulty_step
         self.net = make_net(feature)
         self.X, self.y = make_data()
         parameters = list(self.net.parameters())
@@ -83,6 +87,7 @@ class CapturedLoop:
     def run(self, path: Path | None = None, **options: Any) -> epk.Trajectory:
         torch.manual_seed(7)
         optimizers = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
+        options = {"check_every": 1} | options  # every step, whatever time that takes
         with epk.Recorder(self.net, optimizers, self.X, self.y, path=path, **options) as recorder:
             self.recorder = recorder
             for step in range(self.steps):
@@ -97,9 +102,9 @@ class CapturedLoop:
                     self.z = self.net(self.x)
                     self.place("value")
                     self.value().backward()
-                    self.place("backward")
-                    recorder.batch(self.announced, weight=self.weight)
                     self.place("announce")
+                    recorder.batch(self.announced, weight=self.weight)
+                    self.place("announced")
                 self.place("step")
                 for optimizer in self.optimizers:
                     optimizer.step()

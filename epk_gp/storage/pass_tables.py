@@ -24,7 +24,6 @@ PARTS = (
     "memory_order",
 )
 CONTENT = "passes.content"
-MAX_DIMENSIONS = 64  # of a tensor in torch
 MAX_RANDOM_BYTES = 1 << 16  # torch's state has 5056 bytes on the CPU, 16 on CUDA
 Numbers = NDArray[np.int64]
 

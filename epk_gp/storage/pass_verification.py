@@ -15,7 +15,7 @@ from epk_gp.storage.packing import BITS, DTYPES, RAW, SORTED, fits
 from epk_gp.storage.pass_tables import CONTENT, MAX_RANDOM_BYTES, PARTS, TABLES, PassTables
 from epk_gp.storage.schema import ChunkSchema
 
-MAX_DIMENSIONS, _MAX_SIZE = 16, 1 << 40  # of a packed tensor; larger ones would overflow sums of int64
+_MAX_DIMENSIONS, _MAX_SIZE = 16, 1 << 40  # of a packed tensor; larger ones would overflow sums of int64
 _COLUMN = {name: column for column, name in enumerate(PARTS)}
 PASS_TENSORS = {*(f"passes.{name}" for name in TABLES), CONTENT}
 
@@ -81,7 +81,7 @@ def _problem_of_packed(tables: PassTables, size: int) -> str:
         or (kinds[:, 0] >= len(DTYPES)).any()
         or not np.isin(kinds[:, 1], [RAW, BITS, *SORTED]).all()
         or (kinds[:, 2] < 0).any()
-        or (kinds[:, 2] > MAX_DIMENSIONS).any()
+        or (kinds[:, 2] > _MAX_DIMENSIONS).any()
         or kinds[:, 2].sum() != len(shapes)
         or (shapes < 0).any()
         or (shapes > _MAX_SIZE).any()
@@ -108,7 +108,7 @@ def _problem_of_parts(tables: PassTables, schema: ChunkSchema) -> str:
         ("device_random_state", (torch.uint8,), bytes_),
         ("statistics", floats, range(schema.num_statistics, schema.num_statistics + 1)),
         ("statistics_after", floats, range(schema.num_statistics, schema.num_statistics + 1)),
-        ("memory_order", (torch.int64,), range(2, MAX_DIMENSIONS + 1)),
+        ("memory_order", (torch.int64,), range(2, _MAX_DIMENSIONS + 1)),
         ("inputs.index", (torch.int64,), range(_MAX_SIZE + 1)),
         ("targets.index", (torch.int64,), range(_MAX_SIZE + 1)),
     ):

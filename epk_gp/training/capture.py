@@ -97,8 +97,7 @@ class ForwardCapture:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        self.waiting = []
+        self._hooks = []  # the passes that wait are kept: the last step may not be complete yet
 
     def statistics_now(self, index: int) -> Float[Tensor, " Q"] | None:
         """Return the present moving statistics; None for a network without them.

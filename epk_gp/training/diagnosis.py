@@ -1,5 +1,6 @@
 """Diagnosis of a recorded step that is not what the update rule predicts: which known cause explains it."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +49,7 @@ class StepCheck:
         loss: The stated loss.
         statistics_error: Largest difference of moving statistics after a pass from those that its rows give, in units
             of what rounding explains.
+        without_gradient: Names of the parameters that have no gradient in this step; theirs is zero here.
     """
 
     state: Float[Tensor, " PQ"]
@@ -60,6 +62,7 @@ class StepCheck:
     c: Float[Tensor, " B"]
     loss: Loss
     statistics_error: float = 0.0
+    without_gradient: Set[str] = frozenset()
 
     @property
     def is_replayed(self) -> bool:

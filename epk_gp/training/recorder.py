@@ -385,8 +385,7 @@ class Recorder:
                 f"the one of step {self.num_steps} was not."
             )
         if not self._has_refused:
-            last = self._history.last
-            validate_end(self._setup, last.end, last.statistics, self.num_steps)
+            validate_end(self._setup, self._history.last, self.num_steps)
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is not None:
             try:

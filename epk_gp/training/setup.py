@@ -33,6 +33,7 @@ from epk_gp.core.validation import validate_count, validate_finite
 from epk_gp.storage.schema import run_header
 from epk_gp.training.clipping import Clip, validate_clip
 from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.training.history import StepResult
 from epk_gp.training.mode_check import moving_statistics
 from epk_gp.training.validation import (
     evenly_spread,
@@ -263,20 +264,18 @@ def _validate_loss(model: FunctionalModel, loss: Loss, state: Tensor, X: Tensor,
         validate_loss_row_independence(loss, value, y[:n], alone)
 
 
-def validate_end(
-    setup: TrainingSetup, weights: Float[Tensor, " P"], statistics: Float[Tensor, " Q"] | None, num_steps: int
-) -> None:
+def validate_end(setup: TrainingSetup, last: StepResult, num_steps: int) -> None:
     """Raise if the network at the end of the recording is not the one that the last step left.
 
     Args:
         setup: The training.
-        weights: The weights after the last recorded step.
-        statistics: The moving statistics after it; None for a network without them.
+        last: What the last recorded step left.
         num_steps: Number of recorded steps.
 
     Raises:
         StepMismatchError: Weights, buffers, frozen parameters or anything else that the outputs depend on changed.
     """
+    weights = last.end
     kept = f"The {num_steps} recorded steps are kept."
     parameters = dict(setup.net.named_parameters())
     is_complete = all(name in parameters for name in setup.model.names)
@@ -291,12 +290,12 @@ def validate_end(
             "it (an average such as EMA, SWA or Lookahead, the best checkpoint, or an edit). Replace them after the "
             f"'with' statement. {kept}"
         )
-    present = setup.statistics()
-    if present is not None and statistics is not None and not torch.equal(present, statistics):
+    statistics = setup.statistics()
+    if statistics is not None and last.statistics is not None and not torch.equal(statistics, last.statistics):
         raise StepMismatchError(
-            "the moving statistics at the end of the recording must be those that the last step left: forward passes "
-            "in training mode moved them after it (update_bn, or an evaluation in training mode). Do that after the "
-            f"'with' statement. {kept}"
+            "the moving statistics at the end of the recording must be those that the last step left: they were moved "
+            "after it (a forward pass in training mode, update_bn, or an edit). Evaluate in evaluation mode, or move "
+            f"them after the 'with' statement. {kept}"
         )
     setup.validate_frozen_state(weights, num_steps)
     rows = evenly_spread(setup.X, _NUM_END_ROWS)

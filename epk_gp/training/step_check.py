@@ -221,6 +221,7 @@ def _recompute(setup: TrainingSetup, observed: ObservedStep) -> StepCheck:
         c=torch.cat([part.c for part in parts_of_step]) if is_one_shape else parts_of_step[0].c,
         loss=setup.loss,
         statistics_error=statistics_error,
+        without_gradient=observed.without_gradient,
     )
 
 
@@ -250,6 +251,14 @@ def is_repeatable(setup: TrainingSetup, check: StepCheck) -> bool:
 
 def _gradient_beside(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " P"]:
     """Return the gradient of a step once more, as another computation would round it."""
+    gradient = _rounded_otherwise(setup, check)
+    parts = setup.model.unflatten(gradient)
+    for name in check.without_gradient:
+        parts[name].zero_()
+    return gradient
+
+
+def _rounded_otherwise(setup: TrainingSetup, check: StepCheck) -> Float[Tensor, " P"]:
     P, state = setup.model.num_weights, check.state
     if state.dtype != torch.float64 and not check.is_replayed:
         return step_gradient(setup, check.step, state, state[P:], torch.float64)[0]

@@ -1,0 +1,390 @@
+"""Faults in runs whose forward passes are recorded as they were: none goes unnoticed.
+
+In a recorded run, results are not certified and say at which step; in a loop, the step is refused, or what the network
+really did is recorded and the results are exact.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from captured_loops import CLASSES, FEATURES, POINTS, CapturedLoop
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.step import SeenRows
+
+TEST = torch.randn(2, 4, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+STEP = 1
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The honest run of each feature, in memory and on disk."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        (feature, on_disk): CapturedLoop(feature).run(folder / feature if on_disk else None)
+        for feature in FEATURES
+        for on_disk in (False, True)
+    }
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_an_honest_run_is_certified(runs, feature, on_disk):
+    """The control."""
+    run = runs[feature, on_disk]
+    result, shares = epk.reconstruct(run, TEST), epk.attribute(run, TEST)
+    assert result.certified
+    assert shares.certified
+    assert (shares.total - result.network).abs().max() < 1e-10
+
+
+def of_step(**changes):
+    def tampered(run):
+        steps = list(run.steps)
+        values = {name: change(run, steps[STEP]) for name, change in changes.items()}
+        steps[STEP] = replace(steps[STEP], **values)
+        return replace(run, steps=tuple(steps))
+
+    return tampered
+
+
+def of_pass(number=-1, **changes):
+    def passes(run, step):
+        found = list(step.passes)
+        values = {name: change(run, found[number]) for name, change in changes.items()}
+        found[number] = replace(found[number], **values)
+        return tuple(found)
+
+    return of_step(passes=passes)
+
+
+def of_states(state):
+    def tampered(run):
+        found = [run.statistics[s].clone() for s in range(run.num_steps + 1)]
+        found[state][0] += 1e-6
+        return replace(run, statistics=tuple(found))
+
+    return tampered
+
+
+def moved(rows):
+    values = rows.values.clone()
+    values[2, 1] += 1e-4
+    return SeenRows(rows.index, values)
+
+
+def permuted(rows):
+    return SeenRows(rows.index, rows.values.roll(1, 0))
+
+
+def with_rows(forward, num_rows):
+    return replace(forward, num_rows=num_rows)
+
+
+def nothing(run, _):
+    return None
+
+
+RANDOM = {
+    "mask_of_another_step": of_pass(random_state=lambda run, _: run.steps[2].passes[0].random_state),
+    "mask_of_another_seed": of_pass(random_state=lambda *_: torch.Generator().manual_seed(5).get_state()),
+    "no_random_state": of_pass(random_state=nothing),
+    "all_in_evaluation_mode": of_pass(modes=lambda _, forward: torch.zeros_like(forward.modes)),
+    "no_modes": of_pass(modes=nothing),
+    "neither": of_pass(modes=nothing, random_state=nothing),
+    "rows_in_another_order": of_step(batch=lambda _, step: step.batch.roll(1)),
+    "weights_of_samples": of_step(sample_weights=lambda *_: torch.tensor([2.0] + [1.0] * 7).double() / 8),
+}
+TAMPERS = {
+    "dropout": RANDOM,
+    "two_optimizers": RANDOM,
+    "batch_norm": {
+        "state_after": (of_states(STEP + 1), STEP),
+        "first_state": (of_states(0), 0),
+        "last_state": (of_states(3), 2),
+        "statistics_before": of_pass(statistics=lambda run, _: run.statistics[0]),
+        "statistics_after": of_pass(statistics_after=lambda run, _: run.statistics[1]),
+        "all_in_evaluation_mode": of_pass(modes=lambda _, forward: torch.zeros_like(forward.modes)),
+        "no_modes": of_pass(modes=nothing),
+        "another_row": of_step(batch=lambda _, step: torch.cat([step.batch[:-1], (step.batch[-1:] + 3) % POINTS])),
+    },
+    "accumulated_batch_norm": {
+        "before_the_second_pass": of_pass(statistics=lambda _, forward: forward.statistics + 1e-6),
+        "second_pass_begins_the_step": of_pass(statistics=nothing),
+        "after_the_first_pass": of_pass(0, statistics_after=lambda _, forward: forward.statistics_after + 1e-6),
+        "first_pass_ends_the_step": of_pass(0, statistics_after=nothing),
+        "passes_in_another_order": of_step(passes=lambda _, step: tuple(step.passes)[::-1]),
+        "rows_of_the_passes": of_step(passes=lambda _, step: tuple(map(with_rows, step.passes, (3, 5)))),
+    },
+    "augmentation": {
+        "one_row": of_pass(inputs=lambda _, forward: moved(forward.inputs)),
+        "of_another_step": of_pass(inputs=lambda run, _: run.steps[2].passes[0].inputs),
+        "as_recorded": of_pass(inputs=nothing),
+        "rows_in_another_order": of_pass(inputs=lambda _, forward: permuted(forward.inputs)),
+        "samples_in_another_order": of_step(batch=lambda _, step: step.batch.roll(1)),
+    },
+    "mixup": {
+        "one_row": of_pass(inputs=lambda _, forward: moved(forward.inputs)),
+        "one_target": of_pass(targets=lambda _, forward: moved(forward.targets)),
+        "targets_as_recorded": of_pass(targets=nothing),
+        "targets_in_another_order": of_pass(targets=lambda _, forward: permuted(forward.targets)),
+    },
+    "weights": {
+        "one_weight": of_step(sample_weights=lambda _, step: step.sample_weights * (1 + 1e-3 * (torch.arange(8) == 2))),
+        "in_another_order": of_step(sample_weights=lambda _, step: step.sample_weights.roll(1)),
+        "as_stated": of_step(sample_weights=nothing),
+    },
+    "accumulation": {
+        "one_weight": of_step(sample_weights=lambda _, step: step.sample_weights * (1 + 1e-3 * (torch.arange(8) == 2))),
+        "one_batch_left_out": of_step(
+            batch=lambda _, step: step.batch[:4], sample_weights=lambda _, step: step.sample_weights[:4]
+        ),
+    },
+}
+CASES = [(feature, name, False) for feature, tampers in TAMPERS.items() for name in tampers]
+CASES += [(feature, next(iter(tampers)), True) for feature, tampers in TAMPERS.items()]
+CASE_IDS = [f"{feature}-{name}-{'disk' if on_disk else 'memory'}" for feature, name, on_disk in CASES]
+
+
+@pytest.mark.parametrize(("feature", "name", "on_disk"), CASES, ids=CASE_IDS)
+def test_a_record_that_was_changed_is_not_certified(runs, feature, name, on_disk):
+    tamper = TAMPERS[feature][name]
+    tamper, step = tamper if isinstance(tamper, tuple) else (tamper, STEP)
+    run = tamper(runs[feature, on_disk])
+    for name, compute in (("reconstruction", epk.reconstruct), ("attribution", epk.attribute)):
+        with pytest.warns(epk.CertificateWarning, match=f"the {name} is not certified: step {step} differs from"):
+            result = compute(run, TEST)
+        assert not result.certified
+
+
+def losses(loop):
+    return -(loop.q * loop.z.log_softmax(dim=1)).sum(dim=1)
+
+
+def with_loss(value):
+    def replaced(loop):
+        loop.value = lambda: (vars(loop).pop("value"), value(loop))[1]
+
+    return replaced
+
+
+def setting(name, value):
+    return lambda loop: setattr(loop, name, value(loop))
+
+
+def edit(tensor, amount=1e-6):
+    def edited(loop):
+        with torch.no_grad():
+            tensor(loop).view(-1)[0] += amount
+
+    return edited
+
+
+def without_gradients(rows=slice(0, 8)):
+    def validate(loop):
+        with torch.no_grad():
+            loop.net(loop.X[rows])
+
+    return validate
+
+
+def in_evaluation_mode(loop):
+    loop.net.eval()
+    loop.net(loop.X[:8])
+    loop.net.train()
+
+
+def backward_elsewhere(loop):
+    F.cross_entropy(loop.net(loop.X[4:]), loop.y[4:]).backward()
+
+
+def gradient_of_other_rows(loop):
+    for optimizer in loop.optimizers:
+        optimizer.zero_grad()
+    backward_elsewhere(loop)
+
+
+def of_others(loop):
+    return F.one_hot(loop.y[(loop.rows + 1) % POINTS], CLASSES).double()
+
+
+def option(name, value, layer=1):
+    return lambda loop: setattr(loop.net[layer], name, value)
+
+
+def other_dropout_for_a_pass(loop):
+    loop.net[1].p = 0.4
+    loop.at["value"] = option("p", 0.5)
+
+
+def double_gradient(loop):
+    loop.net[-1].weight.grad.mul_(2)
+
+
+def between_the_optimizers(act):
+    return lambda loop: loop.optimizers[0].register_step_post_hook(lambda *_: act(loop))
+
+
+def keep_rows(loop):
+    loop.kept = vars(loop).get("kept", loop.rows)
+    loop.announced = loop.kept
+
+
+def skip_announcement(loop):
+    loop.at.clear()  # that of the first batch alone
+    loop.recorder.batch = lambda *_, **__: vars(loop.recorder).pop("batch")
+
+
+ALL = ("dropout", "batch_norm", "augmentation", "mixup", "weights", "accumulation", "two_optimizers")
+AS_RECORDED = ("dropout", "batch_norm", "weights", "accumulation")  # the network sees X[batch]
+NORM = ("batch_norm", "accumulated_batch_norm")
+OTHER_GRADIENT = "the change of the weights must be"
+NOT_ANNOUNCED = "must be preceded by recorder.batch"  # gradients were cleared: the batch is taken for a skipped one
+REFUSED = {
+    "weights_edited_between_steps": (("batch_norm",), "begin", edit(lambda loop: loop.net[0].weight), "in between"),
+    "weights_edited_before_backward": (ALL, "value", edit(lambda loop: loop.net[0].weight), "were changed"),
+    "weights_edited_before_the_step": (("dropout",), "step", edit(lambda loop: loop.net[0].weight), OTHER_GRADIENT),
+    "rows_in_another_order": (AS_RECORDED, "forward", setting("announced", lambda loop: loop.rows.roll(1)), "indices"),
+    "rows_of_others": (
+        AS_RECORDED, "forward", setting("announced", lambda loop: (loop.rows + 3) % POINTS), "other training points",
+    ),
+    "one_row_of_another": (
+        ("batch_norm", "dropout"),
+        "forward",
+        setting("announced", lambda loop: torch.cat([loop.rows[:-1], (loop.rows[-1:] + 3) % POINTS])),
+        "was X",
+    ),
+    "fewer_rows": (("dropout", "mixup"), "forward", setting("announced", lambda loop: loop.rows[1:]), OTHER_GRADIENT),
+    "labels_in_another_order": (AS_RECORDED, "forward", setting("q", lambda loop: loop.q.roll(1, 0)), OTHER_GRADIENT),
+    "targets_of_another_batch": (AS_RECORDED, "forward", setting("q", of_others), OTHER_GRADIENT),
+    "loss_scaled": (ALL, "forward", with_loss(lambda loop: 1.01 * (loop.weight * losses(loop)).mean()), OTHER_GRADIENT),
+    "another_loss": (ALL, "forward", with_loss(lambda loop: (loop.z - loop.q).square().mean()), OTHER_GRADIENT),
+    "smoothed_labels": (
+        ("mixup", "dropout"), "forward", setting("q", lambda loop: 0.9 * loop.q + 0.1 / CLASSES), OTHER_GRADIENT,
+    ),
+    "temperature": (
+        ("augmentation", "weights"),
+        "forward",
+        with_loss(lambda loop: -(loop.weight * (loop.q * (loop.z / 2).log_softmax(1)).sum(1)).mean()),
+        OTHER_GRADIENT,
+    ),
+    "penalty": (
+        ("mixup",),
+        "forward",
+        with_loss(lambda loop: losses(loop).mean() + 0.01 * loop.net[0].weight.square().sum()),
+        OTHER_GRADIENT,
+    ),
+    "backward_twice": (ALL, "value", lambda loop: loop.value().backward(retain_graph=True), OTHER_GRADIENT),
+    "gradient_of_others_added": (ALL, "forward", backward_elsewhere, OTHER_GRADIENT),
+    "gradient_of_others_instead": (AS_RECORDED, "announce", gradient_of_other_rows, "step 1: "),
+    "gradient_of_others_after_the_announcement": (ALL, "announced", gradient_of_other_rows, NOT_ANNOUNCED),
+    "outputs_of_other_rows": (
+        AS_RECORDED, "value", setting("z", lambda loop: loop.net(loop.X[(loop.rows + 3) % POINTS])), "indices",
+    ),
+    "gradient_edited": (("dropout",), "step", edit(lambda loop: loop.net[0].weight.grad), OTHER_GRADIENT),
+    "announced_twice": (
+        ("weights",), "announced", lambda loop: loop.recorder.batch(loop.rows, weight=loop.weight), OTHER_GRADIENT,
+    ),
+    "statistics_edited_before_the_step": (NORM, "step", edit(lambda loop: loop.net[1].running_mean), "in another way"),
+    "another_momentum": (("batch_norm",), "begin", option("momentum", 0.3), "moving statistics after a forward pass"),
+    "another_eps": (("batch_norm",), "begin", option("eps", 1e-2), OTHER_GRADIENT),
+    "another_dropout": (("dropout",), "begin", option("p", 0.4), OTHER_GRADIENT),
+    "another_dropout_for_a_pass": (("dropout",), "begin", other_dropout_for_a_pass, OTHER_GRADIENT),
+    "a_batch_not_announced": (("accumulation",), "announce", skip_announcement, OTHER_GRADIENT),
+    "a_batch_announced_for_another": (("accumulation",), "announce", keep_rows, "other training points"),
+    "another_factor": (("accumulation",), "announce", setting("weight", lambda _: 0.25), OTHER_GRADIENT),
+    "weights_edited_between_optimizers": (
+        ("two_optimizers",), "step", between_the_optimizers(edit(lambda loop: loop.net[-1].bias)), OTHER_GRADIENT,
+    ),
+    "gradient_edited_between_optimizers": (
+        ("two_optimizers",), "step", between_the_optimizers(double_gradient), OTHER_GRADIENT,
+    ),
+}  # fmt: skip
+REFUSED_CASES = [(name, feature) for name, (features, *_) in REFUSED.items() for feature in features]
+
+
+@pytest.mark.parametrize(("name", "feature"), REFUSED_CASES, ids=["-".join(case) for case in REFUSED_CASES])
+def test_a_fault_in_the_loop_is_refused(name, feature):
+    _, place, act, message = REFUSED[name]
+    with pytest.raises(epk.StepMismatchError, match=message):
+        CapturedLoop(feature, {place: act}).run()
+
+
+SOUND = {
+    "random_numbers_elsewhere": (("dropout",), "value", lambda loop: torch.rand(5)),
+    "another_seed": (("dropout", "two_optimizers"), "begin", lambda loop: torch.manual_seed(0)),
+    "validation_before": (ALL, "forward", in_evaluation_mode),
+    "validation_after": (ALL, "announce", in_evaluation_mode),
+    "training_mode_without_gradients_before": (NORM, "forward", without_gradients()),
+    "training_mode_without_gradients_after": ((*NORM, "dropout"), "announced", without_gradients()),
+    "training_mode_with_gradients": (NORM, "value", lambda loop: loop.net(loop.X[4:])),
+    "same_rows_again": (("dropout", "batch_norm"), "value", lambda loop: loop.net(loop.x)),
+    "second_pass_of_the_rows": (("dropout", "batch_norm"), "value", setting("z", lambda loop: loop.net(loop.x))),
+    "evaluation_mode": (("dropout", "batch_norm"), "begin", lambda loop: loop.net.eval()),
+    "evaluation_mode_after_the_pass": (("dropout", "batch_norm"), "value", lambda loop: loop.net.eval()),
+    "frozen_normalisation": (NORM, "begin", lambda loop: loop.net[1].eval()),
+    "statistics_edited_between_steps": (NORM, "begin", edit(lambda loop: loop.net[1].running_mean, 0.1)),
+    "statistics_forgotten": (NORM, "begin", lambda loop: loop.net[1].reset_running_stats()),
+    "one_noisy_label": (
+        AS_RECORDED, "forward", setting("q", lambda loop: torch.cat([loop.q[:1].roll(1, 1), loop.q[1:]])),
+    ),
+    "weights_not_stated": (
+        ("dropout", "accumulation"),
+        "forward",
+        with_loss(lambda loop: (torch.linspace(0.5, 1.5, len(loop.z)).double() * loop.weight * losses(loop)).mean()),
+    ),
+    "hardest_half": (
+        ("batch_norm", "dropout"), "forward", with_loss(lambda loop: losses(loop).topk(len(loop.z) // 2).values.mean()),
+    ),
+    "inputs_edited_after_the_pass": (ALL, "announce", lambda loop: loop.x.mul_(2)),
+    "data_edited": (("dropout",), "begin", lambda loop: loop.X.mul_(1.1)),
+    "gradients_cleared_between_batches": (
+        ("accumulation",), "forward", lambda loop: [optimizer.zero_grad() for optimizer in loop.optimizers],
+    ),
+    "other_order_of_optimizers": (("two_optimizers",), "step", lambda loop: loop.optimizers.reverse()),
+    "one_optimizer_alone": (("two_optimizers",), "step", lambda loop: loop.optimizers.pop()),
+}  # fmt: skip
+SOUND_CASES = [(name, feature) for name, (features, *_) in SOUND.items() for feature in features]
+
+
+@pytest.mark.parametrize(("name", "feature"), SOUND_CASES, ids=["-".join(case) for case in SOUND_CASES])
+def test_what_a_loop_may_do_is_recorded_as_it_was(name, feature):
+    _, place, act = SOUND[name]
+    loop = CapturedLoop(feature, {place: act})
+    run = loop.run()
+    shares = epk.attribute(run, TEST, head="logits")
+    assert shares.certified
+    loop.net.eval()
+    assert (shares.total - loop.net(TEST).detach()).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    "act", [without_gradients(), edit(lambda loop: loop.net[1].running_mean)], ids=["pass", "edit"]
+)
+@pytest.mark.parametrize("feature", NORM)
+def test_statistics_that_move_after_the_last_step_are_refused(feature, act):
+    loop = CapturedLoop(feature, {"end": act}, faulty_step=2)
+    with pytest.raises(epk.StepMismatchError, match="moving statistics at the end of the recording must be those"):
+        loop.run()
+    assert loop.recorder.num_steps == 3
+    assert epk.reconstruct(loop.recorder.trajectory, TEST).certified
+
+
+def test_another_loss_is_refused_where_parameters_have_no_gradient():
+    """The gradient of the parameters that no optimizer moved is no measure of rounding."""
+
+    def one_optimizer_on_other_targets(loop):
+        loop.optimizers.pop()
+        loop.q = of_others(loop)
+
+    with pytest.raises(epk.StepMismatchError, match=OTHER_GRADIENT):
+        CapturedLoop("two_optimizers", {"forward": one_optimizer_on_other_targets}).run()
+
+
+def test_the_last_step_of_one_optimizer_alone_keeps_its_forward_pass():
+    loop = CapturedLoop("two_optimizers", {"step": lambda loop: loop.optimizers.pop()}, faulty_step=2)
+    run = loop.run()
+    assert len(run.steps[2].passes) == 1
+    assert epk.reconstruct(run, TEST).certified
