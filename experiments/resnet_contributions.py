@@ -21,12 +21,12 @@ from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
 from epk_gp.kernel_machine.attribution_results import Attribution
 from epk_gp.plots import training_image
-from epk_gp.plots.common import GREY, LOWERED, RAISED, short
+from epk_gp.plots.common import GREY, LOWERED, RAISED
 from harness import Experiment, main
 from problems import images
 
 CLOTHES = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
-TERMS = ("initial", "own_class", "other_classes", "decay", "statistics", "unexplained")
+TERMS = ("initial", "samples", "decay", "statistics", "unexplained")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Config:
     weight_decay: float = 5e-4
     tol: float = 1e-9
     neighbours: int = 4
-    shown: tuple[int, ...] = (0, 2, 5, 8)
+    shown: tuple[int, ...] = (0, 5, 8, 9)
     seed: int = 0
 
 
@@ -75,8 +75,9 @@ class Result:
     """Terms of every prediction, and what they cost.
 
     Attributes:
-        tests: Per test image: label, predicted class, the terms of its output for that class, the output, the
-            difference of the sum from it, the amplification, and how many training images raised and lowered it.
+        tests: Per test image: label, predicted class, the terms of its output for that class (`samples` also divided
+            into the training images of that class and the others), the output, the difference of the sum from it, the
+            amplification, and how many training images raised and lowered it.
         shown: Some of them with their pixels, and the training images that raised and lowered the output most.
         names: Names of the classes.
         num_train: Number of training images.
@@ -90,6 +91,7 @@ class Result:
         contributing: Smallest number of training images with a contribution that is not zero, over the test images.
         seconds_training: Seconds of training and recording.
         seconds_attribution: Seconds of the contributions.
+        cpu_seconds_attribution: Seconds of processor time of the contributions.
         peak_memory: Largest resident memory of the process, in GiB.
         disk: Size of the recorded run, in MiB.
     """
@@ -108,6 +110,7 @@ class Result:
     contributing: int
     seconds_training: float
     seconds_attribution: float
+    cpu_seconds_attribution: float
     peak_memory: float
     disk: float
 
@@ -166,7 +169,7 @@ def run(config: Config) -> Result:
         trained = time.perf_counter()
         outputs = network_outputs(trajectory, test.inputs)
         predicted = network_outputs(trajectory, points.inputs).argmax(dim=1)
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         parts = epk.attribute(
             trajectory,
             points.inputs,
@@ -175,7 +178,7 @@ def run(config: Config) -> Result:
             classes=predicted,
             progress=sys.stderr.isatty(),
         )
-        done = time.perf_counter()
+        done, cpu_done = time.perf_counter(), time.process_time()
         disk = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()) / 2**20
         result = Result(
             tests=[_terms(parts, points, train, predicted, n) for n in range(len(points))],
@@ -192,6 +195,7 @@ def run(config: Config) -> Result:
             contributing=int((parts.samples != 0).sum(dim=2).min()),
             seconds_training=trained - start,
             seconds_attribution=done - begun,
+            cpu_seconds_attribution=cpu_done - cpu_begun,
             peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             disk=disk,
         )
@@ -249,6 +253,7 @@ def _terms(parts: Attribution, points: Dataset, train: Dataset, predicted: Tenso
         "label": int(points.labels[n]),
         "predicted": int(predicted[n]),
         "initial": float(parts.initial[n, 0]),
+        "samples": float(samples.sum()),
         "own_class": float(samples[is_own].sum()),
         "other_classes": float(samples[~is_own].sum()),
         "decay": float(parts.decay[n, 0]),
@@ -297,7 +302,12 @@ def draw(result: Result) -> Figure:
     parts = figure.subfigures(1, 4, width_ratios=(1.15, count, count, 3.6))
     for part, title in zip(
         parts,
-        ("test image", "training images that raised it most", "that lowered it most", "all terms of the output"),
+        (
+            "test image",
+            "training images that raised its output most",
+            "those that lowered it most",
+            "all terms of the output for the predicted class",
+        ),
         strict=True,
     ):
         part.suptitle(title, fontsize="medium")
@@ -306,12 +316,12 @@ def draw(result: Result) -> Figure:
     ]
     for row, shown in enumerate(result.shown):
         test = result.tests[shown["test"]]
-        training_image(columns[0][row, 0], _from_text(shown["image"]), f"predicted: {result.names[test['predicted']]}")
-        columns[0][row, 0].set_xlabel(f"output {test['network']:.2f}".replace("-", "−"), fontsize="small")
+        training_image(columns[0][row, 0], _from_text(shown["image"]), result.names[test["label"]])
+        columns[0][row, 0].set_xlabel(f"predicted: {result.names[test['predicted']]}", fontsize="small")
         for axes, key in ((columns[1], "raised"), (columns[2], "lowered")):
             for ax, entry in zip(axes[row], shown[key], strict=True):
                 training_image(ax, _from_text(entry["image"]), result.names[entry["label"]], entry["value"])
-                ax.set_xlabel(short(entry["value"], sign=True), fontsize="small")
+                ax.set_xlabel(f"{entry['value']:+.2f}".replace("-", "−"), fontsize="small")
         _draw_terms(columns[3][row, 0], test)
     return figure
 
@@ -333,7 +343,7 @@ def _draw_terms(ax: Axes, test: dict[str, Any]) -> None:
             text.replace("-", "−"), (end, row), xytext=(3, 0), textcoords="offset points", va="center", fontsize="small"
         )
     ax.axvline(0, color="black", linewidth=0.8)
-    ax.set_yticks(range(len(values)), [*(term.replace("_", " ") for term in TERMS), "output"], fontsize="small")
+    ax.set_yticks(range(len(values)), [*TERMS, "output"], fontsize="small")
     ax.tick_params(axis="x", labelsize="small")
     ax.invert_yaxis()
 

@@ -19,9 +19,11 @@ Slots = Mapping[str, Tensor | None]
 def add_multiple(value: Tensor, t: Tensor, along: Tensor) -> Tensor:
     """Return value + t along; any of the three may carry a tangent."""
     (v, dv), (u, du), (a, da) = (fwAD.unpack_dual(x) for x in (value, t, along))
-    result = v + u * a
-    tangents = [x for x in (dv, None if du is None else du * a, None if da is None else u * da) if x is not None]
-    return fwAD.make_dual(result, sum(tangents[1:], tangents[0]).expand_as(result)) if tangents else result
+    result: Tensor = v + u * a
+    tangent = dv if du is None else du * a if dv is None else dv + du * a
+    if da is not None:
+        tangent = u * da if tangent is None else tangent + u * da
+    return result if tangent is None else fwAD.make_dual(result, tangent.expand_as(result))
 
 
 def call_with_both(call: Callable[..., Any], x: Tensor, held: Slots, along: Slots, *, joins: bool) -> list[Tensor]:
@@ -47,5 +49,6 @@ def call_with_both(call: Callable[..., Any], x: Tensor, held: Slots, along: Slot
 def _both(call: Callable[..., Any], x: Tensor, held: Slots, along: Slots, *, joins: bool) -> list[Tensor]:
     if not joins:
         return [call(held, x), call(along, x)]
-    joined = {name: None if value is None else torch.cat([value, along[name]]) for name, value in held.items()}
+    pairs = {name: (value, along.get(name)) for name, value in held.items()}
+    joined = {name: None if a is None or b is None else torch.cat([a, b]) for name, (a, b) in pairs.items()}
     return list(call(joined, x).chunk(2, dim=1))

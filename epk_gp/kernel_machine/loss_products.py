@@ -16,11 +16,12 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.func import jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents
-from epk_gp.autodiff.directional import forward_mode
+from epk_gp.autodiff.directional import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import to_flat_order
 from epk_gp.core.gradients import RunReplay
@@ -59,6 +60,7 @@ class LossProducts:
     problem: AttributionProblem
     run: RunReplay
     _way: _Way = _Way.FORWARD
+    _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
     _flops_per_row: float | None = None
 
     def __call__(
@@ -133,12 +135,12 @@ class LossProducts:
             expected = replay.losses(replay.params(state, data), data)
         if self._way is _Way.FORWARD:
             try:
-                found = [self._forward(state, data, direction) for direction in directions]
+                primals, slopes = self._forward(state, data, directions, expected)
             except (RuntimeError, NotImplementedError):
                 self._way = _Way.DOUBLE_BACKWARD
             else:
-                if all(_is_same(primal, expected) for primal, _ in found):
-                    return torch.stack([slope for _, slope in found]).to(directions)
+                if _is_same(primals, expected, expected.abs().max().clamp(min=1.0)):
+                    return slopes.to(directions)
                 self._way = _Way.DOUBLE_BACKWARD  # forward mode drew other random numbers, or took another kernel
         if self._way is _Way.DOUBLE_BACKWARD:
             try:
@@ -147,7 +149,29 @@ class LossProducts:
                 self._way = _Way.SAMPLE_BY_SAMPLE
         return self._sample_by_sample(state, data, directions)
 
-    def _forward(self, state: Tensor, data: PassData, direction: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, state: Tensor, data: PassData, directions: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses and their derivatives along all directions, mapped over directions where torch can.
+
+        The first mapped pass is compared with a single one. What draws random numbers is not mapped.
+        """
+        at_once = self.problem.memory.forward_mode_directions(len(data.X))
+        draws = data.forward.random_state is not None or data.forward.device_random_state is not None
+        if self._maps is not False and min(len(directions), at_once) > 1 and not draws:
+            try:
+                primals, slopes = self._mapped(state, data, directions, at_once)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError):
+                self._maps = False
+            else:
+                if self._maps is None:
+                    single = self._single(state, data, directions[0])[1]
+                    self._maps = _is_same(slopes[0], single, single.abs().max())
+                self._maps = self._maps and _is_same(primals, expected, expected.abs().max().clamp(min=1.0))
+                if self._maps:
+                    return primals, slopes
+        singles = [self._single(state, data, direction) for direction in directions]
+        return torch.stack([primal for primal, _ in singles]), torch.stack([slope for _, slope in singles])
+
+    def _single(self, state: Tensor, data: PassData, direction: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses, and their derivatives along one direction, by one forward-mode pass."""
         replay = self.run.passes
         params = replay.params(state, data)
@@ -156,6 +180,25 @@ class LossProducts:
             duals = {name: fwAD.make_dual(params[name], tangents[name]) for name in replay.model.names}
             primal, slope = fwAD.unpack_dual(replay.losses({**params, **duals}, data))
         return primal, torch.zeros_like(primal) if slope is None else slope
+
+    def _mapped(self, state: Tensor, data: PassData, directions: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
+        """Return the losses and their derivatives along all directions, several by one forward-mode pass."""
+        replay = self.run.passes
+        params = replay.params(state, data)
+        weights = {name: params[name] for name in replay.model.names}
+
+        def losses(weights: dict[str, Tensor]) -> Tensor:
+            others = {name: value.clone() for name, value in params.items() if name not in weights}  # a pass moves them
+            return replay.losses({**others, **weights}, data)
+
+        def along(direction: Tensor) -> tuple[Tensor, Tensor]:
+            pair = jvp(losses, (weights,), (replay.model.unflatten(direction),))
+            return pair[0], pair[1]
+
+        reference = params[replay.model.names[0]]
+        with torch.no_grad(), exclusive_forward_mode():
+            primals, slopes = vmap(along, chunk_size=at_once)(directions.to(reference))
+        return primals, slopes
 
     def _losses_with_graph(self, state: Tensor, data: PassData) -> tuple[Tensor, list[Tensor]]:
         replay = self.run.passes
@@ -211,6 +254,6 @@ def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) 
     return Cotangents(derivative)
 
 
-def _is_same(primal: Tensor, expected: Tensor) -> bool:
-    allowed = _ROUNDING.get(primal.dtype, 1e-2) * expected.abs().max().clamp(min=1.0)
-    return bool(((primal - expected).abs() <= allowed).all())
+def _is_same(values: Tensor, expected: Tensor, size: Tensor) -> bool:
+    allowed = _ROUNDING.get(values.dtype, 1e-2) * size
+    return bool(((values - expected).abs() <= allowed).all())
