@@ -292,7 +292,7 @@ def _as_text(image: Tensor) -> list[str]:
 
 
 def _from_text(rows: list[str]) -> np.ndarray:
-    return np.array([list(bytes.fromhex(row)) for row in rows])
+    return np.array([list(bytes.fromhex(row)) for row in rows]) / 255
 
 
 def draw(result: Result) -> Figure:
