@@ -102,6 +102,26 @@ def _scores(saved: dict) -> str:
     return _table(["optimizer", "score", *keys.values()], rows)
 
 
+def _terms(saved: dict) -> str:
+    r = saved["results"]
+    keys = {
+        "initial": "initial",
+        "own_class": "images of that class",
+        "other_classes": "other images",
+        "decay": "decay",
+        "statistics": "statistics",
+        "unexplained": "unexplained",
+        "network": "output",
+    }
+    rows = [
+        [r["names"][test["label"]], r["names"][test["predicted"]]]
+        + [f"{test[key]:.3f}" for key in keys]
+        + [f"{abs(test['error']):.0e}", f"{test['amplification']:.0f}"]
+        for test in r["tests"]
+    ]
+    return _table(["test image", "predicted", *keys.values(), "sum less output", "amplification"], rows)
+
+
 def _seconds(saved: dict) -> str:
     versions = ", ".join(
         f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch")
@@ -116,5 +136,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "numbers": _numbers,
     "images": _images,
     "scores": _scores,
+    "terms": _terms,
     "seconds": _seconds,
 }

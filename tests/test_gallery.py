@@ -158,6 +158,37 @@ def counterfactual(r: dict) -> list[str]:
     ]
 
 
+def contributions(r: dict) -> list[str]:
+    tests = r["tests"]
+    outputs = [abs(test["network"]) for test in tests]
+    statistics = [100 * abs(test["statistics"]) / size for test, size in zip(tests, outputs, strict=True)]
+    boot = next(shown for shown in r["shown"] if tests[shown["test"]]["label"] == 9)
+    labels = {key: [r["names"][entry["label"]] for entry in boot[key]] for key in ("raised", "lowered")}
+    assert r["certified"]
+    assert r["contributing"] == r["num_train"]
+    assert r["names"][tests[boot["test"]]["predicted"]] == "sneaker"
+    assert set(labels["raised"]) == {"sneaker"}
+    assert labels["lowered"].count("boot") == 1
+    assert r["completeness"] < 1e-9
+    assert r["seconds_training"] + r["seconds_attribution"] < 30 * 60
+    assert r["peak_memory"] < 4
+    return [
+        f"({r['num_weights']:,} weights and {r['num_statistics']} moving statistics)",
+        f"{r['num_train']:,} images of Fashion-MNIST",
+        f"It is right on {100 * r['accuracy']:.1f} % of the 10,000 test images",
+        f"The terms sum to the network's outputs to {power(r['completeness'])} relative, with {r['evaluations']:.1f} "
+        "evaluations per image and step",
+        f"the recorded rows give, to {power(r['max_step_mismatch'])}.",
+        f"Recording took {r['seconds_training']:.0f} seconds, the attribution {r['seconds_attribution']:.0f} "
+        f"({r['cpu_seconds_attribution']:.0f} of processor time on one thread), with {r['peak_memory']:.1f} GiB",
+        f"of the predicted class add {spans(column(tests, 'own_class'), '.0f')} and all other images take off "
+        f"{spans([-value for value in column(tests, 'other_classes')], '.0f')}, so that outputs of "
+        f"{spans(outputs, '.1f')} remain.",
+        f"weights made, is {spans(column(tests, 'amplification'), '.0f')}.",
+        f"their term is {spans(statistics, '.0f')} % of the output",
+    ]
+
+
 CLAIMS: dict[str, Callable[[dict], list[str]]] = {
     "fig02_alignment": alignment,
     "fig03_retrained": retrained,
@@ -169,6 +200,7 @@ CLAIMS: dict[str, Callable[[dict], list[str]]] = {
     "notebook_path_kernel": notebook,
     "signal_dimension": signal,
     "counterfactual": counterfactual,
+    "resnet_contributions": contributions,
 }
 
 

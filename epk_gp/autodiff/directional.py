@@ -28,8 +28,8 @@ _interrupted = threading.Event()  # a computation may have left the level open; 
 
 
 @contextmanager
-def forward_mode() -> Iterator[None]:
-    """Enter torch's level of forward-mode derivatives, one thread at a time.
+def exclusive_forward_mode() -> Iterator[None]:
+    """Let one thread at a time use torch's level of forward-mode derivatives, which it enters itself.
 
     A computation that is interrupted while torch enters or leaves the level can leave it open. The next one could not
     enter it then: it closes it first.
@@ -39,12 +39,18 @@ def forward_mode() -> Iterator[None]:
             _close_level()
         _interrupted.set()
         try:
-            with fwAD.dual_level():
-                yield
+            yield
         except Exception:
             _interrupted.clear()  # an error, and the level is closed
             raise
         _interrupted.clear()
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Enter torch's level of forward-mode derivatives, one thread at a time."""
+    with exclusive_forward_mode(), fwAD.dual_level():
+        yield
 
 
 def _close_level() -> None:
@@ -169,7 +175,7 @@ def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -
             return pair[0], pair[1]
         return outputs(u, x), jacrev(outputs)(u, x)
 
-    with _FORWARD_MODE:
+    with exclusive_forward_mode():
         f, slope = vmap(value_and_slope, chunk_size=plan.vmap_chunk_size)(X, t)
     return f, slope
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from epk_gp.autodiff.line_calls import add_multiple, call_with_both
 from epk_gp.autodiff.line_ops import Line, spread_mark, tensors_in
 from epk_gp.autodiff.written_out import WRITTEN_OUT, write_out
 from epk_gp.core.moving_statistics import normalise_by_statistics
@@ -39,8 +40,9 @@ JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {
 }  # fmt: skip
 LINEAR = F.linear
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+LINEAR_IN_INPUT = (LINEAR, *CONVOLUTIONS)
 NORMALISATIONS = (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, normalise_by_statistics)
-LAYERS = (LINEAR, *CONVOLUTIONS, *NORMALISATIONS)
+LAYERS = (*LINEAR_IN_INPUT, *NORMALISATIONS)
 CHANNELS_LAST = (LINEAR, F.layer_norm, F.rms_norm)
 
 
@@ -255,30 +257,35 @@ class InterpolatedWeights(MovedWeights):
         step = self.direction.get(id(value))
         if step is None or id(value) in self.statistics:
             return self.statistics.get(id(value), value)
-        return value + self.t.view(-1, *[1] * value.ndim) * step
+        return add_multiple(value, self.t.view(-1, *[1] * value.ndim), step)
 
     def intercept(self, call: FunctionCall) -> Any:
         """Make the call, and add t times the call along the direction."""
         if call.function is normalise_by_statistics:
             require_rows(call.input, call.input, len(self.t), call.params[0])
             return self.normalise(call)
-        result = call.run()
-        if not has_tensors(result):
-            return result
-        along, moved = {}, 0
-        for name, value in call.in_slots().items():
+        held, along, moved = call.in_slots(), {}, 0
+        for name, value in held.items():
             if value is None:
                 continue
             step = self.direction.get(id(value))
             moved += step is not None
             along[name] = torch.zeros_like(value) if step is None else step
         if moved != len(call.params):
+            result = call.run()
+            if not has_tensors(result):
+                return result
             followed = self.line.follow(call.function, call.args, call.kwargs, result)
             if followed is NotImplemented:
                 call.require_all_in_slots(0)
             return followed
+        if call.function in LINEAR_IN_INPUT:
+            joins = call.function in CONVOLUTIONS and call.argument(6, "groups") in (None, 1)
+            result, change = call_with_both(call.with_slots, call.input, held, along, joins=joins)
+        else:
+            result, change = call.run(), call.with_slots(along)
         require_rows(call.input, result, len(self.t), call.params[0])
-        return result + self.t.view(-1, *[1] * (result.ndim - 1)) * call.with_slots(along)
+        return add_multiple(result, self.t.view(-1, *[1] * (result.ndim - 1)), change)
 
 
 @final

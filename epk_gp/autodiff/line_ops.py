@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epk_gp.autodiff.line_calls import add_multiple
 from epk_gp.core.model import BATCH_MARK
 
 
@@ -151,4 +152,4 @@ class Line:
         return type(result)(self._moved(*pair) for pair in zip(result, along, strict=True))
 
     def _moved(self, value: Tensor, along: Tensor) -> Tensor:
-        return value + self.t.view(-1, *[1] * (value.ndim - 1)) * along
+        return add_multiple(value, self.t.view(-1, *[1] * (value.ndim - 1)), along)

@@ -117,7 +117,7 @@ class GroupedAttribution:
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
         terms = (self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained)
-        return self.initial + torch.stack([term.flatten(2).sum(dim=2) for term in terms]).sum(dim=0)
+        return self.initial + torch.stack([term.reshape(*term.shape[:2], -1).sum(dim=2) for term in terms]).sum(dim=0)
 
     @property
     def max_error(self) -> float:

@@ -16,11 +16,12 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.func import jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents
-from epk_gp.autodiff.directional import forward_mode
+from epk_gp.autodiff.directional import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import to_flat_order
 from epk_gp.core.gradients import RunReplay
@@ -39,8 +40,8 @@ _PASS_OVERHEAD, _WRITING = 1e7, 20.0
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
-# Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a bias
-# in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
+# Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
+# bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
 
 
@@ -64,6 +65,7 @@ class LossProducts:
     problem: AttributionProblem
     run: RunReplay
     _way: _Way = _Way.FORWARD
+    _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
     _flops_per_row: float | None = None
 
     def __call__(
@@ -126,6 +128,8 @@ class LossProducts:
         problem = self.problem
         net, sizes = problem.net, problem.net.model.sizes
         state = flat_state(problem.trajectory.trained, step.index, problem.X)
+        if data.forward.statistics is not None:
+            state = torch.cat([state[: net.model.num_weights], data.forward.statistics.to(state)])
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
         X = net.model.spec.cast(data.X)
         values = []
@@ -141,12 +145,12 @@ class LossProducts:
         """Differentiate the losses of a pass, whose values are known, along some directions of the weights."""
         if self._way is _Way.FORWARD:
             try:
-                found = [self._forward(state, data, direction) for direction in directions]
+                primals, slopes = self._forward(state, data, directions, expected)
             except (RuntimeError, NotImplementedError):
                 self._way = _Way.DOUBLE_BACKWARD
             else:
-                if all(_is_same(primal, expected) for primal, _ in found):
-                    return torch.stack([slope for _, slope in found]).to(directions)
+                if _is_same(primals, expected, expected.abs().max().clamp(min=1.0)):
+                    return slopes.to(directions)
                 self._way = _Way.DOUBLE_BACKWARD  # forward mode drew other random numbers, or took another kernel
         if self._way is _Way.DOUBLE_BACKWARD:
             try:
@@ -155,7 +159,29 @@ class LossProducts:
                 self._way = _Way.SAMPLE_BY_SAMPLE
         return self._sample_by_sample(state, data, directions)
 
-    def _forward(self, state: Tensor, data: PassData, direction: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, state: Tensor, data: PassData, directions: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses and their derivatives along all directions, mapped over directions where torch can.
+
+        The first mapped pass is compared with a single one. What draws random numbers is not mapped.
+        """
+        at_once = self.problem.memory.forward_mode_directions(len(data.X))
+        draws = data.forward.random_state is not None or data.forward.device_random_state is not None
+        if self._maps is not False and min(len(directions), at_once) > 1 and not draws:
+            try:
+                primals, slopes = self._mapped(state, data, directions, at_once)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError):
+                self._maps = False
+            else:
+                if self._maps is None:
+                    single = self._single(state, data, directions[0])[1]
+                    self._maps = _is_same(slopes[0], single, single.abs().max())
+                self._maps = self._maps and _is_same(primals, expected, expected.abs().max().clamp(min=1.0))
+                if self._maps:
+                    return primals, slopes
+        singles = [self._single(state, data, direction) for direction in directions]
+        return torch.stack([primal for primal, _ in singles]), torch.stack([slope for _, slope in singles])
+
+    def _single(self, state: Tensor, data: PassData, direction: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses, and their derivatives along one direction, by one forward-mode pass."""
         replay = self.run.passes
         params = replay.params(state, data)
@@ -165,6 +191,25 @@ class LossProducts:
             duals = {name: fwAD.make_dual(params[name], tangent) for name, tangent in tangents.items()}
             primal, slope = fwAD.unpack_dual(replay.losses({**params, **duals}, data))
         return primal, torch.zeros_like(primal) if slope is None else slope
+
+    def _mapped(self, state: Tensor, data: PassData, directions: Tensor, at_once: int) -> tuple[Tensor, Tensor]:
+        """Return the losses and their derivatives along all directions, several by one forward-mode pass."""
+        replay = self.run.passes
+        params = replay.params(state, data)
+        weights = {name: params[name] for name in replay.model.names}
+
+        def losses(weights: dict[str, Tensor]) -> Tensor:
+            others = {name: value.clone() for name, value in params.items() if name not in weights}  # a pass moves them
+            return replay.losses({**others, **weights}, data)
+
+        def along(direction: Tensor) -> tuple[Tensor, Tensor]:
+            pair = jvp(losses, (weights,), (replay.model.unflatten(direction),))
+            return pair[0], pair[1]
+
+        reference = params[replay.model.names[0]]
+        with torch.no_grad(), exclusive_forward_mode():
+            primals, slopes = vmap(along, chunk_size=at_once)(directions.to(reference))
+        return primals, slopes
 
     def _losses_with_graph(self, state: Tensor, data: PassData) -> tuple[Tensor, list[Tensor]]:
         replay = self.run.passes
@@ -176,7 +221,7 @@ class LossProducts:
     def _double_backward(self, state: Tensor, data: PassData, directions: Tensor, expected: Tensor) -> Tensor:
         """Differentiate v -> v^T J d in v: reverse mode only, one more backward pass per direction."""
         losses, leaves = self._losses_with_graph(state, data)
-        if not _is_same(losses.detach(), expected):
+        if not _is_same(losses.detach(), expected, expected.abs().max().clamp(min=1.0)):
             raise RuntimeError("the replayed losses are others under torch.func.functional_call.")
         with torch.enable_grad():
             v = torch.ones_like(losses, requires_grad=True)
@@ -231,6 +276,6 @@ def is_rounding(difference: Float[Tensor, "N K G"], products: Float[Tensor, "N K
     return bool((difference.sum(dim=2).abs() <= allowed).all())
 
 
-def _is_same(primal: Tensor, expected: Tensor) -> bool:
-    allowed = _ROUNDING.get(primal.dtype, 1e-2) * expected.abs().max().clamp(min=1.0)
-    return bool(((primal - expected).abs() <= allowed).all())
+def _is_same(values: Tensor, expected: Tensor, size: Tensor) -> bool:
+    allowed = _ROUNDING.get(values.dtype, 1e-2) * size
+    return bool(((values - expected).abs() <= allowed).all())

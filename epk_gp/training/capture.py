@@ -184,7 +184,8 @@ def _memory_order(x: Tensor) -> Tensor | None:
     """Return the dimensions of a dense tensor by their strides, largest first; None if that is their own order."""
     if x.is_contiguous() or x.ndim < 2:
         return None
-    order = sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+    strides = list(x.stride())
+    order = sorted(range(x.ndim), key=lambda dim: (-strides[dim], dim))
     return torch.tensor(order) if order != list(range(x.ndim)) else None
 
 

@@ -9,12 +9,14 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.autodiff.planned_model import flat_columns
 from epk_gp.autodiff.planning import plan_for
-from epk_gp.kernel_machine.adjoint import adjoint_pass
+from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.certification import IntegrationRecord
+from epk_gp.kernel_machine.contributions import SampleContributions
 from epk_gp.kernel_machine.problem import make_problem
 from epk_gp.kernel_machine.progress import PassProgress
+from epk_gp.kernel_machine.step_residuals import StepResiduals
 from helpers import NETWORKS, assert_close, make_case
 
 AXES = {
@@ -72,10 +74,13 @@ def test_the_two_ways_to_accumulate_agree():
     total = torch.zeros(len(case.test), 3, case.trajectory.num_points, dtype=torch.float64)
 
     def emit(term) -> None:
-        total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
+        if isinstance(term, SampleContributions):
+            total[term.rows] = total[term.rows].index_add_(2, term.samples, term.values[..., 0])
 
     groups = torch.zeros(len(case.trajectory.model.names), dtype=torch.int64)
-    adjoint_pass(problem, groups, emit, PassProgress(None, [total], IntegrationRecord(rule, 1)), points_per_block=2)
+    residuals = StepResiduals(problem, torch.zeros(len(case.test), 3, dtype=torch.float64), keeps=False)
+    progress, options = PassProgress(None, [total], IntegrationRecord(rule, 1)), PassOptions(2, residuals, False)
+    adjoint_pass(problem, groups, emit, progress, options)
     with pytest.warns(epk.CertificateWarning, match="a fixed rule"):
         parts = epk.attribute(case.trajectory, case.test, rule=rule)
     assert_close(total, parts.samples)

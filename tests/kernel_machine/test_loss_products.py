@@ -1,0 +1,147 @@
+"""Losses of a batch are differentiated along several directions together, where that gives what single passes give."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.gradients import RunReplay
+from epk_gp.core.replay import passes_of
+from epk_gp.core.trajectory import flat_state
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernel_machine.loss_products import LossProducts
+from epk_gp.kernel_machine.problem import make_problem
+from epk_gp.quadrature.rules import gauss_legendre
+
+
+class Square(torch.autograd.Function):
+    """A function in the style that torch.func cannot transform."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * tangent * ctx.saved_tensors[0]
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return Square.apply(self.linear(x))
+
+
+NETWORKS = {
+    "norm": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)),
+    "dropout": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 3)),
+    "squares": Squares,
+}
+
+
+@pytest.fixture
+def products(request):
+    """The training side of a run of two steps: its passes' losses along three directions."""
+    net = NETWORKS[request.param]().double()
+    X, y = torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        net.train()
+        for batch in torch.arange(12).split(6):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    trajectory = recorder.trajectory
+    kernel = PathKernel(trajectory, "logits", gauss_legendre(2))
+    model = plan_for(trajectory, trajectory.model_for(X))
+    problem = make_problem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), ComputeOptions())
+    return LossProducts(problem, RunReplay(trajectory.trained, model.model, X))
+
+
+def along(products, s, directions):
+    trajectory = products.problem.trajectory
+    (data,) = passes_of(trajectory.steps[s], products.run.data)
+    return products._along(flat_state(trajectory.trained, s, data.X), data, directions)
+
+
+def directions_of(products):
+    return torch.randn(3, products.problem.net.model.num_weights, dtype=torch.float64)
+
+
+def calls_of(monkeypatch, name):
+    made, original = [], getattr(LossProducts, name)
+
+    def counted(*args):
+        made.append(name)
+        return original(*args)
+
+    monkeypatch.setattr(LossProducts, name, counted)
+    return made
+
+
+def check_against_backward_passes(products, found, s, directions):
+    trajectory = products.problem.trajectory
+    (data,) = passes_of(trajectory.steps[s], products.run.data)
+    expected = products._sample_by_sample(flat_state(trajectory.trained, s, data.X), data, directions)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("products", ["norm"], indirect=True)
+def test_directions_are_taken_together_once_the_first_pass_was_compared(products, monkeypatch):
+    singles, mapped = calls_of(monkeypatch, "_single"), calls_of(monkeypatch, "_mapped")
+    directions = directions_of(products)
+    for s in (0, 1):
+        check_against_backward_passes(products, along(products, s, directions), s, directions)
+    assert (len(singles), len(mapped)) == (1, 2)
+
+
+@pytest.mark.parametrize("products", ["norm"], indirect=True)
+def test_one_direction_is_not_mapped(products, monkeypatch):
+    mapped = calls_of(monkeypatch, "_mapped")
+    along(products, 0, directions_of(products)[:1])
+    assert mapped == []
+
+
+@pytest.mark.parametrize("products", ["dropout"], indirect=True)
+def test_random_numbers_are_drawn_one_direction_at_a_time(products, monkeypatch):
+    mapped = calls_of(monkeypatch, "_mapped")
+    directions = directions_of(products)
+    check_against_backward_passes(products, along(products, 0, directions), 0, directions)
+    assert mapped == []
+
+
+@pytest.mark.parametrize("products", ["squares"], indirect=True)
+def test_what_cannot_be_mapped_is_tried_once(products, monkeypatch):
+    mapped = calls_of(monkeypatch, "_mapped")
+    directions = directions_of(products)
+    for s in (0, 1):
+        check_against_backward_passes(products, along(products, s, directions), s, directions)
+    assert len(mapped) == 1
+
+
+@pytest.mark.parametrize("products", ["norm"], indirect=True)
+@pytest.mark.parametrize("wrong", ["losses", "derivatives"])
+def test_mapped_passes_that_compute_something_else_are_not_used(products, wrong, monkeypatch):
+    original = LossProducts._mapped
+
+    def changed(*args):
+        primals, slopes = original(*args)
+        return (primals + 1e-6, slopes) if wrong == "losses" else (primals, slopes * (1 + 1e-6))
+
+    monkeypatch.setattr(LossProducts, "_mapped", changed)
+    directions = directions_of(products)
+    check_against_backward_passes(products, along(products, 0, directions), 0, directions)
+    assert products._maps is False
