@@ -11,6 +11,9 @@ from epk_gp.core.forward_fingerprint import perturbed_initial
 from epk_gp.core.kept_activations import quiet_checkpoints
 from epk_gp.core.model import FunctionalModel, random_state_kept
 
+# What a network raises on inputs that it cannot take; the door says it of the evaluation mode.
+_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
+
 _NUM_ROWS = 8  # rows on which the modes are compared
 
 
@@ -81,11 +84,11 @@ def moving_statistics(net: nn.Module, model: FunctionalModel, X: Shaped[Tensor, 
     ]
     before = {name: value.clone() for name, value in module.named_buffers()}
     moved: set[str] = set()
-    with torch.no_grad(), random_state_kept(model.spec.device), quiet_checkpoints():
+    with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
         args, kwargs = model.signature.unpack(X[:_NUM_ROWS].clone())
         try:
             module(*args, **kwargs)
-        except (RuntimeError, ValueError, TypeError):  # such as one value per channel: the door says it of evaluation
+        except _FORWARD_ERRORS:  # such as one value per channel: the door says it of evaluation
             moved = _of_normalisations(module)
     after = dict(module.named_buffers())
     moved |= {name for name in names if name in before and not torch.equal(before[name], after[name])}

@@ -58,7 +58,8 @@ def _may_be_trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """
     trained = [p for p in parameters if p.requires_grad]
     size, trained_size = (sum(p.numel() for p in several) for several in (parameters, trained))
-    return list(parameters) if size <= max(2 * trained_size, _SMALL_NETWORK) else trained
+    may_thaw = 0 < trained_size and size <= max(2 * trained_size, _SMALL_NETWORK)
+    return list(parameters) if may_thaw else trained
 
 
 def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = None) -> tuple[Tensor, Tensor, Signature]:

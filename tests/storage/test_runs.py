@@ -112,7 +112,7 @@ def test_an_empty_folder_is_taken_and_a_missing_one_made(tmp_path):
 def test_nothing_is_written_for_a_run_that_is_refused_before_it_starts(tmp_path, wrong):
     net, (X, y) = mlp(), data()
     X, y = (X * float("nan") if wrong == "data" else X), (y + 3 if wrong == "labels" else y)
-    make = torch.optim.Adamax if wrong == "optimizer" else torch.optim.SGD
+    make = torch.optim.LBFGS if wrong == "optimizer" else torch.optim.SGD
     optimizer = make(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="must"):
         epk.train(net, X, y, optimizer=optimizer, steps=0 if wrong == "steps" else 1, path=tmp_path / "run")
