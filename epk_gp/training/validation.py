@@ -58,7 +58,7 @@ def _may_be_trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """
     trained = [p for p in parameters if p.requires_grad]
     size, trained_size = (sum(p.numel() for p in several) for several in (parameters, trained))
-    may_thaw = 0 < trained_size and size <= max(2 * trained_size, _SMALL_NETWORK)
+    may_thaw = trained_size > 0 and size <= max(2 * trained_size, _SMALL_NETWORK)
     return list(parameters) if may_thaw else trained
 
 

@@ -13,6 +13,7 @@ from commands import SMALL, refused, run
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.storage.index import read_journal
+from epk_gp.training.step_observer import StepObserver
 
 
 def test_a_recorded_run_is_the_library_s(recorded):
@@ -46,7 +47,7 @@ def test_a_cnn_learns_digits(tmp_path):
 def test_record_goes_on_after_an_interrupt_as_if_it_had_not_been(tmp_path, monkeypatch, capsys):
     arguments = ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.01, *SMALL)
     assert run("record", "--out", tmp_path / "whole", *arguments) == 0
-    left, real = [2], epk.Recorder._before_step
+    left, real = [2], StepObserver._before_step
 
     def interrupted(*arguments):
         left[0] -= 1
@@ -55,7 +56,7 @@ def test_record_goes_on_after_an_interrupt_as_if_it_had_not_been(tmp_path, monke
         real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(epk.Recorder, "_before_step", interrupted)
+        patch.setattr(StepObserver, "_before_step", interrupted)
         assert run("record", "--out", tmp_path / "run", *arguments) == 130
     capsys.readouterr()
     assert run("info", tmp_path / "run", "--quiet") == 0

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import epk_gp as epk
 from commands import SMALL, refused, run, write_data
 from epk_gp.cli.manifest import write_manifest
 from epk_gp.cli.networks import NetworkSpec
 from epk_gp.storage.index import read_journal
+from epk_gp.training.step_observer import StepObserver
 
 OPTIONS = ("--batch-size", 7, "--momentum", 0.5, "--clip-norm", 2.5, "--activation", "tanh")
 
@@ -106,7 +106,7 @@ def test_a_run_that_is_killed_has_its_manifest(tmp_path, monkeypatch):
     class Killed(BaseException):
         """As SIGKILL: nothing is written after it."""
 
-    left, real = [2], epk.Recorder._before_step
+    left, real = [2], StepObserver._before_step
 
     def killed(*arguments):
         left[0] -= 1
@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_has_its_manifest(tmp_path, monkeypatch):
         real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(epk.Recorder, "_before_step", killed)
+        patch.setattr(StepObserver, "_before_step", killed)
         with pytest.raises(Killed):
             run("record", "--out", tmp_path / "run", *SMALL, "--seed", 2)
     assert manifest(tmp_path / "run")["recorded_with"]["seed"] == 2

@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 
 def record(make_net=mlp, dtype=torch.float64, make_optimizer=OPTIMIZERS["sgd"], wrong=None):
-    """Record batches of 4, the first and last gradient recomputed; at the step `wrong` the gradient is 1.5 times too large."""
+    """Record batches of 4, the first and last gradient recomputed; at the step `wrong` it is 1.5 times too large."""
     net, (X, y) = make_net().to(dtype), data(dtype=dtype)
     optimizer = make_optimizer(net.parameters())
     with epk.Recorder(net, optimizer, X, y, check_every=1000) as recorder:
