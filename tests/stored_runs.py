@@ -140,6 +140,7 @@ def random_pass(generator, num_rows, num_modules=6, num_statistics=12, kinds=(to
         device_random_state=state[:16].clone() if draw[4] < 0.3 else None,
         statistics=torch.randn(num_statistics, generator=generator).double() if draw[5] < 0.3 else None,
         statistics_after=torch.randn(num_statistics, generator=generator) if draw[6] < 0.3 else None,
+        memory_order=torch.tensor([1, 0]) if draw[5] < 0.3 else None,
         autocast=torch.bfloat16 if draw[7] < 0.3 else None,
     )
 

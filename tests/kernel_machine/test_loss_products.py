@@ -74,7 +74,8 @@ def products(request):
 def along(products, s, directions):
     trajectory = products.problem.trajectory
     (data,) = passes_of(trajectory.steps[s], products.run.data)
-    return products._along(flat_state(trajectory.trained, s, data.X), data, directions)
+    state = flat_state(trajectory.trained, s, data.X)
+    return products._along(state, data, directions, products.run.passes.gradient(state, data, exact=True).losses)
 
 
 def directions_of(products):

@@ -214,6 +214,7 @@ CHANGED = {
     "device_random_state": STATE[1:17].clone(),
     "statistics": WHOLE.statistics + 1e-9,
     "statistics_after": None,
+    "memory_order": torch.tensor([1, 0]),
     "autocast": torch.float16,
 }
 
