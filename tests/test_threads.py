@@ -15,7 +15,7 @@ from thread_tools import THREADS, at_once, switching_often
 from torch import Tensor, nn
 
 from epk_gp.autodiff import verification
-from epk_gp.autodiff.directional import _close_level, forward_mode
+from epk_gp.autodiff.forward_mode import _close_level, forward_mode
 from epk_gp.autodiff.planning import plan_for
 from epk_gp.autodiff.verification import passes_check
 from epk_gp.autodiff.warning_filter import filter_own_warnings

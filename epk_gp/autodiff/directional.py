@@ -1,10 +1,7 @@
 """Values and directional derivatives along a straight training step, each row at its own point of the segment."""
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -12,6 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.func import jacrev, jvp, vmap
 
+from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.interception import InterpolatedWeights
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.attention import disable_fused_attention
@@ -21,47 +19,6 @@ from epk_gp.core.model import FunctionalModel
 # Up to so many different points of a segment, rows are grouped by their point, one pass for each, instead of being
 # mapped over. A choice, not a measurement.
 _FEW_POINTS = 8
-
-# torch has one level of forward-mode derivatives in a process: a second thread would fail, or end the first one's.
-_FORWARD_MODE = threading.RLock()
-_interrupted = threading.Event()  # a computation may have left the level open; read and set under the lock
-
-
-@contextmanager
-def exclusive_forward_mode() -> Iterator[None]:
-    """Let one thread at a time use torch's level of forward-mode derivatives, which it enters itself.
-
-    A computation that is interrupted while torch enters or leaves the level can leave it open. The next one could not
-    enter it then: it closes it first.
-    """
-    with _FORWARD_MODE:
-        if _interrupted.is_set():
-            _close_level()
-        _interrupted.set()
-        try:
-            yield
-        except Exception:
-            _interrupted.clear()  # an error, and the level is closed
-            raise
-        _interrupted.clear()
-
-
-@contextmanager
-def forward_mode() -> Iterator[None]:
-    """Enter torch's level of forward-mode derivatives, one thread at a time."""
-    with exclusive_forward_mode(), fwAD.dual_level():
-        yield
-
-
-def _close_level() -> None:
-    exit_level = getattr(torch._C, "_exit_dual_level", None)
-    if exit_level is None or not hasattr(fwAD, "_current_level"):  # another torch: its own function does what it can
-        with suppress(RuntimeError):
-            fwAD.exit_dual_level()
-        return
-    with suppress(RuntimeError):  # no level is open, and only its number is left
-        exit_level(level=0)
-    cast(Any, fwAD)._current_level = -1
 
 
 @dataclass(frozen=True, eq=False)

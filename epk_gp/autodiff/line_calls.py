@@ -13,12 +13,14 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
+from epk_gp.autodiff.forward_mode import split_dual
+
 Slots = Mapping[str, Tensor | None]
 
 
 def add_multiple(value: Tensor, t: Tensor, along: Tensor) -> Tensor:
     """Return value + t along; any of the three may carry a tangent."""
-    (v, dv), (u, du), (a, da) = (fwAD.unpack_dual(x) for x in (value, t, along))
+    (v, dv), (u, du), (a, da) = (split_dual(x) for x in (value, t, along))
     result: Tensor = v + u * a
     tangent = dv if du is None else du * a if dv is None else dv + du * a
     if da is not None:
@@ -36,7 +38,7 @@ def call_with_both(call: Callable[..., Any], x: Tensor, held: Slots, along: Slot
         along: Their direction.
         joins: Channels of the output belong to entries of the weights: both calls can be one.
     """
-    primal, tangent = fwAD.unpack_dual(x)
+    primal, tangent = split_dual(x)
     without_bias = {name: None if name == "bias" else value for name, value in held.items()}
     along_without_bias = {**along, **{name: None for name in along if name == "bias"}}
     results = _both(call, primal, held, along, joins=joins)

@@ -16,7 +16,8 @@ from torch import Tensor
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents
 from epk_gp.autodiff.dense import dense_jacobian
-from epk_gp.autodiff.directional import forward_mode, jvp_per_sample, jvp_via_double_vjp
+from epk_gp.autodiff.directional import jvp_per_sample, jvp_via_double_vjp
+from epk_gp.autodiff.forward_mode import forward_mode
 from epk_gp.autodiff.interception import (
     CONVOLUTIONS,
     LAYERS,

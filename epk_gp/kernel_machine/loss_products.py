@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents
-from epk_gp.autodiff.directional import exclusive_forward_mode, forward_mode
+from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import to_flat_order
 from epk_gp.core.gradients import RunReplay

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.func import jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.autodiff.directional import WeightSegment, directional_derivatives, values
+from epk_gp.autodiff.forward_mode import forward_mode, split_dual
 from epk_gp.autodiff.line_calls import add_multiple
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.verification import build_plan
@@ -85,7 +87,7 @@ def test_a_multiple_has_the_tangent_of_torchs_forward_mode(have_tangents):
     primals = [torch.randn(4, *[1] * k, dtype=torch.float64).expand(4, *[3] * k) for k in (1, 0, 1)]
     primals[1] = primals[1].view(4, 1)
     tangents = [torch.randn_like(value) for value in primals]
-    with fwAD.dual_level():
+    with forward_mode():
         arguments = [
             fwAD.make_dual(value.clone(), tangent) if has_one else value
             for value, tangent, has_one in zip(primals, tangents, have_tangents, strict=True)
@@ -97,3 +99,13 @@ def test_a_multiple_has_the_tangent_of_torchs_forward_mode(have_tangents):
     assert (tangent is None) == (not any(have_tangents))
     if tangent is not None:
         torch.testing.assert_close(tangent, expected.tangent)
+
+
+def test_another_thread_at_the_level_changes_nothing():
+    """Torch would make a view of the tensor, and add gradients up in another order."""
+    x = torch.randn(3, requires_grad=True)
+    with forward_mode(), ThreadPoolExecutor(1) as pool:
+        assert split_dual(x)[0] is not x
+        primal, tangent = pool.submit(split_dual, x).result()
+    assert primal is x
+    assert tangent is None
