@@ -1,6 +1,7 @@
 """The cost of recording: an MNIST CNN trained with and without a recorder, in turns, on one thread.
 
 Usage: EPK_GP_DATA=FOLDER python benchmarks/recording_overhead.py --batch-size 64 --rounds 6
+The loop of a usual training (dropout, BatchNorm, augmentation): add --network random --augments
 """
 
 import os
@@ -8,12 +9,13 @@ import statistics
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
@@ -21,90 +23,140 @@ from epk_gp.datasets import Dataset, mnist_folder
 from epk_gp.storage.check import check_run
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How a training is recorded.
+
+    Attributes:
+        check_every: As the recorder's.
+        compression: As the storage's.
+        on_disk: Whether the run is written to a folder.
+    """
+
+    check_every: int | None = None
+    compression: str = "none"
+    on_disk: bool = True
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A training loop.
+
+    Attributes:
+        data: Training data.
+        batch_size: Points per step.
+        steps: Number of steps.
+        optimizer: SGD or Adam.
+        network: plain, or random.
+        augments: Whether images are shifted at random.
+    """
+
+    data: Dataset
+    batch_size: int
+    steps: int
+    optimizer: str
+    network: str
+    augments: bool
+
+
 def main(
     batch_size: Annotated[int, typer.Option(help="Points per step.")] = 64,
     steps: Annotated[int, typer.Option(help="Steps per turn.")] = 300,
     rounds: Annotated[int, typer.Option(help="Turns of each kind; the median counts.")] = 6,
     optimizer: Annotated[str, typer.Option(help="SGD or Adam.")] = "SGD",
+    network: Annotated[str, typer.Option(help="plain, or random: with BatchNorm and dropout.")] = "plain",
+    augments: Annotated[bool, typer.Option(help="Shift the images at random.")] = False,
 ) -> None:
-    """Time training without a recorder, and with one that recomputes every gradient, one in 20, or one in 50."""
+    """Time training without a recorder, and with one that checks as many steps as it chooses, all, or some.
+
+    Times are the processor's, so that other processes do not count.
+    """
     if "EPK_GP_DATA" not in os.environ:
         typer.echo("skipped: EPK_GP_DATA must name the folder that holds mnist/; it is not set.")
         return
     torch.set_num_threads(1)
     data = mnist_folder(Path(os.environ["EPK_GP_DATA"]) / "mnist", split="train", dtype=torch.float32)[:10_000]
-    kinds: dict[str, tuple[int, str] | None] = {
-        "plain": None,
-        "every gradient": (1, "none"),
-        "one in 20": (20, "none"),
-        "one in 50": (50, "none"),
-        "one in 50, deltas": (50, "deltas"),
+    kinds: dict[str, Kind | None] = {
+        "unrecorded": None,
+        "default": Kind(),
+        "every gradient": Kind(check_every=1),
+        "one in 50": Kind(check_every=50),
+        "one in 50, deltas": Kind(check_every=50, compression="deltas"),
+        "default, in memory": Kind(on_disk=False),
     }
+    loop = Loop(data, batch_size, steps, optimizer, network, augments)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     started: dict[str, list[float]] = {name: [] for name in kinds}
     sizes: dict[str, int] = {}
+    checked: dict[str, int] = {}
     for turn in range(rounds + 1):
         for name, kind in kinds.items():
             with tempfile.TemporaryDirectory() as folder:
-                start, taken, sizes[name] = train(data, batch_size, steps, optimizer, kind, Path(folder))
+                start, taken, sizes[name], checked[name] = train(loop, kind, Path(folder))
             if turn:  # the first one warms up
                 seconds[name].append(taken)
                 started[name].append(start)
-    plain = seconds["plain"]
+    unrecorded = seconds["unrecorded"]
     for name in kinds:
-        ratios = [recorded / unrecorded - 1 for recorded, unrecorded in zip(seconds[name], plain, strict=True)]
+        ratios = [recorded / plain - 1 for recorded, plain in zip(seconds[name], unrecorded, strict=True)]
         milliseconds = 1000 * statistics.median(seconds[name]) / steps
         typer.echo(
             f"{name:18} {milliseconds:7.2f} ms per step, overhead {100 * statistics.median(ratios):6.1f} % "
             f"({100 * min(ratios):.1f} to {100 * max(ratios):.1f}); once {statistics.median(started[name]):.2f} s; "
-            f"{sizes[name] / 1e6:.1f} MB"
+            f"{sizes[name] / 1e6:.1f} MB; {checked[name]} steps checked"
         )
 
 
-def train(
-    data: Dataset, batch_size: int, steps: int, optimizer: str, kind: tuple[int, str] | None, folder: Path
-) -> tuple[float, float, int]:
+def train(loop: Loop, kind: Kind | None, folder: Path) -> tuple[float, float, int, int]:
     """Train once.
 
     Args:
-        data: Training data.
-        batch_size: Points per step.
-        steps: Number of steps.
-        optimizer: SGD or Adam.
-        kind: `check_every` and `compression` of the recorder, or None for training without one.
+        loop: The training loop.
+        kind: How it is recorded; None for training without a recorder.
         folder: Folder of the run.
 
     Returns:
         Seconds to make the recorder, which checks, hashes and writes the data; seconds of the steps with all commits;
-        bytes on disk.
+        bytes on disk; number of checked steps.
     """
     torch.manual_seed(0)
-    net = _cnn()
-    made = torch.optim.SGD(net.parameters(), lr=0.05) if optimizer == "SGD" else torch.optim.Adam(net.parameters())
-    X, y, generator = data.inputs, data.labels, torch.Generator().manual_seed(0)
-    start = time.perf_counter()
+    net = _cnn(loop.network)
+    made = torch.optim.SGD(net.parameters(), lr=0.05) if loop.optimizer == "SGD" else torch.optim.Adam(net.parameters())
+    X, y, generator = loop.data.inputs, loop.data.labels, torch.Generator().manual_seed(0)
+    start = time.thread_time()
     recorder = None
     if kind is not None:
-        storage = epk.Storage(compression=kind[1])
-        recorder = epk.Recorder(net, made, X, y, path=folder / "run", storage=storage, check_every=kind[0])
-    begun = time.perf_counter()
+        storage = epk.Storage(compression=kind.compression)
+        path = folder / "run" if kind.on_disk else None
+        recorder = epk.Recorder(net, made, X, y, path=path, storage=storage, check_every=kind.check_every)
+    begun = time.thread_time()
     with nullcontext() if recorder is None else recorder:
-        for _ in range(steps):
-            batch = torch.randint(len(X), (batch_size,), generator=generator)
+        for _ in range(loop.steps):
+            batch = torch.randint(len(X), (loop.batch_size,), generator=generator)
+            rows = _shifted(X[batch], generator) if loop.augments else X[batch]
             made.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            F.cross_entropy(net(rows), y[batch]).backward()
             if recorder is not None:
                 recorder.batch(batch)
             made.step()
-    taken = time.perf_counter() - begun
-    size = 0 if recorder is None else sum(chunk.bytes for chunk in check_run(folder / "run").chunks)
-    return begun - start, taken, size
+    taken = time.thread_time() - begun
+    on_disk = recorder is not None and kind is not None and kind.on_disk
+    size = sum(chunk.bytes for chunk in check_run(folder / "run").chunks) if on_disk else 0
+    return begun - start, taken, size, 0 if recorder is None else recorder.num_checked
 
 
-def _cnn() -> nn.Module:
+def _shifted(rows: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift each image by up to two pixels."""
+    shifts = torch.randint(-2, 3, (len(rows), 2), generator=generator).tolist()
+    return torch.stack([row.roll(shift, dims=(1, 2)) for row, shift in zip(rows, shifts, strict=True)])
+
+
+def _cnn(network: str) -> nn.Module:
+    is_random = network == "random"
+    norms = [nn.BatchNorm2d(width) if is_random else nn.Identity() for width in (8, 16)]
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(784, 10),
+        nn.Conv2d(1, 8, 3, padding=1), norms[0], nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), norms[1],
+        nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.3 if is_random else 0.0), nn.Linear(784, 10),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start, fingerprint_step
+from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
 from epk_gp.core.forward_fingerprint import fingerprint_outputs
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import ForwardPass, SeenRows, Step
@@ -213,8 +213,7 @@ def add(run, passes, batch=None, generator=None):
     step = Step(len(run.steps), 0.1, batch, None, passes)
     sizes = [p.numel() for p in run.net.parameters()]
     update = stack_coefficients([LinearStep(lr=0.1)] * len(sizes), sizes)
-    digest = fingerprint_step(run.history.last.digest, step, update, end, moving)
-    run.history.append(step, end, update, digest, moving)
+    run.history.append(step, end, update, moving)
     run.commits.complete_iteration()
     run.states.append(end)
     run.statistics.append(moving)

@@ -237,8 +237,14 @@ def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     A step is the difference of two weight vectors, so it carries the rounding of the weights (4 eps of the largest
     weight) beside the relative rounding of the gradient.
     """
-    weight_rounding = 4 * torch.finfo(start.dtype).eps * start.abs().max()
-    return float(relative_rounding(start.dtype) * predicted.abs().max() + float(weight_rounding))
+    weight_rounding = 4 * torch.finfo(start.dtype).eps * largest_entry(start)
+    return float(relative_rounding(start.dtype) * largest_entry(predicted) + float(weight_rounding))
+
+
+def largest_entry(x: Float[Tensor, " P"]) -> Float[Tensor, ""]:
+    """Return the largest absolute value of a vector, without a copy of it."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
 
 
 def relative_rounding(dtype: torch.dtype) -> float:

@@ -179,11 +179,22 @@ def predict_step(
         g: The gradient of the batch's loss at w.
         m: The momentum buffer before the step; zero before the first step.
     """
-    u = UpdateCoefficients(*(_scalar_or_per_weight(value, sizes, w) for value in update))
-    h = u.grad_scale * g + u.weight_decay * w
-    after = u.beta * m + u.one_minus_dampening * h
-    direction = apply_matrices(update, sizes, u.momentum_lr * after + u.lr * h)
-    return -direction - u.decoupled_decay * w, after
+
+    def sum_of(*terms: tuple[Tensor, Tensor]) -> Tensor:
+        """Add up coefficients times vectors; those with a coefficient of 0 cost nothing, 1 is no product."""
+        total: Tensor | None = None
+        for coefficient, vector in terms:
+            value = _scalar_or_per_weight(coefficient, sizes, w)
+            number = float(coefficient[0]) if value.ndim == 0 else None
+            if number != 0:
+                product = vector if number == 1 else value * vector
+                total = product if total is None else total + product
+        return torch.zeros_like(w) if total is None else total
+
+    h = sum_of((update.grad_scale, g), (update.weight_decay, w))
+    after = sum_of((update.beta, m), (update.one_minus_dampening, h))
+    direction = apply_matrices(update, sizes, sum_of((update.momentum_lr, after), (update.lr, h)))
+    return sum_of((-torch.ones(len(sizes)), direction), (-update.decoupled_decay, w)), after
 
 
 def apply_matrices(

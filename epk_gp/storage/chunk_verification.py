@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS
+from epk_gp.core.validation import is_finite
 from epk_gp.storage.atomic_files import checksum_file, open_tensors
 from epk_gp.storage.chunks import STORED_FIELDS, RowReader
 from epk_gp.storage.index import Chunk, chunk_file
@@ -98,7 +99,7 @@ def _validate_finite_rows(tensors: Any, name: str, rows: int, where: str) -> Non
     part = tensors.get_slice(name)
     block = max(1, _BLOCK_ELEMENTS * rows // max(1, math.prod(part.get_shape())))
     for start in range(0, rows, block):
-        if not torch.isfinite(part[start : start + block]).all():
+        if not is_finite(part[start : start + block]):
             raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
 
 
@@ -117,7 +118,7 @@ def _validate_packed_rows(tensors: Any, schema: ChunkSchema, chunk: Chunk, where
                 raise ValueError(f"{where}: {error}") from error
             if name == "states" and value.dtype != schema.dtype:
                 raise ValueError(f"{where} must hold states of {schema.dtype}: got {value.dtype}.")
-            if not torch.isfinite(value).all():
+            if not is_finite(value):
                 raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
 
 

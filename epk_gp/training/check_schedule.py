@@ -1,15 +1,19 @@
 """Which steps of a run have their gradient recomputed while they are recorded."""
 
 import hashlib
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-# Share of the loop's own time that recomputing gradients may take, and the length of a step up to which a step is
-# counted as that long: a check of a few milliseconds is worth its time in any loop.
+# Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
+# long: a few milliseconds of checks are worth their time in any loop.
 _SHARE, _SHORTEST_STEP = 0.15, 0.02
-_FIRST_STEPS = 3  # always checked; the cheapest of them tells what a check costs once everything is loaded
+_SMALLEST_SHARE = 0.01  # for checks, where recording without checks takes all the time that it may
+_FIRST_STEPS = 2  # always checked; the cheaper one tells what a check costs once everything is loaded
 _MEMORY = 0.1  # weight of the last step in the mean length of a step
 
 
@@ -19,8 +23,8 @@ class CheckSchedule:
 
     Attributes:
         every: One step of each block of so many consecutive ones is checked. None: the first steps, and then as many as
-            take at most 15 % of the time of steps of 20 ms or more.
-        device: The device of the training. Time is the processor's on the CPU, so that other processes do not count.
+            keep recording as a whole within 15 % of the time of steps of 20 ms or more.
+        device: The device of the training. Time is the thread's own on the CPU, so that nothing else counts.
         num_checked: Steps checked so far.
     """
 
@@ -30,24 +34,62 @@ class CheckSchedule:
     _first: int | None = None  # the first step of this recording
     _next: int = 0
     _costs: list[float] = field(default_factory=list)
-    _mean_step: float = 0.0
-    _left: float | None = None  # when the recorder was left last
+    _debt: float = 0.0  # seconds of checks that the steps since have not paid for; below 0 if they paid for more
+    _checked: float = 0.0  # seconds of checks in the present step
+    _last_cost: float = 0.0  # seconds of the last check
+    _loop: float = 0.0  # seconds of the present step outside of the recorder
+    _own: float = 0.0  # and inside
+    _mean_loop: float = 0.0
+    _mean_own: float = 0.0
+    _num_closed: int = 0
+    _depth: int = 0
+    _since: float | None = None  # when the recorder was entered or left last
 
-    def begin(self) -> float:
-        """Return the present time; a step was made since the recorder was left."""
-        now = self.now()
-        if self._left is not None:
-            length = now - self._left
-            self._mean_step += (_MEMORY if self._mean_step else 1.0) * (length - self._mean_step)
-        return now
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count the time inside as the recorder's, and the time outside as the loop's."""
+        if not self._depth and self._since is not None:
+            self._loop += self.now() - self._since
+        began, self._depth = self.now(), self._depth + 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._since = self.now()
+                self._own += self._since - began
 
-    def end(self) -> None:
-        """Give the processor back to the loop."""
-        self._left = self.now()
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Count the time inside as that of a check, which the steps that follow pay for."""
+        began = self.now()
+        yield
+        self._last_cost = self.now() - began
+        self._checked += self._last_cost
 
     def now(self) -> float:
         """Return the time in seconds that checks are measured by."""
-        return time.process_time() if self.device.type == "cpu" else time.perf_counter()
+        return time.thread_time() if self.device.type == "cpu" else time.perf_counter()
+
+    def begin_step(self) -> None:
+        """Close the account of the step before.
+
+        That of the first step is left out: it pays for all that is loaded and made once.
+        """
+        loop, own, checked = self._loop, self._own - self._checked, self._checked
+        self._loop = self._own = self._checked = 0.0
+        self._num_closed += 1
+        if self._num_closed <= 3:  # nothing, the first step, the second step
+            self._mean_loop, self._mean_own = loop, own if self._num_closed == 3 else 0.0
+            return
+        self._mean_loop += _MEMORY * (loop - self._mean_loop)
+        self._mean_own += _MEMORY * (own - self._mean_own)
+        self._debt = max(-min(self._costs, default=0.0), self._debt + checked - self._gain())
+
+    def _gain(self) -> float:
+        """Return the seconds of checks that a step pays for."""
+        length = max(self._mean_loop, _SHORTEST_STEP)
+        return max(_SHARE * length - self._mean_own, _SMALLEST_SHARE * length)
 
     def is_due(self, index: int) -> bool:
         """Return whether the gradient of a step is recomputed."""
@@ -59,17 +101,20 @@ class CheckSchedule:
             return is_recomputed(index, self.every)
         return index < self._first + _FIRST_STEPS or index >= self._next
 
-    def add(self, index: int, seconds: float) -> None:
-        """Count a check, and choose the next one.
+    def steps_that_pay(self) -> int:
+        """Return the number of steps that pay for a check like the last one; 0 where checks have fixed places."""
+        return 0 if self.every is not None else math.ceil(self._last_cost / self._gain())
 
-        A hash chooses within a range whose mean is the number of steps that pay for a check, so that no loop can have a
-        period that avoids all checks.
+    def add(self, index: int) -> None:
+        """Count the check of a step, and choose the next one.
+
+        A hash chooses within a range whose mean is the number of steps that pay for the checks so far, so that no loop
+        can have a period that avoids all checks.
         """
         self.num_checked += 1
         if len(self._costs) < _FIRST_STEPS:
-            self._costs.append(seconds)
-        allowed = _SHARE * max(self._mean_step, _SHORTEST_STEP)
-        steps = max(1, round(min(self._costs) / allowed + 0.5))
+            self._costs.append(self._checked)
+        steps = max(1, math.ceil((min(self._costs) + self._debt) / self._gain()))
         self._next = index + 1 + _hash_of(index) % (2 * steps - 1)
 
 

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from epk_gp.core.gradients import largest_entry
+
 _EPSILON = 1e-6  # as in torch, which divides by it where the norm is 0
 _CLIP_ROUNDING = (1e-4, 1e-7)  # relative rounding of a clipped gradient, in float32 and in float64
 
@@ -88,7 +90,7 @@ def inferred_clip(used: Float[Tensor, " P"], gradient: Float[Tensor, " P"]) -> C
 def looks_clipped(used: Float[Tensor, " P"]) -> bool:
     """Return whether a gradient's norm or largest entry is a round number, as clipping leaves it."""
     rounding = 8 * torch.finfo(used.dtype).eps
-    norm, largest = torch.stack([torch.linalg.vector_norm(used), used.abs().max()]).tolist()
+    norm, largest = torch.stack([torch.linalg.vector_norm(used), largest_entry(used)]).tolist()
     # torch divides by a norm to which it adds 1e-6, so that the norm of what it clips is short of the bound by that
     sizes = ((norm, _EPSILON + rounding * norm), (largest, rounding * largest))
     return any(0 < size < float("inf") and -short < size - _round(size) < rounding * size for size, short in sizes)

@@ -22,7 +22,7 @@ class CommitSchedule:
 
     def __init__(self, writer: RunWriter, storage: Storage, history: RunHistory, training: TrainingState) -> None:
         self._writer, self._limits, self._history, self._training = writer, storage, history, training
-        self._num_completed = len(history.steps)
+        self._num_completed = self._num_counted = history.num_steps
         self._training_state: dict[str, Tensor] = {}  # after the last completed step
         self._last_commit = time.monotonic()
         self._pass_bytes = 0  # of the completed steps that are not on disk
@@ -56,9 +56,10 @@ class CommitSchedule:
 
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
-        completed = self._history.steps[self._num_completed :]
-        self._num_completed, self._training_state = len(self._history.steps), self._training.state_dict()
-        self._pass_bytes += sum(packed_bytes(step) for step in completed)
+        self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
+        packed = self._history.packed_steps(self._num_counted)
+        self._pass_bytes += sum(packed_bytes(step) for step in packed)
+        self._num_counted += len(packed)
         waiting = self._num_completed - self.num_committed
         if not waiting:
             return
@@ -81,11 +82,11 @@ class CommitSchedule:
             states, updates = [r.end for r in results], [r.update for r in results if r.update is not None]
             steps = self._history.steps[first:count]
             statistics = [r.statistics for r in results if r.statistics is not None]
-            self._writer.append(states, steps, updates, results[-1].digest, self._training_state, statistics)
+            self._writer.append(states, steps, updates, self._history.digest(count), self._training_state, statistics)
             self._history.replace_steps(first, stored_steps(self._writer.path, self._writer.chunks[-1], steps))
-        self._last_commit, self._pass_bytes = time.monotonic(), 0
+        self._last_commit, self._pass_bytes, self._num_counted = time.monotonic(), 0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.
-        self._history.forget_results_before(min(len(self._history.steps), count, self.num_committed) - 1)
+        self._history.forget_results_before(min(self._history.num_steps, count, self.num_committed) - 1)
 
     def commit_completed_only(self) -> None:
         """Drop the step of an iteration that was not completed, and commit the others."""

@@ -16,6 +16,7 @@ from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.gradients import move_by_rounding
 from epk_gp.core.model import FunctionalModel, random_state_kept
+from epk_gp.training.check_schedule import CheckSchedule
 from epk_gp.training.setup import TrainingSetup
 from epk_gp.training.step_check import ObservedStep
 from epk_gp.training.validation import evenly_spread
@@ -69,16 +70,20 @@ class DerivativeProbe:
     def __init__(self) -> None:
         self._next = 0
 
-    def look_at(self, setup: TrainingSetup, observed: ObservedStep) -> None:
-        """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs."""
-        index, batch = observed.step.index, observed.step.batch
+    def look_at(self, setup: TrainingSetup, observed: ObservedStep, schedule: CheckSchedule) -> None:
+        """Probe a step if its turn has come, and warn if the run's sums of gradients cannot be its outputs.
+
+        Args:
+            setup: The training.
+            observed: The step.
+            schedule: The account of the checks; the looks take at most half of their time.
+        """
+        index = observed.step.index
         if index < self._next or torch.equal(observed.start, observed.end):
             return
-        self._next = 4 * (index + 1) - 1
-        rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
-        X = rows if batch is None else setup.X[rows]
-        with random_state_kept(observed.start.device), disable_fused_attention():
-            cause = _cause(setup.model, (observed.start, observed.end, observed.start_statistics), X)
+        with schedule.checking():
+            cause = _look(setup, observed)
+        self._next = max(4 * (index + 1) - 1, index + 1 + 2 * schedule.steps_that_pay())
         if cause is None:
             return
         self._next = 1 << 62
@@ -86,6 +91,15 @@ class DerivativeProbe:
             f"step {index}: {cause}. The path integral of the gradients is then not the change of the outputs: "
             "contributions may not sum to the prediction, and results that do not will not be certified."
         )
+
+
+def _look(setup: TrainingSetup, observed: ObservedStep) -> str | None:
+    """Return why gradients along a step do not integrate to the change of the outputs, or None if they may."""
+    batch = observed.step.batch
+    rows = evenly_spread(setup.X if batch is None else batch, _NUM_ROWS)
+    X = rows if batch is None else setup.X[rows]
+    with random_state_kept(observed.start.device), disable_fused_attention():
+        return _cause(setup.model, (observed.start, observed.end, observed.start_statistics), X)
 
 
 def _cause(model: FunctionalModel, path: tuple[Tensor, Tensor, Tensor], X: Tensor) -> str | None:

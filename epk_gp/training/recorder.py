@@ -10,13 +10,12 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
-from epk_gp.core.validation import validate_count
+from epk_gp.core.validation import is_finite, validate_count
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
 from epk_gp.training.check_schedule import CheckSchedule
@@ -164,7 +163,7 @@ class Recorder:
     @property
     def num_steps(self) -> int:
         """Number of steps recorded so far, with those of the run that was resumed."""
-        return len(self._history.steps)
+        return self._history.num_steps
 
     @property
     def num_committed(self) -> int:
@@ -203,6 +202,7 @@ class Recorder:
             if kind is None:
                 self._finish()
         finally:
+            self._history.close()
             if self._commits is not None:
                 self._commits.close()
 
@@ -252,29 +252,30 @@ class Recorder:
             ValueError: The batch is empty, an index is out of range, or the weight is not finite.
             StepMismatchError: The weights were changed since the last recorded step.
         """
-        if self._phase is Phase.RECORDING:
-            self._observer.complete()
-        index = self.num_steps
-        if self._phase is not Phase.RECORDING:
-            raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
-        if self._training.stateful and not self._in_until:
-            raise RuntimeError(
-                "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
-            )
-        batch = None if indices is None else parse_batch(indices, len(self._setup.X), index)
-        factor = parse_batch_weight(weight, len(self._setup.X) if batch is None else len(batch), index)
-        try:
-            learning_rate(self._optimizers)
-        except ValueError as error:
-            raise StepMismatchError(f"step {index}: {error}") from error
-        last = self._history.last.end
-        if not torch.equal(self._setup.weights(), last):
-            raise StepMismatchError(
-                f"step {index}: the weights must be those the last recorded step left: they were changed in between "
-                "(an optimizer.step() outside the recorder's sight, or an edit)."
-            )
-        self._setup.validate_frozen_state(last, index)
-        self._observer.announce(batch, factor)
+        with self._schedule.recording():
+            if self._phase is Phase.RECORDING:
+                self._observer.complete()
+            index = self.num_steps
+            if self._phase is not Phase.RECORDING:
+                raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
+            if self._training.stateful and not self._in_until:
+                raise RuntimeError(
+                    "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
+                )
+            batch = None if indices is None else parse_batch(indices, len(self._setup.X), index)
+            factor = parse_batch_weight(weight, len(self._setup.X) if batch is None else len(batch), index)
+            try:
+                learning_rate(self._optimizers)
+            except ValueError as error:
+                raise StepMismatchError(f"step {index}: {error}") from error
+            last = self._history.last.end
+            if not torch.equal(self._setup.weights(), last):
+                raise StepMismatchError(
+                    f"step {index}: the weights must be those the last recorded step left: they were changed in "
+                    "between (an optimizer.step() outside the recorder's sight, or an edit)."
+                )
+            self._setup.validate_frozen_state(last, index)
+            self._observer.announce(batch, factor)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -291,7 +292,8 @@ class Recorder:
         if self._phase is Phase.RECORDING:
             self._observer.complete()
         if self._commits is None:
-            count, digest = len(history.steps), history.last.digest
+            count = history.num_steps
+            digest = history.digest(count)
             results = history.results(-1, count)
             states = tuple(result.end for result in results)
             updates = tuple(result.update for result in results if result.update is not None)
@@ -321,9 +323,9 @@ class Recorder:
 
     def _report(self, made: MadeStep) -> None:
         self._has_refused = True
-        self._schedule.begin()
-        self._record_step(made)
-        self._schedule.end()
+        with self._schedule.recording():
+            self._schedule.begin_step()
+            self._record_step(made)
         self._has_refused = False
 
     def _record_step(self, made: MadeStep) -> None:
@@ -333,7 +335,7 @@ class Recorder:
                 f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
             )
         end = setup.weights()
-        if not torch.isfinite(end).all():
+        if not is_finite(end):
             raise StepMismatchError(
                 f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
                 "Lower the learning rate."
@@ -356,15 +358,14 @@ class Recorder:
             statistics=around,
         )
         if self._schedule.is_due(index) or needs_check(setup, observed):
-            began = self._schedule.now()
-            checked, self._unchecked = check_against_exact_gradient(setup, observed), None
-            self._schedule.add(index, self._schedule.now() - began)
+            with self._schedule.checking():
+                checked, self._unchecked = check_against_exact_gradient(setup, observed), None
+            self._schedule.add(index)
         else:
             checked, self._unchecked = check_against_used_gradient(setup, observed), observed
-        self._probe.look_at(setup, observed)
+        self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = checked.momentum
-        digest = fingerprint_step(last.digest, step, checked.update, end, statistics)
-        self._history.append(step, end, checked.update, digest, statistics)
+        self._history.append(step, end, checked.update, statistics)
         if not self._in_until:
             self._complete_iteration()
 

@@ -51,5 +51,5 @@ def open_folder(
         history = RunHistory(end, recorded.digest, recorded.steps, setup.statistics())
     else:
         last = history.last
-        writer = create_run(path, RunStart(full, setup.data(), last.end, last.digest, last.statistics), training)
+        writer = create_run(path, RunStart(full, setup.data(), last.end, history.digest(0), last.statistics), training)
     return setup, history, CommitSchedule(writer, storage, history, training)

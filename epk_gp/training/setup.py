@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.checkpointing import with_kept_activations
@@ -122,6 +123,12 @@ class TrainingSetup:
         """What the network is trained on."""
         return TrainingData(self.X, self.y, self.loss)
 
+    @cached_property
+    def _counters(self) -> set[str]:
+        """Names of the buffers by which torch's normalisations count their batches; evaluation mode reads none."""
+        parts = self.model.module.named_modules()
+        return {f"{name}.num_batches_tracked".lstrip(".") for name, part in parts if isinstance(part, _NormBase)}
+
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
         return self.model.flatten(dict(self.net.named_parameters()))
@@ -174,7 +181,7 @@ class TrainingSetup:
         changed = {
             name: present[name].detach()
             for name, value in frozen_state.items()
-            if not torch.equal(present[name], value)
+            if name not in self._counters and not torch.equal(present[name], value)
         }
         if not changed:
             return

@@ -10,6 +10,7 @@ from torch import Tensor
 from epk_gp.core.gradients import (
     CANCELLATION_FACTOR,
     batch_gradient,
+    largest_entry,
     move_by_rounding,
     relative_rounding,
     step_tolerance,
@@ -187,7 +188,7 @@ def check_against_used_gradient(setup: TrainingSetup, observed: ObservedStep) ->
     """
     start, sizes = observed.start, setup.model.sizes
     predicted, momentum = predict_step(observed.update, sizes, start, observed.gradient, observed.momentum)
-    difference = float((observed.end - start - predicted).abs().max())
+    difference = float(largest_entry((observed.end - start).sub_(predicted)))
     if not difference <= step_tolerance(start, predicted):
         raise StepMismatchError(
             f"step {observed.step.index}: the change of the weights must be {setup.rules.update_rule.name}'s step on "

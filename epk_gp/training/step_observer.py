@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.loss_terms import loss_input
+from epk_gp.core.validation import is_finite
 from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
 from epk_gp.training.capture import ForwardCapture
 from epk_gp.training.optimizer_part import OptimizerPart, optimizer_part
@@ -60,7 +60,7 @@ class StepObserver:
         """Number of batches that wait for their step; not those whose gradients are not finite, which have none."""
         gradients = (p.grad for p in self._parameters() if p.grad is not None)
         values = (g.coalesce().values() if g.is_sparse else g for g in gradients)
-        if not all(bool(torch.isfinite(g).all()) for g in values):
+        if not all(is_finite(g) for g in values):
             return 0  # a GradScaler skips such a step
         return len(self._announced)
 

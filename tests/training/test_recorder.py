@@ -250,7 +250,7 @@ def test_steps_before_an_error_are_kept(where, tmp_path):
     path = tmp_path / "run" if where == "disk" else None
     net, (X, y) = mlp(), data()
     optimizer = sgd(net)
-    recorder = epk.Recorder(net, optimizer, X, y, path=path, storage=epk.Storage(chunk_bytes=1000))
+    recorder = epk.Recorder(net, optimizer, X, y, path=path, storage=epk.Storage(chunk_bytes=1000), check_every=1)
 
     def loop():
         with recorder:
