@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 # Share of the loop's own time that recording may take, and the length of a step up to which a step is counted as that
-# long: a few milliseconds of checks are worth their time in any loop.
-_SHARE, _SHORTEST_STEP = 0.15, 0.02
+# long. Shorter ones pay for more than that: some milliseconds of checks are worth their time in any loop.
+_SHARE, _SHORTEST_STEP, _OF_SHORT_STEPS = 0.15, 0.02, 0.005
 _SMALLEST_SHARE = 0.01  # for checks, where recording without checks takes all the time that it may
-_FIRST_STEPS = 2  # always checked; the cheaper one tells what a check costs once everything is loaded
+_FIRST_STEPS = 3  # always checked; the cheapest one tells what a check costs once everything is loaded
 _MEMORY = 0.1  # weight of the last step in the mean length of a step
 
 
@@ -89,7 +89,8 @@ class CheckSchedule:
     def _gain(self) -> float:
         """Return the seconds of checks that a step pays for."""
         length = max(self._mean_loop, _SHORTEST_STEP)
-        return max(_SHARE * length - self._mean_own, _SMALLEST_SHARE * length)
+        extra = _OF_SHORT_STEPS * (1 - self._mean_loop / length if self._mean_loop < length else 0.0)
+        return max(_SHARE * length - self._mean_own, _SMALLEST_SHARE * length) + extra
 
     def is_due(self, index: int) -> bool:
         """Return whether the gradient of a step is recomputed."""

@@ -34,6 +34,11 @@ class ClipNorm:
         norm = float(torch.linalg.vector_norm(g, self.norm_type))
         return min(1.0, self.max_norm / (norm + _EPSILON))
 
+    def may_have_clipped(self, used: Float[Tensor, " P"]) -> bool:
+        """Return whether a gradient is as large as this clipping leaves it: up to rounding, not below the bound."""
+        norm = float(torch.linalg.vector_norm(used, self.norm_type))
+        return not norm * (1 + _CLIP_ROUNDING[False]) + _EPSILON < self.max_norm
+
     def clip_gradients(self, net: nn.Module) -> None:
         """Clip the gradients of a network in place."""
         nn.utils.clip_grad_norm_(net.parameters(), self.max_norm, self.norm_type)
@@ -57,6 +62,10 @@ class ClipValue:
     def factor(self, g: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
         """Return the factor by which this clipping multiplies each entry of a gradient."""
         return torch.where(g.abs() > self.max_value, self.max_value / g.abs(), 1.0)
+
+    def may_have_clipped(self, used: Float[Tensor, " P"]) -> bool:
+        """Return whether a gradient has an entry as large as this clipping leaves it."""
+        return not float(largest_entry(used)) * (1 + _CLIP_ROUNDING[False]) < self.max_value
 
     def clip_gradients(self, net: nn.Module) -> None:
         """Clip the gradients of a network in place."""
