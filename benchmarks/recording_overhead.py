@@ -27,7 +27,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Turns of each kind; the median counts.")] = 6,
     optimizer: Annotated[str, typer.Option(help="SGD or Adam.")] = "SGD",
 ) -> None:
-    """Time training without a recorder, and with one that checks as many steps as are cheap, every one, or one in 50."""
+    """Time training without a recorder, and with one that checks as many steps as are cheap, all, or one in 50."""
     if "EPK_GP_DATA" not in os.environ:
         typer.echo("skipped: EPK_GP_DATA must name the folder that holds mnist/; it is not set.")
         return
