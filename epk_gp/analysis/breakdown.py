@@ -25,7 +25,9 @@ class PredictionBreakdown:
         network: Value of this output at the trained weights, (n,).
         samples: Contributions of the M training points, (n, M).
         decay: Contribution of weight decay, (n,).
-        steps: Contributions of R ranges of steps, weight decay included, (n, R).
+        statistics: Contribution of the moving statistics, (n,).
+        unexplained: Contribution of what update rule and exact gradients leave of the steps, (n,).
+        steps: What R ranges of steps add, all terms together, (n, R).
         range_ends: The last step of each range, plus one.
     """
 
@@ -34,6 +36,8 @@ class PredictionBreakdown:
     network: Float[Tensor, " n"]
     samples: Float[Tensor, "n M"]
     decay: Float[Tensor, " n"]
+    statistics: Float[Tensor, " n"]
+    unexplained: Float[Tensor, " n"]
     steps: Float[Tensor, "n R"]
     range_ends: tuple[int, ...]
 
@@ -44,13 +48,17 @@ def prediction_breakdown(
     """Select the predicted output of each point from its contributions by sample and by range of steps."""
     column = torch.zeros_like(predicted) if by_sample.network.shape[1] == 1 else predicted
     rows = torch.arange(len(predicted))
+    statistics = by_sample.statistics.sum(dim=2) + by_sample.statistics_of_no_sample.squeeze(2)
+    steps = by_range.values + by_range.decay + by_range.statistics + by_range.statistics_of_no_sample
     return PredictionBreakdown(
         output=predicted,
         initial=by_sample.initial[rows, column],
         network=by_sample.network[rows, column],
         samples=by_sample.values[rows, column],
         decay=by_sample.decay.squeeze(2)[rows, column],
-        steps=(by_range.values + by_range.decay)[rows, column],
+        statistics=statistics[rows, column],
+        unexplained=by_sample.unexplained.squeeze(2)[rows, column],
+        steps=(steps + by_range.unexplained)[rows, column],
         range_ends=tuple(torch.bincount(by_range.axes[0].group).cumsum(0).tolist()),
     )
 
@@ -98,6 +106,8 @@ def summarise(
             "network": float(breakdown.network[n]),
             "initial": float(breakdown.initial[n]),
             "decay": float(breakdown.decay[n]),
+            "statistics": float(breakdown.statistics[n]),
+            "unexplained": float(breakdown.unexplained[n]),
         }
         sums = {"raised_by": float(values[values > 0].sum()), "lowered_by": float(values[values < 0].sum())}
         summaries.append(outputs | sums | {"most_raising": raised, "most_lowering": lowered})

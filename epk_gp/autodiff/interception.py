@@ -303,7 +303,7 @@ class StackedWeights(MovedWeights):
         self.num_parts = len(next(iter(stacked.values())))
 
     def of_rows(self, value: Tensor, num_rows: int) -> Tensor:
-        """Return every row's part's own."""
+        """Return a parameter at every row: that of the part of the rows that it lies in."""
         own = self.stacked.get(id(value))
         return value if own is None else own.repeat_interleave(num_rows // self.num_parts, dim=0)
 

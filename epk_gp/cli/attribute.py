@@ -69,6 +69,8 @@ def attribute(
     breakdown = prediction_breakdown(parts, by_range, predicted)
     arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
     arrays |= {"network": parts.network, "steps": by_range.values, "predicted": predicted, "inputs": X}
+    statistics = parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2)
+    arrays |= {"statistics": statistics, "unexplained": parts.unexplained.squeeze(2)}
     metadata = {"head": head_name, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs.value}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
     shutil.rmtree(folder / PARTIAL)

@@ -30,9 +30,7 @@ def info(*, run: Path, out: Path | None, quiet: bool) -> None:
         "training points": f"{summary.data_shapes['inputs'][0]} of shape {summary.data_shapes['inputs'][1:]}",
         "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
         "update rule": header["law"]["name"],
-        "gradients": "every step's recomputed while recording"
-        if header.get("check_every") == 1
-        else f"one in {header.get('check_every')} recomputed while recording",
+        "gradients": f"{_checked(header.get('check_every'))} recomputed while recording",
         "digest": summary.chunks[-1].digest,
         "data digest": header["data_digest"],
         "chunks": len(summary.chunks),
@@ -52,6 +50,12 @@ def info(*, run: Path, out: Path | None, quiet: bool) -> None:
         write_json(make_folder(out) / "info.json", "info", {"run": run}, lines, timer)
     for name, value in lines.items():
         typer.echo(f"{name + ':':19}{value}")
+
+
+def _checked(check_every: int | None) -> str:
+    if check_every is None:
+        return "as many as took 15 % of the loop's time"
+    return "every step's" if check_every == 1 else f"one in {check_every}"
 
 
 def _range(values: list[float] | list[int]) -> str:

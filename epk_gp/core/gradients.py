@@ -30,7 +30,7 @@ class ReplayedStep:
     """A step that was computed once more, from the training gradients.
 
     Attributes:
-        step: Its learning rate and batch.
+        step: Its learning rate, batch and forward passes.
         w: The weights w_s before it.
         d: The update w_{s+1} - w_s that the update rule predicts from exact gradients.
         momentum: The momentum buffer before it.
@@ -68,9 +68,8 @@ def replayed_steps(trajectory: Trajectory, model: FunctionalModel, reference: Te
         g, error = run.gradient(step)
         d, momentum = predict_step(update, model.sizes, w, g, before)
         as_trained = d
-        is_other_dtype = (
-            trajectory.dtype != model.spec.dtype
-        )  # rounding that a preconditioner amplifies must be the same
+        # in another dtype rounding differs, and a preconditioner can amplify it
+        is_other_dtype = trajectory.dtype != model.spec.dtype
         if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
             own, _ = run.gradient(step, exact=False)
             as_trained, own_momentum = predict_step(update, model.sizes, w, own, own_momentum)
@@ -208,29 +207,6 @@ def batch_gradient(
     return total
 
 
-def sample_gradients(
-    model: FunctionalModel,
-    w: Float[Tensor, " P"],
-    X: Shaped[Tensor, "B ..."],
-    y: Shaped[Tensor, "B ..."],
-    loss: Loss,
-    c: Float[Tensor, " B"],
-) -> Float[Tensor, "B P"]:
-    """Return each sample's gradient c_i grad loss_i by a backward pass of its own, whatever the loss takes.
-
-    Arguments: as `batch_gradient`.
-    """
-    weights = {name: value.detach().requires_grad_() for name, value in model.unflatten(w).items()}
-    leaves = [weights[name] for name in model.names]
-    with torch.enable_grad():
-        terms = c.to(w) * loss_terms(model.signature, loss, model.returned(weights, X), y)
-        rows = [
-            torch.autograd.grad(term, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
-            for term in terms
-        ]
-    return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
-
-
 def step_tolerance(start: Tensor, predicted: Tensor) -> float:
     """Return the largest difference between a recorded and a predicted step that rounding can explain.
 
@@ -252,7 +228,7 @@ def relative_rounding(dtype: torch.dtype) -> float:
 
     In float64 it is the square root of eps, 1.5e-8. In float32 that would be 3.5e-4 and hide a weight decay or a
     gradient scaled by 0.9998; it is 64 eps = 7.6e-6, and a larger difference is compared with the gradient in float64
-    (`consistent_up_to_rounding` in `epk_gp.training.diagnosis`).
+    (`consistent_up_to_rounding` in `epk_gp.training.step_check`).
     """
     eps = float(torch.finfo(dtype).eps)
     return eps**0.5 if dtype == torch.float64 else 64 * eps

@@ -55,9 +55,8 @@ class LinearStep:
     right: Tensor | None = None
 
 
-NO_UPDATE = LinearStep(
-    beta=1.0, grad_scale=0.0
-)  # a parameter without a gradient: torch moves neither it nor its buffer
+# Of a parameter without a gradient: torch moves neither it nor its buffer.
+NO_UPDATE = LinearStep(beta=1.0, grad_scale=0.0)
 FIELDS = tuple(item.name for item in fields(LinearStep) if item.name not in MATRICES)
 
 Coefficients = Callable[[nn.Parameter, Options, Options, Options], LinearStep]

@@ -49,9 +49,9 @@ def propagate(
 ) -> tuple[Float[Tensor, "K N P"], Tensor | None]:
     """Go one step back: return the adjoint of h, and what the step before receives.
 
-    With Phi the averaged gradients of the outputs and Psi_s = left_s^T Phi_s right_s^T, the adjoint of the momentum
-    buffer is M_s = momentum_lr_s Psi_s + beta_{s+1} M_{s+1}, and that of h is H_s = one_minus_dampening_s M_s +
-    lr_s Psi_s.
+    The adjoint of the momentum buffer is M_s = momentum_lr_s Phi_s + beta_{s+1} M_{s+1}, and that of h is H_s =
+    one_minus_dampening_s M_s + lr_s Phi_s. Under a matrix preconditioner left_s^T Phi_s right_s^T takes the place of
+    Phi_s.
 
     Args:
         u: The coefficients of step s.
@@ -64,13 +64,13 @@ def propagate(
     """
     coefficients = (u.momentum_lr, u.beta, u.one_minus_dampening, u.lr)
     momentum_lr, beta, one_minus_dampening, lr = (broadcast_to_params(v, sizes, Phi) for v in coefficients)
-    Psi = apply_matrices(u, sizes, Phi, transposed=True)
+    Phi = apply_matrices(u, sizes, Phi, transposed=True)
     M = adjoint_state
     if momentum_lr.any():
-        M = momentum_lr * Psi if M is None else M.addcmul_(Psi, momentum_lr)
+        M = momentum_lr * Phi if M is None else M.addcmul_(Phi, momentum_lr)
     if M is None:
-        return lr * Psi, None
+        return lr * Phi, None
     H = one_minus_dampening * M
     if lr.any():
-        H.addcmul_(Psi, lr)
+        H.addcmul_(Phi, lr)
     return H, M.mul_(beta) if beta.any() else None

@@ -1,6 +1,7 @@
 """Exact contributions: what each training point added to each output of each prediction."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Unpack
 
 import torch
@@ -15,7 +16,7 @@ from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
-from epk_gp.kernel_machine.attribution_results import Attribution, GroupedAttribution
+from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerms, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import IntegrationRecord, sum_tolerance, warn_if_uncertified
 from epk_gp.kernel_machine.collector import Collector, TermSizes
@@ -42,9 +43,9 @@ def attribute(
         samples[n, :, i] = -sum_r c_{r,i} <Psi_r(x_n), grad_w loss_i(w_r)>,   Psi_r = sum_{s >= r} A_{s,r}^T Phi_s
 
     Theorem 3.6 of Bell et al. (2023) for gradient descent; docs/theory.md, section 4, for momentum and recorded
-    diagonal preconditioners, whose own dependence on the data is held as recorded and not attributed. One loss gradient
-    per training point and step is needed, not C output gradients. Contributions sum to the prediction; they are not the
-    effects of leaving points out.
+    preconditioners, whose own dependence on the data is held as recorded and not attributed;
+    docs/theory.md, section 7, for dropout, batch statistics and augmented rows. The terms sum to the prediction; they
+    are not the effects of leaving points out.
 
     Args:
         trajectory: Training run with S steps on M points.
@@ -65,22 +66,13 @@ def attribute(
     kernel = PathKernel(trajectory, head, rule)
     X = parse_problem(kernel, X, classes)
     (parts,) = _attribute(kernel, X, [(by_sample(trajectory),)], classes, parsed, splits_statistics=False)
+    shared = {field.name: getattr(parts, field.name) for field in fields(CertifiedTerms)}
     return Attribution(
-        initial=parts.initial,
         samples=parts.values,
         decay=parts.decay.squeeze(2),
         statistics=parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2),
         unexplained=parts.unexplained.squeeze(2),
-        amplification=parts.amplification,
-        network=parts.network,
-        max_residual=parts.max_residual,
-        evaluations=parts.evaluations,
-        residual_ratio=parts.residual_ratio,
-        max_step_mismatch=parts.max_step_mismatch,
-        mismatch_ratio=parts.mismatch_ratio,
-        worst_step=parts.worst_step,
-        error_tolerance=parts.error_tolerance,
-        statuses=parts.statuses,
+        **shared,
     )
 
 

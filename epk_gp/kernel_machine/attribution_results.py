@@ -1,5 +1,6 @@
 """The results of an attribution: the terms of a prediction, with their certificate."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,20 +13,15 @@ from epk_gp.kernel_machine.certification import describe_findings
 from epk_gp.quadrature.status import QuadratureStatus
 
 
-@dataclass(frozen=True, eq=False)
-class Attribution:
-    """The terms of a prediction; they sum to the network's output.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CertifiedTerms(ABC):
+    """What all attributions have: the ends of the path, and the certificate of the sum of the terms.
 
     Attributes:
         initial: f at the initial weights, (n, C).
-        samples: Contribution of each training point, (n, C, M).
-        decay: Contribution of weight decay, coupled or decoupled, (n, C).
-        statistics: Contribution of the moving statistics of normalisations, (n, C); 0 for a network without them.
-        unexplained: Contribution of what update rule and exact gradients leave of the steps, (n, C): rounding in less
-            than float64, and what the run's `unexplained` accepts. In float64 without that it is rounding, taken as 0.
+        network: Outputs of the trained network, (n, C).
         amplification: Sum of the absolute contributions of samples, steps apart, over the sum of the absolute changes
             that the steps' weights made, (n, C): how much larger the terms are than what they sum to.
-        network: Outputs of the trained network, (n, C).
         max_residual: Largest quadrature residual of a (point, step).
         evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
         residual_ratio: Largest ratio of a residual to what the rule's tolerance (1e-12 for a fixed rule) or rounding
@@ -38,12 +34,8 @@ class Attribution:
     """
 
     initial: Float[Tensor, "n C"]
-    samples: Float[Tensor, "n C M"]
-    decay: Float[Tensor, "n C"]
-    statistics: Float[Tensor, "n C"]
-    unexplained: Float[Tensor, "n C"]
-    amplification: Float[Tensor, "n C"]
     network: Float[Tensor, "n C"]
+    amplification: Float[Tensor, "n C"]
     max_residual: float
     evaluations: float
     residual_ratio: float
@@ -52,79 +44,69 @@ class Attribution:
     worst_step: int
     error_tolerance: float
     statuses: Mapping[QuadratureStatus, int]
+
+    @property
+    @abstractmethod
+    def total(self) -> Float[Tensor, "n C"]:
+        """Sum of all terms."""
+
+    @property
+    def max_error(self) -> float:
+        """Largest |total - network|."""
+        return float((self.total - self.network).abs().max())
+
+    @property
+    def certified(self) -> bool:
+        """Whether quadrature, steps and sum are within tolerance, as for a `Reconstruction`."""
+        return not describe_findings(self)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Attribution(CertifiedTerms):
+    """The terms of a prediction; with `initial` they sum to the network's output.
+
+    Attributes:
+        samples: Contribution of each training point, (n, C, M).
+        decay: Contribution of weight decay, coupled or decoupled, (n, C).
+        statistics: Contribution of the moving statistics of normalisations, (n, C); 0 for a network without them.
+        unexplained: Contribution of what update rule and exact gradients leave of the steps, (n, C): rounding in less
+            than float64, and what the run's `unexplained` accepts. In float64 without that it is rounding, taken as 0.
+    """
+
+    samples: Float[Tensor, "n C M"]
+    decay: Float[Tensor, "n C"]
+    statistics: Float[Tensor, "n C"]
+    unexplained: Float[Tensor, "n C"]
 
     @property
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
         return self.initial + self.samples.sum(dim=2) + self.decay + self.statistics + self.unexplained
 
-    @property
-    def max_error(self) -> float:
-        """Largest |total - network|."""
-        return float((self.total - self.network).abs().max())
 
-    @property
-    def certified(self) -> bool:
-        """Whether quadrature, steps and sum are within tolerance, as for a `Reconstruction`."""
-        return not describe_findings(self)
-
-
-@dataclass(frozen=True, eq=False)
-class GroupedAttribution:
-    """The terms of a prediction, split along chosen axes; they sum to the network's output.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GroupedAttribution(CertifiedTerms):
+    """The terms of a prediction, split along chosen axes; with `initial` they sum to the network's output.
 
     Attributes:
-        initial: f at the initial weights, (n, C).
         values: Contributions of the training data, (n, C, G_1, G_2, ...) over the axes' groups, in their order.
         decay: Contribution of weight decay, split likewise; axes of training samples have length 1.
         statistics: Contribution of the moving statistics, split likewise; axes of parameters have length 1.
         statistics_of_no_sample: What of it belongs to no sample of a batch: forward passes that were not announced, and
             statistics that are no batch normalisation's; axes of samples and parameters have length 1.
         unexplained: Contribution of what update rule and exact gradients leave of the steps, split as `decay`.
-        amplification: Sum of the absolute contributions over the sum of the absolute changes by the steps, (n, C).
-        network: Outputs of the trained network, (n, C).
         axes: The axes.
-        max_residual: Largest quadrature residual of a (point, step).
-        evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
-        residual_ratio: Largest ratio of a residual to what the rule's tolerance (1e-12 for a fixed rule) or rounding
-            allows.
-        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
-        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
-        worst_step: The step that has it; -1 for a run without steps.
-        error_tolerance: What `max_error` may be where both ratios are at most 1.
-        statuses: Number of (point, step) pairs by the reason why the rule stopped refining them.
     """
 
-    initial: Float[Tensor, "n C"]
     values: Float[Tensor, "n C *groups"]
     decay: Float[Tensor, "n C *ones"]
     statistics: Float[Tensor, "n C *samples"]
     statistics_of_no_sample: Float[Tensor, "n C *steps"]
     unexplained: Float[Tensor, "n C *ones"]
-    amplification: Float[Tensor, "n C"]
-    network: Float[Tensor, "n C"]
     axes: tuple[Axis, ...]
-    max_residual: float
-    evaluations: float
-    residual_ratio: float
-    max_step_mismatch: float
-    mismatch_ratio: float
-    worst_step: int
-    error_tolerance: float
-    statuses: Mapping[QuadratureStatus, int]
 
     @property
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
         terms = (self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained)
         return self.initial + torch.stack([term.reshape(*term.shape[:2], -1).sum(dim=2) for term in terms]).sum(dim=0)
-
-    @property
-    def max_error(self) -> float:
-        """Largest |total - network|."""
-        return float((self.total - self.network).abs().max())
-
-    @property
-    def certified(self) -> bool:
-        """Whether quadrature, steps and sum are within tolerance, as for a `Reconstruction`."""
-        return not describe_findings(self)

@@ -39,7 +39,6 @@ _PASS_OVERHEAD, _WRITING = 1e7, 20.0
 # Relative difference that rounding leaves between a loss and the same loss beside its derivative.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
-
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
 # bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
@@ -57,6 +56,8 @@ class _Way(Enum):
 class LossProducts:
     """The training side of an attribution; to be used by one thread.
 
+    Called with a step, one of its forward passes, adjoints and groups of parameters, it returns their products.
+
     Attributes:
         problem: The predictions.
         run: Replays the forward passes.
@@ -73,15 +74,16 @@ class LossProducts:
     ) -> tuple[Float[Tensor, "N K B G"], Float[Tensor, "N K G"] | None]:
         """Return c_i <H, grad loss_i> for the rows of a forward pass, over each group of parameters.
 
-        Beside them it returns what <H, sum_i c_i grad loss_i> with the gradient of a backward pass has more than their
-        sum: rounding, which a preconditioner can make large where a gradient is nothing but rounding (a bias in front
-        of BatchNorm under Adam). It is None where the samples' gradients are written out.
-
         Args:
             step: The step.
             data: The pass.
             H: The adjoints.
             groups: Group of each of the L parameters.
+
+        Returns:
+            The products; and what <H, sum_i c_i grad loss_i> with the gradient of a backward pass has more than their
+            sum. That is rounding, which a preconditioner can make large where a gradient is nothing but rounding (a
+            bias in front of BatchNorm under Adam). None where the samples' gradients are written out.
         """
         count = int(groups.max()) + 1
         if self._writes_gradients_out(data, H.shape[0] * H.shape[1], count):

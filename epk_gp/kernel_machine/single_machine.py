@@ -126,8 +126,9 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
         ):
             raise ValueError(
                 "the single kernel machine needs steps of plain gradient descent on the loss itself: "
-                f"step {step.index} of {trajectory.update_rule} has momentum, decay, clipping, accumulated batches or "
-                f"preconditioned gradients. {advice}"
+                f"step {step.index} of {trajectory.update_rule} has momentum, decay, clipping, accumulated batches, "
+                "preconditioned gradients, or forward passes with dropout, moving statistics or other rows. "
+                f"{advice}"
             )
     reference = trajectory.inputs.new_zeros(0, trajectory.num_outputs, dtype=dtype)
     q = soft_targets(loss, trajectory.targets, reference)

@@ -43,7 +43,7 @@ class StepResiduals:
 
 
 def leaves_residuals(trajectory: Trajectory, outputs: Float[Tensor, "n C"]) -> bool:
-    """Return whether steps of a run may differ from the law's on exact gradients by more than float64's rounding.
+    """Return whether steps may differ from the update rule's on exact gradients by more than float64's rounding.
 
     Args:
         trajectory: The run.

@@ -27,12 +27,16 @@ def validate_vanilla_gd(trajectory: Trajectory, name: str) -> None:
     """Raise if the steps of a run are not those of plain gradient descent.
 
     Raises:
-        ValueError: The run has momentum, weight decay or a preconditioner.
+        ValueError: The run has momentum, weight decay or a preconditioner; or its gradients are not those of the
+            network in evaluation mode on the recorded data.
     """
     if not trajectory.is_vanilla_gd:
+        has_passes = trajectory.statistics is not None or any(step.passes for step in trajectory.trained.steps)
+        made = f"{trajectory.update_rule}{', with passes in training mode or other rows' if has_passes else ''}"
         raise ValueError(
-            f"{name} must have steps of plain gradient descent, -eps_s times the batch gradient: the run was made by "
-            f"{trajectory.update_rule}. Use epk_gp.reconstruct or epk_gp.attribute, which follow every update rule."
+            f"{name} must have steps of plain gradient descent, -eps_s times the batch gradient of the network in "
+            f"evaluation mode on the recorded data: the run was made by {made}. Use epk_gp.reconstruct or "
+            "epk_gp.attribute, which follow every update rule and every forward pass."
         )
 
 

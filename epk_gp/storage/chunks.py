@@ -155,9 +155,23 @@ class RowReader:
 
 
 def read_state(
-    path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk, state: int, reader: RowReader | None = None
-) -> Float[Tensor, " P"]:
-    """Read one weight state: mapped from the file, or unpacked.
+    path: str | os.PathLike[str],
+    schema: ChunkSchema,
+    chunk: Chunk,
+    state: int,
+    reader: RowReader | None = None,
+    *,
+    name: str = "states",
+) -> Float[Tensor, " _"]:
+    """Read the weights of one state, or its moving statistics: mapped from the file, or unpacked.
+
+    Args:
+        path: Folder of the run.
+        schema: What its chunks hold.
+        chunk: The chunk of the state.
+        state: Number of the state.
+        reader: Keeps what was unpacked last.
+        name: "states" for the weights, "statistics" for the moving statistics.
 
     Raises:
         FileNotFoundError: The file was removed since the run was opened.
@@ -165,21 +179,7 @@ def read_state(
     """
     file, where = unchanged_file(path, chunk)
     with open_tensors(file, where) as tensors:
-        return _read_row(tensors, "states", state - chunk.first, chunk, schema, reader)
-
-
-def read_statistics(
-    path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk, state: int, reader: RowReader | None = None
-) -> Float[Tensor, " Q"]:
-    """Read the moving statistics of one state: mapped from the file, or unpacked.
-
-    Raises:
-        FileNotFoundError: The file was removed since the run was opened.
-        ValueError: The file was damaged since the run was opened.
-    """
-    file, where = unchanged_file(path, chunk)
-    with open_tensors(file, where) as tensors:
-        return _read_row(tensors, "statistics", state - chunk.first, chunk, schema, reader)
+        return _read_row(tensors, name, state - chunk.first, chunk, schema, reader)
 
 
 def read_update(

@@ -22,7 +22,7 @@ from epk_gp.storage.matrices import matrices_of, matrix_name, steps_with_matrice
 from epk_gp.storage.pass_tables import CONTENT, PassTables, join_tables, no_passes
 from epk_gp.storage.passes import PackedPasses, content_blocks
 from epk_gp.storage.schema import FORMAT, SAFETENSORS_DTYPES, ChunkSchema, chunk_schema, read_data, read_header
-from epk_gp.storage.stored import StoredStates, StoredStatistics, StoredUpdates
+from epk_gp.storage.stored import StoredStates, StoredUpdates
 
 
 def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
@@ -67,7 +67,7 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
         Q = matrices_of(updates[rows[0]])[key]
         shapes[matrix_name(*key)] = ([len(rows), *Q.shape], Q.dtype)
         in_memory[f"{matrix_name(*key)}.steps"] = torch.tensor(rows)
-    statistics = StoredStatistics(Path(path), schema, chunks) if schema.num_statistics else None
+    statistics = StoredStates(Path(path), schema, chunks, "statistics") if schema.num_statistics else None
     if statistics is not None:
         shapes["statistics"] = ([S + 1, schema.num_statistics], statistics[0].dtype)
     shapes |= {name: (list(value.shape), value.dtype) for name, value in in_memory.items()}

@@ -26,7 +26,7 @@ from epk_gp.storage.compatibility import (
 )
 from epk_gp.storage.index import read_journal, resume_name
 from epk_gp.storage.schema import HEADER, chunk_schema, read_data, read_header
-from epk_gp.storage.stored import StoredStates, StoredStatistics, StoredUpdates
+from epk_gp.storage.stored import StoredStates, StoredUpdates
 from epk_gp.storage.training_state import TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
@@ -178,7 +178,7 @@ def load_trajectory(
         num_outputs=header["num_outputs"],
         digest=chunks[-1].digest,
         data_digest=header["data_digest"],
-        statistics=StoredStatistics(Path(path), schema, chunks) if schema.num_statistics else None,
+        statistics=StoredStates(Path(path), schema, chunks, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
     )
     validate_forward_function(trajectory, data["probe"])

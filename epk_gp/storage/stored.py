@@ -11,7 +11,7 @@ from torch import Tensor
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients
 from epk_gp.storage.atomic_files import open_tensors
-from epk_gp.storage.chunks import RowReader, read_state, read_statistics, read_update
+from epk_gp.storage.chunks import RowReader, read_state, read_update
 from epk_gp.storage.index import Chunk, unchanged_file
 from epk_gp.storage.pass_verification import read_tables
 from epk_gp.storage.passes import ContentOnDisk, packed_steps
@@ -20,19 +20,30 @@ from epk_gp.storage.schema import ChunkSchema
 
 @dataclass(frozen=True)
 class StoredStates:
-    """The weight states of a run, mapped from its chunks or unpacked. Several threads may read at once."""
+    """The weights or the moving statistics of a run's states, mapped from its chunks or unpacked.
+
+    Several threads may read at once.
+
+    Attributes:
+        path: Folder of the run.
+        schema: What its chunks hold.
+        chunks: The committed chunks.
+        name: The tensor that is read: "states" for the weights, "statistics" for the moving statistics.
+        reader: Keeps what was unpacked last.
+    """
 
     path: Path
     schema: ChunkSchema
     chunks: tuple[Chunk, ...]
+    name: str = "states"
     reader: RowReader = field(default_factory=RowReader, compare=False, repr=False)
 
     def __len__(self) -> int:
         """Return the number of states, S + 1."""
         return self.chunks[-1].last + 1
 
-    def __getitem__(self, state: int) -> Float[Tensor, " P"]:
-        """Read one state.
+    def __getitem__(self, state: int) -> Float[Tensor, " _"]:
+        """Read one state: P weights, or Q moving statistics.
 
         Raises:
             IndexError: The run has no such state.
@@ -40,32 +51,7 @@ class StoredStates:
         if not 0 <= state < len(self):
             raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
         chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
-        return read_state(self.path, self.schema, chunk, state, self.reader)
-
-
-@dataclass(frozen=True)
-class StoredStatistics:
-    """The moving statistics of a run's states, mapped from its chunks or unpacked. Several threads may read at once."""
-
-    path: Path
-    schema: ChunkSchema
-    chunks: tuple[Chunk, ...]
-    reader: RowReader = field(default_factory=RowReader, compare=False, repr=False)
-
-    def __len__(self) -> int:
-        """Return the number of states, S + 1."""
-        return self.chunks[-1].last + 1
-
-    def __getitem__(self, state: int) -> Float[Tensor, " Q"]:
-        """Read the moving statistics of one state.
-
-        Raises:
-            IndexError: The run has no such state.
-        """
-        if not 0 <= state < len(self):
-            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
-        chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
-        return read_statistics(self.path, self.schema, chunk, state, self.reader)
+        return read_state(self.path, self.schema, chunk, state, self.reader, name=self.name)
 
 
 def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[Step]:

@@ -19,11 +19,13 @@ _MEMORY = 0.1  # weight of the last step in the mean length of a step
 
 @dataclass(eq=False)
 class CheckSchedule:
-    """Chooses the steps that are checked: one of a fixed number, or as many as fit into a share of the loop's time.
+    """Chooses the steps that are checked: one in a fixed number, or as many as fit into a share of the loop's time.
+
+    The last step of a recording is checked too, when it ends (`Recorder`).
 
     Attributes:
-        every: One step of each block of so many consecutive ones is checked. None: the first steps, and then as many as
-            keep recording as a whole within 15 % of the time of steps of 20 ms or more.
+        every: One step of each block of so many consecutive ones is checked. None: the first three steps, and then as
+            many as keep recording as a whole within 15 % of the time of steps of 20 ms or more.
         device: The device of the training. Time is the thread's own on the CPU, so that nothing else counts.
         num_checked: Steps checked so far.
     """

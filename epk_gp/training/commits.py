@@ -6,7 +6,7 @@ from torch import Tensor
 
 from epk_gp.storage.matrices import matrix_bytes
 from epk_gp.storage.passes import packed_bytes
-from epk_gp.storage.stored import StoredStates, StoredStatistics, StoredUpdates, stored_steps
+from epk_gp.storage.stored import StoredStates, StoredUpdates, stored_steps
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 from epk_gp.training.history import RunHistory
@@ -47,12 +47,12 @@ class CommitSchedule:
         path, schema, chunks = self._writer.path, self._writer.schema, tuple(self._writer.chunks)
         return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks)
 
-    def stored_statistics(self) -> StoredStatistics | None:
+    def stored_statistics(self) -> StoredStates | None:
         """Return the moving statistics on disk; None for a network without them."""
         schema = self._writer.schema
         if not schema.num_statistics:
             return None
-        return StoredStatistics(self._writer.path, schema, tuple(self._writer.chunks))
+        return StoredStates(self._writer.path, schema, tuple(self._writer.chunks), "statistics")
 
     def complete_iteration(self) -> None:
         """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""

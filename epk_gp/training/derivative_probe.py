@@ -83,7 +83,8 @@ class DerivativeProbe:
             return
         with schedule.checking():
             cause = _look(setup, observed)
-        self._next = max(4 * (index + 1) - 1, index + 1 + 2 * schedule.steps_that_pay())
+        wait = 2 * schedule.steps_that_pay() if index else 0  # layers that begin at zero hide others in step 0
+        self._next = max(4 * (index + 1) - 1, index + 1 + wait)
         if cause is None:
             return
         self._next = 1 << 62

@@ -75,7 +75,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
             output: Maps what the model returns to its outputs, (n, C).
             update_rule: How the optimizer's step follows from the gradient, if it is not one of torch's known
                 optimizers.
-            unexplained: Share of a step that law and loss need not explain, as of `epk_gp.Recorder`.
+            unexplained: Share of a step that update rule and loss need not explain, as of `epk_gp.Recorder`.
             path: New folder for the run; the run is kept in memory if None.
             storage: How often steps are committed to disk, and whether they are compressed.
         """

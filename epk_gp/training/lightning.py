@@ -65,7 +65,7 @@ class RecorderCallback(Callback):
                 optimizers.
             clip: The gradient clipping before each step; None for the trainer's.
             output: Maps what the network returns to its outputs, (n, C).
-            unexplained: Share of a step that law and loss need not explain, as of `epk_gp.Recorder`.
+            unexplained: Share of a step that update rule and loss need not explain, as of `epk_gp.Recorder`.
             path: New folder for the run; the run is kept in memory if None.
             storage: How often steps are committed to disk, and whether they are compressed.
         """

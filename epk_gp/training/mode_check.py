@@ -11,7 +11,7 @@ from epk_gp.core.forward_fingerprint import perturbed_initial
 from epk_gp.core.kept_activations import quiet_checkpoints
 from epk_gp.core.model import FunctionalModel, random_state_kept
 
-# What a network raises on inputs that it cannot take; the door says it of the evaluation mode.
+# What a network raises on inputs that it cannot take; the validation of its outputs reports that.
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 _NUM_ROWS = 8  # rows on which the modes are compared
@@ -88,7 +88,7 @@ def moving_statistics(net: nn.Module, model: FunctionalModel, X: Shaped[Tensor, 
         args, kwargs = model.signature.unpack(X[:_NUM_ROWS].clone())
         try:
             module(*args, **kwargs)
-        except _FORWARD_ERRORS:  # such as one value per channel: the door says it of evaluation
+        except _FORWARD_ERRORS:  # such as one value per channel; see `_FORWARD_ERRORS`
             moved = _of_normalisations(module)
     after = dict(module.named_buffers())
     moved |= {name for name in names if name in before and not torch.equal(before[name], after[name])}

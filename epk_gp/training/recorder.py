@@ -55,10 +55,11 @@ class Phase(Enum):
 class Recorder:
     """Record the steps of one's own training loop.
 
-    Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. Every step is
-    checked: the recorded change of the weights must be what the update rule predicts from the recomputed gradient of
-    the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which names the cause as far as
-    it can tell; the steps before it stay recorded.
+    Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. What each
+    forward pass of the network depended on (dropout, batch statistics, augmented rows) is recorded by hooks. Steps are
+    checked (`check_every`): the recorded change of the weights must be what the update rule predicts from the
+    recomputed gradient of the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which
+    names the cause as far as it can tell; the steps before it stay recorded.
 
     With `path` and `resume` the loop continues where the last commit left it: write it as
     `for step in recorder.until(steps):`.
@@ -100,9 +101,10 @@ class Recorder:
                 takes them, net(*X) or net(**X).
             y: Their targets.
             loss: The loss that will be minimised.
-            update_rule: How the optimizer's step follows from the gradient; known for torch's SGD, Adam, AdamW,
-                RMSprop and Adagrad.
-            clip: The gradient clipping that the loop does before each step.
+            update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
+                one gradient a step. Of several optimizers a sequence, None for torch's own.
+            clip: The gradient clipping that the loop does before each step. Clipping to a bound of at most three digits
+                shows in the gradient and need not be stated.
             path: New folder for the run; the run is kept in memory if None.
             resume: Continue the run at `path`, if there is one, from its last commit: network, optimizer, torch's
                 random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
@@ -113,9 +115,9 @@ class Recorder:
             storage: How often steps are committed to disk, and whether they are compressed.
             check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
                 every run); the others are compared with the update rule's step on the gradient that `backward()`
-                left. By default as many steps are checked as take at most 15 % of the time of steps of 20 ms or more,
-                the first and the last among them; `num_checked` says how many. `reconstruct` checks all of them
-                afterwards.
+                left. None checks the first three and the last, and of the others as many as take 15 % of the loop's
+                time, where a step counts as 20 ms at least; `num_checked` says how many. `reconstruct` and `attribute`
+                check all of them afterwards.
             unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
                 its own in every result. None refuses a step that they do not explain up to rounding.
             trained: Names of parameters that are trained later in the run and that no optimizer holds yet. Frozen

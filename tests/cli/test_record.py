@@ -124,6 +124,16 @@ def test_info_names_what_a_run_holds(recorded, capsys):
     assert re.search(r"size on disk: 0\.\d+ MB", out)
 
 
+def test_info_says_how_many_gradients_were_recomputed(tmp_path, capsys):
+    net, X = torch.nn.Linear(2, 2).double(), torch.ones(4, 2).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for every, said in ((None, "as many as took 15 % of the loop's time"), (1, "every step's"), (3, "one in 3")):
+        path = tmp_path / str(every)
+        epk.train(net, X, torch.arange(4) % 2, optimizer=optimizer, steps=1, path=path, check_every=every)
+        assert run("info", path) == 0
+        assert f"{said} recomputed while recording" in capsys.readouterr().out
+
+
 def test_info_writes_what_it_says(recorded, tmp_path, capsys):
     assert run("info", recorded, "--out", tmp_path, "--quiet") == 0
     captured = capsys.readouterr()

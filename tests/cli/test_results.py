@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import epk_gp as epk
-from commands import SMALL, refused, run
+from commands import SMALL, refused, run, write_data
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.kernel_machine.attribute import attribute_many
 
@@ -45,6 +45,21 @@ def test_attribute_writes_terms_that_sum_to_the_network(recorded, tmp_path):
     c = summary["points"][0]["output"]
     assert strongest["contribution"] == arrays["samples"][0, c].max().item()
     assert (tmp_path / "attribution.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_terms_of_a_network_with_statistics_are_written(user_module, tmp_path):
+    file, network = write_data(tmp_path / "mine.npz"), f"{user_module}:normed_net"
+    options = ("--network", network, "--steps", 3, "--batch-size", 4, "--num-test", 2, "--quiet")
+    assert run("record", "--data", file, "--out", tmp_path / "run", *options) == 0
+    out = tmp_path / "out"
+    assert run("attribute", tmp_path / "run", "--network", network, "--out", out, "--quiet") == 0
+    arrays = load_file(out / "attribution.safetensors")
+    total = arrays["initial"] + arrays["samples"].sum(2) + arrays["decay"] + arrays["unexplained"]
+    assert (total + arrays["statistics"] - arrays["network"]).abs().max() < 1e-12
+    assert (total - arrays["network"]).abs().max() > 1e-4  # the negative control: the statistics are no rounding
+    for point in json.loads((out / "attribution.json").read_text())["results"]["points"]:
+        terms = ("initial", "raised_by", "lowered_by", "decay", "statistics", "unexplained")
+        assert sum(point[name] for name in terms) == pytest.approx(point["network"], abs=1e-12)
 
 
 def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, monkeypatch):

@@ -163,3 +163,14 @@ def test_the_discrete_path_kernel_is_a_sum_of_tangent_kernels(case):
     assert_close(epk.gram_block(case.trajectory, A, A, rule=epk.left_endpoint()), sum(parts))
     exact = epk.gram_block(case.trajectory, A, A, rule=epk.gauss_legendre(4))
     assert (exact - sum(parts)).abs().max() > 1e-3 * exact.abs().max()
+
+
+def test_what_needs_plain_gradients_says_that_a_run_was_made_in_training_mode():
+    X, y = torch.ones(6, 2).double(), torch.arange(6) % 2
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(2, 2)).double()
+    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=1)
+    with pytest.raises(ValueError, match="the run was made by SGD, with passes in training mode or other rows"):
+        chen_machine(run, X)
+    with pytest.raises(ValueError, match="or forward passes with dropout, moving statistics or other rows"):
+        single_machine(run, X)

@@ -23,6 +23,19 @@ def images():
     return trajectory, X[:1], prediction_breakdown(*parts, parts[0].network.argmax(1))
 
 
+def test_the_curve_of_an_output_ends_at_the_network_where_statistics_move():
+    g = torch.Generator().manual_seed(0)
+    X, y = torch.randn(20, 4, generator=g, dtype=torch.float64), torch.arange(20) % 2
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(net.double().parameters(), lr=0.1)
+    trajectory = epk.train(net, X, y, optimizer=optimizer, steps=3)
+    parts = attribute_many(trajectory, X[:2], [[by_sample(trajectory)], [step_ranges(trajectory)]])
+    breakdown = prediction_breakdown(*parts, parts[0].network.argmax(1))
+    assert (breakdown.initial + breakdown.steps.sum(1) - breakdown.network).abs().max() < 1e-12
+    assert breakdown.statistics.abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("top", [1, 6, 8])
 def test_as_many_training_images_are_drawn_as_are_asked_for(images, tmp_path, monkeypatch, top):
     trajectory, X, breakdown = images

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import epk_gp as epk
-from epk_gp.training.clipping import ClipNorm
 from recipes.problem import C, batches, finish, images, sentences
 
 
@@ -111,9 +110,7 @@ def nanogpt():
     optimizer = model.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.9, 0.95))
     grad_accum, warmup, grad_clip = 2, 2, 1.0
     loss_per_row = epk.PerSampleLoss(mean_over_tokens)  # recorder
-    with epk.Recorder(  # recorder
-        model, optimizer, (x, y), y, loss=loss_per_row, output=last_logits, clip=ClipNorm(grad_clip)
-    ) as recorder:
+    with epk.Recorder(model, optimizer, (x, y), y, loss=loss_per_row, output=last_logits) as recorder:  # recorder
         model.train()
         for it in range(6):
             for group in optimizer.param_groups:
@@ -204,7 +201,7 @@ def lstm():
     net = LSTMClassifier().double()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
     criterion = nn.CrossEntropyLoss()
-    with epk.Recorder(net, optimizer, X, y, clip=ClipNorm(0.5)) as recorder:  # recorder
+    with epk.Recorder(net, optimizer, X, y) as recorder:  # recorder
         net.train()
         for batch in batches(len(X), 8, epochs=2):
             optimizer.zero_grad()
