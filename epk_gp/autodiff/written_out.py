@@ -98,8 +98,7 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     query, key, value = given["query"], given["key"], given["value"]
     W, b, mask, padding = (given[name] for name in ("in_proj_weight", "in_proj_bias", "attn_mask", "key_padding_mask"))
     others = any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v"))
-    drops = given["training"] and given["dropout_p"]
-    if query.ndim != 3 or others or drops or given["add_zero_attn"] or (given["is_causal"] and mask is None):
+    if query.ndim != 3 or others or given["add_zero_attn"] or (given["is_causal"] and mask is None):
         return NotImplemented
     rows = query.transpose(0, 1)
     if W is not None and query is key and key is value:
@@ -115,9 +114,12 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
     for one in _masks(mask, padding, len(rows), heads):
         scores = scores.masked_fill(one, -torch.inf) if one.dtype == torch.bool else scores + one
-    share = scores.softmax(dim=3)
+    drops = bool(given["training"] and given["dropout_p"])
+    share = F.dropout(scores.softmax(dim=3), given["dropout_p"]) if drops else scores.softmax(dim=3)
     mixed = (share @ v).transpose(1, 2).flatten(2)
     output = F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]).transpose(0, 1)
+    if given["training"]:
+        output = output.contiguous()  # in torch's memory order, in which dropout after it draws
     if not given["need_weights"]:
         return output, None
     return output, (share.mean(dim=1) if given["average_attn_weights"] else share)

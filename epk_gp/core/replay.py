@@ -183,6 +183,29 @@ class TrainingReplay:
         _set_modes(module, data.forward)
         return module
 
+    def model_in_modes(self, data: PassData) -> FunctionalModel:
+        """Return the network in a pass's modes as a function of its weights, in the dtype of the replay."""
+        module = copy.deepcopy(self.module_in_modes(data))
+        model = self.model
+        return FunctionalModel(
+            module, model.names, model.shapes, signature=model.signature, recomputes=model.recomputes
+        )
+
+    def rows(self, data: PassData, *, exact: bool = True) -> Shaped[Tensor, "n ..."]:
+        """Return the rows of a pass in the dtype and the memory order in which it is replayed.
+
+        Args:
+            data: The pass.
+            exact: Automatic mixed precision is left out.
+        """
+        X = data.X.to(self.spec.device)
+        is_in_run_dtype = X.dtype == self.model.spec.dtype  # an input of another dtype is cast by the network itself
+        rows = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device).cast(X) if is_in_run_dtype else X
+        order = data.forward.memory_order
+        if order is not None:
+            rows = rows.permute(order.tolist()).contiguous().permute(order.argsort().tolist())
+        return rows
+
     @contextmanager
     def random_numbers(self, data: PassData) -> Iterator[None]:
         """Draw the random numbers that the pass drew."""
@@ -214,13 +237,7 @@ class TrainingReplay:
         return state.to(dtype=self.dtype_of(data, exact=exact), device=self.spec.device)
 
     def _arguments(self, data: PassData, *, exact: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        X = data.X.to(self.spec.device)
-        is_in_run_dtype = X.dtype == self.model.spec.dtype  # an input of another dtype is cast by the network itself
-        rows = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device).cast(X) if is_in_run_dtype else X
-        order = data.forward.memory_order
-        if order is not None:
-            rows = rows.permute(order.tolist()).contiguous().permute(order.argsort().tolist())
-        return self.model.signature.unpack(rows)
+        return self.model.signature.unpack(self.rows(data, exact=exact))
 
     def _losses(self, returned: Any, data: PassData) -> Tensor:
         y = data.y.to(self.spec.device)

@@ -9,7 +9,7 @@ It holds also where a term depends on the whole batch. Where every term depends 
 the samples can be written out instead; the cheaper of the two is taken by counted cost.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import torch
@@ -24,6 +24,8 @@ from epk_gp.autodiff.cotangents import Cotangents
 from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import to_flat_order
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.core.fingerprint import tensor_bytes
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.replay import PassData, seen_losses
 from epk_gp.core.step import Step
@@ -36,7 +38,7 @@ from epk_gp.kernel_machine.problem import AttributionProblem
 # some 1e10 operations a second: 0.7 to 2 ms a pass of a small network, 1 to 3 ns a number.
 _PASS_OVERHEAD, _WRITING = 1e7, 20.0
 
-# Relative difference that rounding leaves between a loss and the same loss beside its derivative.
+# Relative difference that rounding leaves between a loss, or a derivative, and the same in another order of sums.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
@@ -66,6 +68,7 @@ class LossProducts:
     problem: AttributionProblem
     run: RunReplay
     _way: _Way = _Way.FORWARD
+    _in_modes: dict[bytes, PlannedModel | None] = field(default_factory=dict)  # None: its gradients are others
     _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
     _flops_per_row: float | None = None
 
@@ -86,10 +89,14 @@ class LossProducts:
             bias in front of BatchNorm under Adam). None where the samples' gradients are written out.
         """
         count = int(groups.max()) + 1
-        if self._writes_gradients_out(data, H.shape[0] * H.shape[1], count):
-            return self._from_gradients(step, data, H, groups), None
-        K, N = H.shape[:2]
         state = flat_state(self.problem.trajectory.trained, step.index, self.problem.X)
+        if self._writes_gradients_out(data, H.shape[0] * H.shape[1], count):
+            if data.forward.is_deterministic:
+                return self._from_gradients(state, data, H, groups), None
+            written = self._from_replayed_gradients(state, data, H, groups)
+            if written is not None:
+                return written, None
+        K, N = H.shape[:2]
         owner = groups.to(H.device).repeat_interleave(torch.tensor(self.problem.net.model.sizes, device=H.device))
         values = H.new_empty(N, K, len(data.X), count)
         c = data.c.to(H)
@@ -102,10 +109,15 @@ class LossProducts:
         return values, whole - values.sum(dim=2)
 
     def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
-        trajectory = self.problem.trajectory
-        if not data.forward.is_deterministic or data.forward.autocast is not None:
+        forward_pass, problem = data.forward, self.problem
+        if forward_pass.autocast is not None or not problem.trajectory.loss_takes_outputs:
             return False
-        if not trajectory.loss_takes_outputs:
+        if not forward_pass.is_deterministic and (
+            problem.cost.all_dense
+            or problem.net.plan.dense_params  # differentiated row by row, where a mask is drawn for the batch
+            or problem.net.model.statistics  # a row's loss depends on the other rows
+            or self._in_modes.get(_modes_key(data), problem.net) is None
+        ):
             return False
         n, P = len(data.X), self.problem.net.model.num_weights
         flops = self._flops(data)
@@ -124,12 +136,11 @@ class LossProducts:
         return self._flops_per_row * len(data.X)
 
     def _from_gradients(
-        self, step: Step, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
+        self, state: Float[Tensor, " PQ"], data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
     ) -> Float[Tensor, "N K B G"]:
         """Write the samples' gradients out, some at a time."""
         problem = self.problem
         net, sizes = problem.net, problem.net.model.sizes
-        state = flat_state(problem.trajectory.trained, step.index, problem.X)
         if data.forward.statistics is not None:
             state = torch.cat([state[: net.model.num_weights], data.forward.statistics.to(state)])
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=problem.cost.all_dense)
@@ -140,6 +151,44 @@ class LossProducts:
             jacobians = layer_jacobians(net, WeightLocation(state), X[part], cotangents, cost)
             values.append(grouped_products(H, to_flat_order(jacobians, problem.columns)[0], groups, sizes))
         return torch.cat(values, dim=2)
+
+    def _from_replayed_gradients(
+        self, state: Float[Tensor, " PQ"], data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
+    ) -> Float[Tensor, "N K B G"] | None:
+        """Write the samples' gradients out that a pass had in its own modes, with the random numbers that it drew.
+
+        The masks are those of the whole batch, so its activations are computed together. The products
+        with the sum of the adjoints are compared with those of a replayed pass in forward mode: they are others where a
+        row's loss depends on other rows, or where the numbers are drawn in another order.
+
+        Returns:
+            The products; None where they are others, or where the gradients cannot be written out.
+        """
+        problem, replay, key = self.problem, self.run.passes, _modes_key(data)
+        net = self._in_modes.setdefault(key, PlannedModel(replay.model_in_modes(data), problem.net.plan))
+        if net is None:
+            return None
+        every = torch.arange(len(data.X), device=data.X.device)
+        cotangents = _loss_cotangents(problem, data, every)
+        at = WeightLocation(torch.cat([value.flatten() for value in replay.params(state, data).values()]))
+        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=False)
+        try:
+            with replay.random_numbers(data):
+                jacobians = layer_jacobians(net, at, replay.rows(data), cotangents, cost)
+        except (RuntimeError, ValueError, NotImplementedError):  # UnsupportedParameterUseError among them
+            self._in_modes[key] = None
+            return None
+        values = []
+        for part in every.split(problem.memory.adjoint_samples()):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            gradients = to_flat_order([jacobian.rows(rows) for jacobian in jacobians], problem.columns)[0].to(H)
+            values.append(grouped_products(H, gradients, groups, net.model.sizes))
+        written = torch.cat(values, dim=2)
+        expected = data.c.to(H) * self._single(state, data, H.sum(dim=(0, 1)))[1].to(H)
+        if not _is_same(written.sum(dim=(0, 1, 3)), expected, expected.abs().max()):
+            self._in_modes[key] = None
+            return None
+        return written
 
     def _along(
         self, state: Float[Tensor, " PQ"], data: PassData, directions: Float[Tensor, "R P"], expected: Tensor
@@ -267,6 +316,11 @@ def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) 
         return (c.to(z)[:, None] * slope)[None]
 
     return Cotangents(derivative)
+
+
+def _modes_key(data: PassData) -> bytes:
+    modes = data.forward.modes
+    return b"" if modes is None else bytes(tensor_bytes(modes))
 
 
 def is_rounding(difference: Float[Tensor, "N K G"], products: Float[Tensor, "N K B G"]) -> bool:

@@ -44,7 +44,41 @@ class Squares(nn.Module):
         return Square.apply(self.linear(x))
 
 
+class Encoder(nn.Module):
+    """Attention draws masks for its shares, and dropout after it in the memory order that attention leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.3, batch_first=True)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.layer(x[:, None] * x.new_tensor([[1.0], [-0.5], [2.0]])).mean(dim=1))
+
+
+class Coupled(nn.Module):
+    """In training mode a row's outputs depend on the other rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.hidden(x))
+        return self.out(F.dropout(x - x.mean(dim=0) if self.training else x, 0.3, self.training))
+
+
+DROPOUT = {
+    "mlp": lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3)),
+    "conv": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.Dropout1d(0.4), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)
+    ),
+    "encoder": Encoder,
+    "coupled": Coupled,
+}
+
 NETWORKS = {
+    **DROPOUT,
     "norm": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)),
     "dropout": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 3)),
     "squares": Squares,
@@ -146,3 +180,34 @@ def test_mapped_passes_that_compute_something_else_are_not_used(products, wrong,
     directions = directions_of(products)
     check_against_backward_passes(products, along(products, 0, directions), 0, directions)
     assert products._maps is False
+
+
+@pytest.mark.parametrize("products", DROPOUT, indirect=True)
+def test_gradients_are_written_out_with_the_masks_that_were_drawn(products, monkeypatch):
+    """Where a row's loss depends on other rows they are not, which one pass in forward mode shows."""
+    is_coupled = isinstance(products.run.passes.model.module, Coupled)
+    written, singles = [], calls_of(monkeypatch, "_single")
+    original = LossProducts._from_replayed_gradients
+
+    def seen(*args):
+        written.append(original(*args))
+        return written[-1]
+
+    monkeypatch.setattr(LossProducts, "_from_replayed_gradients", seen)
+    trajectory, model = products.problem.trajectory, products.problem.net.model
+    H = torch.randn(10, 20, model.num_weights, dtype=torch.float64)
+    groups = torch.arange(len(model.sizes)) % 2
+    for step in trajectory.steps:
+        (data,) = passes_of(step, products.run.data)
+        found, _ = products(step, data, H, groups)
+        for group in range(2):
+            owner = (groups == group).repeat_interleave(torch.tensor(model.sizes))
+            state = flat_state(trajectory.trained, step.index, data.X)
+            expected = data.c * products._sample_by_sample(state, data, (H * owner).flatten(0, 1))
+            expected = expected.view(10, 20, -1).transpose(0, 1)
+            torch.testing.assert_close(found[..., group], expected, rtol=1e-11, atol=1e-12)
+    if is_coupled:
+        assert written == [None]
+    else:
+        assert len(written) == len(singles) == 2
+        assert all(values is not None for values in written)
