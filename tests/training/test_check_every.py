@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.training import recorder as recorder_module
+from epk_gp.training.check_schedule import CheckSchedule
 from epk_gp.training.clipping import ClipNorm
 from loops import data, mlp, sgd
 from stored_runs import step
@@ -49,3 +50,29 @@ def test_a_step_whose_gradient_is_not_recomputed_must_still_follow_the_update_ru
             recorder.optimizer.step()
     with pytest.raises(ValueError, match="check_every must be 1 where gradients are clipped: got 2"):
         epk.Recorder(net, sgd(net), X, y, clip=ClipNorm(1.0), check_every=2)
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_of_the_steps_between_two_checks_those_that_were_clipped_are_recomputed(stated, monkeypatch):
+    recomputed, clipped = [], []
+    real = recorder_module.check_against_exact_gradient
+
+    def counted(setup, observed):
+        recomputed.append(observed.step.index)
+        return real(setup, observed)
+
+    monkeypatch.setattr(recorder_module, "check_against_exact_gradient", counted)
+    monkeypatch.setattr(CheckSchedule, "is_due", lambda schedule, index: index == 0)
+    net, (X, y) = mlp(), data()
+    recorder = epk.Recorder(net, sgd(net), X, y, clip=ClipNorm(0.31) if stated else None)
+    with recorder:
+        for index in range(8):
+            recorder.optimizer.zero_grad()
+            F.cross_entropy(net(X), y).backward()
+            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.31)
+            clipped += [index] if norm > 0.31 else []
+            recorder.batch(None)
+            recorder.optimizer.step()
+    assert 0 < len(clipped) < 8
+    assert recomputed == sorted({0, *clipped, 7})
+    assert epk.reconstruct(recorder.trajectory, X).certified
