@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.func import vjp, vmap
 
@@ -36,6 +36,13 @@ def dense_jacobian(
         t: (E,) with `d`.
         create_graph: Keep the result differentiable with respect to X.
     """
+    if d is not None and t is not None and net.plan.shares_pass:
+        points, groups = group_rows(t)
+        parts = [
+            dense_jacobian(net, names, w + u * d, X[rows], cotangents[:, rows], create_graph=create_graph).values
+            for u, rows in zip(points, groups, strict=True)
+        ]
+        return DenseJacobian(torch.cat(parts, dim=1)[:, torch.cat(groups).argsort()])
     t_of_rows = torch.zeros(len(X), dtype=w.dtype, device=X.device) if t is None else t
     with disable_fused_attention():
         if not net.plan.supports_vmap:
@@ -66,6 +73,12 @@ def dense_jacobian(
         chunk = net.plan.vmap_chunk_size
         values = vmap(pull_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=chunk)(X, cotangents, t_of_rows)
         return DenseJacobian(values if create_graph else values.detach())
+
+
+def group_rows(t: Float[Tensor, " E"]) -> tuple[Float[Tensor, " G"], list[Int64[Tensor, " _"]]]:
+    """Return the different points of a segment, and the rows at each of them."""
+    points, index = t.unique(return_inverse=True)
+    return points, [(index == k).nonzero().squeeze(1) for k in range(len(points))]
 
 
 def _parameters_at(net: PlannedModel, w: Tensor, d: Tensor | None, t: Tensor) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.func import jacrev, jvp, vmap
 
+from epk_gp.autodiff.dense import group_rows
 from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.interception import InterpolatedWeights
 from epk_gp.autodiff.planned_model import PlannedModel
@@ -86,12 +87,11 @@ def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) ->
     interpolates = plan.supports_interpolation and (plan.supports_jvp or not differentiate)
     if interpolates and not plan.calls_fused_functions:
         return _interpolated(segment, X, t, differentiate)
-    points, index = t.unique(return_inverse=True)
+    points, groups = group_rows(t)
     if interpolates and len(points) > _FEW_POINTS:
         return _interpolated(segment, X, t, differentiate)
-    if plan.supports_vmap and len(points) > _FEW_POINTS:
+    if plan.supports_vmap and len(points) > _FEW_POINTS and not plan.shares_pass:
         return _mapped(segment, X, t, differentiate)
-    groups = [(index == k).nonzero().squeeze(1) for k in range(len(points))]
     results = [_at_one_point(segment, X[rows], points[k], differentiate) for k, rows in enumerate(groups)]
     order = torch.cat(groups).argsort()
     return torch.cat([f for f, _ in results])[order], torch.cat([slope for _, slope in results])[order]

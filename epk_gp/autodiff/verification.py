@@ -71,7 +71,10 @@ def build_plan(
             "an output must depend on its own input alone: the network gives other outputs for a batch than for its "
             "rows one by one (statistics of the batch?)."
         )
-    activations = max(1, recorder.num_activations // len(X))
+    graph = model.signature.graph
+    all_dense = all_dense or graph is not None
+    activations = max(1, recorder.num_activations // (len(X) if graph is None else graph.num_nodes))
+    per_row = activations if graph is None else max(1, recorder.num_activations)  # a row goes backward through all
     # hypotheses, of which validate_plan keeps what holds
     plan = DifferentiationPlan(
         bias_of={} if all_dense else _layers(recorder.usages),
@@ -83,10 +86,11 @@ def build_plan(
         supports_batched_vjp=True,
         backward_per_output=any(usage.function in CONVOLUTIONS for usage in recorder.usages),
         supports_vmap=True,
-        vmap_chunk_size=vmap_chunk_size(model.num_weights, activations),
+        vmap_chunk_size=vmap_chunk_size(model.num_weights, per_row),
         activations_per_sample=activations,
         num_outputs=z.shape[1],
         calls_fused_functions=recorder.calls_fused_functions,
+        shares_pass=graph is not None,
     )
     return validate_plan(model, w, X, plan)
 

@@ -101,6 +101,8 @@ class LossProducts:
 
     def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
         trajectory = self.problem.trajectory
+        if self.problem.net.plan.shares_pass:  # a backward pass per sample, each through the whole graph
+            return False
         if not data.forward.is_deterministic or data.forward.autocast is not None:
             return False
         if not trajectory.loss_takes_outputs:
@@ -164,7 +166,8 @@ class LossProducts:
 
         The first mapped pass is compared with a single one. What draws random numbers is not mapped.
         """
-        at_once = self.problem.memory.forward_mode_directions(len(data.X))
+        graph = self.problem.net.model.signature.graph
+        at_once = self.problem.memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
         draws = data.forward.random_state is not None or data.forward.device_random_state is not None
         if self._maps is not False and min(len(directions), at_once) > 1 and not draws:
             try:

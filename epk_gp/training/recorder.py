@@ -143,7 +143,8 @@ class Recorder:
         self._setup = make_setup(net, optimizer, (X, y), loss, rules, trained=trained, output=output)
         self.signature = self._setup.model.signature
         self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
-        self.X = self.signature.structure(self._setup.X)
+        graph = self.signature.graph
+        self.X = self.signature.structure(self._setup.X) if graph is None else graph.graph
         header, start = self._setup.header(), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
