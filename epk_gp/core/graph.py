@@ -49,7 +49,7 @@ class Graph:
     @property
     def tensors(self) -> dict[int | str, Tensor]:
         """The tensors by position or keyword."""
-        return {**dict(enumerate(self.args)), **self.kwargs}
+        return dict([*enumerate(self.args), *self.kwargs.items()])
 
     def __repr__(self) -> str:
         """Describe the tensors in one line."""
