@@ -60,9 +60,7 @@ class Signature:
         validate_same_layout(self.layout, layout, name)
         return packed
 
-    def call(
-        self, function: Callable[..., Any], rows: Shaped[Tensor, "n ..."], spec: TensorSpec | None = None
-    ) -> Any:
+    def call(self, function: Callable[..., Any], rows: Shaped[Tensor, "n ..."], spec: TensorSpec | None = None) -> Any:
         """Call a network with packed inputs, and return what it returns for them.
 
         Args:

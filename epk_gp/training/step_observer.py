@@ -113,9 +113,7 @@ class StepObserver:
         return self._capture.statistics_now(index)
 
     def _assign_forwards(self) -> None:
-        assign_forwards(
-            self._announced, self._capture.waiting, len(self.setup.X), whole_graph=self._calls is not None
-        )
+        assign_forwards(self._announced, self._capture.waiting, len(self.setup.X), whole_graph=self._calls is not None)
 
     def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         return None if self._calls is None else self._calls.difference(args, kwargs)

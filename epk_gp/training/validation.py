@@ -95,9 +95,7 @@ def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = No
     return inputs.detach().clone(), y.detach().clone(), signature
 
 
-def _parse_graph(
-    graph: Graph, y: Tensor, output: Callable[[Any], Tensor] | None
-) -> tuple[Tensor, Tensor, Signature]:
+def _parse_graph(graph: Graph, y: Tensor, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
     """Return the numbers of all nodes, their targets, and the signature of a network that takes the graph.
 
     Raises:

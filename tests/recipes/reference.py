@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from recipes.problem import as_tuple
-
 
 @dataclass
 class Pass:
