@@ -36,7 +36,8 @@ def dense_jacobian(
         t: (E,) with `d`.
         create_graph: Keep the result differentiable with respect to X.
     """
-    if d is not None and t is not None and net.plan.shares_pass:
+    plan = net.plan
+    if d is not None and t is not None and plan.shares_pass and not plan.supports_mapped_passes:
         points, groups = group_rows(t)
         parts = [
             dense_jacobian(net, names, w + u * d, X[rows], cotangents[:, rows], create_graph=create_graph).values
@@ -45,7 +46,7 @@ def dense_jacobian(
         return DenseJacobian(torch.cat(parts, dim=1)[:, torch.cat(groups).argsort()])
     t_of_rows = torch.zeros(len(X), dtype=w.dtype, device=X.device) if t is None else t
     with disable_fused_attention():
-        if not net.plan.supports_vmap:
+        if not plan.supports_vmap:
             rows = [
                 _jacobian_of_sample(
                     net,
@@ -70,7 +71,7 @@ def dense_jacobian(
             (columns,) = vmap(pull)(cotangent)
             return torch.cat([columns[name].flatten(1) for name in names], dim=1)
 
-        chunk = net.plan.vmap_chunk_size
+        chunk = plan.vmap_chunk_size
         values = vmap(pull_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=chunk)(X, cotangents, t_of_rows)
         return DenseJacobian(values if create_graph else values.detach())
 
