@@ -113,7 +113,7 @@ class Signature:
         """
         if self.layout is None:
             given = args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-            return given if isinstance(given, Tensor) else None
+            return given if isinstance(given, Tensor) and given.ndim else None
         keys = [tensor.key for tensor in self.layout.tensors]
         values = arguments_of_call(keys, args, kwargs, forward)
         if values is None:

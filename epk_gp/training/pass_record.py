@@ -171,4 +171,4 @@ def _with_statistics(
 def _equal_rows(seen: Shaped[Tensor, "n ..."], recorded: Shaped[Tensor, "n ..."]) -> Bool[Tensor, " n"]:
     if seen.shape != recorded.shape or seen.dtype != recorded.dtype:
         return torch.zeros(len(recorded), dtype=torch.bool, device=recorded.device)
-    return (seen == recorded).flatten(1).all(dim=1)
+    return (seen == recorded).reshape(len(recorded), -1).all(dim=1)

@@ -105,6 +105,12 @@ def test_a_kernel_takes_node_numbers_as_columns():
     assert_close(K, epk.gram_block(trajectory, train, test, rule=RULE).reshape(21, 21))
 
 
+def test_a_gaussian_process_predicts_nodes():
+    gp = epk.LogitGP(record(make_net(activation=torch.tanh), steps=2), "independent", noise=1e-2)
+    mean = gp.logit_posterior(torch.arange(7)).mean
+    assert_close(gp.logit_posterior(torch.tensor([5, 0])).mean, mean[[5, 0]])
+
+
 def test_nodes_of_a_block_must_exist():
     trajectory = record(make_net(), steps=1)
     points, beyond = (epk.Points(torch.tensor([node]), is_train=True) for node in (0, 7))
