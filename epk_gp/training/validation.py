@@ -89,10 +89,10 @@ def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = No
             raise TypeError(f"{name} must be a dense tensor: got {value.layout}. Convert it with {name}.to_dense().")
     is_integer = not inputs.is_floating_point() and not inputs.is_complex() and inputs.dtype != torch.bool
     if inputs.ndim < (1 if is_integer else 2) or len(inputs) == 0:
-        advice = " Numbers of one each are X[:, None]." if inputs.ndim == 1 and len(inputs) else ""
+        advice = " Points of one number each are X[:, None]." if inputs.ndim == 1 and len(inputs) else ""
         raise ValueError(
-            "X must have shape (M, ...) with at least one point, or (M,) of integers for an embedding: got "
-            f"{tuple(inputs.shape)} of {inputs.dtype}.{advice}"
+            "X must have shape (M, ...), where (M,) is for integers alone, with at least one point: got "
+            f"{tuple(inputs.shape)}.{advice}"
         )
     if inputs.device != y.device:
         raise ValueError(f"X and y must be on one device: got {inputs.device} and {y.device}.")

@@ -78,5 +78,5 @@ def test_rows_of_other_points_are_refused():
 def test_floating_point_numbers_need_a_column():
     net = nn.Linear(1, 3).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"or \(M,\) of integers .*: got \(10,\) of torch.float64. .* X\[:, None\]"):
+    with pytest.raises(ValueError, match=r"\(M,\) is for integers alone, .*: got \(10,\). Points .* X\[:, None\]"):
         epk.Recorder(net, optimizer, X.double(), Y)
