@@ -98,7 +98,7 @@ class Recorder:
             net: The network; X and y must be on its device.
             optimizer: Its optimizer, or several. The recorded weights are those that they hold.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
-                takes them, net(*X) or net(**X).
+                takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
             y: Their targets.
             loss: The loss that will be minimised.
             update_rule: How the optimizer's step follows from the gradient; known for torch's SGD, Adam, AdamW,

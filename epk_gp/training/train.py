@@ -51,7 +51,7 @@ def train(
     Args:
         net: The network.
         X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network takes
-            them, net(*X) or net(**X).
+            them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
         y: Their targets.
         optimizer: The optimizer of the network's parameters.
         steps: Number of optimizer steps S >= 1, with those of a run that is resumed.

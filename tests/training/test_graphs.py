@@ -112,6 +112,17 @@ def test_labels_that_the_loop_changed_are_found():
     assert epk.reconstruct(recorder.trajectory, ALL).certified
 
 
+def test_a_loss_of_one_s_own_gets_the_rows_of_the_batch_s_nodes():
+    def loss(z, labels):
+        assert len(z) == len(labels)
+        return F.cross_entropy(z, labels, reduction="none")
+
+    trajectory = record(make_net(dropout=0.4), loss=epk.PerSampleLoss(loss))
+    expected = record(make_net(dropout=0.4))
+    shares, others = (epk.attribute(run, ALL[:2], head="logits").samples for run in (trajectory, expected))
+    assert relative(shares - others, others) < 1e-12
+
+
 def test_a_node_that_occurs_twice_has_both_shares():
     x, edges, y = make_graph()
     twice = torch.tensor([5, 0, 5])
