@@ -8,6 +8,7 @@ from epk_gp import _moved
 if TYPE_CHECKING:
     from epk_gp.core.certificate import CertificateWarning
     from epk_gp.core.compute_options import ComputeOptions
+    from epk_gp.core.graph import Graph
     from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
     from epk_gp.core.points import Points
     from epk_gp.core.trajectory import Trajectory, network_outputs
@@ -32,6 +33,7 @@ else:
         "ComputeOptions": "core.compute_options",
         "CrossEntropy": "core.losses",
         "EPKKernel": "kernels.epk",
+        "Graph": "core.graph",
         "LogitGP": "gp.models",
         "MeanSquaredError": "core.losses",
         "PathKernel": "gram.path_kernel",
@@ -91,6 +93,7 @@ __all__ = [
     "ComputeOptions",
     "CrossEntropy",
     "EPKKernel",
+    "Graph",
     "LogitGP",
     "MeanSquaredError",
     "PathKernel",

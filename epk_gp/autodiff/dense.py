@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.func import vjp, vmap
 
@@ -36,9 +36,17 @@ def dense_jacobian(
         t: (E,) with `d`.
         create_graph: Keep the result differentiable with respect to X.
     """
+    plan = net.plan
+    if d is not None and t is not None and plan.shares_pass and not plan.supports_mapped_passes:
+        points, groups = group_rows(t)
+        parts = [
+            dense_jacobian(net, names, w + u * d, X[rows], cotangents[:, rows], create_graph=create_graph).values
+            for u, rows in zip(points, groups, strict=True)
+        ]
+        return DenseJacobian(torch.cat(parts, dim=1)[:, torch.cat(groups).argsort()])
     t_of_rows = torch.zeros(len(X), dtype=w.dtype, device=X.device) if t is None else t
     with disable_fused_attention():
-        if not net.plan.supports_vmap:
+        if not plan.supports_vmap:
             rows = [
                 _jacobian_of_sample(
                     net,
@@ -63,9 +71,15 @@ def dense_jacobian(
             (columns,) = vmap(pull)(cotangent)
             return torch.cat([columns[name].flatten(1) for name in names], dim=1)
 
-        chunk = net.plan.vmap_chunk_size
+        chunk = plan.vmap_chunk_size
         values = vmap(pull_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=chunk)(X, cotangents, t_of_rows)
         return DenseJacobian(values if create_graph else values.detach())
+
+
+def group_rows(t: Float[Tensor, " E"]) -> tuple[Float[Tensor, " G"], list[Int64[Tensor, " _"]]]:
+    """Return the different points of a segment, and the rows at each of them."""
+    points, index = t.unique(return_inverse=True)
+    return points, [(index == k).nonzero().squeeze(1) for k in range(len(points))]
 
 
 def _parameters_at(net: PlannedModel, w: Tensor, d: Tensor | None, t: Tensor) -> dict[str, Tensor]:

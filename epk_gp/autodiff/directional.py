@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as fwAD
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.func import jacrev, jvp, vmap
 
+from epk_gp.autodiff.dense import group_rows
 from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.interception import InterpolatedWeights
 from epk_gp.autodiff.planned_model import PlannedModel
@@ -86,12 +87,13 @@ def _block(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) ->
     interpolates = plan.supports_interpolation and (plan.supports_jvp or not differentiate)
     if interpolates and not plan.calls_fused_functions:
         return _interpolated(segment, X, t, differentiate)
-    points, index = t.unique(return_inverse=True)
+    points, groups = group_rows(t)
     if interpolates and len(points) > _FEW_POINTS:
         return _interpolated(segment, X, t, differentiate)
-    if plan.supports_vmap and len(points) > _FEW_POINTS:
+    if plan.shares_pass and plan.supports_mapped_passes and len(points) > 1:
+        return mapped_passes(segment, X, (points, groups), differentiate=differentiate)
+    if plan.supports_vmap and len(points) > _FEW_POINTS and not plan.shares_pass:
         return _mapped(segment, X, t, differentiate)
-    groups = [(index == k).nonzero().squeeze(1) for k in range(len(points))]
     results = [_at_one_point(segment, X[rows], points[k], differentiate) for k, rows in enumerate(groups)]
     order = torch.cat(groups).argsort()
     return torch.cat([f for f, _ in results])[order], torch.cat([slope for _, slope in results])[order]
@@ -135,6 +137,44 @@ def _mapped(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -
     with exclusive_forward_mode():
         f, slope = vmap(value_and_slope, chunk_size=plan.vmap_chunk_size)(X, t)
     return f, slope
+
+
+def mapped_passes(
+    segment: WeightSegment,
+    X: Shaped[Tensor, "E ..."],
+    grouped: tuple[Float[Tensor, " G"], list[Int64[Tensor, " _"]]],
+    *,
+    differentiate: bool,
+) -> tuple[Float[Tensor, "E C"], Float[Tensor, "E C"]]:
+    """Evaluate passes that compute the rows of all points under `vmap` over the points of the segment.
+
+    Args:
+        segment: The step, of a network that takes a graph.
+        X: Node numbers.
+        grouped: The different points, and the rows at each of them.
+        differentiate: Differentiate along the step too; f stands in for the derivative otherwise.
+    """
+    model, plan = segment.net.model, segment.net.plan
+    (points, groups), graph = grouped, model.signature.graph
+    nodes = X if graph is None else graph.nodes.to(X.device)
+    w, d = model.unflatten(segment.w), model.unflatten(segment.d)
+
+    def outputs(u: Tensor) -> Tensor:
+        return apply_head(model.evaluate({name: w[name] + u * d[name] for name in w}, nodes), segment.head)
+
+    def value_and_slope(u: Tensor) -> tuple[Tensor, Tensor]:
+        if not differentiate:
+            f = outputs(u)
+            return f, f
+        pair = jvp(outputs, (u,), (torch.ones_like(u),))
+        return pair[0], pair[1]
+
+    with exclusive_forward_mode():
+        f, slope = vmap(value_and_slope, chunk_size=plan.vmap_chunk_size)(points)
+    place = torch.arange(len(points), device=X.device).repeat_interleave(
+        torch.tensor([len(rows) for rows in groups], device=X.device)
+    )[torch.cat(groups).argsort()]
+    return f[place, X.reshape(-1)], slope[place, X.reshape(-1)]
 
 
 def _at_one_point(segment: WeightSegment, X: Tensor, t: Tensor, differentiate: bool) -> tuple[Tensor, Tensor]:

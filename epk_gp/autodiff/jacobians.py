@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs
-from epk_gp.autodiff.dense import dense_jacobian
+from epk_gp.autodiff.dense import dense_jacobian, group_rows
 from epk_gp.autodiff.interception import (
     LINEAR,
     InterpolatedWeights,
@@ -309,6 +309,10 @@ def logits_row_by_row(net: PlannedModel, at: WeightLocation, X: Shaped[Tensor, "
     if at.t is None or at.d is None or net.plan.supports_interpolation:
         with _moved_weights(net, params, at) or nullcontext():
             return model(params, X)
+    if net.plan.shares_pass:
+        points, groups = group_rows(at.t)
+        parts = [model(model.unflatten(at.w + t * at.d), X[rows]) for t, rows in zip(points, groups, strict=True)]
+        return torch.cat(parts)[torch.cat(groups).argsort()]
     direction = model.unflatten(at.d)
     moved = ({name: w + t * direction[name] for name, w in params.items()} for t in at.t)
     return torch.cat([model(here, X[e : e + 1]) for e, here in enumerate(moved)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents
 from epk_gp.autodiff.dense import dense_jacobian
-from epk_gp.autodiff.directional import jvp_per_sample, jvp_via_double_vjp
+from epk_gp.autodiff.directional import WeightSegment, jvp_per_sample, jvp_via_double_vjp, mapped_passes
 from epk_gp.autodiff.forward_mode import forward_mode
 from epk_gp.autodiff.interception import (
     CONVOLUTIONS,
@@ -71,7 +71,10 @@ def build_plan(
             "an output must depend on its own input alone: the network gives other outputs for a batch than for its "
             "rows one by one (statistics of the batch?)."
         )
-    activations = max(1, recorder.num_activations // len(X))
+    graph = model.signature.graph
+    all_dense = all_dense or graph is not None
+    activations = max(1, recorder.num_activations // (len(X) if graph is None else graph.num_nodes))
+    per_row = activations if graph is None else max(1, recorder.num_activations)  # a row goes backward through all
     # hypotheses, of which validate_plan keeps what holds
     plan = DifferentiationPlan(
         bias_of={} if all_dense else _layers(recorder.usages),
@@ -83,10 +86,11 @@ def build_plan(
         supports_batched_vjp=True,
         backward_per_output=any(usage.function in CONVOLUTIONS for usage in recorder.usages),
         supports_vmap=True,
-        vmap_chunk_size=vmap_chunk_size(model.num_weights, activations),
+        vmap_chunk_size=vmap_chunk_size(model.num_weights, per_row),
         activations_per_sample=activations,
         num_outputs=z.shape[1],
         calls_fused_functions=recorder.calls_fused_functions,
+        shares_pass=graph is not None,
     )
     return validate_plan(model, w, X, plan)
 
@@ -155,6 +159,8 @@ def validate_plan(
     if plan.supports_jvp and plan.supports_interpolation:
         plan = replace(plan, supports_interpolation=passes_check(lambda: _interpolated_slopes(trial)))
     plan = replace(plan, supports_double_backward=passes_check(lambda: _double_vjp(trial)))
+    if plan.shares_pass and plan.supports_jvp:
+        plan = replace(plan, supports_mapped_passes=passes_check(lambda: _mapped_passes(trial, plan)))
     # all parameters are mapped over where derivatives along a segment can be had in no other way
     names = plan.dense_params if plan.supports_interpolation and plan.supports_jvp else model.names + model.statistics
     return replace(plan, supports_vmap=passes_check(lambda: _mapped_jacobian(trial, plan, names))) if names else plan
@@ -259,6 +265,21 @@ def _expected_jvp(trial: _Trial) -> Tensor:
 def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str, ...]) -> Pair:
     mapped = dense_jacobian(PlannedModel(trial.model, plan), names, trial.w, trial.X, trial.cotangents)
     return mapped.values, torch.cat([trial.expected[name] for name in names], dim=2)
+
+
+def _mapped_passes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
+    t = (0.9 + 0.31 * torch.arange(3, dtype=trial.w.dtype, device=trial.X.device)) % 1
+    segment = WeightSegment(PlannedModel(trial.model, plan), trial.w, trial.direction, "logits", 1 << 30)
+    X = trial.X[: len(t)]
+    with torch.no_grad(), disable_fused_attention():
+        mapped = mapped_passes(
+            segment, X, (t, list(torch.arange(len(t), device=X.device).split(1))), differentiate=True
+        )
+    model, direction, rows = trial.model, trial.model.unflatten(trial.direction), zip(t, X.split(1), strict=True)
+    expected = [
+        jvp_per_sample(model, model.unflatten(trial.w + u * trial.direction), direction, x, "logits") for u, x in rows
+    ]
+    return torch.cat(mapped), torch.cat([*(f for f, _ in expected), *(slope for _, slope in expected)])
 
 
 def _load_forward_mode_rules() -> None:

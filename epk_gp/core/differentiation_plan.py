@@ -47,6 +47,9 @@ class DifferentiationPlan:
         num_outputs: C.
         calls_fused_functions: The network calls functions that interpolation writes out (recurrent layers, attention):
             where rows are at few points of a segment, one pass for each point costs less.
+        shares_pass: A forward pass computes the rows of all points, whichever are asked for (nodes of a graph). Rows
+            are grouped by their weights then, and no layer is taken for one that sees the rows.
+        supports_mapped_passes: `torch.func.vmap` over the weights of such passes works.
     """
 
     bias_of: dict[str, str | None]
@@ -62,6 +65,8 @@ class DifferentiationPlan:
     activations_per_sample: int
     num_outputs: int
     calls_fused_functions: bool = False
+    shares_pass: bool = False
+    supports_mapped_passes: bool = False
 
 
 @dataclass(eq=False)

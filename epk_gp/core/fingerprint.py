@@ -49,10 +49,12 @@ def content_key(*tensors: Shaped[Tensor, "..."]) -> str:
     return fingerprint(*(part for x in tensors for part in (x, x.device)))
 
 
-def fingerprint_data(inputs: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."]) -> str:
-    """Hash the shapes, dtypes and entries of the training data."""
+def fingerprint_data(
+    inputs: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."], *graph: Shaped[Tensor, "..."]
+) -> str:
+    """Hash the shapes, dtypes and entries of the training data, and of the tensors of a graph."""
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for tensor in (inputs, targets):
+    for tensor in (inputs, targets, *graph):
         hasher.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
         hasher.update(tensor_bytes(tensor))
     return hasher.hexdigest()

@@ -9,12 +9,14 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from epk_gp.core.graph import Graph
 from epk_gp.core.validation import validate_finite, validate_has_values
 
 # Inputs of n points: one tensor, or several with one first dimension, as the network takes them: net(*X), net(**X).
-Inputs = Shaped[Tensor, "n ..."] | Sequence[Tensor] | Mapping[str, Tensor]
+# The nodes of a graph are points too: the graph stands for all of them.
+Inputs = Shaped[Tensor, "n ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph
 
-_DTYPES = {
+DTYPES = {
     str(dtype): dtype
     for dtype in (
         torch.float64,
@@ -99,7 +101,7 @@ class InputLayout:
         return result
 
 
-def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor], name: str = "X") -> tuple[Tensor, InputLayout]:
+def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor] | Graph, name: str = "X") -> tuple[Tensor, InputLayout]:
     """Return several tensors as one, (n, D), and where they lie in it.
 
     Args:
@@ -112,6 +114,8 @@ def pack_inputs(X: Sequence[Tensor] | Mapping[str, Tensor], name: str = "X") -> 
         ValueError: X is empty, or parts differ in their first dimension or device, or hold NaN or infinity, or integers
             that the dtype of the other parts cannot represent.
     """
+    if isinstance(X, Graph):
+        raise TypeError(f"{name} must be numbers of the graph's nodes, an int64 tensor (n,): got the graph itself.")
     items = _items(X, name)
     for label, value in items:
         _validate_part(value, label)
@@ -207,7 +211,7 @@ def _validate_part(value: object, label: str) -> None:
         )
     if value.layout != torch.strided:
         raise TypeError(f"{label} must be a dense tensor: got {value.layout}. Convert it with to_dense().")
-    if str(value.dtype) not in _DTYPES:
+    if str(value.dtype) not in DTYPES:
         raise TypeError(f"{label} must hold real numbers: got {value.dtype}. Convert it first.")
     validate_has_values(value, label)
     if value.ndim == 0:
@@ -234,7 +238,7 @@ def layout_from_json(entries: object) -> InputLayout:
         key, shape, dtype = (described.get(name) for name in ("key", "shape", "dtype"))
         if not _is_input_tensor(key, shape, dtype):
             raise ValueError(f"the header's 'signature' must describe an input tensor: got {entry!r}.")
-        tensors.append(InputTensor(described["key"], tuple(described["shape"]), _DTYPES[described["dtype"]]))
+        tensors.append(InputTensor(described["key"], tuple(described["shape"]), DTYPES[described["dtype"]]))
     keys = [tensor.key for tensor in tensors]
     is_sorted = all(isinstance(key, str) for key in keys) and keys == sorted(set(map(str, keys)))
     if not is_sorted and keys != list(range(len(keys))):
@@ -245,4 +249,4 @@ def layout_from_json(entries: object) -> InputLayout:
 def _is_input_tensor(key: Any, shape: Any, dtype: Any) -> bool:
     is_key = isinstance(key, str) or type(key) is int
     is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
-    return is_key and is_shape and isinstance(dtype, str) and dtype in _DTYPES
+    return is_key and is_shape and isinstance(dtype, str) and dtype in DTYPES

@@ -149,14 +149,18 @@ class FunctionalModel:
         """
         if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
-        args, kwargs = self.signature.unpack(X)
-        args = tuple(_marked(value) for value in args)
-        kwargs = {name: _marked(value) for name, value in kwargs.items()}
         module = self._take_module_of_thread()
+
+        def call(*args: Tensor, **kwargs: Tensor) -> Any:
+            if self.signature.graph is None:  # a graph has no rows of the batch
+                args = tuple(_marked(value) for value in args)
+                kwargs = {name: _marked(value) for name, value in kwargs.items()}
+            return functional_call(module, dict(params), args, kwargs)
+
         try:
             # everywhere, or bytes would depend on what other threads do
             with disable_fused_attention(), self._interceptions(params):
-                returned = functional_call(module, dict(params), args, kwargs)
+                returned = self.signature.call(call, X, self.spec)
         except StopForwardError:
             self._of_thread.module = module
             raise

@@ -8,7 +8,7 @@ is shared by all threads.
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -148,8 +148,7 @@ class TrainingReplay:
             leaf.grad = None
         try:
             with torch.enable_grad(), self._conditions(module, data.forward, exact=exact), disable_fused_attention():
-                args, kwargs = self._arguments(data, exact=exact)
-                values = self._losses(module(*args, **kwargs), data)
+                values = self._losses(self._call(module, data, exact), data)
                 after = model.flatten_statistics(own)
                 (data.c.to(values) @ values).backward()
             gradient = torch.cat([_dense(leaf).reshape(-1) for leaf in leaves])
@@ -165,8 +164,8 @@ class TrainingReplay:
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
         keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
         with self._conditions(module, data.forward, exact=exact), disable_fused_attention(), keeping:
-            args, kwargs = self._arguments(data, exact=exact)
-            returned = functional_call(module, {**buffers, **params}, args, kwargs)
+            named = {**buffers, **params}
+            returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact)
             return self._losses(returned, data)
 
     def params(self, state: Float[Tensor, " PQ"], data: PassData) -> dict[str, Tensor]:
@@ -236,8 +235,10 @@ class TrainingReplay:
             state = torch.cat([state[: self.model.num_weights], before.to(state)])
         return state.to(dtype=self.dtype_of(data, exact=exact), device=self.spec.device)
 
-    def _arguments(self, data: PassData, *, exact: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self.model.signature.unpack(self.rows(data, exact=exact))
+    def _call(self, function: Callable[..., Any], data: PassData, exact: bool) -> Any:
+        """Call the network with the rows of a pass, and return what it returns for them."""
+        spec = TensorSpec(self.dtype_of(data, exact=exact), self.spec.device)
+        return self.model.signature.call(function, self.rows(data, exact=exact), spec)
 
     def _losses(self, returned: Any, data: PassData) -> Tensor:
         y = data.y.to(self.spec.device)

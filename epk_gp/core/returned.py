@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jaxtyping import Integer
 from torch import Tensor
 
 
@@ -17,7 +18,7 @@ def tensors_of(returned: Any) -> Iterator[Tensor]:
             yield from tensors_of(part)
 
 
-def select_rows(returned: Any, rows: slice, num_rows: int) -> Any:
+def select_rows(returned: Any, rows: slice | Integer[Tensor, " n"], num_rows: int) -> Any:
     """Return what a network returned for some rows of its inputs; what has no such rows stays as it is.
 
     Args:

@@ -115,7 +115,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         y, variances = make_targets(trajectory, train_indices, targets, head)
         if isinstance(noise, Tensor):
             variances = noise.detach().to(y)
-        x = train_copy(trajectory.inputs[train_indices].to(torch.float64))
+        x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
         likelihood = (
             coupling.learned_noise_likelihood() if variances is None else coupling.known_noise_likelihood(variances)
         )
@@ -267,7 +267,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                 observations' covariance is not positive definite.
         """
         X_test = parse_inputs(self.kernel.trajectory, X_test, "X_test")
-        x = test_copy(X_test.to(self.train_inputs[0]))
+        x = test_copy(X_test.reshape(len(X_test), -1).to(self.train_inputs[0]))
         with torch.no_grad():
             return posterior_at(self.factorization(), self.prior_mean, x, block_size=block_size, progress=progress)
 

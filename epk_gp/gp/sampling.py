@@ -163,7 +163,9 @@ def sample_functions(
             f"{rows_per_point} outputs each. Take fewer points, or logit_posterior, point by point."
         )
     with torch.no_grad():
-        mean, covariance = joint_posterior_at(gp.factorization(), gp.prior_mean, test_copy(X.to(gp.train_inputs[0])))
+        mean, covariance = joint_posterior_at(
+            gp.factorization(), gp.prior_mean, test_copy(X.reshape(len(X), -1).to(gp.train_inputs[0]))
+        )
         values, vectors = torch.linalg.eigh(covariance)  # semi-definite where points repeat, so no Cholesky
         rounding = covariance.shape[-1] * torch.finfo(covariance.dtype).eps
         scale = covariance.diagonal(dim1=-2, dim2=-1).amax(-1) + gp.covar_module.outputscale.max()

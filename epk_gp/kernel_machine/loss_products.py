@@ -112,6 +112,8 @@ class LossProducts:
         forward_pass, problem = data.forward, self.problem
         if forward_pass.autocast is not None or not problem.trajectory.loss_takes_outputs:
             return False
+        if problem.net.plan.shares_pass:  # a backward pass per sample, each through the whole graph
+            return False
         if not forward_pass.is_deterministic and (
             problem.cost.all_dense
             or problem.net.plan.dense_params  # differentiated row by row, where a mask is drawn for the batch
@@ -215,7 +217,8 @@ class LossProducts:
 
         The first mapped pass is compared with a single one. What draws random numbers is not mapped.
         """
-        at_once = self.problem.memory.forward_mode_directions(len(data.X))
+        graph = self.problem.net.model.signature.graph
+        at_once = self.problem.memory.forward_mode_directions(len(data.X) if graph is None else graph.num_nodes)
         draws = data.forward.random_state is not None or data.forward.device_random_state is not None
         if self._maps is not False and min(len(directions), at_once) > 1 and not draws:
             try:

@@ -57,5 +57,5 @@ def _training_diagonal(config: KernelConfig) -> Tensor:
     inputs = config.trajectory.inputs
     count = min(len(inputs), NORMALIZATION_POINTS)
     indices = (torch.arange(count) * len(inputs) // count).to(inputs.device)
-    x = train_copy(inputs[indices].to(torch.float64))
+    x = train_copy(inputs[indices].reshape(len(indices), -1).to(torch.float64))
     return config.structure.diagonal(diagonal_blocks(config, x)).cpu()

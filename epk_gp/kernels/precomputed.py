@@ -71,7 +71,7 @@ def epk_gram(
 
 
 def _rows(points: Points) -> Tensor:
-    X = points.X.flatten(1)
+    X = points.X.reshape(len(points), -1)
     X = X if X.is_floating_point() else X.double()
     column = torch.as_tensor(points.is_train, device=X.device).to(X).expand(len(X))
     return torch.cat([X, column[:, None]], dim=1)

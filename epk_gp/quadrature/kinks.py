@@ -20,7 +20,7 @@ from epk_gp.quadrature.piecewise_ops import EventReader, PreactivationRecorder, 
 
 # Bound on the iterations of the Illinois method. Events that are linear in t end after one; the others converge
 # superlinearly (order 1.44), and a position that is not exact only costs another split.
-_MAX_ITERATIONS = 40
+MAX_ITERATIONS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ def _solve(segment: WeightSegment, X: Tensor, a: Tensor, b: Tensor, events: Brac
     root = low.clone()
     active = torch.arange(len(root), device=X.device)
     side = torch.zeros_like(active)
-    for _ in range(_MAX_ITERATIONS):
+    for _ in range(MAX_ITERATIONS):
         if not len(active):
             break
         lo, hi, f_lo, f_hi = low[active], high[active], at_low[active], at_high[active]

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.directional import WeightSegment, values
+from epk_gp.quadrature.graph_kinks import locate_graph_kinks
 from epk_gp.quadrature.kinks import locate_kinks
 from epk_gp.quadrature.nested import Stages
 from epk_gp.quadrature.rules import AdaptiveRule
@@ -191,7 +192,8 @@ def refine(
     )
     reason = _stop_points(reason, intervals.point, len(X))
     # the least that any refinement takes: a search with two low parts, or the next order
-    searches = table.searches[intervals.stage] & segment.net.plan.supports_interpolation
+    plan = segment.net.plan
+    searches = table.searches[intervals.stage] & (plan.supports_interpolation or plan.shares_pass)
     cheapest = 2 * table.size[table.low] + _SEARCH_EVALUATIONS * searches
     least = torch.where(table.is_low[intervals.stage], table.next_cost[intervals.stage], cheapest)
     least = torch.where(reason == OPEN, least, 0).to(evaluations)
@@ -259,7 +261,8 @@ def _located_cuts(
 ) -> tuple[Tensor, Tensor]:
     """List the kinks inside of intervals that are searched for them: owner (B,) and position (B,), in order."""
     rows = table.searches[failed.stage].nonzero().squeeze(1)
-    kinks = locate_kinks(segment, X[failed.point[rows]], failed.a[rows], failed.b[rows])
+    locate = locate_graph_kinks if segment.net.plan.shares_pass else locate_kinks
+    kinks = locate(segment, X[failed.point[rows]], failed.a[rows], failed.b[rows])
     searched = failed.point[rows[kinks.is_searched]]
     evaluations.index_add_(0, searched, torch.full_like(searched, _SEARCH_EVALUATIONS, dtype=evaluations.dtype))
     owner, cuts = rows[kinks.interval], kinks.position

@@ -95,7 +95,7 @@ def recorded_model(
         ValueError: The network has other parameters or buffers, by name or by shape; or the data do not have the
             recorded structure, or `output` must be given and is not.
     """
-    signature = signature_from_json(header.get("signature"), output)
+    signature = signature_from_json(header.get("signature"), output, data)
     if signature.layout is not None and data["inputs"].shape[1:] != (signature.layout.width,):
         raise ValueError(
             f"the run's inputs must have the {signature.layout.width} columns of the header's 'signature': got shape "

@@ -37,7 +37,8 @@ class RunStart:
 
     Attributes:
         header: Description of the run (`schema.run_header`), with `compression`, `check_every` and `modules`.
-        data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs) and `constant.NAME` for the frozen state.
+        data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs), `constant.NAME` for the frozen state, and
+            `graph.KEY` for the tensors of a graph.
         weights: The initial weights.
         digest: Digest of the run of no steps.
         statistics: The initial moving statistics; None for a network without them.
@@ -164,7 +165,8 @@ def load_trajectory(
     steps = tuple(step for chunk in chunks for step in read_steps(path, schema, chunk))
     if any(step.passes for step in steps):
         validate_modules(header, net)
-    if fingerprint_data(data["inputs"], data["targets"]) != header["data_digest"]:
+    graph = model.signature.stored_tensors().values()
+    if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:
         raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
     trajectory = Trajectory(
         model=model,

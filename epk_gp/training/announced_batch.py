@@ -38,7 +38,9 @@ class AnnouncedBatch:
         return not isinstance(self.weight, Tensor) and self.weight == 1
 
 
-def assign_forwards(announced: Sequence[AnnouncedBatch], waiting: list[CapturedForward], num_points: int) -> None:
+def assign_forwards(
+    announced: Sequence[AnnouncedBatch], waiting: list[CapturedForward], num_points: int, *, whole_graph: bool = False
+) -> None:
     """Find the forward passes of each announced batch.
 
     A batch is announced after its backward pass, so its pass is the last one before the announcement that saw as many
@@ -49,13 +51,14 @@ def assign_forwards(announced: Sequence[AnnouncedBatch], waiting: list[CapturedF
         announced: The batches since the last step.
         waiting: The forward passes since then; those that are taken are removed, with all before them.
         num_points: M.
+        whole_graph: Every pass has a row for each node of a graph, whatever nodes a batch holds.
     """
     for number in range(len(announced) - 1, -1, -1):
         batch = announced[number]
         if batch.forwards:
             continue
         earlier = [forward for forward in waiting if forward.position <= batch.position]
-        rows = len(batch.samples(num_points))
+        rows = num_points if whole_graph else len(batch.samples(num_points))
         found = _last_with_rows(earlier, rows) or _last_with_rows(list(reversed(waiting)), rows)[::-1]
         for forward in found:
             waiting.remove(forward)

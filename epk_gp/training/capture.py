@@ -33,6 +33,8 @@ class CapturedForward:
         position: Number of the pass since the recording began.
         memory_order: The dimensions of the one input from the slowest to the fastest in memory; None if that is their
             own order.
+        difference: In words, how the pass differs from one of the recorded graph; None where it does not, and for a
+            network that takes no graph.
     """
 
     inputs: Shaped[Tensor, "n ..."]
@@ -46,6 +48,7 @@ class CapturedForward:
     output_gradient: Tensor | None = None
     position: int = 0
     memory_order: Tensor | None = None
+    difference: str | None = None
 
 
 @dataclass(eq=False)
@@ -56,6 +59,7 @@ class _Before:
     random_state: Tensor
     device_random_state: Tensor | None
     statistics: Tensor
+    difference: str | None
 
 
 @dataclass(eq=False)
@@ -66,6 +70,7 @@ class ForwardCapture:
         net: The user's network.
         model: The recorded network.
         pack: Packs what the network was called with into rows; None if it was called otherwise than on X.
+        difference: Says how a call differs from one with the recorded graph; None where it does not.
         loss_input: What the loss takes of that which the network returned for a number of rows.
         on_forward: Called when a pass with gradients begins.
         waiting: Passes with gradients that no announced batch has taken.
@@ -76,6 +81,7 @@ class ForwardCapture:
     net: nn.Module
     model: FunctionalModel
     pack: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
+    difference: Callable[[tuple[Any, ...], dict[str, Any]], str | None]
     loss_input: Callable[[Any, int], Any]
     on_forward: Callable[[], None]
     waiting: list[CapturedForward] = field(default_factory=list)
@@ -134,6 +140,7 @@ class ForwardCapture:
                 random_state=torch.random.get_rng_state(),
                 device_random_state=_device_random_state(device),
                 statistics=self.model.flatten_statistics(buffers),
+                difference=self.difference(args, kwargs) if torch.is_grad_enabled() else None,
             )
         )
 
@@ -162,6 +169,7 @@ class ForwardCapture:
             autocast=torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
             position=self.count,
             memory_order=_memory_order(before.inputs) if self.model.signature.layout is None else None,
+            difference=before.difference,
         )
         self.waiting = [*self.waiting[-_MAX_WAITING + 1 :], forward]
         value = self.loss_input(returned, len(before.inputs))

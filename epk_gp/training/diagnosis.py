@@ -3,10 +3,12 @@
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from epk_gp.core.gradients import allclose, batch_gradient
 from epk_gp.core.kept_activations import quiet_checkpoints
@@ -126,9 +128,13 @@ def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -
     rows = check.X[:_NUM_ROWS]
     params = model.unflatten(check.state)
     buffers = {name: value.clone() for name, value in net.named_buffers()}
-    signature, call = model.signature, model.signature.unpack(rows)
+    signature = model.signature
+
+    def call(*args: Tensor, **kwargs: Tensor) -> Any:
+        return functional_call(net, {**params, **buffers}, args, kwargs)
+
     with torch.no_grad(), random_state_kept(check.state.device), quiet_checkpoints():
-        returned = [torch.func.functional_call(net, {**params, **buffers}, *call) for _ in range(2)]
+        returned = [signature.call(call, rows) for _ in range(2)]
         outputs, expected = [signature.outputs(value) for value in returned], model(params, rows)
     if not all(isinstance(z, Tensor) for z in outputs):
         return "the network in training mode returns something else than one tensor: put it in evaluation mode"

@@ -1,10 +1,12 @@
 """Whether a network in training mode computes something else than in evaluation mode, and which statistics it moves."""
 
 import copy
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.forward_fingerprint import perturbed_initial
@@ -27,7 +29,8 @@ class ModeCheck:
     """
 
     def __init__(self, model: FunctionalModel, state: Tensor, X: Shaped[Tensor, "M ..."]) -> None:
-        self._model, self._state, self._X = model, state, X[:_NUM_ROWS].clone()
+        rows = X if model.signature.graph is not None else X[:_NUM_ROWS]  # dropout may leave a few nodes as they are
+        self._model, self._state, self._X = model, state, rows.clone()
         self._found: dict[bytes, bool] = {}
 
     def matter(self, modes: Bool[Tensor, " modules"]) -> bool:
@@ -48,10 +51,14 @@ class ModeCheck:
             params = model.unflatten(torch.cat([w, self._state[P:]]))
             buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
             moving = {name: value.clone() for name, value in params.items()}
+            named = {**buffers, **moving}
+
+            def call(*args: Tensor, named: dict[str, Tensor] = named, **kwargs: Tensor) -> Any:
+                return functional_call(module, named, args, kwargs)
+
             with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
-                args, kwargs = model.signature.unpack(self._X)
                 try:
-                    returned = torch.func.functional_call(module, {**buffers, **moving}, args, kwargs)
+                    returned = model.signature.call(call, self._X)
                 except (RuntimeError, ValueError):  # such as one value per channel in training mode
                     return True
                 expected = model.returned(params, self._X)
@@ -85,9 +92,8 @@ def moving_statistics(net: nn.Module, model: FunctionalModel, X: Shaped[Tensor, 
     before = {name: value.clone() for name, value in module.named_buffers()}
     moved: set[str] = set()
     with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
-        args, kwargs = model.signature.unpack(X[:_NUM_ROWS].clone())
         try:
-            module(*args, **kwargs)
+            model.signature.call(module, X[:_NUM_ROWS].clone())
         except _FORWARD_ERRORS:  # such as one value per channel; see `_FORWARD_ERRORS`
             moved = _of_normalisations(module)
     after = dict(module.named_buffers())

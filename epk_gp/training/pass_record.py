@@ -14,6 +14,7 @@ from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.training.announced_batch import AnnouncedBatch, join_batches, stated_weights
 from epk_gp.training.capture import CapturedForward
 from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.training.graph_calls import of_nodes
 from epk_gp.training.mode_check import ModeCheck
 from epk_gp.training.seen_targets import OutputGradient, seen_targets
 from epk_gp.training.setup import TrainingSetup
@@ -27,12 +28,14 @@ class PassRecords:
         data: X, y and the loss, as recorded.
         reads_targets: Whether targets may be read from the gradient in the outputs: the loss depends on these alone.
         modes: Tells whether a network in some modes computes what it computes in evaluation mode.
+        takes_graph: Whether every pass is one of a whole graph.
         has_other_rows: Whether the network saw a row that is no training point: the loop augments or mixes its rows.
     """
 
     data: TrainingData
     modes: ModeCheck
     reads_targets: bool
+    takes_graph: bool = False
     has_other_rows: bool = False
     _index_of_row: dict[bytes, int] = field(default_factory=dict)
 
@@ -41,7 +44,8 @@ class PassRecords:
         """Prepare the records of a training that begins at some weights."""
         model, loss = setup.model, setup.loss
         modes = ModeCheck(model, setup.state(weights), setup.X)
-        return cls(setup.training_data, modes, model.signature.output is None or not isinstance(loss, PerSampleLoss))
+        reads_targets = model.signature.output is None or not isinstance(loss, PerSampleLoss)
+        return cls(setup.training_data, modes, reads_targets, model.signature.graph is not None)
 
     def step(
         self, index: int, lr: float, announced: Sequence[AnnouncedBatch], statistics: tuple[Tensor, Tensor] | None
@@ -55,7 +59,7 @@ class PassRecords:
             statistics: The moving statistics at the start and at the end of the step.
 
         Raises:
-            StepMismatchError: The network saw other training points than those that were announced.
+            StepMismatchError: The network saw other training points than those that were announced, or another graph.
             ValueError: All samples of a batch are ignored by the loss.
         """
         passes: list[ForwardPass] = []
@@ -65,6 +69,8 @@ class PassRecords:
             stated.append(c)
             samples = batch.samples(len(self.data.inputs))
             forwards = batch.forwards
+            if self.takes_graph:
+                forwards = [of_nodes(index, forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
             found = []
             for number, (rows, part) in enumerate(zip(samples.split(sizes), c.split(sizes), strict=True)):
@@ -165,4 +171,4 @@ def _with_statistics(
 def _equal_rows(seen: Shaped[Tensor, "n ..."], recorded: Shaped[Tensor, "n ..."]) -> Bool[Tensor, " n"]:
     if seen.shape != recorded.shape or seen.dtype != recorded.dtype:
         return torch.zeros(len(recorded), dtype=torch.bool, device=recorded.device)
-    return (seen == recorded).flatten(1).all(dim=1)
+    return (seen == recorded).reshape(len(recorded), -1).all(dim=1)

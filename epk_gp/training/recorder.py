@@ -98,7 +98,7 @@ class Recorder:
             net: The network; X and y must be on its device.
             optimizer: Its optimizer, or several. The recorded weights are those that they hold.
             X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
-                takes them, net(*X) or net(**X).
+                takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
             y: Their targets.
             loss: The loss that will be minimised.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
@@ -144,7 +144,8 @@ class Recorder:
         self._setup = make_setup(net, optimizer, (X, y), loss, rules, trained=trained, output=output)
         self.signature = self._setup.model.signature
         self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
-        self.X = self.signature.structure(self._setup.X)
+        graph = self.signature.graph
+        self.X = self.signature.structure(self._setup.X) if graph is None else graph.graph
         header, start = self._setup.header(), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
@@ -295,8 +296,7 @@ class Recorder:
             self._observer.complete()
         if self._commits is None:
             count = history.num_steps
-            digest = history.digest(count)
-            results = history.results(-1, count)
+            digest, results = history.digest(count), history.results(-1, count)
             states = tuple(result.end for result in results)
             updates = tuple(result.update for result in results if result.update is not None)
             if setup.model.statistics:

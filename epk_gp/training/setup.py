@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
 from epk_gp.core.attention import disable_fused_attention
@@ -149,14 +150,15 @@ class TrainingSetup:
             self.rules.update_rule.name,
             num_points=len(self.X),
             num_outputs=self.num_outputs,
-            data_digest=fingerprint_data(self.X, self.y),
+            data_digest=fingerprint_data(self.X, self.y, *self.model.signature.stored_tensors().values()),
             unexplained=self.rules.unexplained,
         )
 
     def data(self) -> dict[str, Tensor]:
         """Return what a stored run holds beside weights and steps, by the names on disk."""
         frozen_state = {f"constant.{name}": value for name, value in self.model.frozen_state().items()}
-        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state
+        graph = self.model.signature.stored_tensors()
+        return {"inputs": self.X, "targets": self.y, "probe": self.fingerprint} | frozen_state | graph
 
     def digest(self, header: dict[str, Any], weights: Float[Tensor, " P"]) -> str:
         """Return the digest of the run before its first step."""
@@ -225,7 +227,8 @@ def make_setup(
     names = trained_names(net, optimizer, trained)
     X, y, signature = parse_data(*data, output)
     model = functionalize(net, names, signature=signature)
-    validate_batch_statistics(net)
+    if signature.graph is None:  # of a graph an output depends on all nodes
+        validate_batch_statistics(net)
     statistics = moving_statistics(net, model, X)
     if statistics:
         model = functionalize(net, names, statistics, signature)
@@ -326,8 +329,9 @@ def _is_recorded_function(setup: TrainingSetup, w: Float[Tensor, " P"], rows: Sh
     net.eval()
     try:
         with torch.no_grad(), random_state_kept(w.device), disable_fused_attention():
-            recorded, call = model(params, rows), model.signature.unpack(rows)
-            found = model.signature.outputs(torch.func.functional_call(net, {**params, **buffers}, *call))
+            recorded, named = model(params, rows), {**params, **buffers}
+            returned = model.signature.call(lambda *args, **kwargs: functional_call(net, named, args, kwargs), rows)
+            found = model.signature.outputs(returned)
     finally:
         for module, mode in is_training:
             module.training = mode

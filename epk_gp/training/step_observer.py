@@ -11,6 +11,7 @@ from epk_gp.core.loss_terms import loss_input
 from epk_gp.core.validation import is_finite
 from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
 from epk_gp.training.capture import ForwardCapture
+from epk_gp.training.graph_calls import GraphCalls
 from epk_gp.training.optimizer_part import OptimizerPart, optimizer_part
 from epk_gp.training.optimizer_state import StatesBefore, states_before
 from epk_gp.training.setup import TrainingSetup
@@ -53,7 +54,11 @@ class StepObserver:
     _hooks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._capture = ForwardCapture(self.setup.net, self.setup.model, self._pack, self._loss_input, self._on_forward)
+        setup, graph = self.setup, self.setup.model.signature.graph
+        self._calls = None if graph is None else GraphCalls(graph, setup.net.forward)
+        self._capture = ForwardCapture(
+            setup.net, setup.model, self._pack, self._difference, self._loss_input, self._on_forward
+        )
 
     @property
     def num_announced(self) -> int:
@@ -91,8 +96,8 @@ class StepObserver:
         parts, self._parts = self._parts, []
         if not parts:
             return
+        self._assign_forwards()
         announced, self._announced = self._announced, []
-        assign_forwards(announced, self._capture.waiting, len(self.setup.X))
         self._capture.waiting.clear()
         self.report(MadeStep(parts, announced))
 
@@ -107,7 +112,15 @@ class StepObserver:
         """
         return self._capture.statistics_now(index)
 
+    def _assign_forwards(self) -> None:
+        assign_forwards(self._announced, self._capture.waiting, len(self.setup.X), whole_graph=self._calls is not None)
+
+    def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        return None if self._calls is None else self._calls.difference(args, kwargs)
+
     def _pack(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        if self._calls is not None:  # a pass of the whole graph has a row for every node
+            return self.setup.X
         return self.setup.model.signature.pack_call(args, kwargs, self.setup.net.forward)
 
     def _loss_input(self, returned: Any, num_rows: int) -> Any:
@@ -121,7 +134,7 @@ class StepObserver:
     def _on_forward(self) -> None:
         """Find the passes of the batches announced so far, before the next pass begins."""
         self.complete()
-        assign_forwards(self._announced, self._capture.waiting, len(self.setup.X))
+        self._assign_forwards()
         if self._announced and all(p.grad is None for p in self._parameters()):
             # gradients were cleared without a step: a GradScaler skipped it
             self._announced = [batch for batch in self._announced if not batch.forwards]

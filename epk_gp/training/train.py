@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
 from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.graph import Graph
 from epk_gp.core.input_layout import Inputs, pack_inputs
 from epk_gp.core.loss_terms import loss_terms
 from epk_gp.core.losses import CrossEntropy, Loss, sample_weights
@@ -50,7 +51,7 @@ def train(
     Args:
         net: The network.
         X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network takes
-            them, net(*X) or net(**X).
+            them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
         y: Their targets.
         optimizer: The optimizer of the network's parameters.
         steps: Number of optimizer steps S >= 1, with those of a run that is resumed.
@@ -85,7 +86,7 @@ def train(
         raise TypeError(
             f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
         )
-    rows = X if isinstance(X, Tensor) else pack_inputs(X)[0]
+    rows = X if isinstance(X, Tensor) else y if isinstance(X, Graph) else pack_inputs(X)[0]
     sampler = None if batch_size is None else EpochSampler(len(rows), int(batch_size), generator)
     stateful: dict[str, Stateful | torch.Generator] = {} if sampler is None else {"sampler": sampler}
     if scheduler is not None:
@@ -113,10 +114,9 @@ def train(
         for _ in remaining:
             batch = None if sampler is None else sampler.next_batch()
             inputs, targets = (X, recorder.y) if batch is None else (X[batch], recorder.y[batch])
-            args, kwargs = signature.unpack(inputs)
             optimizer.zero_grad()
             with torch.enable_grad(), disable_fused_attention():
-                values = loss_terms(signature, recorder.loss, net(*args, **kwargs), targets)
+                values = loss_terms(signature, recorder.loss, signature.call(net, inputs), targets)
                 (sample_weights(recorder.loss, targets).to(values) @ values).backward()
             if clip is not None:
                 clip.clip_gradients(net)

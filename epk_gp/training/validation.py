@@ -11,11 +11,13 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs, perturbed_initial
+from epk_gp.core.graph import Graph
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import Optimizers, as_optimizers
-from epk_gp.core.signature import Signature, parse_signature
-from epk_gp.core.validation import validate_finite
+from epk_gp.core.returned import tensors_of
+from epk_gp.core.signature import Signature, parse_graph, parse_signature
+from epk_gp.core.validation import validate_finite, validate_tensor
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
 _NUM_ROWS = 8
@@ -75,6 +77,8 @@ def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = No
         ValueError: Several inputs do not go together; the inputs have no row per point, are on another device than the
             targets, or are not finite.
     """
+    if isinstance(X, Graph):
+        return _parse_graph(X, y, output)
     inputs, signature = parse_signature(X, output)
     for name, value in (("X", inputs), ("y", y)):
         if not isinstance(value, Tensor):
@@ -83,12 +87,36 @@ def parse_data(X: Inputs, y: Tensor, output: Callable[[Any], Tensor] | None = No
             )
         if value.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor: got {value.layout}. Convert it with {name}.to_dense().")
-    if inputs.ndim < 2 or len(inputs) == 0:
-        raise ValueError(f"X must have shape (M, ...) with at least one point: got {tuple(inputs.shape)}.")
+    is_integer = not inputs.is_floating_point() and not inputs.is_complex() and inputs.dtype != torch.bool
+    if inputs.ndim < (1 if is_integer else 2) or len(inputs) == 0:
+        advice = " Points of one number each are X[:, None]." if inputs.ndim == 1 and len(inputs) else ""
+        raise ValueError(
+            "X must have shape (M, ...), where (M,) is for integers alone, with at least one point: got "
+            f"{tuple(inputs.shape)}.{advice}"
+        )
     if inputs.device != y.device:
         raise ValueError(f"X and y must be on one device: got {inputs.device} and {y.device}.")
     validate_finite(inputs, "X")
     return inputs.detach().clone(), y.detach().clone(), signature
+
+
+def _parse_graph(graph: Graph, y: Tensor, output: Callable[[Any], Tensor] | None) -> tuple[Tensor, Tensor, Signature]:
+    """Return the numbers of all nodes, their targets, and the signature of a network that takes the graph.
+
+    Raises:
+        TypeError: The targets are no tensor.
+        ValueError: There is none, or they are on another device than the graph.
+    """
+    validate_tensor(y, "y")
+    if y.ndim == 0 or len(y) == 0:
+        raise ValueError(f"y must have one row per node of the graph: got shape {tuple(y.shape)}.")
+    for key, value in graph.tensors.items():
+        if value.device != y.device:
+            raise ValueError(
+                f"the graph and y must be on one device: tensor {key!r} is on {value.device}, y on {y.device}."
+            )
+    inputs, signature = parse_graph(graph, len(y), output)
+    return inputs, y.detach().clone(), signature
 
 
 def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> Tensor:
@@ -108,6 +136,7 @@ def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> T
     if X.device != start.device:
         raise ValueError(f"X must be on the network's device {start.device}: got {X.device}.")
     _validate_call(model)
+    _validate_graph(model, state)
     rows = X[:NUM_FINGERPRINT_POINTS].clone()
     perturbed = torch.cat([perturbed_initial(start), statistics])
     _validate_output_function(model, perturbed, rows)
@@ -138,12 +167,18 @@ def _validate_call(model: FunctionalModel) -> None:
         TypeError: Its forward function takes other arguments.
     """
     signature, layout = inspect.signature(model.module.forward), model.signature.layout
-    keys = [0] if layout is None else [tensor.key for tensor in layout.tensors]
+    graph = model.signature.graph
+    keys: list[int | str] = [0] if layout is None else [tensor.key for tensor in layout.tensors]
+    keys = keys if graph is None else list(graph.tensors)
     is_mapping = layout is not None and layout.is_mapping
-    args, kwargs = ((), {str(key): key for key in keys}) if is_mapping else (keys, {})
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*[key for key in keys if isinstance(key, int)], **{k: k for k in keys if isinstance(k, str)})
     except TypeError as error:
+        if graph is not None:
+            raise TypeError(
+                f"the network must take the tensors of the graph, {keys}, by position or keyword: forward{signature} "
+                f"does not ({error})."
+            ) from error
         if layout is None:
             raise TypeError(
                 f"the network must take X as its only input: forward{signature} does not ({error}). Pass several "
@@ -153,6 +188,42 @@ def _validate_call(model: FunctionalModel) -> None:
             f"the network must take the tensors of X, {keys}, as net({'**X' if is_mapping else '*X'}): "
             f"forward{signature} does not ({error})."
         ) from error
+
+
+def _validate_graph(model: FunctionalModel, state: Tensor) -> None:
+    """Raise if a network cannot take a graph, changes it, or does not return one row per node.
+
+    Raises:
+        ValueError: It is so; or a floating-point tensor of the graph has another dtype than the weights.
+    """
+    graph = model.signature.graph
+    if graph is None:
+        return
+    for key, value in graph.tensors.items():
+        if value.is_floating_point() and value.dtype != state.dtype:
+            raise TypeError(
+                f"tensor {key!r} of the graph must have the weights' dtype {state.dtype}: got {value.dtype}. Convert "
+                "one of them."
+            )
+    before = {key: value.clone() for key, value in graph.tensors.items()}
+    with torch.no_grad():
+        try:
+            returned = model.returned(model.unflatten(state), graph.nodes)
+        except (RuntimeError, IndexError, AttributeError, KeyError) as error:
+            raise ValueError(f"the network must accept the graph: it fails on it: {error}") from error
+    difference = graph.difference(before)
+    if difference is not None:
+        raise ValueError(
+            f"the network must leave its inputs as they are: forward() changes the graph in place ({difference}). Use "
+            "operations that make a new tensor, such as ReLU(inplace=False), on the input."
+        )
+    rows = [len(z) for z in tensors_of(returned) if z.ndim]
+    if graph.num_nodes not in rows:
+        raise ValueError(
+            f"the network must return one row per node, as y holds one per node, {graph.num_nodes}: got "
+            f"{' and '.join(map(str, rows)) or 'no'} rows. Nodes without a label need a row of y too, which no batch "
+            "holds."
+        )
 
 
 def _validate_output_function(model: FunctionalModel, state: Tensor, rows: Tensor) -> None:

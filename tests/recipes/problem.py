@@ -23,6 +23,7 @@ class Recorded:
         y: The targets.
         output: Maps what the network returns to the outputs.
         average: The network of averaged weights that the loop made, and the coefficients of the average.
+        nodes: Of a graph, the nodes that `outputs` belong to; the network takes all of it.
     """
 
     recorder: Any
@@ -33,6 +34,12 @@ class Recorded:
     y: Any
     output: Callable[[Any], Tensor]
     average: tuple[nn.Module, Tensor] | None = None
+    nodes: Tensor | None = None
+
+    @property
+    def points(self):
+        """What `attribute` and `reconstruct` take."""
+        return self.X_test if self.nodes is None else self.nodes
 
     @property
     def trajectory(self):

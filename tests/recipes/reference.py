@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from recipes.problem import as_tuple
-
 
 @dataclass
 class Pass:
@@ -94,8 +92,7 @@ class Watched:
     def batch(self, indices, *, weight=1.0):
         if self.inner is not None:
             self.inner.batch(indices, weight=weight)
-        M = len(next(iter(self.X.values())) if isinstance(self.X, dict) else as_tuple(self.X)[0])
-        rows = torch.arange(M) if indices is None else torch.as_tensor(indices)
+        rows = torch.arange(len(self.y)) if indices is None else torch.as_tensor(indices)
         self.announced.append(Announced(None, rows, weight, len(self.passes)))
 
     @property
@@ -178,6 +175,10 @@ def loss_terms(watched, announced, returned):
     """Return c_i loss_i of each row: <dL/dz_i, z_i> with the loop's own dL/dz, or else the stated loss itself."""
     leaves, _ = flatten(returned)
     grads, B = announced.watched.grads, len(announced.rows)
+    if hasattr(watched.X, "tensors"):  # a graph: a pass has a row for every node
+        counts = torch.bincount(announced.rows, minlength=len(watched.y))[announced.rows]
+        of_nodes = sum((g * leaves[k]).reshape(len(g), -1).sum(dim=1) for k, g in grads.items())
+        return of_nodes[announced.rows] / counts
     if all(g.ndim and len(g) == B for g in grads.values()):
         return sum((grads[k] * leaves[k]).reshape(B, -1).sum(dim=1) for k in grads)
     # The network itself returned the batch's loss, as GPTs do, or the pass's rows are not those of the batch.

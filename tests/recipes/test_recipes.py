@@ -7,12 +7,13 @@ import torch
 
 import epk_gp as epk
 from epk_gp.core.averaging import averaged_trajectory
-from recipes import images, loops, sequences, targets, unusual, variants
+from recipes import graphs, images, loops, sequences, targets, unusual, variants
 from recipes.path_reference import brute_force_terms
 from recipes.problem import as_tuple
 from recipes.reference import Watched, step_terms
 
-EXACT = [*images.RECIPES, *sequences.RECIPES, *loops.RECIPES, *targets.RECIPES, *unusual.RECIPES, *variants.RECIPES]
+FAMILIES = (images, sequences, loops, targets, unusual, variants, graphs)
+EXACT = [recipe for family in FAMILIES for recipe in family.RECIPES]
 LOW = targets.IN_LOW_PRECISION
 RECORDER = epk.Recorder
 
@@ -79,13 +80,13 @@ def initial_outputs(result):
 @cache
 def attributed(recipe):
     result = recorded(recipe)
-    return epk.attribute(result.trajectory, result.X_test, head="logits")
+    return epk.attribute(result.trajectory, result.points, head="logits")
 
 
 @pytest.mark.parametrize("recipe", named(EXACT))
 def test_the_kernel_machine_is_the_trained_network(recipe):
     result = recorded(recipe)
-    machine = epk.reconstruct(result.trajectory, result.X_test)
+    machine = epk.reconstruct(result.trajectory, result.points)
     assert machine.certified
     assert relative_error(machine.outputs, machine.network) < 1e-9
     if machine.outputs.shape == result.outputs.shape:

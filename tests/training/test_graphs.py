@@ -1,0 +1,327 @@
+"""Graphs: one forward pass computes all nodes, and the points of a run are its nodes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from graph_runs import CLASSES, LABELLED, make_graph, make_net, record
+from safetensors.torch import load, save
+from torch import nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.graph import RecordedGraph
+from epk_gp.storage.atomic_files import checksum_file
+from stored_runs import replace_header
+
+ALL = torch.arange(7)
+SGD = torch.optim.SGD
+
+
+@pytest.fixture(scope="module")
+def run():
+    return record(make_net(dropout=0.4))
+
+
+def relative(error, scale):
+    return float((error.abs().max() / scale.abs().max()).detach())
+
+
+def test_contributions_of_nodes_sum_to_the_network(run):
+    parts = epk.attribute(run, ALL, head="logits")
+    assert parts.certified
+    assert parts.samples.shape == (7, CLASSES, 7)
+    assert relative(parts.total - parts.network, parts.network) < 1e-12
+    unlabelled = [node for node in ALL.tolist() if node not in LABELLED]
+    assert not parts.samples[..., unlabelled].any()
+    assert (
+        parts.samples[unlabelled][..., LABELLED].abs().amin(dim=(0, 1)).gt(0).any()
+    )  # they are explained all the same
+
+
+def test_the_graph_stands_for_all_its_nodes(run):
+    x, edges, _ = make_graph()
+    expected = epk.network_outputs(run, ALL)
+    for points in (epk.Graph(x, edges), epk.Graph(x.clone(), edges.clone()), ALL[:, None], ALL.int(), run.inputs):
+        assert torch.equal(epk.network_outputs(run, points), expected)
+    shares = epk.attribute(run, epk.Graph(x, edges), head="logits").samples
+    assert torch.equal(shares, epk.attribute(run, ALL, head="logits").samples)
+
+
+def test_a_node_s_output_does_not_depend_on_which_others_are_asked_for(run):
+    together = epk.network_outputs(run, ALL)
+    asked = torch.tensor([4, 0, 4, 6])
+    assert torch.equal(epk.network_outputs(run, asked), together[asked])
+    shares = epk.attribute(run, asked, head="logits").samples
+    assert relative(shares - epk.attribute(run, ALL, head="logits").samples[asked], shares) < 1e-12
+    assert torch.equal(shares[0], shares[2])
+
+
+def test_the_recorded_tensors_are_copies():
+    x, edges, y = make_graph()
+    trajectory = record(make_net(), (x, edges, y))
+    before = epk.network_outputs(trajectory, ALL)
+    x.zero_()
+    assert torch.equal(epk.network_outputs(trajectory, ALL), before)
+
+
+def test_positions_and_keywords_are_one_call():
+    x, edges, y = make_graph()
+    net = make_net(dropout=0.4)
+    optimizer = SGD(net.parameters(), lr=0.3)
+    with epk.Recorder(net, optimizer, epk.Graph(x, edge_index=edges), y) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(edge_index=edges, x=x)[LABELLED], y[LABELLED]).backward()
+            recorder.batch(LABELLED)
+            optimizer.step()
+    assert epk.reconstruct(recorder.trajectory, ALL).certified
+
+
+def test_train_takes_a_graph():
+    x, edges, y = make_graph()
+    net = make_net()
+    trajectory = epk.train(net, epk.Graph(x, edges), y, optimizer=SGD(net.parameters(), lr=0.3), steps=4, batch_size=3)
+    assert len(trajectory.steps[0].batch) == 3
+    machine = epk.reconstruct(trajectory, ALL)
+    assert relative(machine.outputs - machine.network, machine.network) < 1e-12
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch_norm"])
+def test_float32_is_recorded(norm):
+    graph = make_graph(dtype=torch.float32)
+    parts = epk.attribute(record(make_net(dtype=torch.float32, dropout=0.3, norm=norm), graph), ALL, head="logits")
+    assert parts.total.dtype == torch.float32
+    assert relative(parts.total - parts.network, parts.network) < 1e-4
+
+
+def test_labels_that_the_loop_changed_are_found():
+    """Label noise: targets are read from the gradient in the outputs of the batch's nodes."""
+    x, edges, y = make_graph()
+    noisy = y.clone()
+    noisy[2] = (y[2] + 1) % CLASSES
+    net = make_net()
+    optimizer = SGD(net.parameters(), lr=0.3)
+    with epk.Recorder(net, optimizer, epk.Graph(x, edges), y) as recorder:
+        F.cross_entropy(net(x, edges)[LABELLED], noisy[LABELLED]).backward()
+        recorder.batch(LABELLED)
+        optimizer.step()
+    seen = recorder.steps[0].passes[0].targets
+    assert seen.index.tolist() == [1]
+    assert epk.reconstruct(recorder.trajectory, ALL).certified
+
+
+def test_a_loss_of_one_s_own_gets_the_rows_of_the_batch_s_nodes():
+    def loss(z, labels):
+        assert len(z) == len(labels)
+        return F.cross_entropy(z, labels, reduction="none")
+
+    trajectory = record(make_net(dropout=0.4), loss=epk.PerSampleLoss(loss))
+    expected = record(make_net(dropout=0.4))
+    shares, others = (epk.attribute(run, ALL[:2], head="logits").samples for run in (trajectory, expected))
+    assert relative(shares - others, others) < 1e-12
+
+
+def test_a_node_that_occurs_twice_has_both_shares():
+    x, edges, y = make_graph()
+    twice = torch.tensor([5, 0, 5])
+    net = make_net(dropout=0.4)
+    optimizer = SGD(net.parameters(), lr=0.3)
+    with epk.Recorder(net, optimizer, epk.Graph(x, edges), y) as recorder:
+        net.train()
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x, edges)[twice], y[twice]).backward()
+            recorder.batch(twice)
+            optimizer.step()
+    assert recorder.steps[0].sample_weights is None
+    assert epk.attribute(recorder.trajectory, ALL).certified
+
+
+def test_several_losses_of_one_pass_are_one_batch_with_weights():
+    x, edges, y = make_graph()
+    net = make_net(dropout=0.4)
+    optimizer = SGD(net.parameters(), lr=0.3)
+    weight = 5 * torch.tensor([1 / 2, 1 / 2, 0.3 / 3, 0.3 / 3, 0.3 / 3], dtype=torch.float64)  # beside the mean's 1/5
+    with epk.Recorder(net, optimizer, epk.Graph(x, edges), y) as recorder:
+        net.train()
+        out = net(x, edges)
+        (F.cross_entropy(out[:2], y[:2]) + 0.3 * F.cross_entropy(out[2:5], y[2:5])).backward()
+        recorder.batch(torch.arange(5), weight=weight)
+        optimizer.step()
+    assert epk.reconstruct(recorder.trajectory, ALL).certified
+
+
+def test_a_network_may_normalise_over_its_nodes():
+    """Statistics of the batch in evaluation mode mix points; of a graph they are part of the function."""
+    x, edges, y = make_graph()
+    net = make_net()
+    net.norm = nn.BatchNorm1d(5, track_running_stats=False).double()
+    machine = epk.reconstruct(record(net, (x, edges, y)), ALL)
+    assert machine.certified
+
+
+def test_nodes_that_the_loss_does_not_read_weigh_nothing():
+    """Weights of samples are read from the gradient in the outputs."""
+    trajectory = record(make_net(dropout=0.4), batch=None)
+    parts = epk.attribute(trajectory, ALL[:2], head="logits")
+    expected = epk.attribute(record(make_net(dropout=0.4)), ALL[:2], head="logits")
+    assert relative(parts.samples - expected.samples, expected.samples) < 1e-9
+
+
+@pytest.mark.parametrize("num_nodes", [10, 11], ids=["rows_but_one", "rows"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_as_many_nodes_as_probe_rows_are_not_taken_for_them(num_nodes, linked):
+    """A layer's call has a row per node, not per point, also where the numbers of both agree."""
+    x, edges, y = make_graph(num_nodes)
+    edges = edges if linked else edges[:, :0]
+    net = make_net()
+    trajectory = record(net, (x, edges, y))
+    asked = torch.cat([torch.arange(num_nodes).flip(0)[:5], torch.arange(num_nodes - 5)])  # N points, in another order
+    parts = epk.attribute(trajectory, asked, head="logits")
+    (plan,) = trajectory.model.cache.plans.values()
+    assert not plan.bias_of
+    assert not plan.supports_interpolation
+    assert relative(parts.total - parts.network, parts.network) < 1e-12
+    assert torch.equal(parts.network, net.eval()(x, edges).detach()[asked])
+
+
+# Storage
+
+
+def test_a_run_on_disk_holds_its_graph(run, tmp_path):
+    stored = record(make_net(dropout=0.4), path=tmp_path / "run")
+    assert stored.digest == run.digest
+    loaded = epk.load_trajectory(tmp_path / "run", make_net(seed=5, dropout=0.4))
+    assert torch.equal(epk.attribute(loaded, ALL).samples, epk.attribute(run, ALL).samples)
+    entry = json.loads((tmp_path / "run" / "run.json").read_text())["signature"]
+    assert [(part["key"], part["shape"]) for part in entry["graph"]] == [(0, [7, 4]), (1, [2, 10])]
+
+
+def test_a_run_is_resumed_with_the_same_graph_only(run, tmp_path):
+    x, edges, y = make_graph()
+    record(make_net(dropout=0.4), path=tmp_path / "run", steps=1, resume=True)
+    with pytest.raises(ValueError, match="the data must be the recorded ones, bit for bit"):
+        record(make_net(dropout=0.4), (x + 1e-3, edges, y), path=tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="the inputs must consist of the recorded tensors"):
+        record(make_net(dropout=0.4), (x, edges[:, 1:], y), path=tmp_path / "run", resume=True)
+    assert record(make_net(dropout=0.4), path=tmp_path / "run", resume=True).digest == run.digest
+
+
+def test_other_graphs_give_other_digests(run):
+    x, edges, y = make_graph()
+    x[6, 0] += 1e-9  # a node outside of the probe
+    other = record(make_net(dropout=0.4), (x, edges, y))
+    assert other.data_digest != run.data_digest
+    assert other.digest != run.digest
+
+
+@pytest.fixture
+def folder(tmp_path):
+    record(make_net(dropout=0.4), path=tmp_path / "run")
+    return tmp_path / "run"
+
+
+def edit_data(folder, change):
+    """Edit the stored data, with the checksum of the file made anew."""
+    file = folder / "data.safetensors"
+    data = load(file.read_bytes())
+    change(data)
+    file.write_bytes(save(data))
+    size = file.stat().st_size
+    replace_header(folder, data_blake2b=checksum_file(file, size, str(file)), data_bytes=size)
+
+
+def add_to_last_node(data):
+    data["graph.0"][-1, 0] += 1e-9
+
+
+def remove_edges(data):
+    del data["graph.1"]
+
+
+def shorten(data):
+    data["graph.1"] = data["graph.1"][:, :-1].contiguous()
+
+
+def reorder(data):
+    data["inputs"] = data["inputs"].flip(0).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (add_to_last_node, "the training data must have the digest in the header"),
+        (remove_edges, "must hold the tensor of its graph that the header describes by .*'key': 1"),
+        (shorten, "must hold the tensor of its graph that the header describes by .*'key': 1"),
+        (reorder, "inputs of a run on a graph must be the numbers of all nodes"),
+    ],
+    ids=["features", "missing", "shape", "nodes"],
+)
+def test_an_edited_graph_is_found_on_disk(folder, change, message):
+    edit_data(folder, change)
+    with pytest.raises(ValueError, match=message):
+        epk.load_trajectory(folder, make_net(dropout=0.4))
+
+
+@pytest.mark.parametrize("entry", [[{"key": 1, "shape": [7, 4], "dtype": "torch.float64"}], "x", [3]])
+def test_a_damaged_description_of_the_graph_is_found(folder, entry):
+    replace_header(folder, signature={"inputs": None, "has_output": False, "graph": entry})
+    with pytest.raises(ValueError, match="must hold the tensor of its graph that the header describes"):
+        epk.load_trajectory(folder, make_net(dropout=0.4))
+
+
+# Faults in a recorded run: results are not certified
+
+
+def with_features(change):
+    def faulty(run):
+        graph = run.model.signature.graph
+        tensors = {key: value.clone() for key, value in graph.tensors.items()}
+        change(tensors)
+        model = run.model.converted(run.model.spec)
+        model.signature = replace(model.signature, graph=RecordedGraph(tensors, graph.num_nodes))
+        return replace(run, model=model)
+
+    return faulty
+
+
+def with_step(change):
+    def faulty(run):
+        steps = list(run.steps)
+        steps[1] = change(steps[1])
+        return replace(run, steps=tuple(steps))
+
+    return faulty
+
+
+def with_pass(**changes):
+    return with_step(lambda step: replace(step, passes=(replace(step.passes[0], **changes),)))
+
+
+def move_feature(tensors):
+    tensors[0][2, 1] += 1e-4
+
+
+def turn_edge(tensors):
+    tensors[1][:, 3] = tensors[1][:, 3].flip(0)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        with_features(move_feature),
+        with_features(turn_edge),
+        with_step(lambda step: replace(step, batch=torch.tensor([0, 2, 3, 6]))),
+        with_pass(random_state=torch.Generator().manual_seed(7).get_state()),
+        with_pass(modes=torch.zeros(4, dtype=torch.bool), random_state=None),
+    ],
+    ids=["feature", "edge", "mask", "random_state", "modes"],
+)
+def test_a_planted_fault_is_found(run, fault):
+    assert epk.reconstruct(run, ALL).certified
+    with pytest.warns(epk.CertificateWarning, match=r"not certified|step"):
+        faulty = epk.reconstruct(fault(run), ALL)
+    assert not faulty.certified
+    assert faulty.mismatch_ratio > 1
