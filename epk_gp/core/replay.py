@@ -150,7 +150,7 @@ class TrainingReplay:
             with torch.enable_grad(), self._conditions(module, data.forward, exact=exact), disable_fused_attention():
                 args, kwargs = self._arguments(data, exact=exact)
                 values = self._losses(module(*args, **kwargs), data)
-                after = model.flatten_statistics(own)
+                after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
                 (data.c.to(values) @ values).backward()
             gradient = torch.cat([_dense(leaf).reshape(-1) for leaf in leaves])
         finally:
