@@ -98,7 +98,7 @@ class LossProducts:
         replayed = self.run.passes.gradient(state, data, exact=True)
         whole = grouped_products(H, replayed.gradient[None], groups, self.problem.net.model.sizes).squeeze(2)
         values = self._along_all(state, data, H, groups, replayed.losses)
-        doubtful = None if self._way is not _Way.FORWARD else self._doubtful(H, whole, values)
+        doubtful = self._doubtful(H, whole, values, self.run.passes.dtype_of(data))
         if doubtful is not None and not self._is_derivative(state, data, *doubtful, replayed.losses):
             self._way = _Way.DOUBLE_BACKWARD
             values = self._along_all(state, data, H, groups, replayed.losses)
@@ -119,17 +119,23 @@ class LossProducts:
         return values
 
     def _doubtful(
-        self, H: Float[Tensor, "K N P"], whole: Float[Tensor, "N K G"], values: Float[Tensor, "N K B G"]
+        self,
+        H: Float[Tensor, "K N P"],
+        whole: Float[Tensor, "N K G"],
+        values: Float[Tensor, "N K B G"],
+        dtype: torch.dtype,
     ) -> tuple[Float[Tensor, " P"], Tensor, float] | None:
         """Return the adjoint whose products miss the whole gradient most, its whole product, and by how much.
 
-        None if they miss it by no more than rounding, or than was found to be rounding before.
+        None if they miss it by no more than rounding of the pass's dtype, or than was found to be rounding before.
         """
+        if self._way is not _Way.FORWARD:
+            return None
         missed = (whole - values.sum(dim=2)).sum(dim=2)
         share = missed.abs() / values.abs().sum(dim=(2, 3)).clamp(min=torch.finfo(values.dtype).tiny)
         n, k = divmod(int(share.argmax()), share.shape[1])
         largest = float(share[n, k])
-        if not largest > max(_ROUNDING.get(values.dtype, 1e-2), 2 * self._found_rounding):
+        if not largest > max(_ROUNDING.get(dtype, 1e-2), 2 * self._found_rounding):
             return None
         self._found_rounding = largest
         return H[k, n], whole[n, k].sum(), float(missed[n, k].abs())
@@ -312,12 +318,17 @@ def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) 
     return Cotangents(derivative)
 
 
-def is_rounding(difference: Float[Tensor, "N K G"], products: Float[Tensor, "N K B G"]) -> bool:
+def is_rounding(difference: Float[Tensor, "N K G"], products: Float[Tensor, "N K B G"], dtype: torch.dtype) -> bool:
     """Return whether a difference of sums of products can be rounding of their gradients, amplified.
 
     A larger one is left out of every term, so that the sum misses the output and the certificate says so.
+
+    Args:
+        difference: The difference.
+        products: The products.
+        dtype: The dtype in which the pass was replayed.
     """
-    allowed = _AMPLIFIED_ROUNDING.get(products.dtype, 1.0) * products.abs().sum(dim=(2, 3))
+    allowed = _AMPLIFIED_ROUNDING.get(dtype, 1.0) * products.abs().sum(dim=(2, 3))
     return bool((difference.sum(dim=2).abs() <= allowed).all())
 
 
