@@ -194,12 +194,11 @@ class TrainingReplay:
 
         Args:
             data: The pass.
-            exact: Automatic mixed precision is left out.
+            exact: Automatic mixed precision is left out; otherwise the precision is that of the training.
         """
         forward = data.forward
         is_random = forward.random_state is not None or forward.device_random_state is not None
-        needs_own = is_random or (forward.autocast is not None and not exact)
-        return self.model.spec.dtype if needs_own else self.spec.dtype
+        return self.model.spec.dtype if is_random or not exact else self.spec.dtype
 
     def _module(self, data: PassData, *, exact: bool = True) -> nn.Module:
         dtype = self.dtype_of(data, exact=exact)
