@@ -109,6 +109,14 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
             f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...), or "
             "do not clip"
         )
+    factors = _factors_of_parameters(model, check)
+    if factors is not None:
+        name = max(factors, key=lambda name: abs(factors[name] - 1))
+        return (
+            "the gradients of the parameters are those of the stated loss, each times a factor of its own "
+            f"({name}: {factors[name]:.3g}): they were clipped or scaled one by one, or some of them (a hook, "
+            "clip_grad_norm_ of a part). Clip all parameters together, or use learning rates of their own"
+        )
     other_loss = _matching_loss(model, check)
     if other_loss is not None:
         return f"the gradient is that of {other_loss}, not of the stated {check.loss}"
@@ -122,6 +130,22 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
         "inputs, further arguments of the network's call, another loss, gradients left over from an earlier backward() "
         "or of another batch"
     )
+
+
+def _factors_of_parameters(model: FunctionalModel, check: StepCheck) -> dict[str, float] | None:
+    """Return by which factor each parameter's gradient is the stated one's; None if one of them is no multiple."""
+    factors = {}
+    stated, used = model.unflatten(check.gradient), model.unflatten(check.used)
+    rounding = torch.finfo(check.used.dtype).eps ** 0.5 * check.gradient.abs().max()
+    for name in model.names:
+        if bool((stated[name].abs() <= rounding).all()):
+            continue
+        factor = float((used[name] * stated[name]).sum() / stated[name].square().sum())
+        if not allclose(used[name].reshape(-1), factor * stated[name].reshape(-1)):
+            return None
+        if stated[name].numel() > 1:  # one number is a multiple of any other
+            factors[name] = factor
+    return factors or None
 
 
 def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:

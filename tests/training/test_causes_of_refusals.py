@@ -90,6 +90,35 @@ def test_a_refusal_names_its_cause(net, options, message):
         train(net(), **options)
 
 
+def test_gradients_that_are_clipped_one_by_one_are_named():
+    net = layers(nn.BatchNorm1d(5)).double()
+    X, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.train()
+    F.cross_entropy(net(X), y).backward()
+    half = 0.5 * float(net[0].weight.grad.norm())
+    optimizer.zero_grad()
+
+    def train_clipped():
+        with epk.Recorder(net, optimizer, X, y) as recorder:
+            F.cross_entropy(net(X), y).backward()
+            recorder.batch(None)
+            nn.utils.clip_grad_norm_([net[0].weight], half)
+            optimizer.step()
+
+    with pytest.raises(epk.StepMismatchError, match=r"a factor of its own \(0.weight: 0.5\)"):
+        train_clipped()
+
+
+@pytest.mark.parametrize("reduce", [torch.Tensor.clone, torch.Tensor.mean], ids=["rows", "mean"])
+def test_a_loss_that_broadcasts_its_targets_is_told_so(reduce):
+    net = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)).double()
+    X, y = torch.randn(12, 4, dtype=torch.float64), torch.randn(12, dtype=torch.float64)
+    loss = epk.PerSampleLoss(lambda z, t: reduce((z - t).square()))
+    with pytest.raises(ValueError, match=r"let it compare outputs\[:, 0\] with them"):
+        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y, loss=loss)
+
+
 class Centred(nn.Module):
     """Takes a moving mean off, as most people write one: the buffer is another tensor after each pass."""
 
