@@ -72,7 +72,7 @@ def replayed_steps(trajectory: Trajectory, model: FunctionalModel, reference: Te
             trajectory.dtype != model.spec.dtype
         )  # rounding that a preconditioner amplifies must be the same
         if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
-            own, _ = run.gradient(step, exact=False)
+            own, error = run.gradient(step, exact=False)
             as_trained, own_momentum = predict_step(update, model.sizes, w, own, own_momentum)
         else:
             own_momentum = momentum

@@ -67,3 +67,23 @@ def test_rounding_of_one_parameter_explains_no_other():
     for result in (epk.attribute, epk.reconstruct):
         with pytest.warns(epk.core.certificate.CertificateWarning, match="step 2 differs from the step"):
             assert not result(fault, trajectory.inputs[:2]).certified
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_are_compared_in_the_precision_that_moved_them(dtype):
+    """Under autocast BatchNorm's statistics carry bfloat16's rounding of the layers before it."""
+    torch.manual_seed(0)
+    X, y = torch.randn(12, 1, 5, 5), torch.arange(12) % 3
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y, unexplained=0.2) as recorder:
+        net.train()
+        for batch in torch.arange(12).split(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(net(X[batch]), y[batch])
+            loss.backward()
+            recorder.batch(batch)
+            optimizer.step()
+    for result in (epk.attribute, epk.reconstruct):
+        assert result(recorder.trajectory, X[:2].to(dtype)).certified
