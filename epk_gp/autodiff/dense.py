@@ -72,7 +72,8 @@ def dense_jacobian(
             return torch.cat([columns[name].flatten(1) for name in names], dim=1)
 
         chunk = plan.vmap_chunk_size
-        values = vmap(pull_back, in_dims=(0, 1, 0), out_dims=1, chunk_size=chunk)(X, cotangents, t_of_rows)
+        # rows first: torch maps a result that is the same for all rows (a parameter without a gradient) in no other way
+        values = vmap(pull_back, in_dims=(0, 1, 0), chunk_size=chunk)(X, cotangents, t_of_rows).transpose(0, 1)
         return DenseJacobian(values if create_graph else values.detach())
 
 

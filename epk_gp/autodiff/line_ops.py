@@ -93,6 +93,9 @@ def along_direction(
         return function(*_replace(terms, replaced), **_replace(kwargs, replaced))
     if len(moving) == 1 and (function in PRODUCTS or (function in QUOTIENTS and moving[0] is tensors[0])):
         return function(*_replace(args, direction), **_replace(kwargs, direction))
+    if function is torch.prelu and len(moving) == 1 and len(args) == 2 and moving[0] is args[1]:
+        x, slope = args[0], direction[id(args[1])]
+        return x.where(x < 0, 0.0) * (slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope)
     return NotImplemented
 
 

@@ -71,7 +71,7 @@ def replayed_steps(trajectory: Trajectory, model: FunctionalModel, reference: Te
         # in another dtype rounding differs, and a preconditioner can amplify it
         is_other_dtype = trajectory.dtype != model.spec.dtype
         if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
-            own, _ = run.gradient(step, exact=False)
+            own, error = run.gradient(step, exact=False)
             as_trained, own_momentum = predict_step(update, model.sizes, w, own, own_momentum)
         else:
             own_momentum = momentum
@@ -133,39 +133,62 @@ def statistics_error(replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"
     return float((replayed.double() - recorded.to(replayed.device).double()).abs().max() / allowed)
 
 
-def mismatch_tolerance(
-    trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep, mismatch: float, dtype: torch.dtype
-) -> float:
-    """Return the largest difference between a recorded and a replayed step that rounding can explain.
+def replay_rounding(replayed: ReplayedStep, dtype: torch.dtype) -> float:
+    """Return the difference of a replayed step from the recorded one that is rounding without a closer look.
 
-    It is the rounding of the weights and a small share of the step. Only if the mismatch is larger, the rounding of
-    the step is measured: it is recomputed from the gradient of the rows in reverse order, at weights that are moved by
-    their own rounding.
+    It is the rounding of the weights and a small share of the step.
+
+    Args:
+        replayed: The step.
+        dtype: The coarser of the dtypes of run and computation.
+    """
+    eps = torch.finfo(dtype).eps
+    share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
+    return float(4 * eps * replayed.w.abs().max() + share * replayed.d.abs().max())
+
+
+def mismatch_ratio(
+    trajectory: Trajectory,
+    model: FunctionalModel,
+    replayed: ReplayedStep,
+    difference: Float[Tensor, " P"],
+    dtype: torch.dtype,
+) -> float:
+    """Return the largest difference of a recorded step from the replayed one, in units of what rounding explains.
+
+    Only if it is larger than `replay_rounding`, the rounding of the step is measured: it is recomputed from the
+    gradient of the rows in reverse order, at weights that are moved by their own rounding. That is done parameter by
+    parameter: what a preconditioner amplifies in one explains nothing in the others.
 
     Args:
         trajectory: The run.
         model: Its network in the dtype of the computation.
         replayed: The step.
-        mismatch: Its largest difference from the recorded step.
+        difference: The recorded step less the replayed one.
         dtype: The coarser of the dtypes of run and computation.
     """
-    w, d = replayed.w, replayed.d
-    eps = torch.finfo(dtype).eps
-    share = 2**16 * eps if dtype == torch.float64 else relative_rounding(dtype)
-    tolerance = float(4 * eps * w.abs().max() + share * d.abs().max())
-    if not mismatch > tolerance:
-        return tolerance
-    step = replayed.step
-    state = flat_state(trajectory, step.index, w)
-    moved = torch.cat([move_by_rounding(w, eps), state[len(w) :]])
-    if step.passes:
-        g, _ = RunReplay(trajectory, model, w).gradient_at(step, moved)
-    else:
-        X, y, c = batch_of(trajectory, step, w)
-        with disable_fused_attention():
-            g = batch_gradient(model, moved, X.flip(0), y.flip(0), trajectory.loss, c.flip(0))
-    again, _ = predict_step(trajectory.updates[step.index], model.sizes, w, g, replayed.momentum)
-    return max(tolerance, CANCELLATION_FACTOR * float((again - d).abs().max()))
+    w, d, step = replayed.w, replayed.d, replayed.step
+    found, plain = _largest_by_parameter(model, difference), replay_rounding(replayed, dtype)
+    allowed = torch.full_like(found, plain)
+    if not found.max() <= plain:
+        state = flat_state(trajectory, step.index, w)
+        moved = torch.cat([move_by_rounding(w, torch.finfo(dtype).eps), state[len(w) :]])
+        if step.passes:
+            g, _ = RunReplay(trajectory, model, w).gradient_at(step, moved)
+        else:
+            X, y, c = batch_of(trajectory, step, w)
+            with disable_fused_attention():
+                g = batch_gradient(model, moved, X.flip(0), y.flip(0), trajectory.loss, c.flip(0))
+        again, _ = predict_step(trajectory.updates[step.index], model.sizes, w, g, replayed.momentum)
+        rounding = _largest_by_parameter(model, again - d)
+        # a small parameter can come out the same by chance
+        allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)
+    return float(torch.where(found == 0, 0.0, found / allowed).max())
+
+
+def _largest_by_parameter(model: FunctionalModel, values: Float[Tensor, " P"]) -> Float[Tensor, " L"]:
+    parts = values.abs().split([size for size in model.sizes if size])
+    return torch.stack([part.max() for part in parts]) if parts else values.new_zeros(1)
 
 
 def batch_gradient(

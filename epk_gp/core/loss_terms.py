@@ -12,6 +12,7 @@ from epk_gp.core.losses import (
     ClassLoss,
     Loss,
     PerSampleLoss,
+    broadcast_hint,
     cast_targets,
     classes_second,
     fit_targets,
@@ -100,7 +101,7 @@ def validate_loss_row_independence(
             raise ValueError(
                 f"the loss function must be the {loss.reduction} of the samples' losses, as "
                 f"reduction={loss.reduction!r} states: it gives {float(reduced):.6g} for {n} samples, their "
-                f"{loss.reduction} is {float(expected):.6g}."
+                f"{loss.reduction} is {float(expected):.6g}.{broadcast_hint(value, targets)}"
             )
     if not (batched - alone).abs().max() <= rounding:
         raise ValueError(

@@ -185,9 +185,16 @@ def per_sample_losses(loss: Loss, outputs: Any, targets: Shaped[Tensor, "n ..."]
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
             f"the loss function must return one value per sample, shape ({len(targets)},), or the batch's reduced "
-            f"loss, a scalar: got {got}."
+            f"loss, a scalar: got {got}.{broadcast_hint(outputs, targets)}"
         )
     return values
+
+
+def broadcast_hint(outputs: Any, targets: Shaped[Tensor, "n ..."]) -> str:
+    """Return what to do where a function compares outputs (n, 1) with targets (n,), which torch makes (n, n) of."""
+    if not isinstance(outputs, Tensor) or outputs.shape[1:] != (1,) or targets.ndim != 1:
+        return ""
+    return " It gets outputs (n, 1) and targets (n,): let it compare outputs[:, 0] with them."
 
 
 def classes_second(z: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:

@@ -149,7 +149,7 @@ class TrainingReplay:
         try:
             with torch.enable_grad(), self._conditions(module, data.forward, exact=exact), disable_fused_attention():
                 values = self._losses(self._call(module, data, exact), data)
-                after = model.flatten_statistics(own)
+                after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
                 (data.c.to(values) @ values).backward()
             gradient = torch.cat([_dense(leaf).reshape(-1) for leaf in leaves])
         finally:
@@ -216,12 +216,11 @@ class TrainingReplay:
 
         Args:
             data: The pass.
-            exact: Automatic mixed precision is left out.
+            exact: Automatic mixed precision is left out; otherwise the precision is that of the training.
         """
         forward = data.forward
         is_random = forward.random_state is not None or forward.device_random_state is not None
-        needs_own = is_random or (forward.autocast is not None and not exact)
-        return self.model.spec.dtype if needs_own else self.spec.dtype
+        return self.model.spec.dtype if is_random or not exact else self.spec.dtype
 
     def _module(self, data: PassData, *, exact: bool = True) -> nn.Module:
         dtype = self.dtype_of(data, exact=exact)

@@ -142,7 +142,7 @@ def _emit_samples(
     for data in passes_of(step, products.run.data):
         values, rounding = products(step, data, H, groups)
         emit(SampleContributions(step.index, adjoints.rows, data.samples, -values))
-        if rounding is not None and is_rounding(rounding, values):
+        if rounding is not None and is_rounding(rounding, values, products.run.passes.dtype_of(data)):
             emit(UnexplainedContribution(step.index, adjoints.rows, -rounding))
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.certificate import warn_uncertified
-from epk_gp.core.gradients import ReplayedStep, mismatch_tolerance
+from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.quadrature.adaptive import Integral
@@ -87,8 +87,13 @@ class StepMismatches:
     ratio: float = 0.0
     worst_step: int = -1
 
-    def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> None:
-        """Compare a step with the recorded one, in the precision of the training; and its moving statistics."""
+    def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
+        """Compare a step with the recorded one, in the precision of the training; and its moving statistics.
+
+        Returns:
+            Whether rounding explains the step, but is more than a small share of it: a preconditioner has amplified
+            that of a gradient which is nothing but rounding (a bias in front of BatchNorm under Adam).
+        """
         trajectory, index, w = trajectory.trained, replayed.step.index, replayed.w
         change = flat_weights(trajectory, index + 1, w) - w
         difference = change - replayed.as_trained
@@ -97,12 +102,12 @@ class StepMismatches:
         if accepted is not None and difference.norm() <= accepted * change.norm():
             ratio = float(difference.norm() / (accepted * change.norm()).clamp(min=1e-300))
         else:
-            tolerance = mismatch_tolerance(trajectory, model, replayed, mismatch, self.dtype)
-            ratio = mismatch / tolerance if tolerance else math.inf * mismatch if mismatch else 0.0
+            ratio = mismatch_ratio(trajectory, model, replayed, difference, self.dtype)
         ratio = larger(ratio, replayed.statistics_error)
         self.largest = larger(self.largest, mismatch)
         if self.worst_step < 0 or not ratio <= self.ratio:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
+        return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, self.dtype)
 
 
 def _tolerance(rule: Rule) -> float:

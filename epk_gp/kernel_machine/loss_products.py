@@ -41,6 +41,11 @@ _PASS_OVERHEAD, _WRITING = 1e7, 20.0
 # Relative difference that rounding leaves between a loss, or a derivative, and the same in another order of sums.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4}
 
+# Forward mode follows what a network computes under no_grad, which is a constant to the backward passes of training.
+# Its products are doubted where they miss the whole gradient by more than rounding, and given up for double backward
+# where that misses it by so many times less.
+_DOUBTS = 16.0
+
 # Share of the products' absolute sum that their rounding may be where a preconditioner amplifies it. Measured for a
 # bias in front of BatchNorm under Adam: 2e-10 in float64, 3e-2 in float32.
 _AMPLIFIED_ROUNDING = {torch.float64: 1e-6, torch.float32: 0.3}
@@ -71,6 +76,7 @@ class LossProducts:
     _in_modes: dict[bytes, PlannedModel | None] = field(default_factory=dict)  # None: its gradients are others
     _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
     _flops_per_row: float | None = None
+    _found_rounding: float = 0.0  # largest share of the products that forward mode and double backward missed
 
     def __call__(
         self, step: Step, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
@@ -96,17 +102,60 @@ class LossProducts:
             written = self._from_replayed_gradients(state, data, H, groups)
             if written is not None:
                 return written, None
+        replayed = self.run.passes.gradient(state, data, exact=True)
+        whole = grouped_products(H, replayed.gradient[None], groups, self.problem.net.model.sizes).squeeze(2)
+        values = self._along_all(state, data, H, groups, replayed.losses)
+        doubtful = self._doubtful(H, whole, values, self.run.passes.dtype_of(data))
+        if doubtful is not None and not self._is_derivative(state, data, *doubtful, replayed.losses):
+            self._way = _Way.DOUBLE_BACKWARD
+            values = self._along_all(state, data, H, groups, replayed.losses)
+        return values, whole - values.sum(dim=2)
+
+    def _along_all(
+        self, state: Tensor, data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"], expected: Tensor
+    ) -> Float[Tensor, "N K B G"]:
+        """Return c_i <H, grad loss_i> over each group of parameters."""
         K, N = H.shape[:2]
+        count = int(groups.max()) + 1
         owner = groups.to(H.device).repeat_interleave(torch.tensor(self.problem.net.model.sizes, device=H.device))
         values = H.new_empty(N, K, len(data.X), count)
-        c = data.c.to(H)
-        replayed = self.run.passes.gradient(state, data, exact=True)
         for group in range(count):
             directions = (H if count == 1 else H * (owner == group)).flatten(0, 1)
-            products = self._along(state, data, directions, replayed.losses)
-            values[..., group] = (c * products).view(K, N, -1).transpose(0, 1)
-        whole = grouped_products(H, replayed.gradient[None], groups, self.problem.net.model.sizes).squeeze(2)
-        return values, whole - values.sum(dim=2)
+            products = self._along(state, data, directions, expected)
+            values[..., group] = (data.c.to(H) * products).view(K, N, -1).transpose(0, 1)
+        return values
+
+    def _doubtful(
+        self,
+        H: Float[Tensor, "K N P"],
+        whole: Float[Tensor, "N K G"],
+        values: Float[Tensor, "N K B G"],
+        dtype: torch.dtype,
+    ) -> tuple[Float[Tensor, " P"], Tensor, float] | None:
+        """Return the adjoint whose products miss the whole gradient most, its whole product, and by how much.
+
+        None if they miss it by no more than rounding of the pass's dtype, or than was found to be rounding before.
+        """
+        if self._way is not _Way.FORWARD:
+            return None
+        missed = (whole - values.sum(dim=2)).sum(dim=2)
+        share = missed.abs() / values.abs().sum(dim=(2, 3)).clamp(min=torch.finfo(values.dtype).tiny)
+        n, k = divmod(int(share.argmax()), share.shape[1])
+        largest = float(share[n, k])
+        if not largest > max(_ROUNDING.get(dtype, 1e-2), 2 * self._found_rounding):
+            return None
+        self._found_rounding = largest
+        return H[k, n], whole[n, k].sum(), float(missed[n, k].abs())
+
+    def _is_derivative(
+        self, state: Tensor, data: PassData, adjoint: Tensor, whole: Tensor, missed: float, expected: Tensor
+    ) -> bool:
+        """Return whether double backward misses the whole gradient as forward mode does: both round it."""
+        try:
+            products = self._double_backward(state, data, adjoint[None], expected)
+        except (RuntimeError, NotImplementedError):
+            products = self._sample_by_sample(state, data, adjoint[None])
+        return _DOUBTS * float((whole - products[0] @ data.c.to(products)).abs()) >= missed
 
     def _writes_gradients_out(self, data: PassData, num_directions: int, num_groups: int) -> bool:
         forward_pass, problem = data.forward, self.problem
@@ -326,12 +375,17 @@ def _modes_key(data: PassData) -> bytes:
     return b"" if modes is None else bytes(tensor_bytes(modes))
 
 
-def is_rounding(difference: Float[Tensor, "N K G"], products: Float[Tensor, "N K B G"]) -> bool:
+def is_rounding(difference: Float[Tensor, "N K G"], products: Float[Tensor, "N K B G"], dtype: torch.dtype) -> bool:
     """Return whether a difference of sums of products can be rounding of their gradients, amplified.
 
     A larger one is left out of every term, so that the sum misses the output and the certificate says so.
+
+    Args:
+        difference: The difference.
+        products: The products.
+        dtype: The dtype in which the pass was replayed.
     """
-    allowed = _AMPLIFIED_ROUNDING.get(products.dtype, 1.0) * products.abs().sum(dim=(2, 3))
+    allowed = _AMPLIFIED_ROUNDING.get(dtype, 1.0) * products.abs().sum(dim=(2, 3))
     return bool((difference.sum(dim=2).abs() <= allowed).all())
 
 

@@ -1,7 +1,7 @@
 """The network as an ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
@@ -138,6 +138,9 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
     replay, path = replayed_steps(trajectory, net.model, X), PredictedPath(trajectory)
     for replayed in tqdm(replay, desc="steps", total=trajectory.num_steps, disable=not options.progress):
         # half of the budget; the other half is the block's
+        is_amplified = mismatches.add(trajectory, net.model, replayed)
+        if is_amplified:  # the rounding is a part of the sum
+            replayed = replace(replayed, d=flat_weights(trajectory.trained, replayed.step.index + 1, X) - replayed.w)
         segment = _replayed_segment(net, kernel, path, replayed, options.memory_budget // 2)
         for rows in blocks:
             integral = integrate(segment, X[rows], rule, trajectory.num_steps)
@@ -146,7 +149,6 @@ def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: Comp
             terms[rows] += integral.total.abs()
             record.add(integral)
             evaluations += float(integral.evaluations.sum()) / len(X)
-        mismatches.add(trajectory, net.model, replayed)
     outputs = (initial + total).to(initial.dtype)
     return Reconstruction(
         outputs=outputs,
@@ -170,8 +172,9 @@ def _replayed_segment(
 ) -> WeightSegment:
     """Return a replayed step as a segment of the path: statistics move as recorded.
 
-    The weights move as update rule and gradients say. Where the run accepts steps that these do not explain, they move
-    as recorded, so that the sum holds what is unexplained too; by how much is in the certificate.
+    The weights move as update rule and gradients say. Where the run accepts steps that these do not explain, and where
+    a preconditioner amplifies their rounding, they move as recorded, so that the sum holds what is unexplained too; by
+    how much is in the certificate.
     """
     trajectory, P, index = kernel.trajectory, net.model.num_weights, replayed.step.index
     w, d = path.step(index, replayed.w, replayed.d)

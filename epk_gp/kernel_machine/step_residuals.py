@@ -17,7 +17,8 @@ class StepResiduals:
     """rho_s = w_{s+1} - w_s - (the update that the training gradients give), for all steps of a run.
 
     The run is replayed once, and every step is compared with the recorded one. The residuals of a run in float64 that
-    may leave nothing unexplained are rounding, and are not kept: where one is more, the comparison says so.
+    may leave nothing unexplained are rounding, and are not kept unless a preconditioner amplifies it: where one is
+    more, the comparison says so.
 
     Attributes:
         mismatches: The comparison.
@@ -28,11 +29,13 @@ class StepResiduals:
         dtype = coarsest_dtype(trajectory, outputs)
         self.mismatches = StepMismatches(dtype)
         self._rows: Tensor | None = None
+        room = problem.options.memory_budget // 4
         if keeps and leaves_residuals(trajectory, outputs):
-            room = problem.options.memory_budget // 4
             self._rows = _rows(trajectory.num_steps, model.num_weights, outputs, room)
         for replayed in replayed_steps(trajectory, model, X):
-            self.mismatches.add(trajectory, model, replayed)
+            is_amplified = self.mismatches.add(trajectory, model, replayed)
+            if keeps and is_amplified and self._rows is None:
+                self._rows = _rows(trajectory.num_steps, model.num_weights, outputs, room).zero_()
             if self._rows is not None:
                 step = flat_weights(trajectory.trained, replayed.step.index + 1, X) - replayed.w
                 self._rows[replayed.step.index] = (step - replayed.d).to(self._rows)

@@ -120,7 +120,8 @@ class ForwardCapture:
         if self.statistics is None or not torch.equal(present, self.statistics):
             raise StepMismatchError(
                 f"step {index}: moving statistics must be moved by the network's forward passes alone: they were "
-                "changed in another way. Leave them as they are; a normalisation inside torch.utils.checkpoint moves "
+                "changed in another way. Leave them as they are, and call the network itself, net(X), not its parts or "
+                "net.forward(X), which is not seen; a normalisation inside torch.utils.checkpoint moves "
                 "them once more in the backward pass: take it out of the checkpoint, or put it in evaluation mode."
             )
         return present

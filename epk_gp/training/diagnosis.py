@@ -28,6 +28,8 @@ from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.step import Step
 from epk_gp.core.target_validation import validate_targets
 
+_SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are compared
+
 _NUM_ROWS = 64  # inputs on which the user's network is compared with the deterministic one
 
 
@@ -109,6 +111,14 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
             f"the gradient was clipped to +-{bound:.6g} entry by entry: tell the recorder, clip=ClipValue(...), or "
             "do not clip"
         )
+    factors = _factors_of_parameters(model, check)
+    if factors is not None:
+        name = max(factors, key=lambda name: abs(factors[name] - 1))
+        return (
+            "the gradients of the parameters are those of the stated loss, each times a factor of its own "
+            f"({name}: {factors[name]:.3g}): they were clipped or scaled one by one, or some of them (a hook, "
+            "clip_grad_norm_ of a part). Clip all parameters together, or use learning rates of their own"
+        )
     other_loss = _matching_loss(model, check)
     if other_loss is not None:
         return f"the gradient is that of {other_loss}, not of the stated {check.loss}"
@@ -117,10 +127,53 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
             "the loop's loss broadcasts targets (n,) against outputs (n, 1) to (n, n), every output against every "
             "target: give both one shape, as in net(X).squeeze(1) or y[:, None]"
         )
-    return (
+    return changed_setting(net, model) or (
         "the gradient is not that of the stated loss on X[batch], y[batch]: other indices than those given, augmented "
-        "inputs, another loss, gradients left over from an earlier backward() or of another batch"
+        "inputs, further arguments of the network's call, another loss, gradients left over from an earlier backward() "
+        "or of another batch"
     )
+
+
+def _factors_of_parameters(model: FunctionalModel, check: StepCheck) -> dict[str, float] | None:
+    """Return by which factor each parameter's gradient is the stated one's; None if one of them is no multiple."""
+    factors = {}
+    stated, used = model.unflatten(check.gradient), model.unflatten(check.used)
+    rounding = torch.finfo(check.used.dtype).eps ** 0.5 * check.gradient.abs().max()
+    for name in model.names:
+        if bool((stated[name].abs() <= rounding).all()):
+            continue
+        factor = float((used[name] * stated[name]).sum() / stated[name].square().sum())
+        if not allclose(used[name].reshape(-1), factor * stated[name].reshape(-1)):
+            return None
+        if stated[name].numel() > 1:  # one number is a multiple of any other
+            factors[name] = factor
+    return factors or None
+
+
+def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
+    """Return what of a network beside weights and moving statistics changes during a recording, as a clause."""
+    recorded = dict(model.module.named_modules())
+    for place, part in net.named_modules():
+        kept, name = recorded.get(place), f"module {place!r} ({type(part).__name__})"
+        if any(isinstance(value, torch.Generator) for value in vars(part).values()):
+            return f"{name} draws from a torch.Generator of its own: let it draw from torch's default one"
+        if kept is None or type(kept) is not type(part):
+            continue
+        present = {key: value for key, value in vars(part).items() if type(value) in _SETTINGS and key != "training"}
+        present |= {
+            key: value.item()
+            for key, value in part.named_buffers(recurse=False)
+            if value.numel() == 1 and not value.is_floating_point() and key != "num_batches_tracked"
+        }
+        for key, value in present.items():
+            before = getattr(kept, key, value)
+            before = before.item() if isinstance(before, Tensor) and before.numel() == 1 else before
+            if before != value:
+                return (
+                    f"{name} has {key}={value!r} and had {key}={before!r} when recording began: such a setting must "
+                    "stay as it is; a number that moves must be a floating-point buffer"
+                )
+    return None
 
 
 def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -> str | None:
@@ -139,11 +192,15 @@ def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -
     if not all(isinstance(z, Tensor) for z in outputs):
         return "the network in training mode returns something else than one tensor: put it in evaluation mode"
     if not torch.equal(outputs[0], outputs[1]):
-        return "the network's forward pass is random (dropout, or noise of its own): put it in evaluation mode"
+        return (
+            "the network's forward pass is random (dropout, or noise of its own), and no call of it was seen: call the "
+            "network itself, net(X), not its parts or net.forward(X)"
+        )
     if not allclose(outputs[0], expected):
         return (
             "the network in training mode differs from the network in evaluation mode (batch statistics, or a buffer "
-            "that changed): freeze it before recording"
+            "that changed), and no call of it was seen: call the network itself, net(X), not its parts or "
+            "net.forward(X)"
         )
     return None
 

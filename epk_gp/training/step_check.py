@@ -25,7 +25,7 @@ from epk_gp.core.update_rules import (
     stack_coefficients,
 )
 from epk_gp.training.clipping import inferred_clip, looks_clipped
-from epk_gp.training.diagnosis import StepCheck, StepMismatchError, explain_mismatch
+from epk_gp.training.diagnosis import StepCheck, StepMismatchError, changed_setting, explain_mismatch
 from epk_gp.training.optimizer_part import OptimizerPart
 from epk_gp.training.setup import TrainingSetup
 from epk_gp.training.step_gradient import step_gradient
@@ -129,10 +129,12 @@ def check_against_exact_gradient(setup: TrainingSetup, observed: ObservedStep) -
     difference = float((change - predicted).abs().max())
     follows_rule = difference <= step_tolerance(start, predicted)
     if not check.statistics_error <= 1:
+        cause = changed_setting(setup.net, setup.model) or (
+            "running means or variances were edited, or other rows passed the network"
+        )
         raise StepMismatchError(
             f"step {observed.step.index}: the moving statistics after a forward pass must be those that its rows give: "
-            f"they differ by {check.statistics_error:.2g} times what rounding explains. Likely cause: running means or "
-            "variances were edited, or other rows passed the network."
+            f"they differ by {check.statistics_error:.2g} times what rounding explains. Likely cause: {cause}."
         )
     if not (follows_rule and consistent_up_to_rounding(setup, check)):
         expected, _ = predict_step(observed.update, sizes, start, check.clipped, observed.momentum)

@@ -192,3 +192,23 @@ def test_a_function_of_ones_own_may_lack_forward_mode_and_vmap(head: str) -> Non
     assert plan.supports_interpolation
     assert not plan.supports_jvp
     assert not plan.supports_vmap
+
+
+class Gated(nn.Module):
+    """Parameters that are used, and have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(4, 5), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            gate = self.gate(x).sum(dim=1, keepdim=True).sigmoid()
+        return self.value(gate * x)
+
+
+def test_parameters_without_a_gradient_have_a_kernel_of_zero() -> None:
+    trajectory = trained(Gated().double(), inputs(8))
+    a, b = epk.Points(inputs(3), False), epk.Points(inputs(8)[:2], True)
+    expected = reference.gram_block(trajectory, a, b, "logits", RULE)
+    assert_close(epk.gram_block(trajectory, a, b, head="logits", rule=RULE), expected)

@@ -134,6 +134,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], float]] = {
     "tied_norm": (lambda: TiedNorm(torch.tanh), 12),
     "tied_norm_with_kinks": (lambda: TiedNorm(torch.relu), 24),
     "group_norm": (group_norm, 9),
+    "slopes": (lambda: nn.Sequential(nn.Conv1d(4, 5, 2), nn.PReLU(), nn.Conv1d(5, 4, 1), nn.PReLU(4), nn.Flatten(),
+                                     nn.Linear(8, 2)), 20),
 }  # fmt: skip
 
 
