@@ -195,6 +195,14 @@ class FunctionalModel:
         values = [buffers[name].detach().reshape(-1).to(self.spec.dtype) for name in self.statistics]
         return torch.cat(values) if values else torch.zeros(0, dtype=self.spec.dtype, device=self.spec.device)
 
+    def weights_of(self, net: nn.Module) -> Float[Tensor, " P"]:
+        """Copy the trained parameters that a network of the same architecture holds now, as a flat vector."""
+        return torch.cat([net.get_parameter(name).detach().reshape(-1) for name in self.names])
+
+    def statistics_of(self, net: nn.Module) -> Float[Tensor, " Q"]:
+        """Copy the moving statistics that a network of the same architecture holds now, as a flat vector."""
+        return self.flatten_statistics({name: net.get_buffer(name) for name in self.statistics})
+
     def unflatten_rows(self, rows: Float[Tensor, "G n"]) -> dict[str, Tensor]:
         """View G flat vectors, as `unflatten` takes them, as named tensors, each with a first dimension of G."""
         names, shapes = self._layout(rows.shape[1])

@@ -97,7 +97,7 @@ class ForwardCapture:
             self.net.register_forward_pre_hook(before, with_kwargs=True),
             self.net.register_forward_hook(after, with_kwargs=True),
         ]
-        self.statistics = self.model.flatten_statistics(dict(self.net.named_buffers()))
+        self.statistics = self.model.statistics_of(self.net)
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -116,7 +116,7 @@ class ForwardCapture:
         """
         if not self.model.statistics:
             return None
-        present = self.model.flatten_statistics(dict(self.net.named_buffers()))
+        present = self.model.statistics_of(self.net)
         if self.statistics is None or not torch.equal(present, self.statistics):
             raise StepMismatchError(
                 f"step {index}: moving statistics must be moved by the network's forward passes alone: they were "
@@ -134,13 +134,12 @@ class ForwardCapture:
             self._begun.append(None)
             return
         device = self.model.spec.device
-        buffers = dict(self.net.named_buffers())
         self._begun.append(
             _Before(
                 inputs=rows.detach().clone() if torch.is_grad_enabled() else rows[:0],
                 random_state=torch.random.get_rng_state(),
                 device_random_state=_device_random_state(device),
-                statistics=self.model.flatten_statistics(buffers),
+                statistics=self.model.statistics_of(self.net),
                 difference=self.difference(args, kwargs) if torch.is_grad_enabled() else None,
             )
         )
@@ -148,8 +147,7 @@ class ForwardCapture:
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         self.count += 1
         before = self._begun.pop() if self._begun else None
-        buffers = dict(self.net.named_buffers())
-        self.statistics = self.model.flatten_statistics(buffers)
+        self.statistics = self.model.statistics_of(self.net)
         if before is None or not torch.is_grad_enabled():
             return
         device = self.model.spec.device

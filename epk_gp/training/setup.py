@@ -125,6 +125,11 @@ class TrainingSetup:
         return TrainingData(self.X, self.y, self.loss)
 
     @cached_property
+    def _frozen_state(self) -> dict[str, Tensor]:
+        """Buffers and frozen parameters as recorded, by name."""
+        return self.model.frozen_state()
+
+    @cached_property
     def _counters(self) -> set[str]:
         """Names of the buffers by which torch's normalisations count their batches; evaluation mode reads none."""
         parts = self.model.module.named_modules()
@@ -132,15 +137,15 @@ class TrainingSetup:
 
     def weights(self) -> Float[Tensor, " P"]:
         """Return a copy of the network's present weights."""
-        return self.model.flatten(dict(self.net.named_parameters()))
+        return self.model.weights_of(self.net)
 
     def statistics(self) -> Float[Tensor, " Q"] | None:
         """Return a copy of the network's present moving statistics; None if it has none."""
-        return self.model.flatten_statistics(dict(self.net.named_buffers())) if self.model.statistics else None
+        return self.model.statistics_of(self.net) if self.model.statistics else None
 
     def state(self, weights: Float[Tensor, " P"]) -> Float[Tensor, " PQ"]:
         """Join weights with the network's present moving statistics."""
-        return torch.cat([weights, self.model.flatten_statistics(dict(self.net.named_buffers()))])
+        return torch.cat([weights, self.model.statistics_of(self.net)])
 
     def header(self) -> dict[str, Any]:
         """Return the description of the run for its header."""
@@ -176,7 +181,7 @@ class TrainingSetup:
         Raises:
             StepMismatchError: The outputs at the first inputs changed.
         """
-        frozen_state = self.model.frozen_state()
+        frozen_state = self._frozen_state
         if not frozen_state:
             return
         present = {**dict(self.net.named_parameters()), **dict(self.net.named_buffers())}
@@ -232,10 +237,10 @@ def make_setup(
     statistics = moving_statistics(net, model, X)
     if statistics:
         model = functionalize(net, names, statistics, signature)
-    weights = model.flatten(dict(net.named_parameters()))
+    weights = model.weights_of(net)
     for name, value in model.unflatten(weights).items():
         validate_finite(value.reshape(1, -1), f"the initial weights of {name!r}", "Initialise them again.")
-    state = torch.cat([weights, model.flatten_statistics(dict(net.named_buffers()))])
+    state = torch.cat([weights, model.statistics_of(net)])
     fingerprint = validated_fingerprint(model, state, X)
     model = with_kept_activations(model, state, X)
     _validate_loss(model, loss, state, X, y)

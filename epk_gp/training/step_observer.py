@@ -143,8 +143,8 @@ class StepObserver:
         if any(part.optimizer is optimizer for part in self._parts):
             self.complete()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        parameters = dict(self.setup.net.named_parameters())
-        own = {name: parameters[name] for name in self.setup.model.names if id(parameters[name]) in held}
+        parameters = ((name, self.setup.net.get_parameter(name)) for name in self.setup.model.names)
+        own = {name: parameter for name, parameter in parameters if id(parameter) in held}
         self._before = states_before(optimizer, own, self.setup.rules.update_rule.needs_before)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
