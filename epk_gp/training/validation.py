@@ -145,6 +145,7 @@ def validated_fingerprint(model: FunctionalModel, state: Tensor, X: Tensor) -> T
     except (RuntimeError, IndexError, AttributeError, KeyError) as error:
         raise ValueError(
             f"the network must accept X: it fails on inputs of shape {tuple(X.shape[1:])} and {X.dtype}: {error}"
+            f"{_graph_hint(model, perturbed, X)}"
         ) from error
     if not torch.equal(rows, X[:NUM_FINGERPRINT_POINTS]):
         raise ValueError(
@@ -224,6 +225,19 @@ def _validate_graph(model: FunctionalModel, state: Tensor) -> None:
             f"{' and '.join(map(str, rows)) or 'no'} rows. Nodes without a label need a row of y too, which no batch "
             "holds."
         )
+
+
+def _graph_hint(model: FunctionalModel, state: Tensor, X: Tensor) -> str:
+    """Return advice for a network that takes all rows of X together, and no part of them."""
+    with torch.no_grad():
+        try:
+            model.returned(model.unflatten(state), X)
+        except (RuntimeError, IndexError, AttributeError, KeyError):
+            return ""
+    return (
+        ". It accepts all rows together: record a network that computes all nodes of a graph in one pass with "
+        "epk.Graph(X) in the place of X."
+    )
 
 
 def _validate_output_function(model: FunctionalModel, state: Tensor, rows: Tensor) -> None:

@@ -155,3 +155,20 @@ def test_points_are_numbers_not_the_graph(function):
     x, edges, _ = make_graph()
     with pytest.raises(TypeError, match="must be numbers of the graph's nodes"):
         function(epk.Graph(x, edges))
+
+
+def test_features_in_the_place_of_a_graph_are_told_of_it():
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, CLASSES)
+            self.register_buffer("adjacency", torch.eye(7, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.adjacency @ self.linear(x)
+
+    (x, _, y), net = make_graph(), Dense().double()
+    with pytest.raises(ValueError, match=r"accepts all rows together: .* with epk.Graph\(X\) in the place of X"):
+        epk.Recorder(net, SGD(net.parameters(), lr=0.1), x, y)
+    with pytest.raises(ValueError, match=r"must accept X: it fails .* shapes cannot be multiplied \(\d+x5 and 4x3\)$"):
+        epk.Recorder(net, SGD(net.parameters(), lr=0.1), x.new_zeros(7, 5), y)
