@@ -73,7 +73,9 @@ class LossProducts:
     problem: AttributionProblem
     run: RunReplay
     _way: _Way = _Way.FORWARD
-    _in_modes: dict[bytes, PlannedModel | None] = field(default_factory=dict)  # None: its gradients are others
+    _in_modes: dict[tuple[bytes, torch.dtype], PlannedModel | None] = field(
+        default_factory=dict
+    )  # None: its gradients are others
     _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
     _flops_per_row: float | None = None
     _found_rounding: float = 0.0  # largest share of the products that forward mode and double backward missed
@@ -167,7 +169,7 @@ class LossProducts:
             problem.cost.all_dense
             or problem.net.plan.dense_params  # differentiated row by row, where a mask is drawn for the batch
             or problem.net.model.statistics  # a row's loss depends on the other rows
-            or self._in_modes.get(_modes_key(data), problem.net) is None
+            or self._in_modes.get(self._kind_of(data), problem.net) is None
         ):
             return False
         n, P = len(data.X), self.problem.net.model.num_weights
@@ -203,6 +205,11 @@ class LossProducts:
             values.append(grouped_products(H, to_flat_order(jacobians, problem.columns)[0], groups, sizes))
         return torch.cat(values, dim=2)
 
+    def _kind_of(self, data: PassData) -> tuple[bytes, torch.dtype]:
+        """Return what tells the networks apart that replay passes: modes and dtype."""
+        modes = data.forward.modes
+        return b"" if modes is None else bytes(tensor_bytes(modes)), self.run.passes.dtype_of(data)
+
     def _from_replayed_gradients(
         self, state: Float[Tensor, " PQ"], data: PassData, H: Float[Tensor, "K N P"], groups: Int64[Tensor, " L"]
     ) -> Float[Tensor, "N K B G"] | None:
@@ -215,7 +222,7 @@ class LossProducts:
         Returns:
             The products; None where they are others, or where the gradients cannot be written out.
         """
-        problem, replay, key = self.problem, self.run.passes, _modes_key(data)
+        problem, replay, key = self.problem, self.run.passes, self._kind_of(data)
         net = self._in_modes.setdefault(key, PlannedModel(replay.model_in_modes(data), problem.net.plan))
         if net is None:
             return None
@@ -368,11 +375,6 @@ def _loss_cotangents(problem: AttributionProblem, data: PassData, part: Tensor) 
         return (c.to(z)[:, None] * slope)[None]
 
     return Cotangents(derivative)
-
-
-def _modes_key(data: PassData) -> bytes:
-    modes = data.forward.modes
-    return b"" if modes is None else bytes(tensor_bytes(modes))
 
 
 def is_rounding(difference: Float[Tensor, "N K G"], products: Float[Tensor, "N K B G"], dtype: torch.dtype) -> bool:
