@@ -223,7 +223,9 @@ class LossProducts:
             The products; None where they are others, or where the gradients cannot be written out.
         """
         problem, replay, key = self.problem, self.run.passes, self._kind_of(data)
-        net = self._in_modes.setdefault(key, PlannedModel(replay.model_in_modes(data), problem.net.plan))
+        if key not in self._in_modes:
+            self._in_modes[key] = PlannedModel(replay.model_in_modes(data), problem.net.plan)
+        net = self._in_modes[key]
         if net is None:
             return None
         every = torch.arange(len(data.X), device=data.X.device)
