@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 OUT ?= demo_output
 # Two workers; `make test PYTEST_ARGS="-x tests/test_gram.py"` runs something else.
 PYTEST_ARGS ?= -n 2
+WITHOUT_TYPES := --strict-markers --strict-config --import-mode=importlib -ra
+NO_TESTS := 5
 
 # Exact versions, the build backend's too: it is installed first and used without build isolation.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
@@ -42,8 +44,11 @@ test test-fast: export MPLBACKEND := Agg
 demo: $(CORE)
 	$(BIN)/epk-gp demo --out $(OUT)
 
+# Shapes and types of all arguments are checked in the first run. The slow tests make so many calls that these checks
+# would take most of their time (measured: 8 times as long), so the second run leaves them out.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" || [ $$? -eq $(NO_TESTS) ]
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow -o addopts="$(WITHOUT_TYPES)" || [ $$? -eq $(NO_TESTS) ]
 
 # 100 seconds on two idle cores (measured): without the tests that are marked as slow.
 test-fast: $(DEV)

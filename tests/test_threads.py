@@ -51,19 +51,12 @@ def test_eight_threads_get_the_bytes_that_one_gets(call: str, alone: Shared, tog
         assert at_once([lambda: outcome(call, together)] * THREADS) == [expected] * THREADS
 
 
-# Of each kind one; `make faults` makes all calls on all networks.
-MIXED = (
-    "gram_block, adaptive", "gram_block, stored", "network_outputs", "reconstruct", "attribute", "attribute_by sample",
-    "EPKKernel full", "epk_gram", "LogitGP.logit_posterior", "gradient_alignment", "load_trajectory", "train",
-)  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["transformer"])
-def test_calls_of_all_kinds_at_once_on_a_new_run_change_nothing(name: str) -> None:
+@pytest.mark.parametrize("name", ["transformer"])  # `make faults` takes all networks
+def test_all_calls_at_once_on_a_new_run_change_nothing(name: str) -> None:
     """In another order in each thread, from a network of which nothing is known yet."""
-    count = count_faults(name, MIXED, expected_results(name, MIXED), seed=0)
-    assert count.calls == THREADS * len(MIXED)
+    count = count_faults(name, tuple(CALLS), expected_results(name), seed=0)
+    assert count.calls == THREADS * len(CALLS)
     assert count.faults == []
 
 
