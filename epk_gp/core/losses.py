@@ -250,9 +250,9 @@ def sample_weights(loss: Loss, targets: Shaped[Tensor, "n ..."]) -> Float64[Tens
 
 
 def loss_derivatives(
-    loss: Loss, outputs: Float[Tensor, "n C"], targets: Shaped[Tensor, "n ..."]
-) -> Float[Tensor, "n C"]:
-    """Return the derivative of each sample's loss in its own outputs."""
+    loss: Loss, outputs: Float[Tensor, "n ..."], targets: Shaped[Tensor, "n ..."]
+) -> Float[Tensor, "n ..."]:
+    """Return the derivative of each sample's loss in its own outputs, (n, C) or the scores of several positions."""
     with torch.enable_grad():
         z = outputs.detach().requires_grad_()
         (derivative,) = torch.autograd.grad(per_sample_losses(loss, z, targets).sum(), z)

@@ -274,15 +274,19 @@ class TrainingReplay:
             yield
 
 
-def seen_losses(loss: Loss, outputs: Float[Tensor, "n C"], data: PassData) -> Float[Tensor, " n"]:
+def seen_losses(loss: Loss, outputs: Float[Tensor, "n ..."], data: PassData) -> Float[Tensor, " n"]:
     """Return the loss of each row of a pass as a function of the outputs, with the targets as seen.
 
-    For class labels the targets as seen are vectors q, and the loss of such a row is -<q, log softmax(outputs)>.
+    For class labels the targets as seen are vectors q, and the loss of such a row is -<q, log softmax(outputs)>; labels
+    of several positions, tokens or pixels, are labels.
     """
     seen, y = data.forward.targets, data.y.to(outputs.device)
     if seen is None:
         return per_sample_losses(loss, outputs, y)
-    index, values = seen.index.to(outputs.device), seen.values.to(outputs)
+    index, values = seen.index.to(outputs.device), seen.values.to(outputs.device)
+    if not values.is_floating_point():  # labels of several positions
+        return per_sample_losses(loss, outputs, y.index_copy(0, index, values.to(y.dtype)))
+    values = values.to(outputs)
     if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
         return per_sample_losses(loss, outputs, fit_targets(y.to(outputs.dtype), outputs).index_copy(0, index, values))
     q = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device).index_copy(0, index, values)

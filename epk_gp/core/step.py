@@ -33,7 +33,8 @@ class ForwardPass:
             in evaluation mode computes the same.
         inputs: Rows of the input that are unlike X[batch] (augmented, mixed, adversarial), packed as X is.
         targets: Rows of the loss's target that are unlike y[batch]. For class labels they are vectors q such that the
-            loss of a row is -<q, log softmax(outputs)>.
+            loss of a row is -<q, log softmax(outputs)>; labels of several positions are labels, where the loop left out
+            positions.
         random_state: State of torch's random numbers on the CPU when the pass began; None if it drew none.
         device_random_state: The same of the network's accelerator.
         statistics: The moving statistics when the pass began, (Q,); None if they are those at the start of the step.

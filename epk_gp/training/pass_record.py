@@ -16,7 +16,7 @@ from epk_gp.training.capture import CapturedForward
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.graph_calls import of_nodes
 from epk_gp.training.mode_check import ModeCheck
-from epk_gp.training.seen_targets import OutputGradient, seen_targets
+from epk_gp.training.seen_targets import OutputGradient, seen_positions, seen_targets
 from epk_gp.training.setup import TrainingSetup
 
 
@@ -101,15 +101,11 @@ class PassRecords:
             other = other if is_same_kind else torch.arange(len(rows), device=other.device)
             inputs = SeenRows(other, forward.inputs[other])
         targets = None
-        if (
-            self.reads_targets
-            and forward.outputs is not None
-            and forward.output_gradient is not None
-            and forward.outputs.ndim == 2
-        ):
+        if self.reads_targets and forward.outputs is not None and forward.output_gradient is not None:
             y = self.data.targets[rows.to(self.data.targets.device)]
             seen = OutputGradient(forward.outputs, forward.output_gradient, is_recorded)
-            found = seen_targets(self.data.loss, seen, y, c)
+            read = seen_targets if forward.outputs.ndim == 2 else seen_positions
+            found = read(self.data.loss, seen, y, c)
             targets, c = found.targets, found.c
         is_random = forward.random_state is not None or forward.device_random_state is not None
         needs_modes = is_random or forward.autocast is not None or self.modes.matter(forward.modes)

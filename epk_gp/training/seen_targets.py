@@ -17,10 +17,14 @@ from epk_gp.core.losses import (
     Loss,
     MeanSquaredError,
     NegativeLogLikelihood,
+    classes_second,
+    ignored_class,
     loss_derivatives,
+    sample_weights,
     soft_targets,
 )
 from epk_gp.core.step import SeenRows
+from epk_gp.core.validation import is_finite
 
 # Relative differences of a gradient in the outputs that count as rounding, by the dtype of the outputs.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
@@ -42,13 +46,13 @@ class OutputGradient:
     """What the backward pass brought to the outputs of a forward pass.
 
     Attributes:
-        outputs: z, (n, C).
-        gradient: delta, the gradient of the loop's loss in z, (n, C).
+        outputs: z, (n, C); scores of several positions have further dimensions.
+        gradient: delta, the gradient of the loop's loss in z, of z's shape.
         is_recorded_input: Which rows of the input are X[batch], (n,).
     """
 
-    outputs: Float[Tensor, "n C"]
-    gradient: Float[Tensor, "n C"]
+    outputs: Float[Tensor, "n ..."]
+    gradient: Float[Tensor, "n ..."]
     is_recorded_input: Shaped[Tensor, " n"]
 
 
@@ -103,6 +107,47 @@ def seen_targets(loss: Loss, seen: OutputGradient, y: Shaped[Tensor, "n ..."], c
         return stated
     index = other.nonzero().squeeze(1)
     return SeenTargets(SeenRows(index, values[index].to(seen.outputs.dtype)), c.cpu())
+
+
+def seen_positions(
+    loss: Loss, seen: OutputGradient, y: Shaped[Tensor, "n ..."], c: Float64[Tensor, " n"]
+) -> SeenTargets:
+    """Find the positions of the rows, tokens or pixels, that a loop's loss left out: they have no gradient.
+
+    A masked language model is trained on other positions each time. Only such targets are found that are the recorded
+    ones with more positions ignored.
+
+    Args:
+        loss: The stated loss.
+        seen: Scores of each position, and the gradient of the loop's loss in them; (n, V, ...) or (n, ..., V).
+        y: The recorded labels of the positions, (n, ...).
+        c: The weights that the stated loss gives to the rows.
+    """
+    stated = SeenTargets(None, c)
+    if not isinstance(loss, CrossEntropy | NegativeLogLikelihood) or y.is_floating_point():
+        return stated
+    z, delta = classes_second(seen.outputs, y).double(), classes_second(seen.gradient, y).double()
+    if y.shape != (len(z), *z.shape[2:]) or not is_finite(delta):
+        return stated
+    tolerance = _TOLERANCE.get(seen.outputs.dtype, _LOW_PRECISION)
+    factors = c.to(z) / sample_weights(loss, y).to(z)
+    labels = y.masked_fill(~(delta != 0).any(dim=1), ignored_class(loss))
+    if _explains(loss, z, delta, (y, c.to(z)), tolerance) or bool((labels == ignored_class(loss)).all()):
+        return stated
+    weights = sample_weights(loss, labels).to(z) * factors[0]
+    if not torch.equal(factors, factors[:1].expand_as(factors)):
+        return stated
+    if not _explains(loss, z, delta, (labels, weights), tolerance):
+        return stated
+    index = (labels != y).flatten(1).any(dim=1).nonzero().squeeze(1)
+    return SeenTargets(SeenRows(index, labels[index]), weights.cpu())
+
+
+def _explains(loss: Loss, z: Tensor, delta: Tensor, targets: tuple[Tensor, Tensor], tolerance: float) -> bool:
+    """Return whether labels of positions, and weights of rows, give a gradient."""
+    labels, weights = targets
+    expected = weights.view(-1, *[1] * (z.ndim - 1)) * loss_derivatives(loss, z, labels)
+    return bool(((delta - expected).abs() <= tolerance * expected.abs().amax()).all())
 
 
 def _within(difference: Tensor, bound: Tensor) -> Tensor:

@@ -182,6 +182,39 @@ def bert():
     return finish(recorder, model, X_test, encoded, labels, output=logits_of)
 
 
+class MaskedLanguageModel(nn.Module):
+    def __init__(self, dim=4, dropout=0.1):
+        super().__init__()
+        self.words = nn.Embedding(10, dim, padding_idx=0)  # 9 is the mask
+        self.encoder = nn.TransformerEncoderLayer(dim, 2, 8, dropout, batch_first=True)
+        self.head = nn.Linear(dim, 9)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.words(tokens)))
+
+
+def masked_language_model():
+    """Other tokens are masked each time, and the loss is that of the masked ones."""
+    tokens, _ = sentences(24)
+    model = MaskedLanguageModel().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    with epk.Recorder(model, optimizer, tokens, tokens, output=last_token) as recorder:  # recorder
+        model.train()
+        for rows in batches(24, 8, epochs=2):
+            seen, labels = tokens[rows].clone(), tokens[rows].clone()
+            masked = (torch.rand(seen.shape) < 0.4) & (seen != 0)
+            seen[masked], labels[~masked] = 9, -100
+            optimizer.zero_grad()
+            F.cross_entropy(model(seen).view(-1, 9), labels.view(-1)).backward()
+            recorder.batch(rows)  # recorder
+            optimizer.step()
+    return finish(recorder, model, tokens[:2], tokens, tokens, output=last_token)
+
+
+def last_token(returned):
+    return returned[:, -1]
+
+
 class LSTMClassifier(nn.Module):
     def __init__(self):
         super().__init__()
@@ -280,4 +313,4 @@ def checkpointing():
     return train_vit(ViT(depth=1, checkpointed=True).double(), epochs=2)
 
 
-RECIPES = [nanogpt, bert, lstm, vit, checkpointing]
+RECIPES = [nanogpt, bert, masked_language_model, lstm, vit, checkpointing]
