@@ -73,9 +73,8 @@ class LossProducts:
     problem: AttributionProblem
     run: RunReplay
     _way: _Way = _Way.FORWARD
-    _in_modes: dict[tuple[bytes, torch.dtype], PlannedModel | None] = field(
-        default_factory=dict
-    )  # None: its gradients are others
+    # networks in the modes and dtypes of passes; None where their gradients are not those of the passes
+    _in_modes: dict[tuple[bytes, torch.dtype], PlannedModel | None] = field(default_factory=dict)
     _maps: bool | None = None  # whether torch maps the passes over directions; None as long as that is not known
     _flops_per_row: float | None = None
     _found_rounding: float = 0.0  # largest share of the products that forward mode and double backward missed
@@ -215,9 +214,9 @@ class LossProducts:
     ) -> Float[Tensor, "N K B G"] | None:
         """Write the samples' gradients out that a pass had in its own modes, with the random numbers that it drew.
 
-        The masks are those of the whole batch, so its activations are computed together. The products
-        with the sum of the adjoints are compared with those of a replayed pass in forward mode: they are others where a
-        row's loss depends on other rows, or where the numbers are drawn in another order.
+        The masks are those of the whole batch, so its activations are computed together. The products with the sum of
+        the adjoints are compared with its derivatives of the replayed losses: they are others where a row's loss
+        depends on other rows, or where the numbers are drawn in another order.
 
         Returns:
             The products; None where they are others, or where the gradients cannot be written out.
@@ -244,7 +243,8 @@ class LossProducts:
             gradients = to_flat_order([jacobian.rows(rows) for jacobian in jacobians], problem.columns)[0].to(H)
             values.append(grouped_products(H, gradients, groups, net.model.sizes))
         written = torch.cat(values, dim=2)
-        expected = data.c.to(H) * self._single(state, data, H.sum(dim=(0, 1)))[1].to(H)
+        losses = replay.gradient(state, data, exact=True).losses
+        expected = data.c.to(H) * self._along(state, data, H.sum(dim=(0, 1))[None], losses)[0]
         if not _is_same(written.sum(dim=(0, 1, 3)), expected, expected.abs().max()):
             self._in_modes[key] = None
             return None

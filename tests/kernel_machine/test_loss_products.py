@@ -56,6 +56,28 @@ class Encoder(nn.Module):
         return self.out(self.layer(x[:, None] * x.new_tensor([[1.0], [-0.5], [2.0]])).mean(dim=1))
 
 
+class Reverse(torch.autograd.Function):
+    """A tanh that cannot be differentiated in forward mode."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.tanh())
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class ReverseOnly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.drop, self.out = nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(self.drop(Reverse.apply(self.hidden(x))))
+
+
 class Coupled(nn.Module):
     """In training mode a row's outputs depend on the other rows."""
 
@@ -74,6 +96,7 @@ DROPOUT = {
         nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.Dropout1d(0.4), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)
     ),
     "encoder": Encoder,
+    "reverse_only": ReverseOnly,
     "coupled": Coupled,
 }
 
@@ -209,7 +232,8 @@ def test_gradients_are_written_out_with_the_masks_that_were_drawn(products, monk
     if is_coupled:
         assert written == [None]
     else:
-        assert len(written) == len(singles) == 2
+        assert len(written) == 2
+        assert len(singles) <= 2  # not one for each direction
         assert all(values is not None for values in written)
 
 

@@ -1,7 +1,5 @@
 """Matrices of matrix preconditioners (Muon) on disk."""
 
-from dataclasses import fields
-
 import pytest
 import torch
 from safetensors.torch import load_file, save
@@ -16,9 +14,6 @@ from epk_gp.storage.writer import open_for_writing
 from loops import mlp
 from stored_runs import refused, replace_chunk, resumed
 
-pytestmark = pytest.mark.skipif(
-    "left" not in {field.name for field in fields(LinearStep)}, reason="update rules have no matrices yet"
-)
 CHUNK, SIZES = "chunk-000001.safetensors", (24, 6, 18, 3)  # parameters of shapes (6, 4), (6,), (3, 6), (3,)
 
 
