@@ -1,0 +1,75 @@
+"""A few nodes of the whole path that stand for all its steps: the midpoint rule along the path."""
+
+import hashlib
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
+from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.core.validation import validate_count
+
+NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 8)
+
+
+def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajectory:
+    """Return a run of few steps whose kernel between test copies is the path kernel by the midpoint rule.
+
+    The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part, between
+    two states of the run where it falls into a step, are the states of the run that is returned:
+
+        K(x, x') = sum_s eta_s int J_st(x) J_st(x')^T dt  =  sum_j (sum_s eta_s / n) J_{w_j}(x) J_{w_j}(x')^T + error
+
+    Evaluate it with `left_endpoint()`, which takes each step at its start; then training and test copies are the same.
+    Its last state is the trained network.
+
+    Args:
+        trajectory: The run, with S steps.
+        nodes: n.
+
+    Returns:
+        A run of n steps with a digest of its own, in memory: (n + 1) states of P weights.
+
+    Raises:
+        TypeError: `trajectory` is no recorded run, or `nodes` is not a whole number.
+        ValueError: `nodes` is below 1, the steps have no length, or the run is a path of averaged weights.
+    """
+    validate_trajectory(trajectory)
+    validate_count(nodes, "nodes")
+    if trajectory.average is not None:
+        raise ValueError(
+            "the path kernel is that of a recorded run: this one is the path of its averaged weights. Take "
+            "trajectory.trained."
+        )
+    ends = [0.0, *accumulate(step.lr for step in trajectory.steps)]
+    if not ends[-1] > 0:
+        raise ValueError(
+            f"the steps must have a length, for the path is divided by it: their learning rates sum to {ends[-1]}."
+        )
+    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1]) for j in range(nodes)]
+    states.append(flat_state(trajectory, trajectory.num_steps, trajectory.states[0]))
+    P = trajectory.num_weights
+    digest = hashlib.blake2b(f"{trajectory.digest} {nodes} nodes".encode(), digest_size=16).hexdigest()
+    length = ends[-1] / nodes
+    sizes = trajectory.model.sizes
+    coefficients = stack_coefficients([LinearStep(lr=length)] * len(sizes), sizes)
+    return replace(
+        trajectory,
+        states=tuple(state[:P] for state in states),
+        statistics=None if trajectory.statistics is None else tuple(state[P:] for state in states),
+        updates=(coefficients,) * nodes,
+        steps=tuple(Step(index=j, lr=length, batch=None) for j in range(nodes)),
+        update_rule=f"none ({nodes} nodes of a path)",
+        digest=digest,
+    )
+
+
+def _state_at(trajectory: Trajectory, ends: list[float], length: float) -> Tensor:
+    """Return the weights, and statistics behind them, at some length of the path."""
+    s = min(bisect_right(ends, length), trajectory.num_steps) - 1
+    start, end = (flat_state(trajectory, state, trajectory.states[0]) for state in (s, s + 1))
+    return torch.lerp(start, end, (length - ends[s]) / (ends[s + 1] - ends[s]))
