@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from epk_gp.core.trajectory import Trajectory, network_outputs
     from epk_gp.gp.models import LogitGP
     from epk_gp.gp.softmax import softmax_uncertainty
+    from epk_gp.gram.path_features import path_features
     from epk_gp.gram.path_kernel import PathKernel, gram_block
     from epk_gp.kernel_machine.attribute import attribute
     from epk_gp.kernel_machine.reconstruct import reconstruct
@@ -52,6 +53,7 @@ else:
         "load_trajectory": "storage.run",
         "midpoint": "quadrature.rules",
         "network_outputs": "core.trajectory",
+        "path_features": "gram.path_features",
         "reconstruct": "kernel_machine.reconstruct",
         "softmax_uncertainty": "gp.softmax",
         "split_copy": "kernels.tagging",
@@ -112,6 +114,7 @@ __all__ = [
     "load_trajectory",
     "midpoint",
     "network_outputs",
+    "path_features",
     "reconstruct",
     "softmax_uncertainty",
     "split_copy",

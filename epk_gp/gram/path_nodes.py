@@ -16,7 +16,7 @@ from epk_gp.core.validation import validate_count
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 8)
 
 
-def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajectory:
+def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train: bool = False) -> Trajectory:
     """Return a run of few steps whose kernel between test copies is the path kernel by the midpoint rule.
 
     The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part, between
@@ -30,6 +30,7 @@ def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajecto
     Args:
         trajectory: The run, with S steps.
         nodes: n.
+        is_train: Take the weights at the start of the step that each node falls into, as training copies do.
 
     Returns:
         A run of n steps with a digest of its own, in memory: (n + 1) states of P weights.
@@ -50,10 +51,11 @@ def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajecto
         raise ValueError(
             f"the steps must have a length, for the path is divided by it: their learning rates sum to {ends[-1]}."
         )
-    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1]) for j in range(nodes)]
+    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], is_train=is_train) for j in range(nodes)]
     states.append(flat_state(trajectory, trajectory.num_steps, trajectory.states[0]))
     P = trajectory.num_weights
-    digest = hashlib.blake2b(f"{trajectory.digest} {nodes} nodes".encode(), digest_size=16).hexdigest()
+    name = f"{trajectory.digest} {nodes} nodes{' of training copies' if is_train else ''}"
+    digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     length = ends[-1] / nodes
     sizes = trajectory.model.sizes
     coefficients = stack_coefficients([LinearStep(lr=length)] * len(sizes), sizes)
@@ -68,8 +70,10 @@ def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajecto
     )
 
 
-def _state_at(trajectory: Trajectory, ends: list[float], length: float) -> Tensor:
-    """Return the weights, and statistics behind them, at some length of the path."""
+def _state_at(trajectory: Trajectory, ends: list[float], length: float, *, is_train: bool) -> Tensor:
+    """Return the weights, and statistics behind them, at some length of the path, or at the start of its step."""
     s = min(bisect_right(ends, length), trajectory.num_steps) - 1
+    if is_train:
+        return flat_state(trajectory, s, trajectory.states[0])
     start, end = (flat_state(trajectory, state, trajectory.states[0]) for state in (s, s + 1))
     return torch.lerp(start, end, (length - ends[s]) / (ends[s + 1] - ends[s]))
