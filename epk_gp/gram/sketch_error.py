@@ -8,7 +8,6 @@ from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.gram.path_sketch import PathSketch
