@@ -46,9 +46,4 @@ class InputFeatures:
             memory_budget=options.memory_budget,
             progress=options.progress,
         )
-        z = torch.nn.functional.normalize(z)
-        if self.lengthscale is None:
-            return z
-        phi = rbf_features(X, self.lengthscale, seed=self.seed)
-        product = tensor_sketch(z, phi, self.num_features, seed=self.seed)
-        return torch.nn.functional.normalize(product)
+        return torch.nn.functional.normalize(z)

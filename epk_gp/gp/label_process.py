@@ -159,7 +159,9 @@ class ExactLabelProcess(LabelProcess):
     def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
         """Return k(X, Y) - sum_j b_j(X) b_j(Y) / (v_j + noise)."""
         prior = self.kernel.block(X, Y, self.kernel.lengths(Y))
-        return prior - (self.coordinates(X) / (self.values + self.noise)) @ self.coordinates(Y).T
+        left = self.coordinates(X)
+        right = left if X is Y else self.coordinates(Y)
+        return prior.sub_((left / (self.values + self.noise)) @ right.T)
 
     def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
         """Divide by the diagonal of (K + noise)^-1."""
@@ -197,7 +199,9 @@ class SketchedLabelProcess(LabelProcess):
 
     def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
         """Return noise * sum_j b_j(X) b_j(Y) / (v_j + noise)."""
-        return self.noise * (self.coordinates(X) / (self.values + self.noise)) @ self.coordinates(Y).T
+        left = self.coordinates(X)
+        right = left if X is Y else self.coordinates(Y)
+        return self.noise * (left / (self.values + self.noise)) @ right.T
 
     def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
         """Divide residuals by 1 - h, h the leverage of each point.
