@@ -117,7 +117,7 @@ def test_unknown_options_are_refused(trajectory, unchecked):
             EPKKernel(trajectory, outputs)
     with pytest.raises(ValueError, match=r"head must be one of \['logits', 'log_softmax'\]: got 'softmax'"):
         EPKKernel(trajectory, head="softmax")
-    with pytest.raises(ValueError, match="normalize must be None, 'mean_diagonal' or a positive number: got 'trace'"):
+    with pytest.raises(ValueError, match="normalize must be None, 'cosine', .* positive number: got 'trace'"):
         EPKKernel(trajectory, normalize="trace")
     with pytest.raises(TypeError, match="the same nodes at all points"):
         EPKKernel(trajectory, rule="gauss")
@@ -128,7 +128,7 @@ def test_unknown_options_are_refused(trajectory, unchecked):
         with pytest.raises(ValueError, match="positive, finite number"):
             EPKKernel(trajectory, normalize=value)
     for value in (True, [1.0]):
-        with pytest.raises(TypeError, match="normalize must be None, 'mean_diagonal' or a positive number"):
+        with pytest.raises(TypeError, match="normalize must be None, 'cosine', 'mean_diagonal' or a positive number"):
             EPKKernel(trajectory, normalize=value)
 
 
