@@ -18,7 +18,7 @@ from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.normalization import Normalization, is_cosine, normalization_scale
 from epk_gp.kernels.output_structure import Outputs, parse_outputs
-from epk_gp.kernels.tagged_points import validate_batches, validate_tagged_points
+from epk_gp.kernels.tagged_points import tag_points, validate_batches
 from epk_gp.kernels.values import kernel_values
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
@@ -29,13 +29,14 @@ UNSUPPORTED_OPTIONS = ("progress", "checkpoint", "accumulate")  # GPyTorch calls
 
 @final
 class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ships no types
-    """The exact path kernel between tagged points (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
+    """The exact path kernel between training and test copies (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
 
-    Points are rows made with `train_copy` and `test_copy`: the flattened input, then the copy column. There is nothing
-    to learn in it: the network's weights are no parameters of the kernel. Values have the dtype of the points, and each
-    block is computed once (see `BlockCache`). They can be differentiated with respect to the points, once and in
-    reverse mode (a second derivative raises a RuntimeError, `torch.func` a TypeError); the copy column gets the
-    gradient 0. A state dict holds the run's digest: it loads only into a kernel of the same run.
+    Points are rows of flattened inputs, which are test copies; or rows made with `train_copy` and `test_copy`, the
+    flattened input and then the copy column. There is nothing to learn in it: the network's weights are no parameters
+    of the kernel. Values have the dtype of the points, and each block is computed once (see `BlockCache`). They can be
+    differentiated with respect to the points, once and in reverse mode (a second derivative raises a RuntimeError,
+    `torch.func` a TypeError); the copy column gets the gradient 0. A state dict holds the run's digest: it loads only
+    into a kernel of the same run.
 
     Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
     edited while it was computed.
@@ -61,7 +62,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
             cosines is a correlation matrix, its diagonal 1 exactly.
         cache_bytes: Limit for the blocks that are kept; 0 keeps none.
-        active_dims: Columns of wider inputs to use, the copy column last.
+        active_dims: Columns of wider inputs to use; the copy column, if there is one, last.
         options: `memory_budget`, see `ComputeOptions`.
 
     Attributes:
@@ -136,25 +137,29 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     def __call__(
         self,
         x1: Shaped[Tensor, "*b n columns"],
-        x2: Shaped[Tensor, "*c m columns"] | None = None,
+        x2: Shaped[Tensor, "*c m other_columns"] | None = None,
         diag: bool = False,
         last_dim_is_batch: bool = False,
         **params: Any,
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
         points = (x1,) if x2 is None or x2 is x1 else (x1, x2)
-        for x in points:
-            self._validate(x if self.active_dims is None or not isinstance(x, Tensor) else self._active_columns(x))
+        tagged = [
+            self._tag(x if self.active_dims is None or not isinstance(x, Tensor) else self._active_columns(x))
+            for x in points
+        ]
         validate_batches(self._matrices.shape, *points)
         if self.config.is_cosine and self.active_dims is not None:  # GPyTorch forgets them if `forward` fails
-            for x in points:
-                self._values(x.detach().index_select(-1, self.active_dims), diag=True)
+            for x in tagged:
+                self._values(x.detach(), diag=True)
+        if x2 is not None and x1.shape[-1] != x2.shape[-1]:  # GPyTorch compares them
+            x1, x2 = tagged
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
 
     def forward(
         self,
         x1: Shaped[Tensor, "*b n columns"],
-        x2: Shaped[Tensor, "*c m columns"],
+        x2: Shaped[Tensor, "*c m other_columns"],
         diag: bool = False,
         last_dim_is_batch: bool = False,
         **params: Any,
@@ -162,8 +167,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         """Evaluate the kernel, or its diagonal.
 
         Args:
-            x1: (*b, n, D + 1).
-            x2: (*c, m, D + 1); b, c and the kernel's batch shape broadcast to d.
+            x1: (*b, n, D + 1), or (*b, n, D) for test copies.
+            x2: (*c, m, D + 1) or (*c, m, D); b, c and the kernel's batch shape broadcast to d.
             diag: Only the diagonal, for n = m.
             last_dim_is_batch: Must be False: a column of a point is no point.
             params: Ignored.
@@ -178,10 +183,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         """
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
-        points = (x1,) if x2 is x1 else (x1, x2)
-        for x in points:
-            self._validate(x)
-        validate_batches(self._matrices.shape, *points)
+        is_one_set, x1 = x2 is x1, self._tag(x1)
+        x2 = x1 if is_one_set else self._tag(x2)
+        validate_batches(self._matrices.shape, *([x1] if is_one_set else [x1, x2]))
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
         return self._values(x1, x2, diag=diag)
@@ -223,8 +227,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             )
         return x.index_select(-1, self.active_dims)
 
-    def _validate(self, x: Tensor) -> None:
-        validate_tagged_points(self.trajectory, x)
+    def _tag(self, x: Tensor) -> Tensor:
+        return tag_points(self.trajectory, x)
 
 
 def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int, ...]:
@@ -233,10 +237,10 @@ def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int
         raise TypeError(f"active_dims must be a list of columns: got {active_dims!r}.")
     for column in columns:
         validate_count(column, "a column in active_dims", minimum=0)
-    width = torch.Size(trajectory.input_shape).numel() + 1
-    if len(columns) != width:
+    D = torch.Size(trajectory.input_shape).numel()
+    if len(columns) not in (D, D + 1):
         raise ValueError(
-            f"active_dims must be {width} columns, those of the flattened inputs {trajectory.input_shape} and the copy "
-            f"column: got {len(columns)}."
+            f"active_dims must be {D + 1} columns, those of the flattened inputs {trajectory.input_shape} and the copy "
+            f"column, or {D} without it: got {len(columns)}."
         )
     return tuple(int(column) for column in columns)

@@ -91,3 +91,17 @@ class TestPeerSumCosine(TestPeerSum):
 
 class TestPeerClassCosine(TestPeerClass):
     normalize = "cosine"
+
+
+class TestPeerOnPlainInputs(Peer, unittest.TestCase):
+    """Without a copy column: GPyTorch's points as they are."""
+
+    outputs = "trace"
+    normalize = "cosine"
+
+    def run_of(self, width, num_outputs):
+        return super().run_of(width + 1, num_outputs)
+
+    @staticmethod
+    def with_copies(x):
+        return x

@@ -134,7 +134,7 @@ def test_unknown_options_are_refused(trajectory, unchecked):
 
 def test_points_of_the_wrong_width_are_refused(trajectory, unchecked):
     kernel = EPKKernel(trajectory)
-    for x in (torch.zeros(4, D), torch.zeros(4, D + 2), torch.zeros(D + 1)):
+    for x in (torch.zeros(4, D - 1), torch.zeros(4, D + 2), torch.zeros(D + 1), torch.zeros(D)):
         with pytest.raises(ValueError, match=r"points must have shape \(\.\.\., n, 3\)"):
             kernel(x)
         with pytest.raises(ValueError, match=r"points must have shape"):
