@@ -148,5 +148,5 @@ def _piece_elsewhere(content: bytes, X: NDArray[np.generic]) -> NDArray[np.gener
 
 @lru_cache(maxsize=1)
 def _unpickled(content: bytes) -> NodeSketch:
-    sketch: NodeSketch = pickle.loads(content)  # noqa: S301 - what the same program pickled
+    sketch: NodeSketch = pickle.loads(content)
     return sketch

@@ -11,7 +11,7 @@ from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
+from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_integer
 from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
 from epk_gp.gram.path_sketch import PathSketch, trace_coefficients

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import product
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
