@@ -19,8 +19,8 @@ NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 8)
 def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train: bool = False) -> Trajectory:
     """Return a run of few steps whose kernel between test copies is the path kernel by the midpoint rule.
 
-    The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part, between
-    two states of the run where it falls into a step, are the states of the run that is returned:
+    The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part,
+    between two states of the run where it falls into a step, are the states of the run that is returned:
 
         K(x, x') = sum_s eta_s int J_st(x) J_st(x')^T dt  =  sum_j (sum_s eta_s / n) J_{w_j}(x) J_{w_j}(x')^T + error
 
