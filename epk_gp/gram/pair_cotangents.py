@@ -15,7 +15,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.gram.pair_products import PairSide, SetFactors, arrange_by_pairs, arrange_by_steps, products_of_pairs
+from epk_gp.gram.pair_products import (
+    PairSide,
+    SetFactors,
+    arrange_by_pairs,
+    arrange_by_steps,
+    factors_of_pairs,
+    products_of_pairs,
+)
 
 # Products of some steps that are computed at once. Measured for blocks of 100 x 500 points: 2^17 to 2^18 numbers, which
 # stay in the cache, take half the time of 2^21.
@@ -135,7 +142,7 @@ class _LayerPart:
 def _times(weighted: Tensor, factors: Tensor, index: Tensor) -> Tensor:
     """Multiply each pair's matrix with its factors on the right: (S, Q, P, rows, d)."""
     if factors.shape[2] > 1:
-        return weighted @ factors.index_select(2, index)
+        return weighted @ factors_of_pairs(factors, index)
     joint = weighted.flatten(2, 3) @ factors[:, :, 0]  # one matrix product instead of one for each pair
     return torch.unflatten(joint, 2, weighted.shape[2:4])
 

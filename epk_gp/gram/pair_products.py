@@ -115,7 +115,14 @@ def products_of_pairs(
     """Multiply the rows of set i_p on the left with those of set j_p on the right; once if all pairs are the same."""
     if y.shape[2] == 1:  # one matrix product instead of one for each pair
         joint = torch.unflatten(x.flatten(2, 3) @ y[:, :, 0].mT, 2, (x.shape[2], -1))
-        return joint if x.shape[2] == 1 else joint.index_select(2, i)
+        return joint if x.shape[2] == 1 else factors_of_pairs(joint, i)
     if x.shape[2] == 1:
         return products_of_pairs(y, x, j, i).mT
-    return x.index_select(2, i) @ y.index_select(2, j).mT
+    return factors_of_pairs(x, i) @ factors_of_pairs(y, j).mT
+
+
+def factors_of_pairs(factors: Float[Tensor, "S Q sets ..."], index: Int64[Tensor, " P"]) -> Float[Tensor, "S Q P ..."]:
+    """Select each pair's factors; they are the same tensor where each pair has its own, in order."""
+    if len(index) == factors.shape[2] and torch.equal(index, torch.arange(len(index), device=index.device)):
+        return factors
+    return factors.index_select(2, index)
