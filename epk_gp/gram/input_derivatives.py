@@ -21,7 +21,7 @@ from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.autodiff.verification import allclose
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.pair_cotangents import PairWeights, pair_cotangents
+from epk_gp.gram.pair_cotangents import FixedInputs, PairWeights, pair_cotangents
 from epk_gp.gram.pair_products import PairSide, SetFactors, pair_products, set_factors
 from epk_gp.gram.set_pairs import PairBlock, PointSets, SetPairs, pair_blocks
 from epk_gp.quadrature.rules import QuadratureRule
@@ -185,6 +185,11 @@ class _Side:
         factors = first.with_states(others) if others else first
         return factors.traced() if self.is_traced else factors
 
+    def are_inputs_of(self, factors: SetFactors) -> bool:
+        """Return whether a layer's inputs are the points, at all of its weight states."""
+        X, a = self.X.detach().flatten(1), factors.inputs
+        return a is not None and a.shape[-1] == X.shape[1] and bool((a.detach() == X.view(a.shape[1:])).all())
+
 
 def _side(
     context: ExecutionContext, pairs: SetPairs, points: PointSets, sets: Int64[Tensor, " P"], *, requires_grad: bool
@@ -254,50 +259,65 @@ def _block_gradients(
 ) -> list[Tensor | None]:
     """Differentiate a block with respect to the wanted sides."""
     left, right = _sides(derivative.context, block.pairs, wanted)
-    totals = [torch.zeros_like(side.X) if w else None for side, w in zip((left, right), wanted, strict=True)]
     transposed = weights.permute(0, 3, 4, 1, 2)
     tolerance = _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max()
     is_symmetric = right is left and bool((weights - transposed).abs().max() <= tolerance)
+    directions = (_Direction(left, right), _Direction(right, left))
     for evaluated in _evaluated_by_steps(derivative, block, left, right):
         of_left = PairWeights(weights, evaluated.of_nodes)
-        gradients: list[Tensor | None]
-        if is_symmetric:
-            gradients = [_pulled_back(evaluated, (left, right), of_left)] * 2
-        else:  # K(x, y) at y = x: the derivative in y is that in x with the weights transposed
-            gradients = [None, None]
-            if wanted[0]:
-                retains = right is left and wanted[1]
-                gradients[0] = _pulled_back(evaluated, (left, right), of_left, retain_graph=retains)
-            if wanted[1]:
-                exchanged = replace(evaluated, layers=[(b, a) for a, b in evaluated.layers])
-                gradients[1] = _pulled_back(exchanged, (right, left), of_left.transposed())
-        for total, gradient in zip(totals, gradients, strict=True):
-            if total is not None and gradient is not None:
-                total += gradient
+        retains = right is left and all(wanted) and not is_symmetric
+        if wanted[0] or is_symmetric:
+            directions[0].add(evaluated.layers, of_left, retain_graph=retains)
+        if wanted[1] and not is_symmetric:  # K(x, y) at y = x: that in x with the weights transposed
+            directions[1].add([(b, a) for a, b in evaluated.layers], of_left.transposed())
+    totals = [directions[0 if is_symmetric else side].total() if wanted[side] else None for side in (0, 1)]
     return [
         None if total is None else total.unflatten(0, sets.X.shape[:2])
         for total, sets in zip(totals, (block.pairs.left, block.pairs.right), strict=True)
     ]
 
 
-def _pulled_back(
-    evaluated: _Evaluated, sides: tuple[_Side, _Side], weights: PairWeights, *, retain_graph: bool = False
-) -> Tensor:
-    """Differentiate a weighted sum of values with respect to the points on the left, those on the right held fixed."""
-    left, right = sides
-    factors, cotangents = list[Tensor](), list[Tensor]()
-    for a, b in evaluated.layers:
-        found = pair_cotangents(a, b, left.of_pairs, right.of_pairs, weights)
-        for factor, cotangent in zip((a.output_grads, a.inputs), found, strict=True):
-            if factor is not None and cotangent is not None:
-                factors.append(factor)
-                cotangents.append(cotangent)
-    if not factors:
-        return torch.zeros_like(left.X)
-    (gradient,) = torch.autograd.grad(
-        factors, [left.X], cotangents, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
-    )
-    return gradient
+class _Direction:
+    """Sums up the derivative in the points of one side, those of the other side held fixed.
+
+    Args:
+        own: The side.
+        other: The other side.
+    """
+
+    def __init__(self, own: _Side, other: _Side) -> None:
+        self._own, self._other = own, other
+        self._sum = torch.zeros_like(own.X)
+        self._fixed = dict[int, FixedInputs]()
+
+    def add(
+        self, layers: Sequence[tuple[SetFactors, SetFactors]], weights: PairWeights, *, retain_graph: bool = False
+    ) -> None:
+        """Add the derivative of a weighted sum of the products of some steps."""
+        factors, cotangents = list[Tensor](), list[Tensor]()
+        for layer, (a, b) in enumerate(layers):
+            fixed = self._fixed_inputs(layer, a, b)
+            found = pair_cotangents(a, b, self._own.of_pairs, self._other.of_pairs, weights, fixed)
+            for factor, cotangent in zip((a.output_grads, a.inputs), found, strict=True):
+                if factor is not None and cotangent is not None:
+                    factors.append(factor)
+                    cotangents.append(cotangent)
+        if factors:
+            (gradient,) = torch.autograd.grad(
+                factors, [self._own.X], cotangents, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+            )
+            self._sum += gradient
+
+    def total(self) -> Tensor:
+        """Return the sum over all steps."""
+        return self._sum + sum(fixed.gradient().reshape(self._sum.shape) for fixed in self._fixed.values())
+
+    def _fixed_inputs(self, layer: int, a: SetFactors, b: SetFactors) -> FixedInputs | None:
+        if not (self._own.are_inputs_of(a) and self._other.are_inputs_of(b)):
+            return None
+        if layer not in self._fixed:
+            self._fixed[layer] = FixedInputs(a, b, self._own.of_pairs, self._other.of_pairs)
+        return self._fixed[layer]
 
 
 def _batches(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -9,7 +9,7 @@ points of them, whatever the number of points on the other side.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
@@ -46,8 +46,45 @@ class PairWeights:
         return PairWeights(self.of_values.permute(0, 3, 4, 1, 2), self.of_nodes)
 
 
+class FixedInputs:
+    """A layer whose inputs are the points themselves, whatever the weights.
+
+    One product of inputs serves all nodes, and what the inputs of the other side are multiplied by is added up over all
+    nodes first: an image's pixels are multiplied once, not at every node.
+
+    Args:
+        left: Factors on the left, at any weight state.
+        right: Factors on the right.
+        x: Which factors on the left.
+        y: Which factors on the right.
+    """
+
+    def __init__(self, left: SetFactors, right: SetFactors, x: PairSide, y: PairSide) -> None:
+        if left.inputs is None or right.inputs is None:
+            raise TypeError("a layer without inputs has no fixed ones: this is a bug in epk_gp.")
+        self._own, self._other = left.inputs.detach()[:1, None], right.inputs.detach()[:1, None]
+        self._sets = x.sets, y.sets
+        products = products_of_pairs(self._own, self._other, *self._sets)
+        self.products: Float[Tensor, "1 1 P n m"] = products + 1 if left.has_bias else products
+        self._total = torch.zeros_like(self.products)
+
+    def add(self, weighted: Float[Tensor, "S Q P n m"], of_nodes: Float[Tensor, "S Q"]) -> None:
+        """Add what the inputs on the right are multiplied by at some steps."""
+        self._total = self._total + torch.einsum("sqpnm,sq->pnm", weighted, of_nodes)
+
+    def gradient(self) -> Float[Tensor, "U n n_in"]:
+        """Return the derivative in the points on the left, so far as they are this layer's inputs."""
+        own = _of_sets(_times(self._total, self._other, self._sets[1]), self._sets[0], self._own)
+        return own[0, 0]
+
+
 def pair_cotangents(
-    left: SetFactors, right: SetFactors, x: PairSide, y: PairSide, weights: PairWeights
+    left: SetFactors,
+    right: SetFactors,
+    x: PairSide,
+    y: PairSide,
+    weights: PairWeights,
+    fixed: FixedInputs | None = None,
 ) -> tuple[Float[Tensor, "L K U n d"] | None, Float[Tensor, "L U n n_in"] | None]:
     """Differentiate a weighted sum of a layer's inner products with respect to the factors on the left.
 
@@ -57,6 +94,7 @@ def pair_cotangents(
         x: Which factors on the left.
         y: Which factors on the right.
         weights: Of the products.
+        fixed: Of a layer whose inputs are the points: takes the derivatives in them.
 
     Returns:
         The derivatives in the output gradients and in the inputs; None of a factor without a graph.
@@ -69,7 +107,7 @@ def pair_cotangents(
         parts = []
         for first in range(0, S, size):
             steps = slice(first, first + size)
-            layer = _LayerPart.at_steps(left, right, x, y, steps, S)
+            layer = replace(_LayerPart.at_steps(left, right, x, y, steps, S), fixed=fixed)
             scaled = PairWeights(weights.of_values, weights.of_nodes[steps])
             grads = layer.of_output_grads(scaled) if wants_grads else None
             parts.append((grads, layer.of_inputs(scaled) if wants_inputs else None))
@@ -93,6 +131,7 @@ class _LayerPart:
         inputs: Inputs of both sides, (S, nodes, sets, points, n_in), or None.
         sets: Which of them each pair has.
         has_bias: The inputs have one more entry, 1.
+        fixed: Serves all steps, if the inputs are the points.
     """
 
     grads: tuple[Tensor, Tensor]
@@ -100,6 +139,7 @@ class _LayerPart:
     inputs: tuple[Tensor, Tensor] | None
     sets: tuple[Int64[Tensor, " P"], Int64[Tensor, " P"]]
     has_bias: bool
+    fixed: FixedInputs | None = None
 
     @classmethod
     def at_steps(
@@ -120,14 +160,13 @@ class _LayerPart:
         if self.inputs is None:
             weighted = W.flatten(3, 4).flatten(1, 2)[None, None]
         else:
-            inputs = products_of_pairs(*self.inputs, *self.sets)
-            inputs = inputs + 1 if self.has_bias else inputs
+            inputs = self._input_products(self.inputs)
             weighted = (inputs[:, :, :, None, :, None] * W).flatten(5, 6).flatten(3, 4)
         (own, other), (i, j) = self.grads, self.index
-        return _of_sets(_times(weighted, other, j), i, own, weights.of_nodes)
+        return _of_sets(_at_nodes(_times(weighted, other, j), weights), i, own).flatten(0, 1)
 
-    def of_inputs(self, weights: PairWeights) -> Tensor:
-        """Return the derivatives in the inputs of the left side, (S nodes, sets, points, n_in)."""
+    def of_inputs(self, weights: PairWeights) -> Tensor | None:
+        """Return the derivatives in the inputs of the left side, (S nodes, sets, points, n_in), or add them up."""
         if self.inputs is None:
             raise TypeError("a layer without inputs has no derivative in them: this is a bug in epk_gp.")
         W, (i, j), (own, other) = weights.of_values, self.sets, self.inputs
@@ -136,7 +175,16 @@ class _LayerPart:
             weighted = weighted.unflatten(4, W.shape[3:]).unflatten(3, W.shape[1:3]).sum((3, 5))
         if own.shape[2] == other.shape[2] == 1:  # all pairs are of the same two sets
             weighted, i, j = weighted.sum(2, keepdim=True), i[:1], j[:1]
-        return _of_sets(_times(weighted, other, j), i, own, weights.of_nodes)
+        if self.fixed is not None:
+            self.fixed.add(weighted, weights.of_nodes)
+            return None
+        return _of_sets(_at_nodes(_times(weighted, other, j), weights), i, own).flatten(0, 1)
+
+    def _input_products(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        if self.fixed is not None:
+            return self.fixed.products
+        products = products_of_pairs(*inputs, *self.sets)
+        return products + 1 if self.has_bias else products
 
 
 def _times(weighted: Tensor, factors: Tensor, index: Tensor) -> Tensor:
@@ -147,15 +195,18 @@ def _times(weighted: Tensor, factors: Tensor, index: Tensor) -> Tensor:
     return torch.unflatten(joint, 2, weighted.shape[2:4])
 
 
-def _of_sets(of_pairs: Tensor, index: Tensor, factors: Tensor, of_nodes: Tensor) -> Tensor:
-    """Add up what belongs to the same set and node of the factors: (S nodes, sets, rows, d)."""
-    scaled = of_pairs * of_nodes[:, :, None, None, None]
+def _at_nodes(of_pairs: Tensor, weights: PairWeights) -> Tensor:
+    return of_pairs * weights.of_nodes[:, :, None, None, None]
+
+
+def _of_sets(of_pairs: Tensor, index: Tensor, factors: Tensor) -> Tensor:
+    """Add up what belongs to the same set and node of the factors: (S, nodes, sets, rows, d)."""
     if factors.shape[1] == 1:
-        scaled = scaled.sum(1, keepdim=True)
+        of_pairs = of_pairs.sum(1, keepdim=True)
     if factors.shape[2] == 1:
-        return scaled.sum(2, keepdim=True).flatten(0, 1)
-    total = scaled.new_zeros(*scaled.shape[:2], *factors.shape[2:])
-    return total.index_add_(2, index, scaled).flatten(0, 1)
+        return of_pairs.sum(2, keepdim=True)
+    total = of_pairs.new_zeros(*of_pairs.shape[:2], *factors.shape[2:])
+    return total.index_add_(2, index, of_pairs)
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
