@@ -41,6 +41,7 @@ def test_the_diagonal_is_the_matrixs_and_costs_no_matrix(trajectory, outputs, mo
     expected = EPKKernel(trajectory, outputs)(x).to_dense().diagonal(dim1=-2, dim2=-1)
     monkeypatch.setattr(PathKernel, "block", None)
     monkeypatch.setattr(PathKernel, "block_per_class", None)
+    monkeypatch.setattr(PathKernel, "trace_block", None)
     kernel = EPKKernel(trajectory, outputs)
     assert_close(kernel(x, diag=True), expected)
     assert_close(kernel(x).diagonal(dim1=-1, dim2=-2), expected)
@@ -116,7 +117,7 @@ def test_unknown_options_are_refused(trajectory, unchecked):
             EPKKernel(trajectory, outputs)
     with pytest.raises(ValueError, match=r"head must be one of \['logits', 'log_softmax'\]: got 'softmax'"):
         EPKKernel(trajectory, head="softmax")
-    with pytest.raises(ValueError, match="normalize must be None, 'mean_diagonal' or a positive number: got 'trace'"):
+    with pytest.raises(ValueError, match="normalize must be None, 'cosine', .* positive number: got 'trace'"):
         EPKKernel(trajectory, normalize="trace")
     with pytest.raises(TypeError, match="the same nodes at all points"):
         EPKKernel(trajectory, rule="gauss")
@@ -127,13 +128,13 @@ def test_unknown_options_are_refused(trajectory, unchecked):
         with pytest.raises(ValueError, match="positive, finite number"):
             EPKKernel(trajectory, normalize=value)
     for value in (True, [1.0]):
-        with pytest.raises(TypeError, match="normalize must be None, 'mean_diagonal' or a positive number"):
+        with pytest.raises(TypeError, match="normalize must be None, 'cosine', 'mean_diagonal' or a positive number"):
             EPKKernel(trajectory, normalize=value)
 
 
 def test_points_of_the_wrong_width_are_refused(trajectory, unchecked):
     kernel = EPKKernel(trajectory)
-    for x in (torch.zeros(4, D), torch.zeros(4, D + 2), torch.zeros(D + 1)):
+    for x in (torch.zeros(4, D - 1), torch.zeros(4, D + 2), torch.zeros(D + 1), torch.zeros(D)):
         with pytest.raises(ValueError, match=r"points must have shape \(\.\.\., n, 3\)"):
             kernel(x)
         with pytest.raises(ValueError, match=r"points must have shape"):
