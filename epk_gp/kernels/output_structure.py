@@ -193,12 +193,8 @@ class TraceOutputs(OutputStructure):
     def weights_on_outputs(
         self, pairs: SetPairs, matrices: Int64[Tensor, " P"], weights: Float[Tensor, "P rows cols"]
     ) -> tuple[SetPairs, Float[Tensor, "Q K n L m"]]:
-        """Weigh all outputs alike: each pair once for each of them."""
-        C, P = self.num_outputs, len(pairs)
-        left, right = pairs.left_index.repeat(C), pairs.right_index.repeat(C)
-        classes = torch.arange(C, device=left.device).repeat_interleave(P)
-        every = replace(pairs, left_index=left, right_index=right, classes=classes)
-        return every, weights.repeat(C, 1, 1)[:, None, :, None]
+        """Weigh the trace, whose terms are differentiated together."""
+        return replace(pairs, is_traced=True), weights[:, None, :, None]
 
     def sketch_coefficients(
         self, run: Trajectory, classes: Int64[Tensor, " U"], seed: int
