@@ -20,8 +20,8 @@ from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.kernels.blocks import diagonal_blocks
 from epk_gp.kernels.tagging import test_copy
+from epk_gp.kernels.values import point_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +102,9 @@ def uncertainty_on_plane(
     u = softmax_uncertainty(posterior, num_samples, generator)
     chosen = network_outputs(trajectory, X).argmax(1)
     probability, std, error = (v.gather(1, chosen[:, None])[:, 0] for v in (u.mean, u.std, u.standard_error))
-    blocks = diagonal_blocks(gp.kernel.config, test_copy(X[: len(nodes)]))
-    kernel = blocks.diagonal(dim1=-2, dim2=-1).mean(1) / gp.kernel.scale
+    blocks, _ = point_blocks(gp.kernel.config, test_copy(X[: len(nodes)]))
+    scale = blocks.new_full((blocks.shape[1],), 1 / gp.kernel.scale)
+    kernel = gp.coupling.prior_covariances(blocks, scale).diagonal(dim1=-2, dim2=-1).mean(1)
     std_nodes, std_near, std_far = std.split([len(nodes), len(near), len(far)])
 
     def shaped(values: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epk_gp.analysis.maps import uncertainty_on_plane
+from epk_gp.analysis.planes import grid_coordinates, lift, principal_plane
 from epk_gp.gp.leave_one_out import leave_one_out
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.sampling import sample_functions
@@ -217,3 +219,17 @@ def test_conditioning_holds_few_matrices_at_once(monkeypatch):
         with LargeStorages(8 * N * N) as count:
             coupled.fit(steps=1)
         assert count.largest >= 3 * 8 * N * N
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_a_map_shows_the_kernel_of_the_process(trajectory, normalize):
+    gp = LogitGP(trajectory, "trace", "zero", "labels", normalize=normalize)
+    plane = principal_plane(trajectory.inputs)
+    found = uncertainty_on_plane(gp, plane, size=3, num_samples=8)
+    shown = found.kernel
+    if normalize == "cosine":
+        assert torch.equal(shown, torch.ones_like(shown))
+    else:
+        nodes = grid_coordinates(*(torch.as_tensor(axis) for axis in (found.x, found.y)))
+        X = lift(plane, nodes).to(torch.float64)
+        assert_close(shown.flatten(), gp.kernel(X, diag=True))
