@@ -77,7 +77,7 @@ def test_the_last_layers_are_sketched_like_any_outer_product(generator) -> None:
     assert_close(sketched(softmax, 16), softmax.to_dense() @ S)
 
 
-def test_two_numbers_share_a_place_as_often_as_chance_has_it() -> None:
+def test_two_numbers_share_a_place_as_often_as_chance_has_it(unchecked) -> None:
     """1 / k for numbers of different pieces or outputs, never within one: then no pair collides more often."""
     k, draws = 8, 400
     S = torch.stack([matrix_of_factors(6, 3, k, key).abs() for key in range(draws)])
