@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
+from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.training.own_random_numbers import draw_from
 from epk_gp.training.train import train
 
@@ -150,7 +151,8 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
     ) -> SoftmaxUncertainty:
         """Evaluate the softmax's distribution under the GP with the exact path kernel.
 
-        The GP is built and fitted at the first call. Its mean is not the network: see `LogitGP`.
+        The GP is built and fitted at the first call. Its mean is not the network: see `LogitGP`. To abstain or to
+        detect by, `uncertain_classifier` has better scores.
 
         Args:
             X: (n, features).
@@ -174,6 +176,25 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
             gp.fit(self.gp_steps)
             self._gp = gp
         return self._gp
+
+    def uncertain_classifier(self, X: ArrayLike, y: ArrayLike, **settings: Any) -> UncertainClassifier:
+        """Return the trained network beside a Gaussian process on the labels of all its training points.
+
+        Its scores say when to abstain, and which points are unlike the training data; its probabilities are as a rule
+        better than the network's, and its sets of classes hold the true one as often as asked for: see
+        `UncertainClassifier`. It takes rows of features and gives labels, as this classifier does.
+
+        Args:
+            X: Validation points, (n, features), at least 20, that `fit` has not seen.
+            y: n labels of the kind that `fit` was given.
+            settings: Arguments of `UncertainClassifier` other than the run and the names of its classes.
+
+        Raises:
+            TypeError: A setting is of the wrong kind, or there is none of this name.
+            ValueError: There are too few validation points, or points or labels unlike those of `fit`.
+        """
+        points = self._points(X)
+        return UncertainClassifier(self.trajectory_, classes=self.classes_, **settings).fit(points, y)
 
     def _network(self, num_features: int, num_classes: int) -> nn.Module:
         if isinstance(self.network, nn.Module):

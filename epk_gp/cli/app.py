@@ -19,7 +19,7 @@ from epk_gp import __version__
 # typer depends on click or brings a copy of it, as versions differ: the base class of both kinds of usage errors.
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _INTERRUPTED = 130  # 128 + SIGINT
-_ORDER = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty")
+_ORDER = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty", "audit")
 
 
 class _LifeCycleOrder(TyperGroup):
@@ -57,7 +57,10 @@ def _common(
 
 
 def command(
-    short_help: str, alone: Mapping[str, Sequence[str]] = MappingProxyType({}), completed_by: str | None = None
+    short_help: str,
+    alone: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    needing: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    completed_by: str | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command: its signature and docstring say what the command takes.
 
@@ -69,6 +72,7 @@ def command(
         short_help: The command's line in `epk-gp --help`.
         alone: Flags that leave only some other parameters a meaning, and those. The function must have a parameter
             `ctx`, which is not passed on.
+        needing: Options without which some other parameters have no meaning, and those. As for `alone`.
         completed_by: Module whose `complete_options` makes the final options of those and of the names of the
             parameters that are on the command line. The function must have a parameter `ctx` here too.
     """
@@ -79,6 +83,8 @@ def command(
             ctx = options.pop("ctx", None)
             for flag in (flag for flag in alone if options[flag]):
                 _require_alone(ctx, flag, alone[flag])
+            for option in (option for option in needing if options[option] is None):
+                _require_given(ctx, option, needing[option])
             module = importlib.import_module(f"epk_gp.cli.{declared.__name__}")
             if "run" in options:
                 importlib.import_module("epk_gp.cli.parsing").validate_folders(options["run"], options.get("out"))
@@ -120,6 +126,15 @@ def _require_alone(ctx: Any, flag: str, meant: Sequence[str]) -> None:
         if parameter.name not in (flag, *meant):
             raise ValueError(
                 f"--{flag} must stand without {parameter.opts[0]}, which would be ignored. Pass one of them."
+            )
+
+
+def _require_given(ctx: Any, option: str, meant: Sequence[str]) -> None:
+    """Raise if the command line has an option that means something only beside another one, which it has not."""
+    for parameter in _given(ctx):
+        if parameter.name in meant:
+            raise ValueError(
+                f"{parameter.opts[0]} must stand beside --{option}, without which it would be ignored. Pass both."
             )
 
 

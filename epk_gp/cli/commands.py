@@ -11,10 +11,12 @@ from epk_gp.cli.options import (
     CoupledOutputs,
     Dtype,
     ExplainedOutputs,
+    Features,
     HeadOption,
     LossName,
     Memory,
     Network,
+    Nodes,
     OptimizerName,
     Out,
     PlaneName,
@@ -30,6 +32,12 @@ from epk_gp.cli.options import (
     VerifiedHeads,
     count,
     number,
+)
+
+# options of `uncertainty` that mean something where points are scored
+_OF_SCORES = (
+    *("run", "out", "points", "alpha", "features", "nodes", "save_model", "memory"),
+    *("num_samples", "network", "dtype", "seed", "quiet"),
 )
 
 
@@ -197,6 +205,7 @@ def attribute(
     rule: RuleOption = "adaptive",
     outputs: Annotated[
         ExplainedOutputs,
+        Features,
         typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
     ] = ExplainedOutputs.every,
     memory: Memory = 1.0,
@@ -245,27 +254,63 @@ def gram(
     """
 
 
-@command("Fit a GP and map its uncertainty.")
+@command(
+    "Map a GP's uncertainty, or score points.",
+    alone={"validation": _OF_SCORES},
+    needing={"validation": ("alpha", "features", "nodes", "save_model", "memory")},
+)
 def uncertainty(
+    ctx: typer.Context,
     run: RunFolder,
     out: Out = Path("uncertainty"),
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Score points, with labelled points that the network has not seen: a file (.safetensors or .npz) with "
+            "`inputs` and `labels`, a folder of MNIST-format files (its test part), or held-out, the run's own. "
+            "Without --points half of them, drawn with --seed, are kept to be scored.",
+        ),
+    ] = None,
+    points: Annotated[
+        Path | None,
+        typer.Option(
+            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; with --validation also a folder of "
+            "MNIST-format files, whose labels are not read. By default, without --validation, the run's held-out "
+            "points, or its training inputs if it has none."
+        ),
+    ] = None,
+    alpha: Annotated[
+        float,
+        typer.Option(
+            help="Scores: allowed share of sets of classes without the true one.",
+            callback=number(below=1.0, or_equal=False),
+        ),
+    ] = 0.1,
+    features: Features = None,
+    nodes: Nodes = 20,
+    save_model: Annotated[
+        Path | None, typer.Option(help="Scores: new folder for the fitted UncertainClassifier; none by default.")
+    ] = None,
+    memory: Memory = 1.0,
     num_condition: Annotated[
-        int, typer.Option(help="Largest number of training points that the GP is conditioned on.", callback=count())
+        int, typer.Option(help="Map: largest number of training points of its GP.", callback=count())
     ] = 300,
     outputs: Annotated[
-        CoupledOutputs, typer.Option(help="Coupled classes, or one GP per class.")
+        CoupledOutputs, typer.Option(help="Map: coupled classes, or one GP per class.")
     ] = CoupledOutputs.full,
     targets: Annotated[
-        TargetsName, typer.Option(help="The network's outputs, or Dirichlet-transformed labels.")
+        TargetsName, typer.Option(help="Map: the network's outputs, or Dirichlet-transformed labels.")
     ] = TargetsName.network,
     plane: Annotated[
-        PlaneName, typer.Option(help="The data's two principal directions, or the first two coordinates, others 0.")
+        PlaneName,
+        typer.Option(help="Map: the data's two principal directions, or the first two coordinates, others 0."),
     ] = PlaneName.principal,
-    grid: Annotated[int, typer.Option(help="Nodes per side of the map, 2 to 400.", callback=count(2, 400))] = 40,
+    grid: Annotated[int, typer.Option(help="Map: nodes per side, 2 to 400.", callback=count(2, 400))] = 40,
     margin: Annotated[
         float,
         typer.Option(
-            help="Border around the training points, in units of their extent (< 1000).",
+            help="Map: border around the training points, in units of their extent (< 1000).",
             callback=number(below=1000.0),
         ),
     ] = 0.4,
@@ -273,10 +318,11 @@ def uncertainty(
         int, typer.Option(help="Monte Carlo draws through the softmax, 2 to 100000.", callback=count(2, 10**5))
     ] = 1024,
     rule: Annotated[
-        str, typer.Option(help="A fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
+        str, typer.Option(help="Map: a fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
     ] = "gauss-legendre:4",
-    fit_steps: Annotated[int, typer.Option(help="Steps of the fit by marginal likelihood.", callback=count())] = 50,
-    points: PointsFile = None,
+    fit_steps: Annotated[
+        int, typer.Option(help="Map: steps of the fit by marginal likelihood.", callback=count())
+    ] = 50,
     network: Network = None,
     dtype: Annotated[
         Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
@@ -284,4 +330,25 @@ def uncertainty(
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
-    """Fit a GP with the exact path kernel, in float64; write its uncertainty at held-out points and over a plane."""
+    """Score points with --validation; without it, map the uncertainty of a GP on the logits over a plane.
+
+    Scores say how likely a prediction is wrong, and how unlike the training data a point is; beside them stand sets of
+    classes that hold the true one as often as asked for.
+    """
+
+
+@command("Rank the training labels by how suspicious they are.")
+def audit(
+    run: RunFolder,
+    out: Out = Path("audit"),
+    top: Annotated[
+        int, typer.Option(help="Labels printed and drawn, at most 60; the table holds all.", callback=count(1, 60))
+    ] = 20,
+    features: Features = None,
+    nodes: Nodes = 20,
+    memory: Memory = 1.0,
+    network: Network = None,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Rank the training labels of a classifier by how suspicious they are; the worst are printed and drawn."""

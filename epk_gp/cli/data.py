@@ -20,7 +20,7 @@ from epk_gp.core.validation import validate_finite
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
 from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file, tensor_file_size
 
-_HELD_OUT = "held_out.safetensors"
+HELD_OUT = "held_out.safetensors"
 _NUM_TEST = 102  # held-out points by default
 _MAX_NAMES = 10  # of arrays, in a message
 _ARRAYS = ("inputs", "labels", "test_inputs", "test_labels")  # what is read of a file; others may hold anything
@@ -106,7 +106,7 @@ def write_held_out(run: Path, data: Dataset) -> str | None:
     if not len(data):
         return None
     content = _serialised(data)
-    atomic_write(run / _HELD_OUT, content)
+    atomic_write(run / HELD_OUT, content)
     return checksum(content)
 
 
@@ -117,7 +117,7 @@ def validate_held_out(run: Path, data: Dataset) -> None:
         ValueError: The points differ, or the manifest is damaged.
     """
     recorded = held_out_checksum(run)
-    if recorded is None and (run / _HELD_OUT).exists():  # of an early version, which stored no checksum
+    if recorded is None and (run / HELD_OUT).exists():  # of an early version, which stored no checksum
         return
     if recorded != (checksum(_serialised(data)) if len(data) else None):
         raise ValueError(
@@ -179,24 +179,24 @@ def read_points(source: PointSource, trajectory: Trajectory, num_points: int | N
         FileNotFoundError: The file is missing.
         ValueError: The file is damaged or has no `inputs`, or there are no points.
     """
-    file = source.run / _HELD_OUT if source.file is None else source.file
+    file = source.run / HELD_OUT if source.file is None else source.file
     if source.file is not None:
         origin = f"points of {source.file}"
     elif file.is_file():
-        _validate_held_out(file, held_out_checksum(source.run))
+        validate_checksum(file, held_out_checksum(source.run))
         origin = "held-out points"
     elif held_out_checksum(source.run) is not None:
         raise FileNotFoundError(f"{file} must hold the held-out points of the run: it is missing. Pass --points.")
     else:
         origin = "training inputs, for the run has no held-out points (--points names others)"
     has_file = source.file is not None or file.is_file()
-    X = _array(read_arrays(file), "inputs", file) if has_file else trajectory.inputs
+    X = require_array(read_arrays(file), "inputs", file) if has_file else trajectory.inputs
     if not len(X):
         raise ValueError(f"{file} must hold at least one point: `inputs` is empty.")
-    _validate_inputs(X, "inputs", file)
+    validate_inputs(X, "inputs", file)
     expected = tuple(trajectory.inputs.shape[1:])
     if tuple(X.shape[1:]) != expected:
-        raise ValueError(f"`inputs` in {file} must have the shape of the run's, {expected} each: got {_describe(X)}.")
+        raise ValueError(f"`inputs` in {file} must have the shape of the run's, {expected} each: got {describe(X)}.")
     rows = draw_rows(len(X), num_points, source.seed)
     chosen = cast_points(X[rows], trajectory, source.dtype)
     validate_finite(chosen, f"`inputs` in {file} as {chosen.dtype}" if has_file else "training inputs")
@@ -212,7 +212,12 @@ def cast_points(
     return X.to(trajectory.dtype if dtype is None else dtype)
 
 
-def _validate_held_out(file: Path, expected: str | None) -> None:
+def validate_checksum(file: Path, expected: str | None) -> None:
+    """Raise if the file of the held-out points is not the one that was written.
+
+    Raises:
+        ValueError: It has another checksum.
+    """
     if expected is not None and checksum_file(file, tensor_file_size(file, str(file)), str(file)) != expected:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Pass --points.")
 
@@ -258,11 +263,11 @@ def _as_tensor(values: np.ndarray) -> Tensor:
 
 def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[Dataset, Dataset]:
     arrays = read_arrays(file)
-    inputs, labels = _array(arrays, "inputs", file), _array(arrays, "labels", file)
+    inputs, labels = require_array(arrays, "inputs", file), require_array(arrays, "labels", file)
     if not len(labels):
         raise ValueError(f"{file} must hold at least one point: `labels` is empty.")
     if "test_inputs" in arrays:
-        test_inputs, test_labels = arrays["test_inputs"], _array(arrays, "test_labels", file)
+        test_inputs, test_labels = arrays["test_inputs"], require_array(arrays, "test_labels", file)
         if test_inputs.shape[1:] != inputs.shape[1:]:
             raise ValueError(
                 f"`test_inputs` in {file} must have the shape of `inputs`, {tuple(inputs.shape[1:])} each: "
@@ -272,14 +277,14 @@ def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[D
         start = _num_train(file, len(inputs), SplitOptions(options.num_train))
     else:
         if "test_labels" in arrays:
-            _array(arrays, "test_inputs", file)  # raises: the labels alone would be ignored
+            require_array(arrays, "test_inputs", file)  # raises: the labels alone would be ignored
         start = _num_train(file, len(inputs), options)
         test_inputs, test_labels = inputs[start:], labels[start:]
     _require_same_length(inputs, labels, "labels", file)
     for name, values in (("labels", labels), ("test_labels", test_labels)):
         if values.is_floating_point() or values.is_complex() or values.ndim != 1:
             raise ValueError(
-                f"`{name}` in {file} must be a list of class indices: got {_describe(values)}. Write integers, one per "
+                f"`{name}` in {file} must be a list of class indices: got {describe(values)}. Write integers, one per "
                 "point."
             )
         if values.dtype == torch.uint64 and len(values) and int(values.long().min()) < 0:  # from 2**63 on
@@ -289,7 +294,7 @@ def _from_file(file: Path, options: SplitOptions, dtype: torch.dtype) -> tuple[D
     num_classes = count_classes(taken, options.num_classes)
 
     def dataset(X: Tensor, y: Tensor, name: str) -> Dataset:
-        _validate_inputs(X, name, file)
+        validate_inputs(X, name, file)
         X = (X.to(dtype) if X.is_floating_point() else X).contiguous()
         validate_finite(X, f"`{name}` in {file} as {X.dtype}")
         return Dataset(X, y.long(), num_classes, file.stem)
@@ -319,18 +324,28 @@ def _num_train(file: Path, count: int, options: SplitOptions) -> int:
     return options.num_train
 
 
-def _validate_inputs(X: Tensor, name: str, file: Path) -> None:
+def validate_inputs(X: Tensor, name: str, file: Path) -> None:
+    """Raise if inputs are complex or empty.
+
+    Raises:
+        ValueError: They are.
+    """
     if X.is_complex():
-        raise ValueError(f"`{name}` in {file} must be real numbers: got {_describe(X)}.")
+        raise ValueError(f"`{name}` in {file} must be real numbers: got {describe(X)}.")
     if not X[:1].numel() and len(X):
-        raise ValueError(f"`{name}` in {file} must have at least one entry per point: got {_describe(X)}.")
+        raise ValueError(f"`{name}` in {file} must have at least one entry per point: got {describe(X)}.")
 
 
-def _array(arrays: dict[str, Tensor], name: str, file: Path) -> Tensor:
+def require_array(arrays: dict[str, Tensor], name: str, file: Path) -> Tensor:
+    """Return an array of a file.
+
+    Raises:
+        ValueError: The file has none of this name, or it is a single number.
+    """
     if name not in arrays:
         raise ValueError(f"{file} must hold `{name}`: got {_names(file)}.")
     if arrays[name].ndim < 1:
-        raise ValueError(f"`{name}` in {file} must have one entry per point: got {_describe(arrays[name])}.")
+        raise ValueError(f"`{name}` in {file} must have one entry per point: got {describe(arrays[name])}.")
     return arrays[name]
 
 
@@ -346,5 +361,6 @@ def _names(file: Path) -> str:
     return (", ".join(f"`{name[:40]}`" for name in names[:_MAX_NAMES]) or "no array") + more
 
 
-def _describe(values: Tensor) -> str:
+def describe(values: Tensor) -> str:
+    """Return shape and type in words."""
     return f"shape {tuple(values.shape)}, {values.dtype}"

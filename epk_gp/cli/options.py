@@ -180,4 +180,12 @@ RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by d
 Memory = Annotated[
     float, typer.Option(help="Memory for the computation, GiB, at least 0.001.", callback=number(0.001, below=1e6))
 ]
+Features = Annotated[
+    str | None,
+    typer.Option(
+        help="Sketched features of each point, or exact for the kernel matrix itself; by default exact up to 5000 "
+        "training points, and 4096 features above."
+    ),
+]
+Nodes = Annotated[int, typer.Option(help="Nodes of the path that stand for all its steps.", callback=count(1, 10**6))]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -43,6 +44,19 @@ def parse_rule(text: str) -> Rule:
     )
 
 
+def parse_features(text: str | None) -> int | Literal["exact"] | None:
+    """Return what --features asks for: a number of sketched features, none of them, or the choice by the run's size.
+
+    Raises:
+        ValueError: It is neither a whole number above 0 nor "exact".
+    """
+    if text is None or text == "exact":
+        return None if text is None else "exact"
+    if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) < 1:
+        raise ValueError(f"--features must be exact, or a whole number from 1 to 9999999: got {text[:40]!r}.")
+    return int(text)
+
+
 def torch_dtype(dtype: Dtype) -> torch.dtype:
     """Return torch's dtype of this name."""
     return torch.float32 if dtype is Dtype.float32 else torch.float64
@@ -73,8 +87,18 @@ def validate_folders(run: Path, out: Path | None) -> None:
     """
     if not is_run(run):
         raise FileNotFoundError(f"RUN must hold a recorded run: {run / HEADER} does not exist.")
-    if out is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
-        raise ValueError(f"--out must lie outside the folder of the run: got {out}, and the run is {run}.")
+    if out is not None:
+        require_outside(run, out, "--out")
+
+
+def require_outside(run: Path, out: Path, option: str) -> None:
+    """Raise if results would be written into the folder of a run.
+
+    Raises:
+        ValueError: They would.
+    """
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run)):
+        raise ValueError(f"{option} must lie outside the folder of the run: got {out}, and the run is {run}.")
 
 
 def require_folder(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""`epk-gp uncertainty`: a Gaussian process on the logits, evaluated at points and over a plane through the data."""
+"""`epk-gp uncertainty`: scores of points; or a Gaussian process on the logits over a plane through the data."""
 
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from epk_gp.cli.data import PointSource, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName
 from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
+from epk_gp.cli.scores import ScoreOptions, write_scores
 from epk_gp.cli.summaries import describe_map, fitted_numbers, map_numbers
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory
@@ -31,6 +32,12 @@ def uncertainty(
     *,
     run: Path,
     out: Path,
+    validation: str | None,
+    alpha: float,
+    features: str | None,
+    nodes: int,
+    save_model: Path | None,
+    memory: float,
     num_condition: int,
     outputs: CoupledOutputs,
     targets: TargetsName,
@@ -46,7 +53,29 @@ def uncertainty(
     seed: int,
     quiet: bool,
 ) -> None:
-    """Fit a GP with the exact path kernel, in float64; write its uncertainty at held-out points and over a plane."""
+    """Score points with an `UncertainClassifier` if there are validation points; map a GP's uncertainty otherwise.
+
+    The GP has the exact path kernel, in float64; its uncertainty is written at points and over a plane.
+    """
+    if validation is not None:
+        options = ScoreOptions(
+            run=run,
+            out=out,
+            validation=validation,
+            points=points,
+            alpha=alpha,
+            features=features,
+            nodes=nodes,
+            save_model=save_model,
+            memory=memory,
+            num_samples=num_samples,
+            network=network,
+            dtype=dtype,
+            seed=seed,
+            quiet=quiet,
+        )
+        write_scores(options)
+        return
     timer, quadrature = Stopwatch(), parse_rule(rule)
     if not isinstance(quadrature, QuadratureRule):
         raise ValueError(
@@ -94,6 +123,7 @@ def uncertainty(
     typer.echo(
         f"written to {folder}: uncertainty.png, uncertainty.json, map.safetensors, points.npz ({timer.total:.1f} s)"
     )
+    typer.echo("for scores to abstain and to detect by, add --validation held-out, or a file of labelled points")
 
 
 def _choose_plane(trajectory: Trajectory, name: PlaneName) -> Plane:

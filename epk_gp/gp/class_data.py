@@ -57,19 +57,65 @@ def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[T
     return parse_inputs(trajectory, points, name)
 
 
-def class_labels(trajectory: Trajectory, y: object, count: int, name: str = "y") -> Int64[Tensor, " n"]:
-    """Return labels of points as a tensor on the run's device.
+def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:
+    """Return the names of the classes, in the order of the outputs: 0 .. C - 1 if there are none.
 
     Raises:
-        TypeError: The labels are no whole numbers.
+        TypeError: They are neither numbers nor text.
+        ValueError: There is not one for each output, or one stands for two.
+    """
+    if classes is None:
+        return np.arange(num_outputs)
+    names = np.asarray(classes)
+    if names.dtype == object and all(isinstance(name, str) for name in names.ravel()):
+        names = names.astype(str)
+    if names.dtype.kind not in "biufU":
+        raise TypeError(f"classes must be numbers or text: got an array of {names.dtype}.")
+    if names.shape != (num_outputs,) or len(np.unique(names)) != num_outputs:
+        raise ValueError(
+            f"classes must name each of the {num_outputs} outputs once, in their order: got {names.tolist()}."
+        )
+    return names
+
+
+def class_labels(
+    trajectory: Trajectory, y: object, count: int, name: str = "y", *, classes: object = None
+) -> Int64[Tensor, " n"]:
+    """Return labels of points as a tensor on the run's device.
+
+    Args:
+        trajectory: The run.
+        y: The labels.
+        count: Number of points.
+        name: Name of the labels in a message.
+        classes: Names of the classes that the labels are of; None for the numbers 0 .. C - 1.
+
+    Raises:
+        TypeError: The labels are no whole numbers, where classes have no names.
         ValueError: There is not one label for each point, or a label is no class of the network.
     """
+    if classes is not None:
+        return _labels_of_names(y, class_names(classes, trajectory.num_outputs), count, name).to(trajectory.device)
     try:
         labels = y if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be whole numbers, the classes of the network: got {type(y).__name__}.") from error
+        raise TypeError(
+            f"{name} must be whole numbers, the classes of the network: got {type(y).__name__}. Pass "
+            "UncertainClassifier(..., classes=...) if classes have names."
+        ) from error
     validate_labels(labels, count, trajectory.num_outputs, name=name)
     return labels.to(device=trajectory.device, dtype=torch.int64)
+
+
+def _labels_of_names(y: object, names: Shaped[np.ndarray, " C"], count: int, name: str) -> Int64[Tensor, " n"]:
+    given = (y.cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)).tolist()
+    if not isinstance(given, list) or len(given) != count:
+        raise ValueError(f"{name} must have one entry per point: got shape {np.shape(given)} for {count} points.")
+    index = {value: c for c, value in enumerate(names.tolist())}
+    unknown = [value for value in given if isinstance(value, list) or value not in index]
+    if unknown:
+        raise ValueError(f"{name} must hold classes of the network, {names.tolist()}: got {unknown[0]!r}.")
+    return torch.tensor([index[value] for value in given], dtype=torch.int64)
 
 
 def is_array(X: object) -> bool:

@@ -48,12 +48,14 @@ class SavedClassifier:
         process: The process on the labels.
         stacking: The weights of network and process.
         scores: Conformity scores, ascending.
+        classes: Names of the classes, or None for 0 .. C - 1.
     """
 
     settings: LabelSettings
     process: LabelProcess
     stacking: Stacking
     scores: Tensor
+    classes: list[Any] | None = None
 
 
 def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, trajectory: Trajectory) -> None:
@@ -108,6 +110,7 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
         "settings": asdict(saved.settings),
         "process": _describe_process(process),
         "stacking": asdict(saved.stacking),
+        "classes": saved.classes,
         "tensor_bytes": len(content),
         "tensor_blake2b": checksum_file(file, len(content), str(file)),
     }
@@ -141,6 +144,7 @@ def read_classifier(
             _read_process(description["process"], data, trajectory, settings),
             Stacking(**description["stacking"]),
             data["scores"],
+            description.get("classes"),
         ),
         trajectory,
     )

@@ -14,7 +14,7 @@ from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.fingerprint import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.core.validation import validate_count
-from epk_gp.gp.class_data import class_inputs, class_labels, float_inputs, like_inputs, training_labels
+from epk_gp.gp.class_data import class_inputs, class_labels, class_names, float_inputs, like_inputs, training_labels
 from epk_gp.gp.conformal import conformal_sets, conformity_scores
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.label_process import LabelProcess
@@ -28,7 +28,7 @@ from epk_gp.kernels.cache import BlockCache
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
-_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "seed", "options")
+_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "options")
 _UNSUPPORTED = ("checkpoint", "accumulate")
 
 
@@ -95,11 +95,13 @@ class UncertainClassifier:
         features: Sketched features of each point; "exact" for none; None decides as said above.
         inputs_kernel: "rbf" or None. It is left out for integers as inputs: they have no distances.
         points: Indices of the training points to condition on; all by default.
+        classes: Names of the C classes in the order of the outputs, numbers or text; 0 .. C - 1 by default. Labels
+            that are passed in are of these, and `predict` returns an array of them.
         seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
     Attributes:
-        classes_: The classes 0 .. C - 1.
+        classes_: The names of the classes, or 0 .. C - 1.
         process_: The process, after `fit`.
         stacking_: The weights a_1 and a_2.
         conformity_scores_: Of the second half of the validation points, ascending.
@@ -115,6 +117,7 @@ class UncertainClassifier:
         features: int | Literal["exact"] | None = None,
         inputs_kernel: InputsKernel = "rbf",
         points: Int[Tensor, " N"] | Sequence[int] | None = None,
+        classes: Sequence[Any] | np.ndarray | None = None,
         seed: int = 0,
         **options: Unpack[ComputeSettings],
     ) -> None:
@@ -124,6 +127,7 @@ class UncertainClassifier:
         self.features = features
         self.inputs_kernel = inputs_kernel
         self.points = points
+        self.classes = classes
         self.seed = seed
         self.options = options
         parse_options("UncertainClassifier", _UNSUPPORTED, **options)
@@ -138,7 +142,7 @@ class UncertainClassifier:
             y: Their classes.
 
         Raises:
-            TypeError: Points or labels are of the wrong kind.
+            TypeError: Points, labels or names of classes are of the wrong kind.
             ValueError: The run is no classifier's; there are too few validation points, or points or labels that the
                 network does not have; a setting cannot be used; or the classifier was read from a file, which holds no
                 training data.
@@ -154,7 +158,8 @@ class UncertainClassifier:
             )
         points = parse_train_indices(self.points, trajectory)
         held_out = class_inputs(trajectory, X)
-        classes = class_labels(trajectory, y, len(held_out))
+        names = class_names(self.classes, trajectory.num_outputs)
+        classes = class_labels(trajectory, y, len(held_out), classes=self.classes)
         if len(held_out) < MIN_VALIDATION_POINTS:
             raise ValueError(
                 f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}. Hold more "
@@ -163,7 +168,7 @@ class UncertainClassifier:
         options = parse_options("UncertainClassifier", _UNSUPPORTED, **self.options)
         self._cache = BlockCache(_CACHE_BYTES)
         self.process_: LabelProcess = fit_labels(trajectory, labels, settings, points, options)
-        self.classes_ = np.arange(trajectory.num_outputs)
+        self.classes_: np.ndarray = names
         judged = self._judge(held_out)
         order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
         first, second = order.tensor_split(2)
@@ -175,14 +180,16 @@ class UncertainClassifier:
         """Return the class probabilities of network and process together, float64."""
         return like_inputs(self._probability(self._judged(X)), X)
 
-    def predict(self, X: object) -> Int64[Tensor, " n"] | Int64[np.ndarray, " n"]:
+    def predict(self, X: object) -> Int64[Tensor, " n"] | Shaped[np.ndarray, " n"]:
         """Return the most likely class of each point, which need not be the network's own."""
-        return like_inputs(self._probability(self._judged(X)).argmax(1), X)
+        predicted = self._probability(self._judged(X)).argmax(1)
+        return like_inputs(predicted, X) if self.classes is None else self.classes_[predicted.cpu().numpy()]
 
     def score(self, X: object, y: object) -> float:
         """Return the share of points whose most likely class is the true one."""
         predicted = self._probability(self._judged(X)).argmax(1)
-        return float((predicted == class_labels(self.trajectory, y, len(predicted))).double().mean())
+        labels = class_labels(self.trajectory, y, len(predicted), classes=self.classes)
+        return float((predicted == labels).double().mean())
 
     def uncertainty(self, X: object, num_samples: int = 1024) -> ClassUncertainty:
         """Return scores of how unsure the classes of points are; see `ClassUncertainty` for what each is for.
@@ -241,7 +248,8 @@ class UncertainClassifier:
         """
         self._check_is_fitted()
         settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed)
-        saved = SavedClassifier(settings, self.process_, self.stacking_, self.conformity_scores_)
+        names = None if self.classes is None else self.classes_.tolist()
+        saved = SavedClassifier(settings, self.process_, self.stacking_, self.conformity_scores_, names)
         write_classifier(path, saved, self.trajectory)
 
     @classmethod
@@ -266,10 +274,11 @@ class UncertainClassifier:
             nodes=settings.nodes,
             features=settings.features,
             inputs_kernel=settings.inputs_kernel,
+            classes=saved.classes,
             seed=settings.seed,
         )
         model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
-        model.classes_ = np.arange(trajectory.num_outputs)
+        model.classes_ = class_names(saved.classes, trajectory.num_outputs)
         model._was_read = True
         return model
 

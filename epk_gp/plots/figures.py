@@ -115,13 +115,13 @@ def draw_attributions(
         chosen: Indices of the points that are drawn, one row each.
         top: Number of training points drawn of either sign.
     """
-    images = _as_images(trajectory.inputs)
+    images = as_images(trajectory.inputs)
     shown = min(top, trajectory.num_points)
     height = 1.9 if images is not None else 1.6 + 0.34 * shown
     left_width = 10.3 if images is None else max(10.3, _IMAGE_WIDTH * (2 * shown + 1))
     figure = Figure(figsize=(left_width + 3.2, height * len(chosen)), layout="constrained")
     rows = figure.subfigures(len(chosen), 1, squeeze=False)[:, 0]
-    points = _as_images(X)
+    points = as_images(X)
     for row, n in zip(rows, chosen, strict=True):
         left, right = row.subfigures(1, 2, width_ratios=(left_width, 3.2))
         start, end = (f"{float(v[n]):.3g}".replace("-", "−") for v in (breakdown.initial, breakdown.network))
@@ -173,7 +173,7 @@ def _caption(index: int, value: float, labels: Tensor | None) -> str:
     return f"#{index}{label}\n{value:+.3g}".replace("-", "−")
 
 
-def _as_images(X: Tensor) -> Tensor | None:
+def as_images(X: Tensor) -> Tensor | None:
     """Return the points as grey (n, H, W) or colour (n, H, W, 3) images, or None if they are not images."""
     if X.ndim != 4 or X.shape[1] not in (1, 3) or min(X.shape[2:]) < 4:
         return None

@@ -13,14 +13,17 @@ import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.parsing import parse_rule
 
-COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty")
+COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty", "audit")
 
 
 # they compute nothing and draw nothing
 NOT_MEANT = {(command, option) for command in ("info", "export") for option in ("--seed", "--dtype")}
+NOT_MEANT |= {("audit", "--dtype")}  # its table is text
 
 
-@pytest.mark.parametrize("command", ["", "demo", "record", "info", "verify", "attribute", "gram", "uncertainty"])
+@pytest.mark.parametrize(
+    "command", ["", "demo", "record", "info", "verify", "attribute", "gram", "uncertainty", "audit"]
+)
 def test_every_command_explains_itself(capsys, command):
     assert run(*command.split(), "--help") == 0
     assert "Usage: epk-gp" in capsys.readouterr().out
@@ -152,6 +155,8 @@ def test_rules_are_read_as_they_are_written():
         ("gram", ("--num-rows", 0), "--num-rows must be at least 1"),
         ("uncertainty", ("--num-condition", 0), "--num-condition must be at least 1"),
         ("uncertainty", ("--rule", "adaptive"), "--rule must be a fixed rule"),
+        ("audit", ("--top", 61), "--top must be at most 60: got 61"),
+        ("audit", ("--features", "all"), "--features must be exact, or a whole number"),
     ],
     ids=str,
 )
@@ -160,7 +165,7 @@ def test_commands_refuse_what_they_cannot_use(recorded, tmp_path, monkeypatch, c
     assert message in refused(capsys, command, recorded, "--quiet", *options)
 
 
-@pytest.mark.parametrize("command", ["info", "verify", "export", "attribute", "gram", "uncertainty"])
+@pytest.mark.parametrize("command", ["info", "verify", "export", "attribute", "gram", "uncertainty", "audit"])
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys, command):
     said = f"RUN must hold a recorded run: {tmp_path / 'run.json'} does not exist."
     assert said in refused(capsys, command, tmp_path)

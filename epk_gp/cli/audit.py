@@ -1,0 +1,83 @@
+"""`epk-gp audit`: the training labels of a run, ranked by how suspicious they are."""
+
+import csv
+from pathlib import Path
+
+import typer
+from torch import Tensor
+
+from epk_gp.analysis.label_errors import LabelErrors, label_errors
+from epk_gp.cli.manifest import open_run
+from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features
+from epk_gp.gp.class_data import training_labels
+from epk_gp.plots.score_figures import draw_suspicious_labels
+from epk_gp.provenance import Stopwatch, write_json
+
+_COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
+
+
+def audit(
+    *,
+    run: Path,
+    out: Path,
+    top: int,
+    features: str | None,
+    nodes: int,
+    memory: float,
+    network: str | None,
+    seed: int,
+    quiet: bool,
+) -> None:
+    """Write the table of all training labels, print and draw its first rows."""
+    timer, asked = Stopwatch(), parse_features(features)
+    trajectory = open_run(run, network)
+    labels = training_labels(trajectory, "audit")
+    folder = make_folder(out)
+    found = label_errors(
+        trajectory,
+        nodes=nodes,
+        features=asked,
+        seed=seed,
+        memory_budget=memory_bytes(memory),
+        progress=not quiet,
+    )
+    rows = _rows(found, labels)
+    with (folder / "labels.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, _COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    draw_suspicious_labels(folder / "audit.png", found, trajectory.inputs, labels, top)
+    others = int((found.predicted != labels).sum())
+    config = {"run": run, "top": top, "features": features, "nodes": nodes, "seed": seed}
+    results = {"num_points": len(rows), "another_class_expected": others, "first": rows[:top]}
+    write_json(folder / "audit.json", "audit", config, results, timer)
+    for line in _table(rows[:top]):
+        typer.echo(line)
+    typer.echo(f"another class than the label is expected at {others} of {len(rows)} training points")
+    typer.echo(f"written to {folder}: labels.csv, audit.json, audit.png ({timer.total:.1f} s)")
+
+
+def _rows(found: LabelErrors, labels: Tensor) -> list[dict[str, object]]:
+    """Return one row per training point, the most suspicious label first."""
+    rows = []
+    for rank, i in enumerate(found.indices.tolist(), start=1):  # all points are judged, so indices are positions too
+        values = (
+            labels,
+            found.predicted,
+            found.scores,
+            found.margin,
+            found.own_label,
+            found.log_probability,
+            found.aum,
+        )
+        rows.append(dict(zip(_COLUMNS, (rank, i, *(value[i].item() for value in values)), strict=True)))
+    return rows
+
+
+def _table(rows: list[dict[str, object]]) -> list[str]:
+    head = f"{'rank':>5}{'index':>8}{'label':>7}{'expected':>10}{'score':>8}{'margin':>9}{'own label':>11}{'AUM':>9}"
+    return [head] + [
+        f"{r['rank']:>5}{r['index']:>8}{r['label']:>7}{r['expected']:>10}{r['score']:>8.3f}{r['margin']:>9.2f}"
+        f"{r['own_label']:>11.2f}{r['aum']:>9.2f}"
+        for r in rows
+    ]

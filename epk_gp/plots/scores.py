@@ -1,0 +1,92 @@
+"""Drawings of scores: the risk of the predictions that are kept, distributions, and suspicious labels."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+
+from epk_gp.plots.common import GREY, PALETTE, Numbers, as_numpy
+
+_MIN_KEPT = 0.02  # the share of points from which a curve is drawn: the risk of a few points is 0 or 1
+
+
+def risk_coverage(ax: Axes, risks: Mapping[str, Float[Numbers, " n"]]) -> Axes:
+    """Draw risk-coverage curves: the share of wrong predictions among those that a score keeps.
+
+    Args:
+        ax: Axes to draw into.
+        risks: By name of the score, the share of wrong ones among the 1 .. n surest predictions.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: There is no curve, or one is empty or not finite.
+    """
+    if not risks:
+        raise ValueError("risks must hold at least one curve: got none.")
+    for (name, values), colour in zip(risks.items(), PALETTE, strict=False):
+        risk = as_numpy(name, values)
+        if not len(risk):
+            raise ValueError(f"{name} must have a risk for each number of points that are kept: got none.")
+        coverage = np.arange(1, len(risk) + 1) / len(risk)
+        drawn = coverage >= _MIN_KEPT
+        ax.plot(100 * coverage[drawn], 100 * risk[drawn], color=colour, label=name, linewidth=1.6)
+    ax.set(xlabel="predictions kept, the surest first, %", ylabel="wrong among them, %", xlim=(0, 100))
+    ax.set_ylim(bottom=0)
+    ax.grid(visible=True, color="#dddddd", linewidth=0.7)
+    ax.set_axisbelow(True)
+    ax.legend(fontsize="small")
+    return ax
+
+
+def score_histogram(ax: Axes, scores: Mapping[str, Float[Numbers, " n"]], *, label: str) -> Axes:
+    """Draw the distributions of a score that lies between 0 and 1, each with the same area.
+
+    Args:
+        ax: Axes to draw into.
+        scores: By name of the points.
+        label: Name of the score.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: A score is not finite.
+    """
+    for (name, values), colour in zip(scores.items(), PALETTE, strict=False):
+        array = as_numpy(name, values)
+        ax.hist(
+            array.clip(0, 1), bins=40, range=(0, 1), weights=np.full(len(array), 1 / len(array)), color=colour,
+            alpha=0.6, label=name,
+        )  # fmt: skip
+    ax.set(xlabel=label, ylabel="share of points", xlim=(0, 1))
+    ax.legend(fontsize="small")
+    return ax
+
+
+def suspicion_bars(ax: Axes, margins: Float[Numbers, " m"], names: Sequence[str]) -> Axes:
+    """Draw the margins of suspicious labels, the worst on top: below 0 another class is expected.
+
+    Args:
+        ax: Axes to draw into.
+        margins: Margin of each label.
+        names: What each label is.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: There is not one name per margin, or a margin is not finite.
+    """
+    values = as_numpy("margins", margins)
+    if len(names) != len(values):
+        raise ValueError(f"names must name each label: got {len(names)} names for {len(values)} margins.")
+    colours = [PALETTE[2] if value < 0 else PALETTE[3] for value in values]
+    ax.barh(range(len(values)), values, color=colours, edgecolor=GREY, linewidth=0.6, height=0.8)
+    ax.axvline(0, color=GREY, linewidth=1)
+    ax.set_yticks(range(len(values)), names, fontsize="small")
+    ax.set_ylim(len(values) - 0.4, -0.6)
+    ax.set(xlabel="margin of the label: below 0 another class is expected")
+    return ax

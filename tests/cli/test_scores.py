@@ -1,0 +1,219 @@
+"""`epk-gp uncertainty --validation` and `epk-gp audit`: their results are the library's."""
+
+import csv
+import gzip
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import epk_gp as epk
+from commands import refused, run
+from epk_gp.cli.labelled import count_training_points, halves, read_labelled
+from epk_gp.cli.manifest import open_run
+from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.plots.score_figures import draw_suspicious_labels
+
+FAST = ("--nodes", 3, "--num-samples", 16, "--quiet")
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """A run with 60 held-out points, and files of points."""
+    folder = tmp_path_factory.mktemp("scores")
+    options = ("--num-train", 40, "--num-test", 60, "--width", 5, "--steps", 6, "--quiet")
+    assert run("record", "--out", folder / "run", *options) == 0
+    held_out = load_file(folder / "run" / "held_out.safetensors")
+    X, y = held_out["inputs"].numpy(), held_out["labels"].numpy()
+    np.savez(folder / "labelled.npz", inputs=X, labels=y)
+    np.savez(folder / "points.npz", inputs=X[:9] + 30)
+    np.savez(folder / "few.npz", inputs=X[:19], labels=y[:19])
+    np.savez(folder / "wrong.npz", inputs=X, labels=y + 1)
+    np.savez(folder / "real.npz", inputs=X, labels=y + 0.5)
+    np.savez(folder / "wide.npz", inputs=X[:, :2], labels=y)
+    trained = open_run(folder / "run", None)
+    np.savez(folder / "seen.npz", inputs=trained.inputs.numpy(), labels=trained.targets.numpy())
+    return folder
+
+
+def test_scores_are_those_of_the_library(judged, tmp_path):
+    asked = ("--validation", judged / "labelled.npz", "--points", judged / "points.npz", "--alpha", 0.2)
+    assert run("uncertainty", judged / "run", *asked, "--out", tmp_path, *FAST) == 0
+    trajectory = open_run(judged / "run", None)
+    source = read_labelled(str(judged / "labelled.npz"), judged / "run", trajectory)
+    X = torch.from_numpy(np.load(judged / "points.npz")["inputs"])
+    model = epk.UncertainClassifier(trajectory, nodes=3).fit(source.X, source.labels)
+    u = model.uncertainty(X, 16)
+    with np.load(tmp_path / "scores.npz") as scores:
+        for name in ("error", "out_of_distribution", "entropy", "mutual_information", "std"):
+            np.testing.assert_allclose(scores[name], getattr(u, name).numpy(), rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(scores["predicted"], model.predict(X))
+        np.testing.assert_array_equal(scores["sets"], model.predict_set(X, 0.2))
+        np.testing.assert_array_equal(scores["row"], np.arange(9))
+        assert "labels" not in scores.files
+    results = json.loads((tmp_path / "uncertainty.json").read_text())["results"]
+    assert results["share_beyond_95_percent_of_validation"] == 1  # the points lie far from all data
+    assert "accuracy" not in results
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_points_half_of_the_validation_source_is_scored(judged, tmp_path, capsys):
+    asked = ("--validation", "held-out", "--seed", 3, "--dtype", "float32", "--save-model", tmp_path / "model")
+    assert run("uncertainty", judged / "run", *asked, "--out", tmp_path / "out", *FAST) == 0
+    out = capsys.readouterr().out
+    assert "scoring 30 held-out points, with 30 held-out points as validation points" in out
+    assert "area under the ROC curve: error score" in out
+    held_out = load_file(judged / "run" / "held_out.safetensors")
+    with np.load(tmp_path / "out" / "scores.npz") as scores:
+        assert scores["error"].dtype == np.float32
+        np.testing.assert_array_equal(scores["labels"], held_out["labels"][scores["row"]])
+        rows, probability = scores["row"], scores["probability"]
+    results = json.loads((tmp_path / "out" / "uncertainty.json").read_text())["results"]
+    accuracy = (probability.argmax(1) == held_out["labels"][rows].numpy()).mean()
+    assert results["accuracy"] == pytest.approx(accuracy)
+    read = epk.UncertainClassifier.load(
+        tmp_path / "model", build_network(NetworkSpec("mlp", (100,), 3, width=5)).double()
+    )
+    np.testing.assert_allclose(read.predict_proba(held_out["inputs"][rows]), probability, atol=1e-6)
+
+
+def test_halves_share_no_point(judged):
+    source = read_labelled("held-out", judged / "run", open_run(judged / "run", None))
+    first, second = halves(source, 0)
+    assert sorted(torch.cat([first.rows, second.rows]).tolist()) == list(range(60))
+    assert torch.equal(source.X[second.rows], second.X)
+    assert not torch.equal(halves(source, 1)[0].rows, first.rows)
+
+
+def test_training_points_are_recognised(judged):
+    trajectory = open_run(judged / "run", None)
+    assert count_training_points(trajectory.inputs[5:9].clone(), trajectory) == 4
+    assert count_training_points(trajectory.inputs[5:9] + 1e-9, trajectory) == 0
+
+
+def test_a_map_says_how_to_get_scores(judged, tmp_path, capsys):
+    options = ("--num-condition", 4, "--grid", 2, "--num-samples", 2, "--fit-steps", 1, "--quiet")
+    assert run("uncertainty", judged / "run", "--out", tmp_path, *options) == 0
+    assert "add --validation held-out, or a file of labelled points" in capsys.readouterr().out.splitlines()[-1]
+    assert not (tmp_path / "scores.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--validation", "few.npz", "--points", "points.npz"), "at least 20 validation points: got 19. Name"),
+        (("--validation", "few.npz"), "validation points: got 10 (half of those given"),
+        (("--validation", "points.npz"), "validation points must have labels: points.npz has no `labels`."),
+        (("--validation", "wrong.npz"), "`labels` in wrong.npz must lie in 0..2, the run's classes: got 1..3."),
+        (("--validation", "real.npz"), "`labels` in real.npz must be class indices, one per point: got shape (60,)"),
+        (("--validation", "wide.npz"), "must have the shape of the run's, (100,) each: got shape (60, 2)"),
+        (("--validation", "nowhere.npz"), "nowhere.npz must be a .safetensors or .npz file: it does not exist"),
+        (("--validation", "seen.npz"), "20 of 20 are training points. Name others."),
+        (("--validation", "."), "t10k-images"),
+        (("--validation", "held-out", "--alpha", 0), "--alpha must be positive and below 1: got 0"),
+        (("--validation", "held-out", "--alpha", 1), "--alpha must be positive and below 1: got 1"),
+        (("--validation", "held-out", "--features", "many"), "--features must be exact, or a whole number"),
+        (("--validation", "held-out", "--features", "0"), "--features must be exact, or a whole number"),
+        (("--validation", "held-out", "--nodes", "0"), "--nodes must be at least 1: got 0"),
+        (("--validation", "held-out", "--memory", "0"), "--memory must be at least 0.001"),
+        (("--validation", "held-out", "--save-model", "full"), "--save-model must be a new or empty folder: full"),
+        (("--validation", "held-out", "--save-model", "run/x"), "--save-model must lie outside the folder of the run"),
+        (("--validation", "held-out", "--grid", 3), "--validation must stand without --grid"),
+        (("--alpha", 0.1), "--alpha must stand beside --validation, without which it would be ignored. Pass both."),
+        (("--save-model", "x"), "--save-model must stand beside --validation"),
+    ],
+    ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_what_scores_cannot_use_ends_with_one_line(judged, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(judged)
+    (judged / "full").mkdir(exist_ok=True)
+    (judged / "full" / "file").write_bytes(b"")
+    before = sorted(judged.rglob("*"))
+    assert message in refused(capsys, "uncertainty", "run", *options, "--quiet")
+    assert sorted(judged.rglob("*")) == before
+
+
+def test_a_run_without_held_out_points_says_so(tmp_path, capsys):
+    X = np.random.default_rng(0).normal(size=(12, 3))
+    np.savez(tmp_path / "all.npz", inputs=X, labels=np.arange(12) % 2)
+    record = ("record", "--data", tmp_path / "all.npz", "--width", 3, "--steps", 2, "--out", tmp_path / "run")
+    assert run(*record, "--quiet") == 0
+    line = refused(capsys, "uncertainty", tmp_path / "run", "--validation", "held-out", "--quiet")
+    assert "has none. Record with --num-test, or name a file." in line
+
+
+@pytest.mark.parametrize("command", [("uncertainty", "--validation", "held-out"), ("audit",)])
+def test_only_classifiers_are_judged(tmp_path, capsys, command):
+    options = ("--num-train", 24, "--num-test", 60, "--width", 5, "--steps", 2, "--loss", "mse", "--quiet")
+    assert run("record", "--out", tmp_path / "run", *options) == 0
+    line = refused(capsys, command[0], tmp_path / "run", *command[1:], "--out", tmp_path / "out", "--quiet")
+    assert "needs the run of a classifier" in line
+    assert not (tmp_path / "out").exists()
+
+
+def write_idx(folder, images, labels):
+    """A test part in MNIST's format."""
+    folder.mkdir()
+    for name, values, magic in (("images-idx3", images, 0x803), ("labels-idx1", labels, 0x801)):
+        head = struct.pack(f">I{values.ndim}I", magic, *values.shape)
+        (folder / f"t10k-{name}-ubyte.gz").write_bytes(gzip.compress(head + values.tobytes()))
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A run on images, and a folder of more of them."""
+    folder = tmp_path_factory.mktemp("images")
+    draws = np.random.default_rng(0)
+    X, y = draws.integers(0, 255, (90, 6, 6), dtype=np.uint8), (np.arange(90) % 2).astype(np.uint8)
+    X[y == 1, :3] //= 4
+    np.savez(folder / "data.npz", inputs=X[:30, None] / 255, labels=y[:30].astype(np.int64))
+    write_idx(folder / "more", X[30:], y[30:])
+    record = ("record", "--data", folder / "data.npz", "--width", 4, "--steps", 3, "--out", folder / "run")
+    assert run(*record, "--quiet") == 0
+    return folder
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_gives_validation_points_and_points_without_labels(images, tmp_path, capsys):
+    asked = ("uncertainty", images / "run", "--validation", images / "more")
+    assert run(*asked, "--out", tmp_path / "half", *FAST) == 0
+    with np.load(tmp_path / "half" / "scores.npz") as scores:
+        assert len(scores["labels"]) == 30
+    assert run(*asked, "--points", images / "more", "--out", tmp_path / "whole", *FAST) == 0
+    with np.load(tmp_path / "whole" / "scores.npz") as scores:
+        assert len(scores["error"]) == 60
+        assert "labels" not in scores.files
+    assert "60 points of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("which", ["judged", "images"])
+def test_audit_ranks_every_label_as_the_library_does(request, tmp_path, capsys, which):
+    folder = request.getfixturevalue(which)
+    options = ("--top", 12, "--nodes", 3, "--quiet")
+    assert run("audit", folder / "run", "--out", tmp_path, *options) == 0
+    trajectory = open_run(folder / "run", None)
+    found = epk.label_errors(trajectory, nodes=3)
+    with (tmp_path / "labels.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["index"]) for row in rows] == found.indices.tolist()
+    assert [int(row["label"]) for row in rows] == trajectory.targets[found.indices].tolist()
+    assert [float(row["margin"]) for row in rows] == pytest.approx(found.margin[found.indices].tolist(), rel=1e-9)
+    assert [float(row["score"]) for row in rows] == found.scores[found.indices].tolist()
+    out = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[1]) for line in out[1:13]] == found.indices[:12].tolist()
+    saved = json.loads((tmp_path / "audit.json").read_text())["results"]
+    assert saved["another_class_expected"] == int((found.predicted != trajectory.targets).sum())
+    assert len(saved["first"]) == 12
+    assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_worst_images_are_drawn_in_their_order(images, monkeypatch, tmp_path):
+    trajectory, drawn = open_run(images / "run", None), []
+    found = epk.label_errors(trajectory, nodes=2)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: drawn.append(figure))
+    draw_suspicious_labels(tmp_path / "a.png", found, trajectory.inputs, trajectory.targets, 13)
+    captions = [ax.get_title() for ax in drawn[0].get_axes() if ax.images]
+    assert [int(caption.split()[0].removeprefix("#")) for caption in captions] == found.indices[:13].tolist()

@@ -1,0 +1,190 @@
+"""`UncertainClassifier` in scikit-learn's hands: pipelines, clones, cross-validation, and classes with names."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone, is_classifier
+from sklearn.exceptions import NotFittedError
+from sklearn.frozen import FrozenEstimator
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.validation import check_is_fitted
+from torch import nn
+
+import epk_gp as epk
+from epk_gp.classifier import EPKClassifier
+from epk_gp.datasets import three_gaussians
+
+DIM = 3
+NAMES = np.array(["ant", "bee", "cat"])
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(DIM, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def gaussians(count, seed):
+    data = three_gaussians(count, dim=DIM, generator=torch.Generator().manual_seed(seed))
+    return data.inputs.numpy(), data.labels.numpy()
+
+
+@pytest.fixture(scope="module")
+def scaler():
+    """The scaler that the network's inputs went through, fitted to training points alone."""
+    return StandardScaler().fit(gaussians(15, 0)[0])
+
+
+@pytest.fixture(scope="module")
+def run(scaler):
+    X, y = gaussians(15, 0)
+    torch.manual_seed(0)
+    net = make_net()
+    X = torch.as_tensor(scaler.transform(X))
+    return epk.train(net, X, torch.as_tensor(y), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=20)
+
+
+@pytest.fixture(scope="module")
+def named(run, scaler):
+    X, y = gaussians(20, 1)
+    return epk.UncertainClassifier(run, nodes=3, classes=NAMES).fit(scaler.transform(X), NAMES[y])
+
+
+class Frame:
+    """What scikit-learn takes for a data frame: it has `iloc` and turns into an array."""
+
+    def __init__(self, values):
+        self.values, self.iloc, self.columns = values, None, [f"x{j}" for j in range(values.shape[1])]
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.values, dtype)
+
+    def __len__(self):
+        return len(self.values)
+
+
+def test_a_pipeline_scores_raw_points(run, scaler):
+    (X, y), (X_test, y_test) = gaussians(20, 1), gaussians(20, 2)
+    pipeline = make_pipeline(FrozenEstimator(scaler), epk.UncertainClassifier(run, nodes=3)).fit(X, y)
+    alone = epk.UncertainClassifier(run, nodes=3).fit(scaler.transform(X), y)
+    np.testing.assert_array_equal(pipeline.predict_proba(X_test), alone.predict_proba(scaler.transform(X_test)))
+    assert pipeline.score(X_test, y_test) == alone.score(scaler.transform(X_test), y_test) > 0.8
+    assert list(pipeline.classes_) == [0, 1, 2]
+    assert is_classifier(pipeline)
+    error = pipeline[-1].uncertainty(pipeline[:-1].transform(X_test)).error
+    np.testing.assert_array_equal(error, alone.uncertainty(scaler.transform(X_test)).error)
+
+
+@pytest.mark.slow
+def test_cross_validation_and_a_grid_fit_clones(run, scaler):
+    X, y = gaussians(25, 1)
+    X = scaler.transform(X)
+    model = epk.UncertainClassifier(run, nodes=3)
+    scores = cross_val_score(model, X, y, cv=3)
+    assert scores.shape == (3,)
+    assert scores.min() > 0.7
+    losses = cross_val_score(model, X, y, cv=3, scoring="neg_log_loss")
+    assert np.isfinite(losses).all()
+    grid = GridSearchCV(model, {"inputs_kernel": ["rbf", None]}, cv=2).fit(X, y)
+    assert grid.best_params_.keys() == {"inputs_kernel"}
+    assert not hasattr(model, "process_")  # clones were fitted
+
+
+def test_a_clone_has_the_arguments_and_no_fit(named):
+    copied = clone(named)
+    assert copied.get_params().keys() == named.get_params().keys()
+    assert all(copied.get_params()[name] is value for name, value in named.get_params().items())
+    check_is_fitted(named)
+    with pytest.raises(NotFittedError, match="not fitted"):
+        check_is_fitted(copied)
+    assert is_classifier(copied)
+
+
+def test_arguments_change_at_the_next_fit(run, scaler):
+    X, y = gaussians(20, 1)
+    X = scaler.transform(X)
+    model = epk.UncertainClassifier(run, nodes=3).fit(X, y)
+    before = model.predict_proba(X)
+    model.set_params(inputs_kernel=None, memory_budget=2**28)
+    np.testing.assert_array_equal(model.predict_proba(X), before)
+    assert model.get_params()["memory_budget"] == 2**28
+    assert np.abs(model.fit(X, y).predict_proba(X) - before).max() > 1e-3
+    with pytest.raises(ValueError, match="a parameter must be one of .*: got 'width'"):
+        model.set_params(width=3)
+
+
+def test_data_frames_and_lists_are_arrays(named, scaler):
+    X = scaler.transform(gaussians(5, 2)[0])
+    expected = named.predict_proba(X)
+    for same in (Frame(X), X.tolist()):
+        found = named.predict_proba(same)
+        assert isinstance(found, np.ndarray)
+        np.testing.assert_array_equal(found, expected)
+        assert isinstance(named.uncertainty(same).error, np.ndarray)
+        assert isinstance(named.predict_set(same), np.ndarray)
+
+
+def test_classes_with_names_go_in_and_come_out(named, run, scaler, tmp_path):
+    (X, y), (X_test, y_test) = gaussians(20, 1), gaussians(20, 2)
+    X, X_test = scaler.transform(X), scaler.transform(X_test)
+    numbered = epk.UncertainClassifier(run, nodes=3).fit(X, y)
+    np.testing.assert_array_equal(named.predict(X_test), NAMES[numbered.predict(X_test)])
+    np.testing.assert_array_equal(named.predict(torch.as_tensor(X_test)), named.predict(X_test))
+    np.testing.assert_array_equal(named.predict_proba(X_test), numbered.predict_proba(X_test))
+    assert named.score(X_test, NAMES[y_test]) == numbered.score(X_test, y_test)
+    named.save(tmp_path / "named")
+    read = epk.UncertainClassifier.load(tmp_path / "named", make_net())
+    np.testing.assert_array_equal(read.predict(X_test), named.predict(X_test))
+    np.testing.assert_array_equal(read.classes_, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("classes", "error", "message"),
+    [
+        (["ant", "bee"], ValueError, r"classes must name each of the 3 outputs once.*got \['ant', 'bee'\]"),
+        (["ant", "bee", "ant"], ValueError, "classes must name each of the 3 outputs once"),
+        ([[1], [2], [3]], ValueError, "classes must name each of the 3 outputs once"),
+        ([None, 1, 2], TypeError, "classes must be numbers or text: got an array of object"),
+    ],
+)
+def test_names_that_name_no_classes_are_refused(run, unchecked, classes, error, message):
+    X, y = gaussians(20, 1)
+    with pytest.raises(error, match=message):
+        epk.UncertainClassifier(run, nodes=3, classes=classes).fit(X, y)
+
+
+def test_labels_that_are_no_class_are_named(run, named, unchecked):
+    X, y = gaussians(20, 1)
+    with pytest.raises(ValueError, match=r"y must hold classes of the network, \['ant', 'bee', 'cat'\]: got 'dog'"):
+        named.score(X, np.where(y == 1, "dog", "cat"))
+    with pytest.raises(ValueError, match=r"one entry per point: got shape \(59,\) for 60 points"):
+        named.score(X, NAMES[y[1:]])
+    with pytest.raises(TypeError, match=r"y must be whole numbers.*classes=\.\.\."):
+        epk.UncertainClassifier(run, nodes=3).fit(X, NAMES[y])
+
+
+@pytest.mark.parametrize("kind", [NAMES, NAMES.astype(object), np.array([10, 20, 40]), np.array([-1.0, 0.0, 2.0])])
+def test_a_recorded_classifier_leads_to_the_scores(kind):
+    """With labels of any kind."""
+    (X, y), (X_val, y_val), (X_test, y_test) = gaussians(15, 0), gaussians(20, 1), gaussians(20, 2)
+    classifier = EPKClassifier(steps=15, random_state=0).fit(X, kind[y])
+    model = classifier.uncertain_classifier(X_val, kind[y_val], nodes=3)
+    assert model.trajectory is classifier.trajectory_
+    numbered = epk.UncertainClassifier(classifier.trajectory_, nodes=3).fit(X_val, y_val)
+    np.testing.assert_array_equal(model.predict(X_test), kind[numbered.predict(X_test)])
+    np.testing.assert_array_equal(model.uncertainty(X_test).error, numbered.uncertainty(X_test).error)
+    assert model.score(X_test, kind[y_test]) > 0.8
+
+
+def test_a_recorded_classifier_checks_validation_points(unchecked):
+    X, y = gaussians(15, 0)
+    classifier = EPKClassifier(steps=2, random_state=0)
+    with pytest.raises(NotFittedError, match="not fitted"):
+        classifier.uncertain_classifier(X, y)
+    classifier.fit(X, NAMES[y])
+    with pytest.raises(ValueError, match="expecting 3 features"):
+        classifier.uncertain_classifier(X[:, :2], NAMES[y])
+    with pytest.raises(ValueError, match="y must hold classes of the network"):
+        classifier.uncertain_classifier(X, y)
+    with pytest.raises(TypeError, match="width"):
+        classifier.uncertain_classifier(X, NAMES[y], width=3)
