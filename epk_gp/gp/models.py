@@ -21,7 +21,7 @@ from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_li
 from epk_gp.gp.means import PriorMean, make_mean
 from epk_gp.gp.output_coupling import Coupling, parse_coupling
 from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
-from epk_gp.gp.targets import TargetKind, label_values, make_targets
+from epk_gp.gp.targets import TargetKind, make_targets
 from epk_gp.gp.train_indices import parse_train_indices
 from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.tagged_points import tag_points, validate_batches
@@ -58,8 +58,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         mean: "initial" (f_{w_0}, the b of the kernel machine), "constant" (learned, one per output), "zero" (for
             targets="labels"), "network".
         targets: "network" - the trained network's outputs at the points (the paper); "dirichlet" - transformed labels
-            with known noise (Milios et al. 2018); "labels" - the run's own targets minus `target_mean`: one-hot class
-            labels minus 1 / C, or the real targets of a regression minus their mean.
+            with known noise (Milios et al. 2018); "labels" - the run's own targets: one-hot class labels minus 1 / C,
+            or the real targets of a regression, with mean="zero" minus their mean (`target_mean`).
         points: Indices of the training points to condition on; all by default.
         head: "logits" or "log_softmax"; None follows the run's loss (`EPKKernel`).
         rule: Quadrature rule.
@@ -109,7 +109,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
         _validate_noise(noise, (N, C), targets)
         parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
-        y, variances = make_targets(trajectory, train_indices, targets, head)
+        y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
         if isinstance(noise, Tensor):
             variances = noise.detach().to(y)
         likelihood = (
@@ -129,7 +129,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
         super().__init__(x, coupling.to_gpytorch(y), likelihood)
         self.points = train_indices
-        self.target_mean = label_values(trajectory, train_indices)[1] if targets == "labels" else y.new_zeros(C)
+        self.target_mean = target_mean
         self.coupling = coupling
         self.mean_module = make_mean(mean, kernel.config, coupling)
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)

@@ -8,7 +8,6 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.input_layout import Inputs
-from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.core.validation import validate_number
 from epk_gp.gp.leave_one_out import leave_one_out
 from epk_gp.gp.models import LogitGP, validate_gp
@@ -93,55 +92,11 @@ class TargetPrediction:
         return y.to(self.mean).view(shape)
 
 
-def regression_targets(trajectory: Trajectory) -> Float[Tensor, "M C"]:
-    """Return the targets that a run was trained on as one column per output of the network, float64.
-
-    Args:
-        trajectory: A run whose targets are numbers: of shape (M, C), or (M,) for one output.
-
-    Raises:
-        TypeError: The trajectory is no recorded run.
-        ValueError: The targets are class labels, or have another shape than the network's outputs.
-    """
-    validate_trajectory(trajectory)
-    y, C = trajectory.targets, trajectory.num_outputs
-    if not y.is_floating_point():
-        raise ValueError(
-            f"targets must be floating-point numbers: the run has {y.dtype} targets, as class labels are. Take the "
-            "network's outputs as targets, LogitGP(trajectory)."
-        )
-    if y.ndim == 1 and C == 1:
-        y = y[:, None]
-    if tuple(y.shape) != (trajectory.num_points, C):
-        raise ValueError(
-            f"targets must have one column per output, {(trajectory.num_points, C)}: the run has shape "
-            f"{tuple(y.shape)}. Set them with gp.set_train_data(targets=...)."
-        )
-    return y.to(torch.float64)
-
-
-def condition_on_targets(gp: LogitGP) -> None:
-    """Make a process one on the targets that the network was trained on, in place, not on its outputs.
-
-    Its noise is that of observations then: `gp.fit()` learns it from the targets. Predict with `predict_targets`.
-
-    Args:
-        gp: A process with any prior mean; "constant" leaves the level of the targets to be learned.
-
-    Raises:
-        TypeError: `gp` is not a `LogitGP`.
-        ValueError: The run's targets are no numbers, or have another shape than the network's outputs.
-    """
-    validate_gp(gp)
-    y = regression_targets(gp.kernel.trajectory)[gp.points].to(gp.train_targets)
-    gp.set_train_data(targets=gp.coupling.to_gpytorch(y))
-
-
 def predict_targets(gp: LogitGP, X: Inputs, noise: Float[Tensor, "n C"] | None = None) -> TargetPrediction:
     """Predict observations at new points.
 
     Args:
-        gp: A process whose targets are observations (`condition_on_targets`).
+        gp: A process whose targets are observations, `LogitGP(trajectory, targets="labels")`.
         X: n inputs.
         noise: Variances of the new observations, (n, C); by default that of the process, if it is one number for all
             points.
@@ -169,7 +124,7 @@ def predict_targets(gp: LogitGP, X: Inputs, noise: Float[Tensor, "n C"] | None =
             f"noise must be one variance per point and output {tuple(posterior.mean.shape)}, none negative: got shape "
             f"{tuple(noise.shape)}."
         )
-    return _prediction(posterior, noise)
+    return _prediction(gp, posterior, noise)
 
 
 def leave_one_out_targets(gp: LogitGP) -> TargetPrediction:
@@ -182,12 +137,12 @@ def leave_one_out_targets(gp: LogitGP) -> TargetPrediction:
         TypeError, ValueError: As `epk_gp.gp.leave_one_out.leave_one_out`.
     """
     posterior = leave_one_out(gp).posterior
-    return _prediction(posterior, gp.coupling.from_rows(gp.noise_rows().detach()))
+    return _prediction(gp, posterior, gp.coupling.from_rows(gp.noise_rows().detach()))
 
 
-def _prediction(posterior: LogitPosterior, noise: Tensor) -> TargetPrediction:
+def _prediction(gp: LogitGP, posterior: LogitPosterior, noise: Tensor) -> TargetPrediction:
     latent = posterior.covariance.diagonal(dim1=-2, dim2=-1).clone()
-    return TargetPrediction(posterior.mean, latent + noise.to(latent), latent)
+    return TargetPrediction(posterior.mean + gp.target_mean, latent + noise.to(latent), latent)
 
 
 def _parse_level(level: object, name: str = "level") -> float:

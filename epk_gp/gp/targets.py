@@ -14,8 +14,13 @@ TargetKind = Literal["network", "dirichlet", "labels"]
 
 
 def make_targets(
-    trajectory: Trajectory, train_indices: Int[Tensor, " N"], targets: TargetKind, head: Head
-) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"] | None]:
+    trajectory: Trajectory,
+    train_indices: Int[Tensor, " N"],
+    targets: TargetKind,
+    head: Head,
+    *,
+    prior_is_zero: bool = True,
+) -> tuple[Float[Tensor, "N C"], Float[Tensor, "N C"] | None, Float[Tensor, " C"]]:
     """Return what the GP regresses on.
 
     Args:
@@ -24,21 +29,25 @@ def make_targets(
         targets: "network" - the trained network's outputs (section 4.2, Bell et al. 2023); "dirichlet" - transformed
             labels; "labels" - the run's own targets, centred (`label_values`).
         head: The network's head.
+        prior_is_zero: The prior mean is zero: of real targets their mean is subtracted then. Another prior mean says
+            where they lie.
 
     Returns:
-        Targets and, for "dirichlet", the variances of their noise; float64.
+        Targets; for "dirichlet" the variances of their noise; and what was subtracted from "labels". Float64.
 
     Raises:
         ValueError: `targets` is none of these, "dirichlet" is asked for and the run has no class labels, or "labels"
             and the run's targets are neither class labels nor a number for every output.
     """
+    zero = torch.zeros(trajectory.num_outputs, dtype=torch.float64, device=trajectory.device)
     if targets == "network":
         X = trajectory.inputs[train_indices]
         X = X.to(torch.float64) if X.is_floating_point() else X
-        return network_outputs(trajectory, X, state=-1, head=head).to(torch.float64), None
+        return network_outputs(trajectory, X, state=-1, head=head).to(torch.float64), None, zero
     if targets == "labels":
         values, mean = label_values(trajectory, train_indices)
-        return values - mean, None
+        mean = mean if prior_is_zero or not trajectory.targets.is_floating_point() else zero
+        return values - mean, None, mean
     if targets != "dirichlet":
         raise ValueError(f"targets must be 'network', 'dirichlet' or 'labels': got {targets!r}.")
     labels = trajectory.targets
@@ -47,7 +56,7 @@ def make_targets(
             f"targets='dirichlet' needs class labels, one integer per point: the run has {labels.dtype} targets of "
             f"shape {tuple(labels.shape)}. Use targets='network'."
         )
-    return dirichlet_targets(labels[train_indices], trajectory.num_outputs)
+    return *dirichlet_targets(labels[train_indices], trajectory.num_outputs), zero
 
 
 def label_values(
