@@ -100,7 +100,7 @@ def exact_gp(case, outputs, kernel):
 def test_an_exact_gp_of_the_users_own_fits_and_predicts(case, outputs, monkeypatch):
     kernel = kernel_of(case, outputs)
     calls = []
-    for name in ("block", "block_per_class"):
+    for name in ("block", "block_per_class", "trace_block"):
         original = getattr(PathKernel, name)
         monkeypatch.setattr(PathKernel, name, lambda *a, f=original, **k: (calls.append(1), f(*a, **k))[1])
     scaled = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
