@@ -81,6 +81,7 @@ DOORS: dict[str, Callable[..., Tensor]] = {
     "gram.path_kernel.gram_block": lambda run, **h: epk.gram_block(run, *pair(run), rule=RULE, **h),
     "gram.path_kernel.gram_block_per_class": lambda run, **h: gram_block_per_class(run, *pair(run), rule=RULE, **h),
     "gram.path_kernel.gram_diagonal_blocks": lambda run, **h: gram_diagonal_blocks(run, pair(run)[0], rule=RULE, **h),
+    "gram.path_features.path_features": lambda run, **h: epk.path_features(run, TEST, 16, num_probe=0, **h) + 0,
     "gram.thinning.thin_path": thinning_errors,
     "kernels.epk.EPKKernel": kernel_values,
     "kernels.precomputed.epk_gram": lambda run, **h: torch.from_numpy(epk_gram(run, *pair(run), rule=RULE, **h)),

@@ -28,6 +28,7 @@ ASK = {
     "gram_block": lambda t, X, **k: epk.gram_block(t, epk.Points(X, True), epk.Points(X, False), **k),
     "gram_block_per_class": lambda t, X, **k: gram_block_per_class(t, epk.Points(X, True), epk.Points(X, False), **k),
     "gram_diagonal_blocks": lambda t, X, **k: gram_diagonal_blocks(t, epk.Points(X, False), **k),
+    "path_features": lambda t, X, **k: epk.path_features(t, X, 16, **k),
 }
 
 

@@ -71,6 +71,19 @@ def test_cosines_have_a_diagonal_of_ones(run, outputs) -> None:
     torch.testing.assert_close(kernel(x, diag=True), torch.ones_like(length), rtol=0, atol=1e-14)
 
 
+def test_cosines_are_the_exact_ones_within_the_stated_error(run) -> None:
+    x = torch.randn(12, D, dtype=torch.float64)
+    error = path_features(run, x, 256, nodes=4, head="logits").error
+    difference = (
+        sketched(run, "trace", 256, normalize="cosine")(x).to_dense()
+        - EPKKernel(run, "trace", "logits", epk.gauss_legendre(2), normalize="cosine")(x).to_dense()
+    )
+    off_diagonal = difference[~torch.eye(12, dtype=torch.bool)]
+    assert float(off_diagonal.square().mean().sqrt()) == pytest.approx(error.rms)
+    assert float(off_diagonal.abs().max()) == pytest.approx(error.max)
+    assert error.rms < 1.15 / 16 + error.nodes_rms
+
+
 @pytest.mark.parametrize("outputs", ["full", "independent", "trace", 1])
 def test_a_mean_diagonal_is_that_of_the_features(run, outputs) -> None:
     x = epk.train_copy(run.inputs)
@@ -108,7 +121,7 @@ def test_only_points_whose_features_are_used_are_differentiated(run, monkeypatch
     assert torch.equal(x.grad[2:], torch.zeros(4, D, dtype=torch.float64))
 
 
-def test_batches_of_points_have_their_own_matrices(run) -> None:
+def test_batches_of_points_have_their_own_matrices(run, unchecked) -> None:
     x = mixed(2, 4)
     for outputs in MODES:
         kernel = sketched(run, outputs)
