@@ -37,17 +37,24 @@ def test_composing():
 
 @pytest.mark.slow
 def test_active_learning():
-    curves = run("active_learning")["curves"]
-    assert curves["random"][0] == curves["mutual information"][0]
+    names = run("active_learning")
+    curves = names["curves"]
+    assert curves["random"][0] == curves["next_to_label"][0]
     assert all(curve[-1] > curve[0] + 0.1 for curve in curves.values())
+    assert sum(curves["next_to_label"]) > sum(curves["random"])
+    assert names["together"] > curves["next_to_label"][-1] + 0.02
 
 
 @pytest.mark.slow
 def test_out_of_distribution():
-    areas = run("out_of_distribution")["areas"]
-    assert abs(areas["GP: entropy"] - areas["network: entropy"]) < 0.02
-    assert areas["GP: mutual information"] < areas["GP: entropy"]
-    assert all(0.8 < value < 0.95 for value in areas.values())
+    names = run("out_of_distribution")
+    areas, noise = names["areas"], names["noise"]
+    of_process = ("process: mutual information", "process: entropy", "process: out of distribution")
+    assert all(areas[name] > areas["network: entropy"] + 0.02 for name in of_process)
+    assert areas["pixels: nearest training image"] > max(areas[name] for name in of_process)
+    assert areas["process: out of distribution"] > areas["process: error score"] + 0.02
+    assert noise["process: out of distribution"] > 0.999 > 0.99 > noise["network: entropy"]
+    assert names["refused"]["known"] < 0.12 < 0.8 < names["refused"]["unknown"]
 
 
 @pytest.mark.slow

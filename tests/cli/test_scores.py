@@ -3,7 +3,10 @@
 import csv
 import gzip
 import json
+import re
+import shlex
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -217,3 +220,17 @@ def test_the_worst_images_are_drawn_in_their_order(images, monkeypatch, tmp_path
     draw_suspicious_labels(tmp_path / "a.png", found, trajectory.inputs, trajectory.targets, 13)
     captions = [ax.get_title() for ax in drawn[0].get_axes() if ax.images]
     assert [int(caption.split()[0].removeprefix("#")) for caption in captions] == found.indices[:13].tolist()
+
+
+@pytest.mark.parametrize("page", ["deciding.md", "capabilities/command-line.md"])
+def test_command_lines_of_the_pages_are_understood(page):
+    """All options are parsed before --help is answered."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line.partition("#")[0] for block in blocks for line in block.splitlines() if line.startswith("epk-gp")]
+    lines += re.findall(r"`(epk-gp [a-z]+ run[^`]*)`", text)
+    commands = [shlex.split(line)[1:] for line in lines]
+    assert sum(words[0] in ("uncertainty", "audit") for words in commands) >= 2
+    for words in commands:
+        assert run(*words, "--help") == 0, words
+        assert run(*words, "--no-such-option") == 1
