@@ -20,7 +20,8 @@ from epk_gp.plots import reconstruction_scatter
 from harness import Experiment, floats_as_text, floats_from_text, main, words_in, words_of
 
 FOLDER = Path(__file__).parents[1] / "experiments"
-NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("harness", "problems"))
+SHARED = ("harness", "problems", "uncertainty_problems")  # what experiments have in common
+NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in SHARED)
 GALLERY = FOLDER.parent / "docs" / "gallery"
 
 

@@ -1,0 +1,79 @@
+"""Finding errors and wrong labels: against brute force over all orders, and scikit-learn."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+from epk_gp.analysis.detection import error_detection, precision_at_k
+
+SCORES = torch.tensor([0.1, 0.2, 0.2, 0.2, 0.9, 0.9], dtype=torch.float64)
+MARKED = torch.tensor([False, True, False, False, True, False])
+
+
+def orders(scores, *, descending):
+    """Every order of the points that the scores allow: points of one score may stand in any order."""
+    values = scores.tolist()
+    for order in permutations(range(len(values))):
+        ranked = [values[i] for i in order]
+        if ranked == sorted(values, reverse=descending):
+            yield list(order)
+
+
+def test_the_area_under_the_risk_coverage_curve_is_the_mean_over_all_orders_of_ties():
+    count = torch.arange(1, len(SCORES) + 1)
+    risks = torch.stack([MARKED[order].double().cumsum(0) / count for order in orders(SCORES, descending=False)])
+    found = error_detection(SCORES, MARKED)
+    torch.testing.assert_close(found.risk, risks.mean(0))
+    assert found.aurc == pytest.approx(float(risks.mean()))
+    assert float(found.risk[-1]) == pytest.approx(2 / 6)
+    assert found.auroc == pytest.approx(roc_auc_score(MARKED, SCORES))
+
+
+def test_the_order_of_the_points_does_not_matter_and_the_order_of_the_scores_does():
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(6, generator=generator)
+    assert error_detection(SCORES[order], MARKED[order]).aurc == pytest.approx(error_detection(SCORES, MARKED).aurc)
+    assert error_detection(-SCORES, MARKED).aurc > 1.2 * error_detection(SCORES, MARKED).aurc
+
+
+def test_a_score_that_knows_all_errors_leaves_only_the_risk_of_full_coverage():
+    wrong = torch.tensor([False] * 8 + [True] * 2)
+    known = error_detection(wrong.float(), wrong)
+    assert known.auroc == 1
+    assert known.aurc == pytest.approx((1 / 9 + 2 / 10) / 10)
+    assert error_detection(torch.zeros(10), wrong).aurc == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_without_both_kinds_there_is_no_auroc(all_of_them):
+    found = error_detection(SCORES, torch.full((6,), all_of_them))
+    assert found.auroc is None
+    assert found.aurc == all_of_them
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 6, None])
+def test_precision_is_the_mean_over_all_orders_of_ties(k):
+    first = int(MARKED.sum()) if k is None else k
+    shares = [MARKED[order[:first]].double().mean() for order in orders(SCORES, descending=True)]
+    assert precision_at_k(SCORES, MARKED, k) == pytest.approx(float(sum(shares)) / len(shares))
+
+
+@pytest.mark.parametrize(
+    ("ask", "kind", "message"),
+    [
+        (lambda: error_detection(SCORES, MARKED[:3]), ValueError, "wrong must have one entry per score: got 3 entries"),
+        (lambda: error_detection(SCORES, MARKED.long()), TypeError, "wrong must be a mask of torch.bool: got"),
+        (lambda: error_detection(SCORES[:0], MARKED[:0]), ValueError, "scores must hold finite scores, at least one"),
+        (lambda: error_detection(SCORES * float("nan"), MARKED), ValueError, "scores must hold finite scores"),
+        (lambda: precision_at_k(SCORES, ~MARKED & MARKED), ValueError, "at least one point that is sought where k"),
+        (lambda: precision_at_k(SCORES, MARKED, 7), ValueError, "k must be at most the number of scores, 6: got 7"),
+        (lambda: precision_at_k(SCORES, MARKED, 0), ValueError, "k must be at least 1"),
+        (lambda: precision_at_k(SCORES, MARKED[1:]), ValueError, "sought must have one entry per score: got 5"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input_is_an_error_that_says_what_to_do(ask, kind, message):
+    with pytest.raises(kind, match=message):
+        ask()
