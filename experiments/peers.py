@@ -24,6 +24,8 @@ MAX_EXACT = 5000  # points on which an RBF-GP is conditioned; of more, so many a
 MEMBERS = 5
 NUM_SAMPLES = 256
 GP_SUBSET = {"last_layer": 2000, "all": 500}  # points of laplace-torch's functional process
+PRIOR_PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
+NUM_CHOICE = 400  # validation images for the choice among them
 
 
 @dataclass(frozen=True)
@@ -207,29 +209,26 @@ def laplace_process(weights: str) -> Peer:
         )
         torch.manual_seed(judged.problem.seed)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what it computes anew
+            warnings.simplefilter("ignore", UserWarning)  # of hooks that its backend sets
             model.fit(_loader(_single(train)))
-            model.optimize_prior_precision(
-                pred_type="gp",
-                method="gridsearch",
-                link_approx="probit",
-                val_loader=_loader(_single(validation[:300])),
-                log_prior_prec_min=-2,
-                log_prior_prec_max=4,
-                grid_size=7,
-            )
 
         def predictions(X: Tensor) -> tuple[Tensor, Tensor]:
-            """Return means and variances of the logits, and with them the probit approximation's logits."""
+            """Return the logits of the probit approximation, and the sum of the variances."""
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
+                warnings.simplefilter("ignore", UserWarning)  # that it computes anew after another prior precision
                 # its public call returns probabilities alone; the variance is what a process has beyond them
                 parts = [model._glm_predictive_distribution(part.float()) for part in X.split(200)]
             mean = torch.cat([part[0].detach().double() for part in parts])
             variance = torch.cat([part[1].detach().double().diagonal(dim1=1, dim2=2) for part in parts])
             return mean / (1 + torch.pi / 8 * variance).sqrt(), variance.sum(1)
 
-        (a,) = chosen_factors([predictions(validation.inputs)[0]], validation.labels)
+        held_out, found = validation[:NUM_CHOICE], []
+        for precision in PRIOR_PRECISIONS:
+            model.prior_precision = precision
+            scaled, _ = predictions(held_out.inputs)
+            (factor,) = chosen_factors([scaled], held_out.labels)
+            found.append((float(F.cross_entropy(factor * scaled, held_out.labels)), precision, factor))
+        _, model.prior_precision, a = min(found)
 
         def judge(X: Tensor) -> Judgement:
             scaled, variance = predictions(X)
