@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from epk_gp import _moved
 
 if TYPE_CHECKING:
+    from epk_gp.analysis.label_errors import label_errors
+    from epk_gp.analysis.next_to_label import next_to_label
     from epk_gp.core.certificate import CertificateWarning
     from epk_gp.core.compute_options import ComputeOptions
     from epk_gp.core.graph import Graph
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from epk_gp.core.trajectory import Trajectory, network_outputs
     from epk_gp.gp.models import LogitGP
     from epk_gp.gp.softmax import softmax_uncertainty
+    from epk_gp.gp.uncertain_classifier import UncertainClassifier
+    from epk_gp.gram.path_features import path_features
     from epk_gp.gram.path_kernel import PathKernel, gram_block
     from epk_gp.kernel_machine.attribute import attribute
     from epk_gp.kernel_machine.reconstruct import reconstruct
@@ -43,15 +47,19 @@ else:
         "StepMismatchError": "training.diagnosis",
         "Storage": "storage.writer",
         "Trajectory": "core.trajectory",
+        "UncertainClassifier": "gp.uncertain_classifier",
         "adaptive": "quadrature.rules",
         "attribute": "kernel_machine.attribute",
         "gauss_legendre": "quadrature.rules",
         "gram_block": "gram.path_kernel",
+        "label_errors": "analysis.label_errors",
         "left_endpoint": "quadrature.rules",
         "left_riemann": "quadrature.rules",
         "load_trajectory": "storage.run",
         "midpoint": "quadrature.rules",
         "network_outputs": "core.trajectory",
+        "next_to_label": "analysis.next_to_label",
+        "path_features": "gram.path_features",
         "reconstruct": "kernel_machine.reconstruct",
         "softmax_uncertainty": "gp.softmax",
         "split_copy": "kernels.tagging",
@@ -60,6 +68,7 @@ else:
         "train_copy": "kernels.tagging",
     }
     _FOLDERS = (
+        "analysis",
         "autodiff",
         "callbacks",
         "core",
@@ -103,15 +112,19 @@ __all__ = [
     "StepMismatchError",
     "Storage",
     "Trajectory",
+    "UncertainClassifier",
     "adaptive",
     "attribute",
     "gauss_legendre",
     "gram_block",
+    "label_errors",
     "left_endpoint",
     "left_riemann",
     "load_trajectory",
     "midpoint",
     "network_outputs",
+    "next_to_label",
+    "path_features",
     "reconstruct",
     "softmax_uncertainty",
     "split_copy",

@@ -14,6 +14,10 @@ from epk_gp.core.head import Head
 _SCALE_AND_ADD = 64
 _ADD = 32
 
+# Gradients with more numbers than so many times k are sketched by their factors, which takes two Fourier transforms of
+# k numbers. Measured on one thread, float32, k = 4096: XXX
+_SKETCHED_FACTORS = 4
+
 
 @dataclass(frozen=True)
 class ContractionCost:
@@ -26,12 +30,14 @@ class ContractionCost:
         cotangents_are_constant: The test side's cotangents do not depend on the weights (the logits head).
         all_dense: Every parameter takes the dense representation: where the plan does not support interpolation, in
             Gram blocks under an adaptive rule, and in attributions under any rule.
+        num_features: k, where gradients are not multiplied but sketched (`autodiff.sketches`).
     """
 
     num_output_pairs: int
     num_contractions: int
     cotangents_are_constant: bool = False
     all_dense: bool = False
+    num_features: int | None = None
 
     def factored_is_cheaper(self, num_positions: int, n_in: int, n_out: int, *, is_averaged: bool) -> bool:
         """Compare factored with dense inner products, per pair of points and outputs.
@@ -42,6 +48,8 @@ class ContractionCost:
             n_out: Outputs of the layer at a position.
             is_averaged: One factor does not depend on t, so that averages over t cost no product per node.
         """
+        if self.num_features is not None:
+            return num_positions == 1 and n_in * n_out > _SKETCHED_FACTORS * self.num_features
         contractions = 1 if is_averaged else self.num_contractions
         factored = contractions * num_positions**2 * (n_in / self.num_output_pairs + n_out + _SCALE_AND_ADD)
         return factored < n_in * n_out + _ADD

@@ -52,6 +52,17 @@ def summed_outputs(head: Head) -> Cotangents:
     return Cotangents(lambda z: every(z).sum(0, keepdim=True), are_constant=head == "logits")
 
 
+def combined_outputs(head: Head, coefficients: Float[Tensor, "K C"]) -> Cotangents:
+    """Return the K cotangents of sums over the outputs of a head, each with coefficients of its own."""
+
+    def rows(z: Tensor) -> Tensor:
+        V = coefficients.to(z)
+        every = V[:, None].expand(-1, len(z), -1)
+        return every if head == "logits" else every - V.sum(1)[:, None, None] * z.softmax(dim=1)
+
+    return Cotangents(rows, are_constant=head == "logits")
+
+
 def weighted_loss(loss: Loss, y: Shaped[Tensor, "B ..."], c: Float[Tensor, " B"]) -> Cotangents:
     """Return the one cotangent of each sample's weighted loss: c_i times its derivative in the logits."""
     return Cotangents(lambda z: (c[:, None] * loss_derivatives(loss, z, y))[None])

@@ -19,6 +19,7 @@ from epk_gp.autodiff.layer_jacobian import (
     same_representation,
 )
 from epk_gp.autodiff.representations import OuterProductJacobian
+from epk_gp.autodiff.sketches import FeatureSum
 
 
 @final
@@ -86,6 +87,11 @@ class LogitsLastLayer(LayerJacobian):
         products = (self.inputs * same_representation(self, other).inputs).sum(1)
         return torch.diag_embed(products[:, None].expand(-1, self.num_outputs))
 
+    def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
+        """Sketch the inputs with each unit vector."""
+        eye = torch.eye(self.num_outputs, dtype=self.inputs.dtype, device=self.inputs.device)
+        total.add_outer_products(self.inputs, eye[:, None].expand(-1, len(self.inputs), -1), weight, generator)
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -152,6 +158,10 @@ class SoftmaxLastLayer(LayerJacobian):
     def pointwise_products(self, other: LayerJacobian) -> Float[Tensor, "E C C"]:
         """Multiply row by row."""
         return self.as_outer_product().pointwise_products(same_representation(self, other).as_outer_product())
+
+    def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
+        """Sketch the outer products."""
+        self.as_outer_product().sketch(total, weight, generator)
 
 
 @final

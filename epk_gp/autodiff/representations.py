@@ -19,6 +19,7 @@ from epk_gp.autodiff.layer_jacobian import (
     same_representation,
     sum_outer_products,
 )
+from epk_gp.autodiff.sketches import FeatureSum
 
 
 @final
@@ -171,3 +172,10 @@ class OuterProductJacobian(LayerJacobian):
         x, y = self.output_grads.transpose(0, 1), b.output_grads.transpose(0, 1)  # E K L n_out
         weighted = torch.einsum("elr,ekro->eklo", inputs, y)
         return x.flatten(2) @ weighted.flatten(2).mT
+
+    def sketch(self, total: FeatureSum, weight: float, generator: torch.Generator) -> None:
+        """Sketch the factors of one position; products of several positions are summed first."""
+        if self.inputs.shape[1] > 1:
+            super().sketch(total, weight, generator)
+        else:
+            total.add_outer_products(self._biased()[:, 0], self.output_grads[:, :, 0], weight, generator)

@@ -33,6 +33,11 @@ PASSES_PER_DIRECTIONAL_DERIVATIVE = 8
 # are as fast as 10 at a time, or slower (convolutions).
 _DIRECTIONS = 10
 
+# Points that are sketched at a time, at most, and bytes of their gradients, in layers whose gradients are written out.
+# They do not follow the budget, so that features do not either.
+SKETCHED_POINTS = 256
+SKETCHED_BYTES = 128 << 20
+
 # Number of elements of a temporary when positions of two layers are multiplied pair by pair.
 PAIR_ELEMENTS = 1 << 22
 
@@ -194,6 +199,15 @@ def rows_per_pass(plan: DifferentiationPlan, itemsize: int, num_cotangents: int 
     """
     at_once = 1 if plan.backward_per_output else num_cotangents
     return max(1, PASS_BYTES // (plan.activations_per_sample * itemsize * (at_once + 2)))
+
+
+def sketched_rows(feature_bytes: int) -> int:
+    """Count the points that are sketched at a time.
+
+    Args:
+        feature_bytes: Of the layer Jacobians of one point, and of what is made of them.
+    """
+    return max(1, min(SKETCHED_POINTS, SKETCHED_BYTES // max(1, feature_bytes)))
 
 
 def cotangents_per_pass(plan: DifferentiationPlan, itemsize: int, num_rows: int, num_cotangents: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.layer_jacobian import InputProducts, LayerJacobian, LeftFactor
+from epk_gp.autodiff.layer_jacobian import InputProducts, LayerJacobian, LeftFactor, is_short
 from epk_gp.core.memory_plan import positions_per_block
 from epk_gp.gram.huge_pages import empty_huge_pages
 
@@ -24,7 +24,7 @@ _MAIN = -1  # the sum of everything that is not deferred
 @final
 @dataclass(eq=False)
 class GramAccumulator:
-    """A tile of the Gram matrix, class-major: (K, N, J, M), or (K, N, M) for equal classes only.
+    """A tile of the Gram matrix, class-major: (K, N, J, M), or (K, N, M) for equal classes only; of a trace, (1, N, M).
 
     Sums over steps are kept apart where that saves products (docs/engine.md, section 6):
 
@@ -34,17 +34,20 @@ class GramAccumulator:
     * The last layer's share of the logits is zero for different classes and the same for all equal ones: one (N, M)
       sum serves them all.
 
-    The sum that is started first lies in the tile's own memory.
+    The sum that is started first lies in the tile's own memory. Of a trace the outputs belong to the inner dimension of
+    every product, and no sum has a dimension for them.
 
     Args:
         shape: Shape of the tile.
         reference: Gives dtype and device.
         is_symmetric: Both sides are the same points: products are computed on and below the diagonal only.
+        num_traced: C if the tile is the sum over pairs of equal classes, else 0.
     """
 
     shape: tuple[int, ...]
     reference: Float[Tensor, "..."]
     is_symmetric: bool = False
+    num_traced: int = 0
     _sums: dict[int, Tensor] = field(default_factory=dict)
     _scales: dict[int, Tensor] = field(default_factory=dict)
     _same_class_sum: Tensor | None = None
@@ -52,7 +55,7 @@ class GramAccumulator:
 
     @property
     def is_per_class(self) -> bool:
-        """Whether only pairs of equal classes are kept."""
+        """Whether only pairs of equal classes are kept, or their sum."""
         return len(self.shape) == 3
 
     def add_steps(
@@ -78,7 +81,8 @@ class GramAccumulator:
 
     def empty_rows(self, count: int) -> "GramAccumulator":
         """Start a tile with other points on the left, for sums that are distributed over this one's."""
-        return GramAccumulator((self.shape[0], count, *self.shape[2:]), self.reference)
+        shape = (self.shape[0], count, *self.shape[2:])
+        return GramAccumulator(shape, self.reference, num_traced=self.num_traced)
 
     def add_rows(self, rows: Int64[Tensor, " E"], values: Float[Tensor, "K E ..."]) -> None:
         """Add values to some points on the left, to a point as often as it occurs."""
@@ -123,8 +127,14 @@ class GramAccumulator:
         """Add the last layer under a softmax from its averages of a and of p_c a (docs/theory.md, section 5).
 
         (e_k (x) a - p (x) a) . (e_l (x) a' - p' (x) a') = ([k = l] - p'_k) a.a' - p_l a.a' + sum_c p'_c p_c a.a'
+
+        Its trace is (C - 2) a.a' + C sum_c p'_c p_c a.a', for the probabilities sum to 1.
         """
-        p = probabilities
+        p, C = probabilities, self.num_traced
+        if C:
+            self.add_products(averages[:1], inputs[None], weight * (C - 2))
+            self.add_products(averages[1:], p.T[:, :, None] * inputs, weight * C)
+            return
         products = (averages.flatten(0, 1) @ inputs.T).view(-1, averages.shape[1], len(p)).mul_(weight)
         plain, mixed = products[0], products[1:]
         both = mixed[0] * p[:, 0]
@@ -161,6 +171,13 @@ class GramAccumulator:
         right = b.flatten(0, 1)
         for rows in _slices(N, positions_per_block(L, M, R)):
             input_products = a[rows].flatten(0, 1) @ right.T
+            if self.num_traced:
+                products = x[0, rows].flatten(0, 1) @ y[0].flatten(0, 1).T
+                for k in range(1, len(x)):
+                    products.addmm_(x[k, rows].flatten(0, 1), y[k].flatten(0, 1).T)
+                products = products.mul_(input_products).view(-1, L, M, R)
+                out[0, rows].add_(products.sum(dim=(1, 3)), alpha=weight)
+                continue
             for k, j in pairs:
                 products = (x[k, rows].flatten(0, 1) @ y[j].flatten(0, 1).T).mul_(input_products)
                 target = out[k, rows] if self.is_per_class else out[k, rows, j]
@@ -177,7 +194,7 @@ class GramAccumulator:
             else:
                 total = total.add_(partial) if factor is None else total.addcmul_(partial, factor)
         if self._same_class_sum is not None:
-            self._same_class(total).add_(self._same_class_sum[..., None])
+            self._same_class(total).add_(self._same_class_sum[..., None], alpha=max(1, self.num_traced))
         if self.is_symmetric:
             _fill_upper(total if self.is_per_class else self._as_matrix(total)[None])
         self._sums, self._scales, self._same_class_sum, self._scratch = {}, {}, None, None
@@ -196,6 +213,13 @@ class GramAccumulator:
 
     def _multiply(self, out: Tensor, x: Tensor, y: Tensor, weight: float, beta: float) -> None:
         """Set out to beta * out + weight * x y^T."""
+        if self.num_traced:
+            left = _fold_outputs(x)
+            for a, b in zip(left, left if y is x else _fold_outputs(y), strict=True):
+                for rows, columns in self._row_blocks(len(a), len(b)):
+                    out[0, rows, columns].addmm_(a[rows], b[columns].T, alpha=weight, beta=beta)
+                beta = 1.0
+            return
         if self.is_per_class:
             for rows, columns in self._row_blocks(x.shape[1], y.shape[1]):
                 part = out[:, rows, columns]
@@ -243,6 +267,11 @@ def scatter_block(
     else:
         classes = torch.arange(block.shape[2], device=rows.device)
         result[:, rows[:, None, None], classes[:, None], columns] = block
+
+
+def _fold_outputs(x: Tensor) -> Tensor:
+    """Put the outputs into the inner dimension, (1, N, K P), if it is short; else they are multiplied one by one."""
+    return x.transpose(0, 1).flatten(1)[None] if is_short(x.shape[2]) else x
 
 
 def _symmetric_blocks(count: int) -> Iterator[slice]:

@@ -29,6 +29,7 @@ class ExecutionContext:
         step_weights: eta_s of each of the S steps.
         is_per_class: Only pairs of equal classes are wanted.
         options: How to compute.
+        is_traced: Only the sum over pairs of equal classes is wanted; these are then pairs of equal classes, too.
         prefetcher: Reads weight states ahead of their use.
         integrations: Counts what an adaptive rule could not integrate.
     """
@@ -40,6 +41,7 @@ class ExecutionContext:
     step_weights: tuple[float, ...]
     is_per_class: bool
     options: ComputeOptions
+    is_traced: bool = False
     prefetcher: WeightPrefetcher = field(init=False)
     integrations: IntegrationCheck = field(init=False, default_factory=IntegrationCheck)
 
@@ -59,8 +61,18 @@ class ExecutionContext:
 
     @property
     def num_output_pairs(self) -> int:
-        """Pairs of outputs in the block."""
+        """Pairs of outputs whose products are wanted."""
         return self.num_outputs if self.is_per_class else self.num_outputs**2
+
+    @property
+    def num_sums(self) -> int:
+        """Numbers in the block for each pair of points: pairs of outputs, or one if they are summed."""
+        return 1 if self.is_traced else self.num_output_pairs
+
+    def block_shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        """Return the shape of a class-major block: (K, N, K, M), or (K, N, M) of equal classes, K = 1 if summed."""
+        K = 1 if self.is_traced else self.num_outputs
+        return (K, num_rows, num_columns) if self.is_per_class else (K, num_rows, K, num_columns)
 
     @property
     def steps(self) -> list[tuple[int, float]]:

@@ -75,6 +75,18 @@ class PathKernel:
         """Compute K[n, c, m, c] for every output c; see `gram_block_per_class`."""
         return self._evaluate(a, b, options, is_per_class=True)
 
+    def trace_block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N M"]:
+        """Compute the scalar kernel sum_c K[n, c, m, c].
+
+        The outputs are summed inside the products: a C-th of the memory of `block_per_class`.
+
+        Args:
+            a: N points, each a training or a test copy.
+            b: M points.
+            options: How to compute.
+        """
+        return self._evaluate(a, b, options, is_per_class=True, is_traced=True)[0]
+
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
         options.require_unset("diagonal_blocks", "checkpoint", "accumulate")
@@ -140,7 +152,9 @@ class PathKernel:
             self.trajectory, model, lambda net: compute(self._context(net, options, is_per_class=is_per_class))
         )
 
-    def _evaluate(self, a: Points, b: Points, options: ComputeOptions, *, is_per_class: bool) -> Tensor:
+    def _evaluate(
+        self, a: Points, b: Points, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
+    ) -> Tensor:
         """Compute a class-major block."""
         self._validate(a, b)
         model = self.trajectory.model_for(a.X)
@@ -148,7 +162,7 @@ class PathKernel:
             raise ValueError(f"accumulate must be torch.float64 or None: got {options.accumulate}.")
 
         def compute(net: PlannedModel) -> Tensor:
-            context = self._context(net, options, is_per_class=is_per_class)
+            context = self._context(net, options, is_per_class=is_per_class, is_traced=is_traced)
             block = gram_tiles(context, a, b)
             context.integrations.warn()
             return block
@@ -192,9 +206,11 @@ class PathKernel:
                 f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule!r}."
             )
 
-    def _context(self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool) -> ExecutionContext:
+    def _context(
+        self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
+    ) -> ExecutionContext:
         etas = _parse_step_weights(self.trajectory, self.step_weights)
-        return ExecutionContext(self.trajectory, net, self.head, self.rule, etas, is_per_class, options)
+        return ExecutionContext(self.trajectory, net, self.head, self.rule, etas, is_per_class, options, is_traced)
 
 
 def gram_block(

@@ -13,14 +13,15 @@ from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.core.validation import validate_count
 
+_RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 8)
 
 
-def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajectory:
+def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train: bool = False) -> Trajectory:
     """Return a run of few steps whose kernel between test copies is the path kernel by the midpoint rule.
 
-    The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part, between
-    two states of the run where it falls into a step, are the states of the run that is returned:
+    The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part,
+    between two states of the run where it falls into a step, are the states of the run that is returned:
 
         K(x, x') = sum_s eta_s int J_st(x) J_st(x')^T dt  =  sum_j (sum_s eta_s / n) J_{w_j}(x) J_{w_j}(x')^T + error
 
@@ -30,9 +31,11 @@ def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajecto
     Args:
         trajectory: The run, with S steps.
         nodes: n.
+        is_train: Take the weights at the start of the step that each node falls into, as training copies do.
 
     Returns:
-        A run of n steps with a digest of its own, in memory: (n + 1) states of P weights.
+        A run of n steps with a digest of its own, in memory: (n + 1) states of P weights. A run that is n nodes of
+        another one is returned as it is.
 
     Raises:
         TypeError: `trajectory` is no recorded run, or `nodes` is not a whole number.
@@ -45,15 +48,18 @@ def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajecto
             "the path kernel is that of a recorded run: this one is the path of its averaged weights. Take "
             "trajectory.trained."
         )
+    if trajectory.update_rule == _RULE.format(nodes):
+        return trajectory
     ends = [0.0, *accumulate(step.lr for step in trajectory.steps)]
     if not ends[-1] > 0:
         raise ValueError(
             f"the steps must have a length, for the path is divided by it: their learning rates sum to {ends[-1]}."
         )
-    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1]) for j in range(nodes)]
+    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], is_train=is_train) for j in range(nodes)]
     states.append(flat_state(trajectory, trajectory.num_steps, trajectory.states[0]))
     P = trajectory.num_weights
-    digest = hashlib.blake2b(f"{trajectory.digest} {nodes} nodes".encode(), digest_size=16).hexdigest()
+    name = f"{trajectory.digest} {nodes} nodes{' of training copies' if is_train else ''}"
+    digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     length = ends[-1] / nodes
     sizes = trajectory.model.sizes
     coefficients = stack_coefficients([LinearStep(lr=length)] * len(sizes), sizes)
@@ -63,13 +69,15 @@ def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES) -> Trajecto
         statistics=None if trajectory.statistics is None else tuple(state[P:] for state in states),
         updates=(coefficients,) * nodes,
         steps=tuple(Step(index=j, lr=length, batch=None) for j in range(nodes)),
-        update_rule=f"none ({nodes} nodes of a path)",
+        update_rule=_RULE.format(nodes),
         digest=digest,
     )
 
 
-def _state_at(trajectory: Trajectory, ends: list[float], length: float) -> Tensor:
-    """Return the weights, and statistics behind them, at some length of the path."""
+def _state_at(trajectory: Trajectory, ends: list[float], length: float, *, is_train: bool) -> Tensor:
+    """Return the weights, and statistics behind them, at some length of the path, or at the start of its step."""
     s = min(bisect_right(ends, length), trajectory.num_steps) - 1
+    if is_train:
+        return flat_state(trajectory, s, trajectory.states[0])
     start, end = (flat_state(trajectory, state, trajectory.states[0]) for state in (s, s + 1))
     return torch.lerp(start, end, (length - ends[s]) / (ends[s + 1] - ends[s]))

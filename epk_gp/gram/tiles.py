@@ -19,8 +19,8 @@ from epk_gp.storage.partial_sums import PartialSums
 
 
 def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor, "K N ..."]:
-    """Fill a class-major block copy by copy and tile by tile: (K, N, K, M), or (K, N, M) per class."""
-    K, same = context.num_outputs, a is b
+    """Fill a class-major block copy by copy and tile by tile (`ExecutionContext.block_shape`)."""
+    same = a is b
     size = tile_points(context)
     sums = _open_partial_sums(context, a, b)
     combinations = [
@@ -35,7 +35,7 @@ def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor,
         ((x_is_train, y_is_train),) = combinations
         x, y = CopyBatch(a.X, x_is_train), CopyBatch(b.X, y_is_train)
         return _tile(context, sums, f"{plan_fingerprint}-{x_is_train:d}{y_is_train:d}-0-0", x, y, is_symmetric=same)
-    shape = (K, len(a), len(b)) if context.is_per_class else (K, len(a), K, len(b))
+    shape = context.block_shape(len(a), len(b))
     result = empty_huge_pages(shape, context.reference.new_empty(0, dtype=sum_dtype(context)))
     for x_is_train, y_is_train in combinations:
         rows, columns = a.copies(x_is_train).split(size), b.copies(y_is_train).split(size)
@@ -78,7 +78,7 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
 
 def tile_points(context: ExecutionContext) -> int:
     """Count the points on each side of a tile."""
-    return context.memory.tile_points(context.num_output_pairs, feature_bytes(context))
+    return context.memory.tile_points(context.num_sums, feature_bytes(context))
 
 
 def sum_dtype(context: ExecutionContext) -> torch.dtype:
@@ -101,6 +101,7 @@ def _open_partial_sums(context: ExecutionContext, a: Points, b: Points) -> Parti
     identity = fingerprint(
         context.trajectory.digest, context.head, context.rule, context.step_weights, context.is_per_class,
         context.options.memory_budget, sum_dtype(context), a is b, a.X, b.X, a.is_train, b.is_train,
+        *(["trace"] if context.is_traced else []),
     )  # fmt: skip
     return PartialSums(folder, identity)
 
@@ -123,13 +124,13 @@ def _sum_tile(
     steps, dtype = context.steps, sum_dtype(context)
     sums_in_blocks = sums is not None or dtype is not context.reference.dtype
     size = MAX_STEP_BATCH if sums_in_blocks else max(1, len(steps))
-    C = context.num_outputs
-    shape = (C, len(x), len(y)) if context.is_per_class else (C, len(x), C, len(y))
+    shape = context.block_shape(len(x), len(y))
+    num_traced = context.num_outputs if context.is_traced else 0
     with tqdm(
         total=len(steps), initial=min(done, len(steps)), desc="steps", disable=not context.options.progress
     ) as bar:
         for first in range(done, max(1, len(steps)), size):
-            tile = GramAccumulator(shape, context.reference, is_symmetric)
+            tile = GramAccumulator(shape, context.reference, is_symmetric, num_traced)
             for batch in step_batches(context, steps[first : first + size], max(len(x), len(y))):
                 add_steps(context, batch, tile, x, y)
                 bar.update(len(batch))

@@ -157,8 +157,8 @@ class TraceOutputs(OutputStructure):
     def evaluate(
         self, kernel: PathKernel, a: Points, b: Points, options: ComputeOptions
     ) -> Float[Tensor, "K rows cols"]:
-        """Add up each output's kernel with itself."""
-        return kernel.block_per_class(a, b, options).sum(0, keepdim=True)
+        """Compute the blocks' traces."""
+        return kernel.trace_block(a, b, options)[None]
 
     def reduce_blocks(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "n K R R"]:
         """Return the blocks' traces."""

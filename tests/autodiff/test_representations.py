@@ -67,6 +67,20 @@ def test_inner_products_are_those_of_the_dense_form(name: str, per_class: bool) 
     assert_close(inner(left, right, LEFT, per_class=per_class, weight=0.7), expected)
 
 
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("name", MAKE)
+def test_a_traced_tile_is_the_sum_of_the_equal_outputs(name: str, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs folded into the inner dimension, and one by one where that is long; in a sum that holds something."""
+    if long:
+        monkeypatch.setattr("epk_gp.autodiff.layer_jacobian.LONG_INNER_DIM", 0)
+    tile, expected = GramAccumulator((1, LEFT, RIGHT), normal(0), num_traced=C), torch.zeros(LEFT, RIGHT).double()
+    for weight in (0.7, 0.2):
+        left, right = MAKE[name](LEFT), MAKE[name](RIGHT)
+        left.add_inner(right, tile, weight, layer=0, same_points=True)
+        expected += weight * dense_inner(left.to_dense(), right.to_dense(), per_class=True).sum(0)
+    assert_close(tile.result(), expected[None])
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_pointwise_products_are_the_diagonal_blocks(name: str) -> None:
     left, other = MAKE[name](LEFT), MAKE[name](LEFT)

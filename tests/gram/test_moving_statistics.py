@@ -69,6 +69,8 @@ def test_gram_blocks_are_those_of_the_definition_in_evaluation_mode(run, head):
     torch.testing.assert_close(block, expected, **CLOSE)
     per_class = gram_block_per_class(run.trajectory, run.points, run.points, head=head, rule=RULE)
     torch.testing.assert_close(per_class, torch.einsum("ncmc->cnm", expected), **CLOSE)
+    trace = epk.PathKernel(run.trajectory, head, RULE).trace_block(run.points, run.points)
+    torch.testing.assert_close(trace, torch.einsum("ncmc->nm", expected), **CLOSE)
     diagonal = gram_diagonal_blocks(run.trajectory, run.points, head=head, rule=RULE)
     torch.testing.assert_close(diagonal, torch.einsum("ncnd->ncd", expected), **CLOSE)
     assert torch.linalg.eigvalsh(block.reshape(9, 9)).min() > -1e-12 * block.abs().max()

@@ -1,11 +1,16 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp as epk
 import reference
 from epk_gp.autodiff.planning import plan_for
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
+from epk_gp.quadrature.rules import Rule
 from helpers import NETWORKS, Case, assert_close, make_case
 
 RULE = epk.gauss_legendre(2)
@@ -32,6 +37,80 @@ def test_gram_block_equals_dense_jacobians(case: Case, mix: str) -> None:
         assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), expected)
         per_class = gram_block_per_class(case.trajectory, a, b, head=head, rule=RULE)
         assert_close(per_class, torch.einsum("ncmc->cnm", expected).contiguous())
+        trace = epk.PathKernel(case.trajectory, head, RULE).trace_block(a, b)
+        assert_close(trace, torch.einsum("ncmc->nm", expected))
+
+
+@pytest.mark.parametrize("name", ["wide", "wide_conv", "twice"])
+@pytest.mark.parametrize("is_train", [True, False])
+def test_a_trace_of_points_with_themselves_is_symmetric(
+    name: str, is_train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epk_gp.gram.accumulator.SYMMETRIC_BLOCK_ROWS", 2)
+    case = make_case(name, steps=2)
+    points, others = (epk.Points(case.trajectory.inputs, is_train) for _ in range(2))
+    for head in case.heads:
+        kernel = epk.PathKernel(case.trajectory, head, RULE)
+        own = kernel.trace_block(points, points)
+        assert torch.equal(own, own.T)
+        assert_close(own, kernel.trace_block(points, others))
+
+
+@pytest.mark.parametrize("rule", [epk.adaptive(1e-3), epk.left_endpoint()], ids=["adaptive", "left"])
+def test_a_trace_takes_the_rules_tiles_and_sums_of_other_blocks(
+    rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryPlan, "tile_points", lambda *args: 2)
+    case = make_case("relu", steps=1)
+    points = epk.Points(torch.cat([case.trajectory.inputs[:3], case.test[:1]]), torch.arange(4) < 3)
+    kernel = epk.PathKernel(case.trajectory, rule=rule)
+    expected = kernel.block_per_class(points, points).sum(0)
+    assert_close(kernel.trace_block(points, points), expected)
+    for settings in ({"accumulate": torch.float64}, {"checkpoint": tmp_path}, {"checkpoint": tmp_path}):
+        assert_close(kernel.trace_block(points, points, epk.ComputeOptions(**settings)), expected)
+    with pytest.raises(ValueError, match="must be of this very computation"):  # a trace's sums are no others
+        kernel.block_per_class(points, points, epk.ComputeOptions(checkpoint=tmp_path))
+    narrow = epk.Points(points.X.float(), points.is_train)
+    summed = kernel.trace_block(narrow, narrow, epk.ComputeOptions(accumulate=torch.float64))
+    assert_close(summed.float(), expected.float(), rounding=100)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers that any operation returned in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.numel = max(self.numel, found.untyped_storage().nbytes() // found.itemsize)
+        return found
+
+
+@pytest.mark.parametrize("kinds", [(False, True), (False, False), (True, True)])
+def test_a_trace_has_no_tensor_with_all_outputs_of_all_pairs(
+    kinds: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case("relu", steps=1)
+    monkeypatch.setattr("epk_gp.autodiff.contraction_cost._SCALE_AND_ADD", 0)  # layers are factored
+    X = torch.randn(300, 8, dtype=torch.float64)
+    a, b = epk.Points(X, kinds[0]), epk.Points(X, kinds[1])
+    tiles: list[int] = []
+    plain = MemoryPlan.tile_points
+    monkeypatch.setattr(MemoryPlan, "tile_points", lambda plan, n, size: tiles.append(n) or plain(plan, n, size))
+    for head in case.heads:
+        kernel = epk.PathKernel(case.trajectory, head, RULE)
+        largest = {}
+        kernel.trace_block(epk.Points(X[:2], True), epk.Points(X[:2], False))  # makes the plan
+        tiles.clear()
+        for name in ("trace_block", "block_per_class"):
+            with LargestTensor() as largest[name]:
+                getattr(kernel, name)(a, b)
+        assert largest["trace_block"].numel == 300 * 300
+        assert largest["block_per_class"].numel >= 3 * 300 * 300  # the negative control
+        assert tiles == [1, 3]  # sums per pair of points, from which the memory plan derives the size of a tile
 
 
 def test_gram_over_both_copies_is_a_kernel(case: Case) -> None:

@@ -36,6 +36,6 @@ def counter(monkeypatch):
 
         return wrapped
 
-    for name in ("block", "block_per_class", "diagonal_blocks"):
+    for name in ("block", "block_per_class", "trace_block", "diagonal_blocks"):
         monkeypatch.setattr(PathKernel, name, counting(name))
     return count

@@ -171,7 +171,7 @@ def test_a_block_of_points_that_are_edited_meanwhile_is_not_kept_for_the_old_one
     x = test_copy(torch.randn(4, 2, dtype=torch.float64))
     before = x.clone()
     expected = EPKKernel(trajectory, "trace", cache_bytes=0).forward(before, before, diag=diag)
-    name = "diagonal_blocks" if diag else "block_per_class"
+    name = "diagonal_blocks" if diag else "trace_block"
     original = getattr(PathKernel, name)
 
     def edited(*args, **kwargs):

@@ -41,6 +41,7 @@ def test_the_diagonal_is_the_matrixs_and_costs_no_matrix(trajectory, outputs, mo
     expected = EPKKernel(trajectory, outputs)(x).to_dense().diagonal(dim1=-2, dim2=-1)
     monkeypatch.setattr(PathKernel, "block", None)
     monkeypatch.setattr(PathKernel, "block_per_class", None)
+    monkeypatch.setattr(PathKernel, "trace_block", None)
     kernel = EPKKernel(trajectory, outputs)
     assert_close(kernel(x, diag=True), expected)
     assert_close(kernel(x).diagonal(dim1=-1, dim2=-2), expected)

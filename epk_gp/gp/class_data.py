@@ -1,0 +1,87 @@
+"""Points and labels for a classifier: tensors as the run has them, or arrays with a row per point."""
+
+import numpy as np
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
+from epk_gp.core.trajectory import Trajectory, parse_inputs
+from epk_gp.core.validation import validate_labels
+
+
+def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
+    """Return the class labels of a run.
+
+    Raises:
+        ValueError: The run has no class labels, one per point, or its outputs are no logits.
+    """
+    labels = trajectory.targets
+    if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
+        raise ValueError(
+            f"{caller} needs the run of a classifier, with cross entropy as its loss: this one was trained on "
+            f"{trajectory.loss}. For regression see LogitGP(trajectory, targets='labels')."
+        )
+    if labels.is_floating_point() or labels.ndim != 1:
+        raise ValueError(
+            f"{caller} needs class labels, one integer per point: the run has {labels.dtype} targets of shape "
+            f"{tuple(labels.shape)}."
+        )
+    validate_labels(labels, trajectory.num_points, trajectory.num_outputs, name="the run's labels")
+    return labels.long()
+
+
+def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
+    """Return points as one tensor on the run's device.
+
+    Args:
+        trajectory: The run.
+        X: n inputs as the run takes them; or an array with a row per point, whose columns are the flattened input.
+        name: Name of the points in a message.
+
+    Raises:
+        TypeError, ValueError: The network cannot take the points.
+    """
+    if not is_array(X):
+        return parse_inputs(trajectory, X, name).to(trajectory.device)  # type: ignore[arg-type]  # checked there
+    try:
+        points = torch.as_tensor(np.asarray(X), device=trajectory.device)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array of numbers: got {type(X).__name__}.") from error
+    whole = not points.is_floating_point() or bool((points == points.round()).all())
+    if whole or trajectory.inputs.is_floating_point():
+        points = points.to(trajectory.inputs.dtype)
+    shape = trajectory.input_shape
+    if points.ndim == 2 and len(shape) > 1 and points.shape[1] == torch.Size(shape).numel():
+        points = points.reshape(-1, *shape)
+    return parse_inputs(trajectory, points, name)
+
+
+def class_labels(trajectory: Trajectory, y: object, count: int, name: str = "y") -> Int64[Tensor, " n"]:
+    """Return labels of points as a tensor on the run's device.
+
+    Raises:
+        TypeError: The labels are no whole numbers.
+        ValueError: There is not one label for each point, or a label is no class of the network.
+    """
+    try:
+        labels = y if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be whole numbers, the classes of the network: got {type(y).__name__}.") from error
+    validate_labels(labels, count, trajectory.num_outputs, name=name)
+    return labels.to(device=trajectory.device, dtype=torch.int64)
+
+
+def is_array(X: object) -> bool:
+    """Return whether points were given as scikit-learn takes them: an array, a list of rows or a data frame."""
+    return isinstance(X, np.ndarray | list) or hasattr(X, "iloc")
+
+
+def like_inputs(values: Shaped[Tensor, "n ..."], X: object) -> Shaped[Tensor, "n ..."] | Shaped[np.ndarray, "n ..."]:
+    """Return values as an array if the points were given as one, else as a tensor."""
+    return values.cpu().numpy() if is_array(X) else values
+
+
+def float_inputs(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tensor, "n ..."]:
+    """Return floating-point inputs in a dtype, and integers as they are."""
+    return X.to(dtype) if X.is_floating_point() else X

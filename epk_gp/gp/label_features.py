@@ -1,0 +1,49 @@
+"""Features of inputs for a process on labels: the path kernel's cosine, times an RBF kernel on the inputs."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.gp.class_data import float_inputs
+from epk_gp.gram.path_features import path_features
+
+
+@dataclass(frozen=True, eq=False)
+class InputFeatures:
+    """Features of inputs, each row of length 1, in float32: their error is that of the sketch, not of rounding.
+
+    Attributes:
+        nodes: The nodes of the path, as a run.
+        num_features: k.
+        seed: Of the sketch.
+        lengthscale: Of the RBF kernel on the inputs; None without one.
+    """
+
+    nodes: Trajectory
+    num_features: int
+    seed: int
+    lengthscale: float | None
+
+    def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n k"]:
+        """Compute the features of n inputs."""
+        return self.of_points(X, ComputeOptions())
+
+    def of_points(self, X: Shaped[Tensor, "n ..."], options: ComputeOptions) -> Float[Tensor, "n k"]:
+        """Compute the features of n inputs, with options."""
+        X = float_inputs(X, torch.float32)
+        z = path_features(
+            self.nodes,
+            X,
+            self.num_features,
+            nodes=None,
+            seed=self.seed,
+            head="logits",
+            num_probe=0,
+            memory_budget=options.memory_budget,
+            progress=options.progress,
+        )
+        return torch.nn.functional.normalize(z)

@@ -1,0 +1,99 @@
+"""The process on the labels of a run's training points: exact for some thousands, by sketched features for more."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.validation import validate_count, validate_integer
+from epk_gp.gp.class_data import float_inputs
+from epk_gp.gp.label_features import InputFeatures
+from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale
+from epk_gp.gp.label_process import LabelProcess, centred_labels, condition_exactly, condition_on_features
+from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
+
+InputsKernel = Literal["rbf"] | None
+
+# Conditioning points up to which the kernel matrix itself is decomposed: 5000 rows take 0.2 GB and less time than
+# their features would (docs/capabilities/gaussian-process.md).
+EXACT_POINTS = 5000
+NUM_FEATURES = 4096
+
+
+@dataclass(frozen=True)
+class LabelSettings:
+    """What a process on labels is made of.
+
+    Attributes:
+        nodes: Nodes of the path that stand for all its steps.
+        features: Sketched features of each point; "exact" for the kernel matrix itself; None for "exact" up to 5000
+            conditioning points and 4096 features above.
+        inputs_kernel: "rbf" multiplies the path kernel's cosine by an RBF kernel on the inputs, with the median
+            distance between training inputs as its lengthscale; None leaves it out, as integers as inputs do.
+        seed: Seed of the sketch.
+    """
+
+    nodes: int = NUM_NODES
+    features: int | Literal["exact"] | None = None
+    inputs_kernel: InputsKernel = "rbf"
+    seed: int = 0
+
+    def validate(self) -> None:
+        """Raise if a setting cannot be used.
+
+        Raises:
+            TypeError: A number is of the wrong kind.
+            ValueError: A number is out of range, or a name is not known.
+        """
+        validate_count(self.nodes, "nodes")
+        validate_integer(self.seed, "seed")
+        if isinstance(self.features, str):
+            if self.features != "exact":
+                raise ValueError(f"features must be a number, 'exact' or None: got {self.features!r}.")
+        elif self.features is not None:
+            validate_count(self.features, "features")
+        if self.inputs_kernel not in ("rbf", None):
+            raise ValueError(f"inputs_kernel must be 'rbf' or None: got {self.inputs_kernel!r}.")
+
+    def num_features(self, num_points: int) -> int | None:
+        """Return the number of features of each point; None for the kernel matrix itself."""
+        if self.features == "exact" or (self.features is None and num_points <= EXACT_POINTS):
+            return None
+        return NUM_FEATURES if self.features is None else int(self.features)
+
+
+def fit_labels(
+    trajectory: Trajectory,
+    labels: Int64[Tensor, " M"],
+    settings: LabelSettings,
+    points: Int64[Tensor, " N"],
+    options: ComputeOptions,
+) -> LabelProcess:
+    """Condition a process on the labels of training points.
+
+    Args:
+        trajectory: The run.
+        labels: Of all M training points.
+        settings: What the process is made of.
+        points: Indices of the N training points to condition on.
+        options: How it is computed.
+    """
+    nodes = nodes_trajectory(trajectory, settings.nodes)
+    X, targets = trajectory.inputs[points], centred_labels(labels[points], trajectory.num_outputs)
+    lengthscale = _lengthscale(trajectory, settings.inputs_kernel)
+    num_features = settings.num_features(len(points))
+    if num_features is None:
+        return condition_exactly(LabelKernel(nodes, lengthscale, options), float_inputs(X, torch.float64), targets)
+    features = InputFeatures(nodes, num_features, settings.seed, lengthscale)
+    return condition_on_features(features, features.of_points(X, options), targets)
+
+
+def _lengthscale(trajectory: Trajectory, inputs_kernel: InputsKernel) -> float | None:
+    """Return the lengthscale of the kernel on the inputs; None without one: integers have no distances."""
+    if inputs_kernel is None or not trajectory.inputs.is_floating_point():
+        return None
+    return median_lengthscale(trajectory.inputs)

@@ -1,0 +1,124 @@
+"""The one scalar kernel that all classes share: the cosine of the path kernel, times an RBF kernel on the inputs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.memory_plan import posterior_points
+from epk_gp.core.points import Points
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.quadrature.rules import left_endpoint
+
+# Training inputs whose distances give the lengthscale: half a million pairs, whose median has a standard error below
+# 0.2 % of the spread, whatever the number of inputs.
+_LENGTHSCALE_POINTS = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class LabelKernel:
+    """A scalar kernel between inputs, with the value 1 between an input and itself.
+
+        k(x, x') = tr K(x, x') / sqrt(tr K(x, x) tr K(x', x'))  exp(-|x - x'|^2 / 2 l^2)
+
+    Attributes:
+        nodes: Few steps that stand for the whole run (`nodes_trajectory`).
+        lengthscale: l of the RBF kernel; None leaves that factor out.
+        options: How blocks are computed.
+    """
+
+    nodes: Trajectory
+    lengthscale: float | None
+    options: ComputeOptions
+
+    @property
+    def path_kernel(self) -> PathKernel:
+        """The path kernel of the logits, not normalised."""
+        return PathKernel(self.nodes, "logits", left_endpoint())
+
+    def lengths(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:
+        """Return sqrt(tr K(x, x)) of each input.
+
+        Raises:
+            ValueError: An input's gradients are all zero: it has no direction that a cosine could compare.
+        """
+        blocks = self.path_kernel.diagonal_blocks(Points(X, is_train=False), self.options)
+        squares = blocks.diagonal(dim1=1, dim2=2).sum(1)
+        if not (squares > 0).all():
+            row = int((squares <= 0).nonzero()[0])
+            raise ValueError(
+                f"every point must have a gradient other than zero: that of point {row} is zero in all outputs and "
+                "weights. Leave that point out."
+            )
+        return squares.sqrt()
+
+    def gram(self, X: Shaped[Tensor, "n ..."], lengths: Float[Tensor, " n"]) -> Float[Tensor, "n n"]:
+        """Evaluate the kernel between all pairs of n inputs."""
+        points = Points(X, is_train=False)
+        K = self.path_kernel.trace_block(points, points, self.options)
+        K = K.div_(lengths[:, None]).div_(lengths)
+        K.diagonal().fill_(1)  # up to rounding it is 1 already
+        return self._times_rbf(K, X, X)
+
+    def block(
+        self,
+        X: Shaped[Tensor, "n ..."],
+        Y: Shaped[Tensor, "m ..."],
+        lengths: Float[Tensor, " m"],
+    ) -> Float[Tensor, "n m"]:
+        """Evaluate the kernel between n and m inputs.
+
+        Args:
+            X: n inputs.
+            Y: m inputs.
+            lengths: Of the m inputs.
+        """
+        a, b = Points(X, is_train=False), Points(Y, is_train=False)
+        K = self.path_kernel.trace_block(a, b, self.options)
+        return self._times_rbf(K.div_(self.lengths(X)[:, None]).div_(lengths), X, Y)
+
+    def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> Iterator[Shaped[Tensor, "b ..."]]:
+        """Split inputs into parts whose blocks with `num_columns` others fit into the memory budget."""
+        yield from X.split(posterior_points(self.options.memory_budget, 8, 1, num_columns))
+
+    def _times_rbf(self, K: Tensor, X: Tensor, Y: Tensor) -> Tensor:
+        if self.lengthscale is None:
+            return K
+        size = max(1, self.options.memory_budget // (4 * 8 * len(Y)))
+        for rows in torch.arange(len(X), device=X.device).split(size):
+            squares = squared_distances(X[rows], Y)
+            K[rows] *= squares.mul_(-0.5 / self.lengthscale**2).exp_()
+        return K
+
+
+def squared_distances(X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
+    """Return |x - y|^2 for every pair of flattened inputs; exactly 0 between a set's points and themselves."""
+    x, y = X.flatten(1), Y.flatten(1)
+    squares = torch.addmm(x.square().sum(1)[:, None] + y.square().sum(1), x, y.T, alpha=-2).clamp_min_(0)
+    if X is Y or (X.shape == Y.shape and torch.equal(X, Y)):
+        squares.fill_diagonal_(0)
+    return squares
+
+
+def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
+    """Return the square root of the median squared distance between different inputs, of at most 1000 of them.
+
+    Raises:
+        ValueError: More than half of the pairs of inputs are equal.
+    """
+    count = min(len(X), _LENGTHSCALE_POINTS)
+    some = X[torch.arange(count, device=X.device) * len(X) // count].to(torch.float64)
+    squares = squared_distances(some, some)
+    above = torch.triu_indices(count, count, 1, device=X.device)
+    median = float(squares[above[0], above[1]].median()) if count > 1 else 0.0
+    if not median > 0:
+        raise ValueError(
+            "inputs must differ for a kernel on their distances: the median distance between training inputs is 0. "
+            "Use inputs_kernel=None."
+        )
+    return sqrt(median)

@@ -1,0 +1,288 @@
+"""Gaussian-process regression on class labels with one scalar kernel: one factorisation for all classes.
+
+The kernel matrix, or the features' scatter matrix, is decomposed into eigenvalues once. The marginal likelihood of
+scale and noise, predictions, and predictions of each training point from all others are then cheap.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from math import exp, log, pi
+from typing import final
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from epk_gp.gp.label_features import InputFeatures
+from epk_gp.gp.label_kernel import LabelKernel
+from epk_gp.gp.likelihoods import NOISE_FLOOR
+
+FEATURE_BLOCK = 4096  # points whose features are turned to float64, and into predictions, at a time
+_MAX_LOG_NOISE = log(1e4)  # labels that the kernel says nothing about
+_LOG_TOLERANCE = 1e-3  # of the logarithm of the noise: the marginal likelihood is flat there
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """What the marginal likelihood depends on: eigenvalues of the N x N kernel matrix, and the targets along them.
+
+    Attributes:
+        values: The r largest eigenvalues v_j; the other N - r are 0.
+        projections: Targets along the eigenvectors, (r, C).
+        remainder: Sum of squares of the targets' part that lies in none of the r eigenvectors.
+        num_points: N.
+    """
+
+    values: Float[Tensor, " r"]
+    projections: Float[Tensor, "r C"]
+    remainder: float
+    num_points: int
+
+    def scale_for(self, noise: float) -> float:
+        """Return the outputscale at which the targets are most likely, for a noise relative to it.
+
+        s = sum_c y_c^T (K + noise)^-1 y_c / (N C)
+        """
+        squares = self.projections.square().sum(1)
+        total = float((squares / (self.values + noise)).sum()) + self.remainder / noise
+        return total / (self.num_points * self.projections.shape[1])
+
+    def negative_log_likelihood(self, noise: float) -> float:
+        """Return -log N(targets; 0, s (K + noise)) per target, with the best outputscale s."""
+        zeros = self.num_points - len(self.values)
+        log_determinant = float((self.values + noise).log().sum()) + zeros * log(noise)
+        return 0.5 * (log(2 * pi * self.scale_for(noise)) + 1 + log_determinant / self.num_points)
+
+
+def most_likely_noise(spectrum: Spectrum) -> float:
+    """Return the noise variance, relative to the outputscale, at which the targets are most likely."""
+    bounds = (log(NOISE_FLOOR), _MAX_LOG_NOISE)
+
+    def loss(log_noise: float) -> float:
+        return spectrum.negative_log_likelihood(exp(log_noise))
+
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _LOG_TOLERANCE})
+    return exp(min([float(found.x), *bounds], key=loss))
+
+
+@dataclass(frozen=True, eq=False)
+class LabelProcess(ABC):
+    """A Gaussian process for each class, all with the same kernel, conditioned on N labels.
+
+    Targets are 1 - 1/C for a point's own class, and -1/C for the others.
+
+    Attributes:
+        values: Eigenvalues v of the kernel matrix, or of the features' scatter matrix, (r,).
+        vectors: Eigenvectors, (N, r) of the kernel matrix or (k, r) of the features' scatter matrix.
+        weights: Targets along them, divided by v + noise, (r, C).
+        noise: Variance of the targets' noise, relative to the outputscale.
+        outputscale: Prior variance of the processes.
+        negative_log_likelihood: Of the targets, per target, in nats.
+    """
+
+    values: Float[Tensor, " r"]
+    vectors: Float[Tensor, "rows r"]
+    weights: Float[Tensor, "r C"]
+    noise: float
+    outputscale: float
+    negative_log_likelihood: float
+
+    @abstractmethod
+    def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
+        """Split inputs into parts that are evaluated at a time."""
+
+    @abstractmethod
+    def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
+        """Return what predictions at n inputs depend on: their kernel values along the eigenvectors."""
+
+    @abstractmethod
+    def variance_along(self, coordinates: Float[Tensor, "n r"]) -> Float[Tensor, " n"]:
+        """Return the posterior variance, relative to the outputscale."""
+
+    @abstractmethod
+    def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
+        """Return the posterior covariance between n and m inputs, relative to the outputscale."""
+
+    @abstractmethod
+    def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
+        """Predict each conditioning point from the others: mean, and variance relative to the outputscale.
+
+        Equation (5.12) of Rasmussen & Williams (2006), with the hyperparameters as they are.
+        """
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.weights.shape[1]
+
+    @final
+    def predict(self, X: Shaped[Tensor, "n ..."]) -> tuple[Float[Tensor, "n C"], Float[Tensor, " n"]]:
+        """Return the posterior mean, and the posterior variance relative to the outputscale: 1 far from all data."""
+        means, variances = [], []
+        for part in self.split(X):
+            coordinates = self.coordinates(part)
+            means.append(coordinates @ self.weights)
+            variances.append(self.variance_along(coordinates).clamp_min(0))  # rounding of a difference
+        return torch.cat(means), torch.cat(variances)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ExactLabelProcess(LabelProcess):
+    """Conditioned through the N x N kernel matrix K = Q diag(v) Q^T.
+
+    Attributes:
+        kernel: The kernel.
+        inputs: The N inputs.
+        lengths: Their lengths (`LabelKernel.lengths`).
+        targets: (N, C).
+    """
+
+    kernel: LabelKernel
+    inputs: Shaped[Tensor, "N ..."]
+    lengths: Float[Tensor, " N"]
+    targets: Float[Tensor, "N C"]
+
+    def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
+        """Split by the kernel's memory budget."""
+        return list(self.kernel.split(X, len(self.inputs)))
+
+    def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
+        """Return k(X, inputs) Q."""
+        return self.kernel.block(X, self.inputs, self.lengths) @ self.vectors
+
+    def variance_along(self, coordinates: Float[Tensor, "n r"]) -> Float[Tensor, " n"]:
+        """Return 1 - sum_j b_j^2 / (v_j + noise)."""
+        return 1 - (coordinates.square() / (self.values + self.noise)).sum(1)
+
+    def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
+        """Return k(X, Y) - sum_j b_j(X) b_j(Y) / (v_j + noise)."""
+        prior = self.kernel.block(X, Y, self.kernel.lengths(Y))
+        left = self.coordinates(X)
+        right = left if X is Y else self.coordinates(Y)
+        return prior.sub_((left / (self.values + self.noise)) @ right.T)
+
+    def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
+        """Divide by the diagonal of (K + noise)^-1."""
+        inverse_diagonal = (self.vectors.square() / (self.values + self.noise)).sum(1)
+        residuals = (self.vectors @ self.weights) / inverse_diagonal[:, None]
+        return self.targets - residuals, (1 / inverse_diagonal - self.noise).clamp_min(0)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SketchedLabelProcess(LabelProcess):
+    """Bayesian linear regression on k features of each point: F^T F = Q diag(v) Q^T.
+
+    Attributes:
+        features: Maps n inputs to their features, (n, k), each row of length 1.
+        training_features: F, (N, k).
+        targets: (N, C).
+    """
+
+    features: InputFeatures
+    training_features: Float[Tensor, "N k"] | None
+    targets: Float[Tensor, "N C"] | None
+
+    def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
+        """Split into blocks of one size."""
+        return list(X.split(FEATURE_BLOCK))
+
+    def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
+        """Return the features along the eigenvectors."""
+        return self.features(X).to(self.vectors) @ self.vectors
+
+    def variance_along(self, coordinates: Float[Tensor, "n r"]) -> Float[Tensor, " n"]:
+        """Return noise * sum_j b_j^2 / (v_j + noise)."""
+        return self.noise * (coordinates.square() / (self.values + self.noise)).sum(1)
+
+    def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
+        """Return noise * sum_j b_j(X) b_j(Y) / (v_j + noise)."""
+        left = self.coordinates(X)
+        right = left if X is Y else self.coordinates(Y)
+        return self.noise * (left / (self.values + self.noise)) @ right.T
+
+    def leave_one_out(self) -> tuple[Float[Tensor, "N C"], Float[Tensor, " N"]]:
+        """Divide residuals by 1 - h, h the leverage of each point.
+
+        Raises:
+            ValueError: The process was read from a file, which does not hold the training features.
+        """
+        if self.training_features is None or self.targets is None:
+            raise ValueError(
+                "predictions of the training points from each other need their features: a process that was read "
+                "from a file has none. Fit it again."
+            )
+        residuals, variances = [], []
+        blocks = zip(self.training_features.split(FEATURE_BLOCK), self.targets.split(FEATURE_BLOCK), strict=True)
+        for features, targets in blocks:
+            b = features.to(self.vectors) @ self.vectors
+            share = (b.square() / (self.values + self.noise)).sum(1)  # h
+            residuals.append((targets - b @ self.weights) / (1 - share)[:, None])
+            variances.append(self.noise * share / (1 - share))
+        return self.targets - torch.cat(residuals), torch.cat(variances)
+
+
+def centred_labels(labels: Int[Tensor, " N"], num_classes: int) -> Float[Tensor, "N C"]:
+    """Return one-hot labels minus 1/C, float64."""
+    return torch.nn.functional.one_hot(labels.long(), num_classes).to(torch.float64) - 1 / num_classes
+
+
+def condition_exactly(
+    kernel: LabelKernel, X: Shaped[Tensor, "N ..."], targets: Float[Tensor, "N C"]
+) -> ExactLabelProcess:
+    """Condition a process on N points through their kernel matrix, with the most likely noise and outputscale."""
+    lengths = kernel.lengths(X)
+    values, vectors = torch.linalg.eigh(kernel.gram(X, lengths))
+    spectrum = Spectrum(values.clamp_min(0), vectors.T @ targets, 0.0, len(X))  # below 0 by rounding only
+    noise = most_likely_noise(spectrum)
+    return ExactLabelProcess(
+        values=spectrum.values,
+        vectors=vectors,
+        weights=spectrum.projections / (spectrum.values + noise)[:, None],
+        noise=noise,
+        outputscale=spectrum.scale_for(noise),
+        negative_log_likelihood=spectrum.negative_log_likelihood(noise),
+        kernel=kernel,
+        inputs=X,
+        lengths=lengths,
+        targets=targets,
+    )
+
+
+def condition_on_features(
+    features: InputFeatures, training_features: Float[Tensor, "N k"], targets: Float[Tensor, "N C"]
+) -> SketchedLabelProcess:
+    """Condition a process on N points through k features of each, with the most likely noise and outputscale.
+
+    Args:
+        features: Maps n inputs to their features.
+        training_features: Those of the N points.
+        targets: (N, C).
+    """
+    N, k = training_features.shape
+    scatter, products = targets.new_zeros(k, k), targets.new_zeros(k, targets.shape[1])
+    for rows, y in zip(training_features.split(FEATURE_BLOCK), targets.split(FEATURE_BLOCK), strict=True):
+        F = rows.to(targets)
+        scatter.addmm_(F.T, F)
+        products.addmm_(F.T, y)
+    values, vectors = torch.linalg.eigh(scatter)
+    values = values.clamp_min(0)  # below 0 by rounding only
+    along = vectors.T @ products  # of the training points: none in directions of eigenvalue 0
+    is_spanned = (values > k * torch.finfo(values.dtype).eps * values[-1])[:, None]
+    projections = torch.where(is_spanned, along, 0) / torch.where(is_spanned, values[:, None].sqrt(), 1)
+    remainder = float(targets.square().sum() - projections.square().sum())
+    spectrum = Spectrum(values, projections, max(remainder, 0.0), N)
+    noise = most_likely_noise(spectrum)
+    return SketchedLabelProcess(
+        values=values,
+        vectors=vectors,
+        weights=along / (values + noise)[:, None],
+        noise=noise,
+        outputscale=spectrum.scale_for(noise),
+        negative_log_likelihood=spectrum.negative_log_likelihood(noise),
+        features=features,
+        training_features=training_features,
+        targets=targets,
+    )

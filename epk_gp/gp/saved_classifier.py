@@ -1,0 +1,228 @@
+"""A fitted `UncertainClassifier` on disk: one safetensors file, and JSON that describes it."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.fingerprint import fingerprint_data
+from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.gp.label_features import InputFeatures
+from epk_gp.gp.label_fit import LabelSettings
+from epk_gp.gp.label_kernel import LabelKernel
+from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, SketchedLabelProcess
+from epk_gp.gp.stacking import Stacking
+from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.storage.atomic_files import (
+    MAX_JSON_BYTES,
+    atomic_write,
+    checksum_file,
+    checksummed_json,
+    load_tensors,
+    read_bytes,
+    read_checksummed_json,
+)
+from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
+from epk_gp.storage.schema import run_header
+
+FORMAT = "epk_gp uncertain classifier"
+FORMAT_VERSION = 1
+DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class SavedClassifier:
+    """What a fitted classifier consists of, beside its run.
+
+    Attributes:
+        settings: What the process is made of.
+        process: The process on the labels.
+        stacking: The weights of network and process.
+        scores: Conformity scores, ascending.
+    """
+
+    settings: LabelSettings
+    process: LabelProcess
+    stacking: Stacking
+    scores: Tensor
+
+
+def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, trajectory: Trajectory) -> None:
+    """Write a fitted classifier to a new or empty folder.
+
+    Raises:
+        FileExistsError: The folder holds something.
+        OSError: The folder cannot be written.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise FileExistsError(f"path must be a new or empty folder: {folder} holds something. Choose another.")
+    nodes = nodes_trajectory(trajectory, saved.settings.nodes)
+    process = saved.process
+    inputs = process.inputs if isinstance(process, ExactLabelProcess) else trajectory.inputs[:NUM_FINGERPRINT_POINTS]
+    probes = trajectory.inputs[:NUM_FINGERPRINT_POINTS]
+    statistics = nodes.statistics
+    tensors = {
+        "states": torch.stack([nodes.states[s] for s in range(len(nodes.states))]),
+        "inputs": inputs,
+        "probe_inputs": probes,
+        "targets": trajectory.targets[:NUM_FINGERPRINT_POINTS],
+        "probe": fingerprint_outputs(
+            trajectory.model, nodes.states[0], probes, None if statistics is None else statistics[0]
+        ),
+        "values": process.values,
+        "vectors": process.vectors,
+        "weights": process.weights,
+        "scores": saved.scores,
+    }
+    if statistics is not None:
+        tensors["statistics"] = torch.stack([statistics[s] for s in range(len(statistics))])
+    if isinstance(process, ExactLabelProcess):
+        tensors |= {"lengths": process.lengths, "process_targets": process.targets}
+    tensors |= {f"constant.{name}": value for name, value in trajectory.model.frozen_state().items()}
+    tensors |= trajectory.model.signature.stored_tensors()
+    content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+    file = folder / TENSORS
+    atomic_write(file, content)
+    description = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "run": run_header(
+            trajectory.model,
+            trajectory.loss,
+            nodes.update_rule,
+            num_points=trajectory.num_points,
+            num_outputs=trajectory.num_outputs,
+            data_digest=trajectory.data_digest,
+        ),
+        "digest": nodes.digest,
+        "step_size": nodes.steps[0].lr,
+        "settings": asdict(saved.settings),
+        "process": _describe_process(process),
+        "stacking": asdict(saved.stacking),
+        "tensor_bytes": len(content),
+        "tensor_blake2b": checksum_file(file, len(content), str(file)),
+    }
+    atomic_write(folder / DESCRIPTION, checksummed_json(description))
+
+
+def read_classifier(
+    path: str | os.PathLike[str], net: nn.Module, output: Callable[[Any], Tensor] | None = None
+) -> tuple[SavedClassifier, Trajectory]:
+    """Read a classifier that `write_classifier` wrote.
+
+    Args:
+        path: The folder.
+        net: A network of the recorded architecture.
+        output: The function from what the network returns to its outputs, as at recording.
+
+    Returns:
+        The classifier, and a run whose steps are the nodes of the path and whose last state is the trained network.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file is damaged or of another version, or the network is another one.
+    """
+    description = _read_description(Path(path))
+    data = _read_tensors(Path(path), description)
+    trajectory = _read_nodes(description, data, net, output)
+    settings = LabelSettings(**description["settings"])
+    return (
+        SavedClassifier(
+            settings,
+            _read_process(description["process"], data, trajectory, settings),
+            Stacking(**description["stacking"]),
+            data["scores"],
+        ),
+        trajectory,
+    )
+
+
+def _describe_process(process: LabelProcess) -> dict[str, Any]:
+    common = {
+        "noise": process.noise,
+        "outputscale": process.outputscale,
+        "negative_log_likelihood": process.negative_log_likelihood,
+    }
+    if isinstance(process, ExactLabelProcess):
+        return common | {"kind": "exact", "lengthscale": process.kernel.lengthscale}
+    if isinstance(process, SketchedLabelProcess):
+        return common | {"kind": "sketched", "lengthscale": process.features.lengthscale}
+    raise TypeError(f"a process of type {type(process).__name__} cannot be stored: this is a bug in epk_gp.")
+
+
+def _read_process(
+    description: Mapping[str, Any], data: Mapping[str, Tensor], trajectory: Trajectory, settings: LabelSettings
+) -> LabelProcess:
+    common: dict[str, Any] = {name: data[name] for name in ("values", "vectors", "weights")}
+    common |= {name: description[name] for name in ("noise", "outputscale", "negative_log_likelihood")}
+    if description["kind"] == "exact":
+        kernel = LabelKernel(trajectory, description["lengthscale"], ComputeOptions())
+        return ExactLabelProcess(
+            **common, kernel=kernel, inputs=data["inputs"], lengths=data["lengths"], targets=data["process_targets"]
+        )
+    features = InputFeatures(trajectory, len(data["vectors"]), settings.seed, description["lengthscale"])
+    return SketchedLabelProcess(**common, features=features, training_features=None, targets=None)
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    file = folder / DESCRIPTION
+    if not file.is_file():
+        raise FileNotFoundError(f"path must be a folder that UncertainClassifier.save wrote: {file} does not exist.")
+    message = f"{file} must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
+    description = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
+    if description is None or description.get("format") != FORMAT:
+        raise ValueError(message)
+    if description.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{file} must have version {FORMAT_VERSION}: it has {description.get('version')}. Read it with the version "
+            "of epk_gp that wrote it."
+        )
+    return description
+
+
+def _read_tensors(folder: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
+    file, size = folder / TENSORS, description["tensor_bytes"]
+    if checksum_file(file, size, str(file)) != description["tensor_blake2b"]:
+        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
+    return load_tensors(read_bytes(file, size, str(file)), str(file))
+
+
+def _read_nodes(
+    description: Mapping[str, Any],
+    data: Mapping[str, Tensor],
+    net: nn.Module,
+    output: Callable[[Any], Tensor] | None,
+) -> Trajectory:
+    """Build the run of nodes; its training data are a few points, by which the network is recognised."""
+    header = {"statistics": [], "statistic_shapes": [], **description["run"]}
+    stored = {**data, "inputs": data["probe_inputs"]}
+    model = recorded_model(header, stored, net, output)
+    states, length = tuple(data["states"]), description["step_size"]
+    coefficients = stack_coefficients([LinearStep(lr=length)] * len(model.sizes), model.sizes)
+    trajectory = Trajectory(
+        model=model,
+        inputs=data["probe_inputs"],
+        targets=data["targets"],
+        loss=recorded_loss(header, None),
+        update_rule=header["law"]["name"],
+        states=states,
+        updates=(coefficients,) * (len(states) - 1),
+        steps=tuple(Step(index=j, lr=length, batch=None) for j in range(len(states) - 1)),
+        num_outputs=header["num_outputs"],
+        digest=description["digest"],
+        data_digest=fingerprint_data(data["probe_inputs"], data["targets"]),
+        statistics=tuple(data["statistics"]) if "statistics" in data else None,
+    )
+    validate_forward_function(trajectory, data["probe"])
+    return trajectory

@@ -1,0 +1,342 @@
+"""The trained network beside a Gaussian process on the labels of its training points, which judges it."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Unpack, final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Int64, Shaped
+from torch import Tensor, nn
+
+from epk_gp.core.compute_options import ComputeSettings, parse_options
+from epk_gp.core.fingerprint import content_key
+from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
+from epk_gp.core.validation import validate_count
+from epk_gp.gp.class_data import class_inputs, class_labels, float_inputs, like_inputs, training_labels
+from epk_gp.gp.conformal import conformal_sets, conformity_scores
+from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
+from epk_gp.gp.label_process import LabelProcess
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.saved_classifier import SavedClassifier, read_classifier, write_classifier
+from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.gp.stacking import Stacking, stack_logits
+from epk_gp.gp.train_indices import parse_train_indices
+from epk_gp.gram.path_nodes import NUM_NODES
+from epk_gp.kernels.cache import BlockCache
+
+MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
+_CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
+_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "seed", "options")
+_UNSUPPORTED = ("checkpoint", "accumulate")
+
+
+@dataclass(frozen=True, eq=False)
+class ClassUncertainty:
+    """How unsure the classes of n points are; larger is less sure, for every score.
+
+    Attributes:
+        error: Probability that the class which the network alone predicts is wrong: to abstain, or to pass a point to a
+            person. It is a probability for points like the validation points only. It is no detector of points of
+            another kind: these may look like a class.
+        out_of_distribution: Posterior variance of the process, from 0 at a training point to 1 far from all of them: to
+            detect points unlike the training data. It does not see labels of its neighbours, so it is no score of
+            errors between classes.
+        entropy: Of `predict_proba`, in nats: all uncertainty about the class, whatever its cause.
+        mutual_information: The part of it that more training data would remove, in nats: to tell ignorance from
+            classes that overlap. It is small wherever the class is sure, also far from the data if network and process
+            agree.
+        std: Standard deviation of the predicted class's probability under the process: an error bar for the
+            probability, not for the class.
+    """
+
+    error: Float[Tensor, " n"] | Float[np.ndarray, " n"]
+    out_of_distribution: Float[Tensor, " n"] | Float[np.ndarray, " n"]
+    entropy: Float[Tensor, " n"] | Float[np.ndarray, " n"]
+    mutual_information: Float[Tensor, " n"] | Float[np.ndarray, " n"]
+    std: Float[Tensor, " n"] | Float[np.ndarray, " n"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Judgement:
+    """What network and process say of n points: logits and mean (n, C), and the process's variance (n,)."""
+
+    logits: Float[Tensor, "n C"]
+    mean: Float[Tensor, "n C"]
+    variance: Float[Tensor, " n"]
+
+    def __getitem__(self, rows: Int64[Tensor, " m"]) -> "_Judgement":
+        return _Judgement(self.logits[rows], self.mean[rows], self.variance[rows])
+
+
+@final
+class UncertainClassifier:
+    """A trained network beside a Gaussian process on the labels of all its training points.
+
+    The process has one kernel for all classes, the cosine of the path kernel's trace times an RBF kernel on the inputs,
+    and is conditioned on the labels, with the most likely noise. The network keeps its own prediction; the process
+    judges it. On held-out points, half of them weigh the two (stacking, which includes a temperature),
+
+        p(x) = softmax(a_1 f(x) + a_2 m(x))
+
+    with the network's logits f and the process's mean m, and the other half calibrate sets of classes.
+
+    Up to 5000 conditioning points the process is exact on the nodes of the path; above, it is Bayesian linear
+    regression on sketched features (`path_features`), linear in the number of points.
+
+    It follows scikit-learn's conventions: `fit`, `predict`, `predict_proba`, `score`, `classes_`; points may be tensors
+    as the network takes them, and results are tensors then, or arrays with a row per point, and results are arrays.
+    `fit` takes validation points, which neither the network nor a choice about it has seen.
+
+    Args:
+        trajectory: Run of a classifier with C outputs, trained on class labels with cross entropy.
+        nodes: Nodes of the path that stand for all its steps (`epk_gp.gram.path_nodes.nodes_trajectory`).
+        features: Sketched features of each point; "exact" for none; None decides as said above.
+        inputs_kernel: "rbf" or None. It is left out for integers as inputs: they have no distances.
+        points: Indices of the training points to condition on; all by default.
+        seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
+        options: `memory_budget` and `progress`; see `ComputeOptions`.
+
+    Attributes:
+        classes_: The classes 0 .. C - 1.
+        process_: The process, after `fit`.
+        stacking_: The weights a_1 and a_2.
+        conformity_scores_: Of the second half of the validation points, ascending.
+    """
+
+    _estimator_type = "classifier"
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        *,
+        nodes: int = NUM_NODES,
+        features: int | Literal["exact"] | None = None,
+        inputs_kernel: InputsKernel = "rbf",
+        points: Int[Tensor, " N"] | Sequence[int] | None = None,
+        seed: int = 0,
+        **options: Unpack[ComputeSettings],
+    ) -> None:
+        validate_trajectory(trajectory)
+        self.trajectory = trajectory
+        self.nodes = nodes
+        self.features = features
+        self.inputs_kernel = inputs_kernel
+        self.points = points
+        self.seed = seed
+        self.options = options
+        parse_options("UncertainClassifier", _UNSUPPORTED, **options)
+        self._was_read = False
+        self._cache = BlockCache(_CACHE_BYTES)
+
+    def fit(self, X: object, y: object) -> "UncertainClassifier":
+        """Condition the process on the training labels, and weigh it against the network on validation points.
+
+        Args:
+            X: n validation points, at least 20, drawn as the points that will be asked about.
+            y: Their classes.
+
+        Raises:
+            TypeError: Points or labels are of the wrong kind.
+            ValueError: The run is no classifier's; there are too few validation points, or points or labels that the
+                network does not have; a setting cannot be used; or the classifier was read from a file, which holds no
+                training data.
+        """
+        trajectory = self.trajectory
+        labels = training_labels(trajectory, "UncertainClassifier")
+        settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed)
+        settings.validate()
+        if self._was_read:
+            raise ValueError(
+                "a classifier that was read from a file holds no training data: make a new one from the run, "
+                "UncertainClassifier(trajectory).fit(X, y)."
+            )
+        points = parse_train_indices(self.points, trajectory)
+        held_out = class_inputs(trajectory, X)
+        classes = class_labels(trajectory, y, len(held_out))
+        if len(held_out) < MIN_VALIDATION_POINTS:
+            raise ValueError(
+                f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}. Hold more "
+                "points out of the training."
+            )
+        options = parse_options("UncertainClassifier", _UNSUPPORTED, **self.options)
+        self._cache = BlockCache(_CACHE_BYTES)
+        self.process_: LabelProcess = fit_labels(trajectory, labels, settings, points, options)
+        self.classes_ = np.arange(trajectory.num_outputs)
+        judged = self._judge(held_out)
+        order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
+        first, second = order.tensor_split(2)
+        self.stacking_: Stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first])
+        self.conformity_scores_: Tensor = conformity_scores(self._probability(judged[second]), classes[second])
+        return self
+
+    def predict_proba(self, X: object) -> Float[Tensor, "n C"] | Float[np.ndarray, "n C"]:
+        """Return the class probabilities of network and process together, float64."""
+        return like_inputs(self._probability(self._judged(X)), X)
+
+    def predict(self, X: object) -> Int64[Tensor, " n"] | Int64[np.ndarray, " n"]:
+        """Return the most likely class of each point, which need not be the network's own."""
+        return like_inputs(self._probability(self._judged(X)).argmax(1), X)
+
+    def score(self, X: object, y: object) -> float:
+        """Return the share of points whose most likely class is the true one."""
+        predicted = self._probability(self._judged(X)).argmax(1)
+        return float((predicted == class_labels(self.trajectory, y, len(predicted))).double().mean())
+
+    def uncertainty(self, X: object, num_samples: int = 1024) -> ClassUncertainty:
+        """Return scores of how unsure the classes of points are; see `ClassUncertainty` for what each is for.
+
+        Args:
+            X: n points.
+            num_samples: Monte Carlo samples through the softmax, the same for all points and calls.
+
+        Raises:
+            TypeError, ValueError: The network cannot take the points, or there are fewer than 2 samples.
+            RuntimeError: The classifier is not fitted.
+        """
+        validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
+        judged = self._judged(X)
+        p, C = self._probability(judged), self.trajectory.num_outputs
+        of_network = p.gather(1, judged.logits.argmax(1)[:, None])[:, 0]
+        variance = self.stacking_.process**2 * self.process_.outputscale * judged.variance
+        posterior = LogitPosterior(
+            self.stacking_.logits(judged.logits, judged.mean),
+            variance[:, None, None] * torch.eye(C, dtype=p.dtype, device=p.device),
+        )
+        generator = torch.Generator(p.device).manual_seed(self.seed)
+        u = softmax_uncertainty(posterior, num_samples, generator)
+        scores = (
+            1 - of_network,
+            judged.variance,
+            torch.special.entr(p).sum(1),
+            u.mutual_information,
+            u.std.gather(1, p.argmax(1)[:, None])[:, 0],
+        )
+        return ClassUncertainty(*(like_inputs(values, X) for values in scores))
+
+    def predict_set(self, X: object, alpha: float = 0.1) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
+        """Return, for each point, which classes a set must hold to be right with probability 1 - alpha.
+
+        Split conformal prediction: see `epk_gp.gp.conformal.conformal_sets` for what is guaranteed, and what is not.
+
+        Args:
+            X: n points.
+            alpha: Allowed share of sets without the true class.
+
+        Raises:
+            TypeError, ValueError: The network cannot take the points, or `alpha` is no number between 0 and 1.
+            RuntimeError: The classifier is not fitted.
+        """
+        sets = conformal_sets(self._probability(self._judged(X)), self.conformity_scores_, alpha)
+        return like_inputs(sets, X)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted classifier to a new or empty folder: nodes, process, and the weights of both.
+
+        Raises:
+            FileExistsError: The folder holds something.
+            OSError: The folder cannot be written.
+            RuntimeError: The classifier is not fitted.
+        """
+        self._check_is_fitted()
+        settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed)
+        saved = SavedClassifier(settings, self.process_, self.stacking_, self.conformity_scores_)
+        write_classifier(path, saved, self.trajectory)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], net: nn.Module, *, output: Callable[[Any], Tensor] | None = None
+    ) -> "UncertainClassifier":
+        """Read a classifier that `save` wrote.
+
+        Args:
+            path: The folder.
+            net: A network of the recorded architecture; its weights do not matter and are not changed.
+            output: The function from what the network returns to its outputs, needed if the run was recorded with one.
+
+        Raises:
+            FileNotFoundError: The folder holds no classifier.
+            ValueError: A file is damaged, or the network is another one.
+        """
+        saved, trajectory = read_classifier(path, net, output)
+        settings = saved.settings
+        model = cls(
+            trajectory,
+            nodes=settings.nodes,
+            features=settings.features,
+            inputs_kernel=settings.inputs_kernel,
+            seed=settings.seed,
+        )
+        model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
+        model.classes_ = np.arange(trajectory.num_outputs)
+        model._was_read = True
+        return model
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the arguments that the classifier was made with, as scikit-learn asks for them."""
+        own = {name: getattr(self, name) for name in _PARAMETERS if name != "options"}
+        return own | self.options
+
+    def set_params(self, **params: Any) -> "UncertainClassifier":
+        """Change arguments; they take effect in the next `fit`.
+
+        Raises:
+            ValueError: There is no such argument.
+        """
+        known = self.get_params().keys() | {"memory_budget", "progress"}
+        for name, value in params.items():
+            if name not in known:
+                raise ValueError(f"a parameter must be one of {sorted(known)}: got {name!r}.")
+            if name in ("memory_budget", "progress"):
+                self.options[name] = value  # type: ignore[literal-required]  # one of its fields
+            else:
+                setattr(self, name, value)
+        return self
+
+    def __sklearn_clone__(self) -> "UncertainClassifier":
+        return UncertainClassifier(**self.get_params())
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "conformity_scores_")
+
+    def __sklearn_tags__(self) -> Any:
+        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags  # noqa: PLC0415  only scikit-learn asks
+
+        return Tags(
+            estimator_type="classifier",
+            target_tags=TargetTags(required=True),
+            classifier_tags=ClassifierTags(),
+            input_tags=InputTags(two_d_array=True, three_d_array=True),
+        )
+
+    def __repr__(self) -> str:
+        changed = {name: value for name, value in self.get_params().items() if name not in ("trajectory", "points")}
+        return f"UncertainClassifier({self.trajectory!r}, {', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+
+    def _check_is_fitted(self) -> None:
+        if not self.__sklearn_is_fitted__():
+            raise RuntimeError(
+                "the classifier must be fitted before it is asked: call fit(X, y) with validation points that the "
+                "network has not seen."
+            )
+
+    def _judged(self, X: object) -> _Judgement:
+        self._check_is_fitted()
+        return self._judge(class_inputs(self.trajectory, X))
+
+    def _judge(self, X: Shaped[Tensor, "n ..."]) -> _Judgement:
+        """Evaluate network and process once for the same points."""
+        C, key = self.trajectory.num_outputs, content_key(X)
+        stored = self._cache.get(key)
+        if stored is None:
+            with torch.no_grad():
+                precise = float_inputs(X, torch.float64)
+                logits = network_outputs(self.trajectory, precise).to(torch.float64)
+                mean, variance = self.process_.predict(precise)
+            stored = torch.cat([logits, mean, variance[:, None]], dim=1)
+            self._cache.put(key, stored)
+        return _Judgement(stored[:, :C], stored[:, C : 2 * C], stored[:, -1])
+
+    def _probability(self, judged: _Judgement) -> Tensor:
+        return torch.softmax(self.stacking_.logits(judged.logits, judged.mean), dim=1)

@@ -1,0 +1,152 @@
+"""Sketched features of points at the nodes of a path, one fixed block of points after the other."""
+
+import pickle
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from numpy.typing import NDArray
+from torch import Tensor
+
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.cotangents import combined_outputs
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.layer_jacobian import LayerJacobian
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.sketches import FeatureSum, seeded_generator
+from epk_gp.core.head import Head
+from epk_gp.core.memory_plan import rows_per_pass, sketched_rows
+from epk_gp.gram.accumulator import GramAccumulator
+
+_PRODUCTS = ContractionCost(1, 1)
+
+PIECE_BLOCKS = 4  # blocks of points that a worker computes, and a checkpoint holds, at a time
+
+
+@dataclass(frozen=True, eq=False)
+class NodeSketch:
+    """The sum over nodes of a path of sketched gradients: one copy of the points, in one dtype and on one device.
+
+    The features of a point depend on its block of points by rounding, so blocks depend on the network alone.
+
+    Attributes:
+        net: The network with its plan.
+        states: The weights at the n nodes, and statistics behind them.
+        head: Whether f is the logits or their log-softmax.
+        coefficients: Of the outputs in each of K gradients, at each node.
+        num_features: k.
+        key: What the sketches are drawn from.
+    """
+
+    net: PlannedModel
+    states: tuple[Float[Tensor, " PQ"], ...]
+    head: Head
+    coefficients: Float[Tensor, "nodes K C"]
+    num_features: int
+    key: tuple[object, ...]
+
+    def block(self, X: Shaped[Tensor, "E ..."], *, create_graph: bool = False) -> Float[Tensor, "E K k"]:
+        """Compute the features of a block of points.
+
+        Args:
+            X: E inputs.
+            create_graph: Keep the result differentiable with respect to X.
+        """
+        total = FeatureSum(self.coefficients.shape[1], len(X), self.num_features, self.states[0])
+        for node, jacobians in enumerate(self.jacobians(X, self._sketching, create_graph=create_graph)):
+            for layer, jacobian in enumerate(jacobians):
+                jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
+        return total.result().transpose(0, 1)
+
+    def piece(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n K k"]:
+        """Compute the features of several blocks of points."""
+        return torch.cat([self.block(rows) for rows in X.split(self.block_rows(X))])
+
+    def block_rows(self, X: Shaped[Tensor, "n ..."]) -> int:
+        """Return the number of points of a block, which depends on the network alone."""
+        jacobians = next(self.jacobians(X[:1], self._sketching))
+        num_outputs = self.coefficients.shape[1]
+        per_point = sum(jacobian.nbytes for jacobian in jacobians) + 2 * max(jacobian.nbytes for jacobian in jacobians)
+        return min(sketched_rows(per_point), rows_per_pass(self.net.plan, self.net.itemsize, num_outputs))
+
+    def product_rows(self, X: Shaped[Tensor, "n ..."], budget: int) -> int:
+        """Return the number of points whose layer Jacobians at a node take an eighth of a budget of bytes."""
+        jacobians = next(self.jacobians(X[:1], _PRODUCTS))
+        return max(1, budget // (8 * sum(jacobian.nbytes for jacobian in jacobians)))
+
+    def jacobians(
+        self, X: Shaped[Tensor, "E ..."], cost: ContractionCost, *, create_graph: bool = False
+    ) -> Iterator[list[LayerJacobian]]:
+        """Compute the layer Jacobians of the K combined outputs, node by node, times the root of its length."""
+        for state, coefficients in zip(self.states, self.coefficients, strict=True):
+            cotangents = combined_outputs(self.head, coefficients)
+            at = WeightLocation(state)
+            yield layer_jacobians(self.net, at, X, cotangents, cost, create_graph=create_graph)
+
+    @property
+    def _sketching(self) -> ContractionCost:
+        return ContractionCost(1, 1, num_features=self.num_features)
+
+
+def node_products(
+    left: NodeSketch, X: Shaped[Tensor, "n ..."], right: NodeSketch, Y: Shaped[Tensor, "m ..."]
+) -> Float[Tensor, "K n m"]:
+    """Compute the products that are sketched, of each of K combined outputs with itself, summed over the nodes."""
+    total = GramAccumulator((left.coefficients.shape[1], len(X), len(Y)), left.states[0])
+    for a, b in zip(left.jacobians(X, _PRODUCTS), right.jacobians(Y, _PRODUCTS), strict=True):
+        total.add_steps([a], [b], [1.0])
+    return total.result()
+
+
+def compute_pieces(
+    sketch: NodeSketch, pieces: Iterator[Shaped[Tensor, "n ..."]], executor: Executor | None, ahead: int
+) -> Iterator[Float[Tensor, "n K k"]]:
+    """Compute the features of pieces of the points, in their order.
+
+    Args:
+        sketch: What is computed.
+        pieces: The points.
+        executor: Computes pieces; None computes them here.
+        ahead: Pieces that may wait for a worker, or to be fetched.
+    """
+    if executor is None:
+        yield from (sketch.piece(X) for X in pieces)
+        return
+    shares_memory = isinstance(executor, ThreadPoolExecutor)
+    content = b"" if shares_memory else pickle.dumps(sketch)
+    waiting: deque[Future[Tensor] | Future[NDArray[np.generic]]] = deque()
+    try:
+        for X in pieces:
+            if shares_memory:
+                waiting.append(executor.submit(sketch.piece, X))
+            else:
+                waiting.append(executor.submit(_piece_elsewhere, content, X.cpu().numpy()))
+            if len(waiting) >= ahead:
+                yield _fetch(waiting.popleft(), sketch)
+        while waiting:
+            yield _fetch(waiting.popleft(), sketch)
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _fetch(future: "Future[Tensor] | Future[NDArray[np.generic]]", sketch: NodeSketch) -> Tensor:
+    return torch.as_tensor(future.result()).to(sketch.states[0].device)
+
+
+def _piece_elsewhere(content: bytes, X: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Compute a piece in another process, which keeps the network from one piece to the next."""
+    sketch = _unpickled(content)
+    result: NDArray[np.generic] = sketch.piece(torch.from_numpy(X).to(sketch.states[0].device)).cpu().numpy()
+    return result
+
+
+@lru_cache(maxsize=1)
+def _unpickled(content: bytes) -> NodeSketch:
+    sketch: NodeSketch = pickle.loads(content)
+    return sketch
