@@ -131,27 +131,9 @@ def _measures(name: str, said: dict[str, Judgement], sets: ImageSets) -> dict[st
     return measures
 
 
-def averaged(rows: list[Row]) -> Row:
-    """Return mean and standard deviation over seeds of rows of equal shape, as {set: {measure: [mean, std]}}."""
-    return {
-        name: {
-            measure: _spread([row["sets"][name][measure] for row in rows]) for measure in rows[0]["sets"][name]
-        }
-        for name in rows[0]["sets"]
-    }
-
-
-def _spread(values: list[float | None]) -> list[float] | None:
-    """Return mean and standard deviation, 0 of one value; None if there is a seed without a value."""
-    known = torch.tensor([value for value in values if value is not None], dtype=torch.float64)
-    if len(known) < len(values):
-        return None
-    return [float(f"{known.mean():.5g}"), float(f"{known.std(correction=min(1, len(known) - 1)):.2g}")]
-
-
 @dataclass(frozen=True)
 class Grid:
-    """The trained networks of a table: every data set, network and size, with every seed.
+    """The trained networks of a table: every data set with every network and size, and every seed.
 
     Attributes:
         data: Names of data sets.
@@ -172,35 +154,63 @@ class Grid:
         ]
 
 
-def table_of(grid: Grid, counts: Counts, methods: Sequence[str]) -> tuple[list[Row], list[str]]:
-    """Compute all rows, seed after seed within a cell, and average them over the seeds.
+# A column of a table: images, and what is measured there. "outside 0" is the first of the other data sets, and
+# "score 0" the method's main score.
+Columns = dict[str, tuple[str, str]]
+
+
+def table_of(
+    grids: Sequence[Grid], counts: Counts, methods: Sequence[str], columns: Columns
+) -> tuple[list[Row], list[str]]:
+    """Compute the rows of every trained network, and average them over the seeds.
 
     Returns:
-        One entry per cell and method, with the data set, network, size, method, seeds, seconds and averages; and what
-        was left out.
+        One entry per data set, network, size and method: mean and standard deviation of each column; None where a
+        method has no such number, or where all predictions are wrong. And what was left out, and why.
     """
     table, left_out = [], []
-    for cell in grid.cells():
+    for cell in (cell for grid in grids for cell in grid.cells()):
         found: dict[str, list[Row]] = {method: [] for method in methods}
         for problem in cell:
             rows, reasons = rows_of(problem, counts, methods)
             left_out += [reason for reason in reasons if reason not in left_out]
             for method, row in rows.items():
                 found[method].append(row)
-        first = cell[0]
-        for method, of_seeds in found.items():
-            if of_seeds:
-                table.append(
-                    {
-                        "data": first.data,
-                        "network": f"mlp {first.width}" if first.network == "mlp" else first.network,
-                        "num_train": first.num_train,
-                        "steps": first.steps,
-                        "method": method,
-                        "seeds": len(of_seeds),
-                        "seconds": round(sum(sum(row["seconds"].values()) for row in of_seeds) / len(of_seeds), 1),
-                        "scores": of_seeds[0]["scores"],
-                        "sets": averaged(of_seeds),
-                    }
-                )
+        table += [_entry(cell[0], method, rows, columns) for method, rows in found.items() if rows]
     return table, left_out
+
+
+def network_name(problem: Problem) -> str:
+    """Name a network as tables do."""
+    return f"MLP {problem.width}" if problem.network == "mlp" else problem.network.upper()
+
+
+def _entry(problem: Problem, method: str, rows: list[Row], columns: Columns) -> Row:
+    return {
+        "data": problem.data,
+        "network": network_name(problem),
+        "num_train": problem.num_train,
+        "method": method,
+        "seeds": len(rows),
+        "seconds": round(sum(sum(row["seconds"].values()) for row in rows) / len(rows), 1),
+        "values": [_spread([_value(problem, row, *column) for row in rows]) for column in columns.values()],
+    }
+
+
+def _value(problem: Problem, row: Row, images: str, measure: str) -> float | None:
+    kind, _, number = images.partition(" ")
+    name = f"outside {OUTSIDE[problem.data][int(number)]}" if kind == "outside" else images
+    score, _, rest = measure.partition(": ")
+    if rest:
+        number = int(score.removeprefix("score "))
+        measure = f"{row['scores'][number]}: {rest}" if number < len(row["scores"]) else ""
+    value: float | None = row["sets"][name].get(measure)
+    return value
+
+
+def _spread(values: list[float | None]) -> list[float] | None:
+    """Return mean and standard deviation (0 of one value), or None if a seed has no value."""
+    if None in values:
+        return None
+    known = torch.tensor(values, dtype=torch.float64)
+    return [float(f"{known.mean():.4g}"), float(f"{known.std(correction=min(1, len(known) - 1)):.2g}")]

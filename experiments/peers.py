@@ -191,15 +191,17 @@ def laplace_last_layer(judged: Judged) -> Judge:
 def laplace_process(weights: str) -> Peer:
     """Judge by laplace-torch's functional process (Immer et al. 2021), prior precision by validation likelihood.
 
-    It computes the Jacobians of the points that it is conditioned on again for every batch: in float32, and of a part.
+    It computes the Jacobians of the points that it is conditioned on again for every batch: of a part of them, and of
+    all weights in float32. Prior precisions at which its variances are not positive are left out.
     """
+    dtype = torch.float32 if weights == "all" else torch.float64
 
     def fit(judged: Judged) -> Judge:
         from laplace import Laplace  # noqa: PLC0415  an optional peer
 
         train, validation = training_data(judged), judged.validation
         model = Laplace(
-            network_of(judged).float().requires_grad_(),
+            network_of(judged).to(dtype).requires_grad_(),
             "classification",
             subset_of_weights=weights,
             hessian_structure="gp",
@@ -210,14 +212,14 @@ def laplace_process(weights: str) -> Peer:
         torch.manual_seed(judged.problem.seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of hooks that its backend sets
-            model.fit(_loader(_single(train)))
+            model.fit(_loader(replace(train, inputs=train.inputs.to(dtype))))
 
         def predictions(X: Tensor) -> tuple[Tensor, Tensor]:
             """Return the logits of the probit approximation, and the sum of the variances."""
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that it computes anew after another prior precision
                 # its public call returns probabilities alone; the variance is what a process has beyond them
-                parts = [model._glm_predictive_distribution(part.float()) for part in X.split(200)]
+                parts = [model._glm_predictive_distribution(part.to(dtype)) for part in X.split(200)]
             mean = torch.cat([part[0].detach().double() for part in parts])
             variance = torch.cat([part[1].detach().double().diagonal(dim1=1, dim2=2) for part in parts])
             return mean / (1 + torch.pi / 8 * variance).sqrt(), variance.sum(1)
@@ -226,6 +228,8 @@ def laplace_process(weights: str) -> Peer:
         for precision in PRIOR_PRECISIONS:
             model.prior_precision = precision
             scaled, _ = predictions(held_out.inputs)
+            if not scaled.isfinite().all():
+                continue
             (factor,) = chosen_factors([scaled], held_out.labels)
             found.append((float(F.cross_entropy(factor * scaled, held_out.labels)), precision, factor))
         _, model.prior_precision, a = min(found)
@@ -237,10 +241,6 @@ def laplace_process(weights: str) -> Peer:
         return judge
 
     return fit
-
-
-def _single(data: Dataset) -> Dataset:
-    return replace(data, inputs=data.inputs.float())
 
 
 def _loader(data: Dataset) -> DataLoader:
@@ -268,19 +268,19 @@ def rbf_process(features: Callable[[Judged], Callable[[Tensor], Tensor]], *, med
         def judge(X: Tensor) -> Judgement:
             z = logits(judged, X)
             mean, variance = gp.posterior(of(X))
-            own = mean.gather(1, z.argmax(1, keepdim=True))[:, 0]
-            return Judgement(1 - own, {"variance": variance}, (a * z + b * mean).softmax(1))
+            p = (a * z + b * mean).softmax(1)
+            return Judgement(1 - p.gather(1, z.argmax(1, keepdim=True))[:, 0], {"variance": variance}, p)
 
         return judge
 
     return fit
 
 
-def path_process(run: Callable[[epk.Trajectory], epk.Trajectory]) -> Peer:
+def path_process(run: Callable[[epk.Trajectory], epk.Trajectory], **options: int) -> Peer:
     """Judge by `epk.UncertainClassifier` over a run made from the recorded one."""
 
     def fit(judged: Judged) -> Judge:
-        model = epk.UncertainClassifier(run(judged.trajectory))
+        model = epk.UncertainClassifier(run(judged.trajectory), **options)
         model.fit(judged.validation.inputs, judged.validation.labels)
 
         def judge(X: Tensor) -> Judgement:
@@ -355,7 +355,7 @@ PEERS: dict[str, Peer] = {
     "Laplace, last layer": laplace_last_layer,
     "Laplace, GP of last layer": laplace_process("last_layer"),
     "Laplace, GP of all weights": laplace_process("all"),
-    "NTK-GP, last step": path_process(tangent_trajectory),
+    "NTK-GP, last step": path_process(tangent_trajectory, nodes=1),
     "EPK-GP": path_process(lambda run: run),
 }
 
@@ -366,6 +366,4 @@ def why_not(name: str, problem: Problem) -> str | None:
         return f"{name}: laplace-torch is not installed"
     if name == "Laplace, GP of all weights" and (problem.network, problem.width > 64) == ("mlp", True):
         return f"{name}: an hour for a network of more than 100,000 weights"
-    if name in ("NTK-GP, last step", "EPK-GP") and not hasattr(epk, "UncertainClassifier"):
-        return f"{name}: epk_gp.UncertainClassifier is not in this version"
     return None

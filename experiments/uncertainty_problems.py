@@ -24,7 +24,7 @@ OUTSIDE = {
     "fashion-mnist": ("mnist", "kmnist"),
     "mnist-low": ("mnist-high", "fashion-mnist"),
     "fashion-mnist-low": ("fashion-mnist-high", "mnist"),
-    "digits": ("inverted-digits",),
+    "digits": ("inverted-digits", "turned-digits"),
 }
 
 
@@ -105,8 +105,9 @@ def splits(problem: Problem, num_test: int) -> tuple[Dataset, Dataset, Dataset]:
 
 def outside_images(name: str, count: int, problem: Problem) -> Tensor:
     """Draw test images of another data set, or of the classes that were held out."""
-    if name == "inverted-digits":
-        return 1 - _drawn(pictures("digits", "test", problem.dtype), count, problem.seed).inputs
+    if name in ("inverted-digits", "turned-digits"):
+        X = _drawn(pictures("digits", "test", problem.dtype), count, problem.seed).inputs
+        return 1 - X if name == "inverted-digits" else X.mT.flip(2)
     return _drawn(pictures(name, "test", problem.dtype), count, problem.seed).inputs
 
 
