@@ -11,7 +11,7 @@ from epk_gp.core.head import apply_head
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.output_coupling import OutputCoupling
 from epk_gp.kernels.config import KernelConfig
-from epk_gp.kernels.tagged_points import as_points, requires_graph, validate_tagged_points
+from epk_gp.kernels.tagged_points import as_points, requires_graph, tag_points
 
 PriorMean = Literal["initial", "constant", "zero", "network"]
 
@@ -38,7 +38,7 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
         """Evaluate the network.
 
         Args:
-            x: (*b, n, D + 1).
+            x: (*b, n, D + 1), or (*b, n, D) for test copies.
 
         Returns:
             (*b, n, C), or for one process per output (*d, n) with d = broadcast(b, [C]).
@@ -47,7 +47,7 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
 
     def _outputs(self, x: Tensor) -> Tensor:
         config, head = self.config, self.config.path_kernel.head
-        validate_tagged_points(config.trajectory, x)
+        x = tag_points(config.trajectory, x)
         if requires_graph(x):
             return self._outputs_with_graph(x)
         key = ("mean", config.trajectory.digest, head, self.state, content_key(x))

@@ -24,7 +24,7 @@ from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, poster
 from epk_gp.gp.targets import TargetKind, make_targets
 from epk_gp.gp.train_indices import parse_train_indices
 from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
-from epk_gp.kernels.tagged_points import validate_batches, validate_tagged_points
+from epk_gp.kernels.tagged_points import tag_points, validate_batches
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
@@ -37,7 +37,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     """A Gaussian process over the network's outputs, conditioned on training points.
 
     The prior is mean + outputscale * EPK, the kernel normalised to mean diagonal 1 (its raw scale is arbitrary). All
-    computation is in float64. Call `fit`, then `logit_posterior`; `gp(test_copy(X))` in evaluation mode is the same
+    computation is in float64. Call `fit`, then `logit_posterior`; `gp(X)`, X flattened, in evaluation mode is the same
     posterior in GPyTorch's terms and under GPyTorch's settings (conjugate gradients from 800 rows on).
 
     The posterior mean of a GP is not the network. With mean="network" and targets="network" it is: the residual is
@@ -142,20 +142,18 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """Evaluate as GPyTorch does, for one thread at a time: the prior in training mode, else the posterior.
 
         Args:
-            args: One tensor of tagged points, (*b, n, D + 1).
+            args: One tensor of points, (*b, n, D + 1), or (*b, n, D) for test copies.
             kwargs: Handed on to GPyTorch.
 
         Raises:
             TypeError: The points are not a tensor, or of a kind that the network cannot take.
-            ValueError: There is more or less than one argument, the points are not made with `train_copy` or
-                `test_copy`, their batch does not fit the processes, or in training mode they are not the training
-                points.
+            ValueError: There is more or less than one argument, the points are neither flattened inputs nor made with
+                `train_copy` or `test_copy`, their batch does not fit the processes, or in training mode they are not
+                the training points.
         """
         if len(args) != 1:
             raise ValueError(f"a LogitGP must be called with one tensor of points: got {len(args)} arguments.")
-        (x,) = args
-        trajectory = self.kernel.trajectory
-        validate_tagged_points(trajectory, x)
+        x = tag_points(self.kernel.trajectory, args[0])
         validate_batches(self.coupling.batch_shape, x)
         (own,) = self.train_inputs
         if self.training and not (x.shape == own.shape and bool((x.to(own) == own).all())):
@@ -193,10 +191,10 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         super().set_train_data(targets=targets, strict=strict)
 
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
-        """Return the prior at tagged points.
+        """Return the prior.
 
         Args:
-            x: (*b, n, D + 1).
+            x: (*b, n, D + 1), or (*b, n, D) for test copies.
 
         Returns:
             Over (n, C) for "full"; over n with batch shape [C] for "independent".
@@ -204,7 +202,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         Raises:
             TypeError, ValueError: As for a call.
         """
-        validate_tagged_points(self.kernel.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
+        x = tag_points(self.kernel.trajectory, x)  # GPyTorch's mean comes first, with an error of its own
         return self.coupling.distribution(self.mean_module(x), self.covar_module(x))
 
     def fit(self, steps: int = 50, lr: float = 0.1, progress: bool = False) -> list[float]:
@@ -272,7 +270,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             return posterior_at(self.factorization(), self.prior_mean, x, block_size=block_size, progress=progress)
 
     def prior_mean(self, x: Shaped[Tensor, "n columns"]) -> Float[Tensor, "n C"]:
-        """Evaluate the prior mean at tagged points."""
+        """Evaluate the prior mean at points with or without the copy column."""
         return self.coupling.from_rows(self._rows(self.mean_module(x)))
 
     def target_rows(self) -> Float[Tensor, "K rows"]:

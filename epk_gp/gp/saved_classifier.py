@@ -69,12 +69,10 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
         raise FileExistsError(f"path must be a new or empty folder: {folder} holds something. Choose another.")
     nodes = nodes_trajectory(trajectory, saved.settings.nodes)
     process = saved.process
-    inputs = process.inputs if isinstance(process, ExactLabelProcess) else trajectory.inputs[:NUM_FINGERPRINT_POINTS]
     probes = trajectory.inputs[:NUM_FINGERPRINT_POINTS]
     statistics = nodes.statistics
     tensors = {
         "states": torch.stack([nodes.states[s] for s in range(len(nodes.states))]),
-        "inputs": inputs,
         "probe_inputs": probes,
         "targets": trajectory.targets[:NUM_FINGERPRINT_POINTS],
         "probe": fingerprint_outputs(
@@ -88,10 +86,10 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
     if statistics is not None:
         tensors["statistics"] = torch.stack([statistics[s] for s in range(len(statistics))])
     if isinstance(process, ExactLabelProcess):
-        tensors |= {"lengths": process.lengths, "process_targets": process.targets}
+        tensors |= {"inputs": process.inputs, "lengths": process.lengths, "process_targets": process.targets}
     tensors |= {f"constant.{name}": value for name, value in trajectory.model.frozen_state().items()}
     tensors |= trajectory.model.signature.stored_tensors()
-    content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
     file = folder / TENSORS
     atomic_write(file, content)
     description = {

@@ -16,7 +16,7 @@ from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
 EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured, between points whose cosine is small (docs/theory.md, section 8)
 
 # Steps of a run up to which the exact kernel takes every step; a longer run is replaced by so many nodes of its path.
-MAX_PROBE_STEPS = 4096
+MAX_PROBE_STEPS = 1000
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ def batch_of_blocks(
         matrices: Which of the structure's K matrices, (*k); b, c and k broadcast.
 
     Returns:
-        (*d, n * R, m * R). A batch dimension along which x, y and the matrices only repeat themselves has size 1.
+        (*d, n * R, m * R). A batch dimension along which x, y and the matrices only repeat themselves has size 1 or is
+        missing.
     """
     x, y = _distinct_points(x, y)
     if _every_set_has_its_matrix(config, x, y, matrices):
@@ -93,6 +94,8 @@ def batch_of_diagonals(
 def _select(values: Tensor, matrices: Tensor, value_ndim: int) -> Tensor:
     """Select a matrix, or a diagonal, for each element of a batch: (*d, K, ...) becomes (*d, ...)."""
     batch = values.shape[: -value_ndim - 1]
+    if values.shape[-value_ndim - 1] == 1:  # no choice, and no copy
+        return values.squeeze(-value_ndim - 1)
     position = torch.arange(batch.numel(), device=values.device).view(batch)
     return values.reshape(-1, *values.shape[-value_ndim - 1 :])[position, matrices]
 

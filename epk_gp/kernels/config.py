@@ -19,13 +19,15 @@ class KernelConfig:
         path_kernel: The kernel, with values in C x C blocks.
         structure: What is made of such a block.
         options: How blocks are computed.
-        cache: Blocks that have been computed.
+        cache: Blocks that have been computed, as the path kernel has them.
+        is_cosine: Values are divided by the square roots of the kernel's own diagonal at both points.
     """
 
     path_kernel: PathKernel
     structure: OutputStructure
     options: ComputeOptions
     cache: BlockCache
+    is_cosine: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> "KernelConfig":
         return self

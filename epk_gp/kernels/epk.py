@@ -14,13 +14,12 @@ from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.core.validation import validate_count
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernels.batching import batch_of_blocks, batch_of_diagonals
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
-from epk_gp.kernels.derivatives import ValuesOfPairs, with_derivatives
-from epk_gp.kernels.normalization import Normalization, normalization_scale
+from epk_gp.kernels.normalization import Normalization, is_cosine, normalization_scale
 from epk_gp.kernels.output_structure import Outputs, parse_outputs
-from epk_gp.kernels.tagged_points import requires_graph, validate_batches, validate_tagged_points
+from epk_gp.kernels.tagged_points import tag_points, validate_batches
+from epk_gp.kernels.values import kernel_values
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
@@ -30,13 +29,14 @@ UNSUPPORTED_OPTIONS = ("progress", "checkpoint", "accumulate")  # GPyTorch calls
 
 @final
 class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ships no types
-    """The exact path kernel between tagged points (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
+    """The exact path kernel between training and test copies (Definition 3.4 and Theorem 3.7, Bell et al. 2023).
 
-    Points are rows made with `train_copy` and `test_copy`: the flattened input, then the copy column. There is nothing
-    to learn in it: the network's weights are no parameters of the kernel. Values have the dtype of the points, and each
-    block is computed once (see `BlockCache`). They can be differentiated with respect to the points, once and in
-    reverse mode (a second derivative raises a RuntimeError, `torch.func` a TypeError); the copy column gets the
-    gradient 0. A state dict holds the run's digest: it loads only into a kernel of the same run.
+    Points are rows of flattened inputs, which are test copies; or rows made with `train_copy` and `test_copy`, the
+    flattened input and then the copy column. There is nothing to learn in it: the network's weights are no parameters
+    of the kernel. Values have the dtype of the points, and each block is computed once (see `BlockCache`). They can be
+    differentiated with respect to the points, once and in reverse mode (a second derivative raises a RuntimeError,
+    `torch.func` a TypeError); the copy column gets the gradient 0. A state dict holds the run's digest: it loads only
+    into a kernel of the same run.
 
     Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
     edited while it was computed.
@@ -57,16 +57,18 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             an integer c - K(x, x')[c, c].
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
-        normalize: None; a positive number to divide by; or "mean_diagonal", the mean diagonal of this kernel (over
-            points and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies.
+        normalize: None; a positive number to divide by; "mean_diagonal", the mean diagonal of this kernel (over points
+            and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies; or "cosine",
+            which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
+            cosines is a correlation matrix, its diagonal 1 exactly.
         cache_bytes: Limit for the blocks that are kept; 0 keeps none.
-        active_dims: Columns of wider inputs to use, the copy column last.
+        active_dims: Columns of wider inputs to use; the copy column, if there is one, last.
         options: `memory_budget`, see `ComputeOptions`.
 
     Attributes:
         config: What all copies of the kernel share.
         outputs: As given.
-        scale: What values are divided by; 1.0 without normalization.
+        scale: What all values are divided by; 1.0 without normalization and for cosines.
 
     Raises:
         TypeError: `outputs`, `rule`, `normalize` or `active_dims` is of the wrong kind, or an option is not known.
@@ -95,7 +97,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         columns = None if active_dims is None else _parse_active_dims(active_dims, trajectory)
         super().__init__(batch_shape=matrices.shape, active_dims=columns)
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)
-        self.config = KernelConfig(path_kernel, structure, compute_options, BlockCache(cache_bytes))
+        self.config = KernelConfig(
+            path_kernel, structure, compute_options, BlockCache(cache_bytes), is_cosine(normalize)
+        )
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("_matrices", matrices, persistent=False)
         self.register_buffer("_anchor", torch.zeros(matrices.shape, dtype=trajectory.dtype), persistent=False)
@@ -133,22 +137,29 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     def __call__(
         self,
         x1: Shaped[Tensor, "*b n columns"],
-        x2: Shaped[Tensor, "*c m columns"] | None = None,
+        x2: Shaped[Tensor, "*c m other_columns"] | None = None,
         diag: bool = False,
         last_dim_is_batch: bool = False,
         **params: Any,
     ) -> Any:
         """Evaluate lazily, as every GPyTorch kernel. Points are checked here: in `forward` an error would come late."""
         points = (x1,) if x2 is None or x2 is x1 else (x1, x2)
-        for x in points:
-            self._validate(x if self.active_dims is None or not isinstance(x, Tensor) else self._active_columns(x))
+        tagged = [
+            self._tag(x if self.active_dims is None or not isinstance(x, Tensor) else self._active_columns(x))
+            for x in points
+        ]
         validate_batches(self._matrices.shape, *points)
+        if self.config.is_cosine and self.active_dims is not None:  # GPyTorch forgets them if `forward` fails
+            for x in tagged:
+                self._values(x.detach(), diag=True)
+        if x2 is not None and x1.shape[-1] != x2.shape[-1]:  # GPyTorch compares them
+            x1, x2 = tagged
         return super().__call__(x1, x2, diag=diag, last_dim_is_batch=last_dim_is_batch, **params)
 
     def forward(
         self,
         x1: Shaped[Tensor, "*b n columns"],
-        x2: Shaped[Tensor, "*c m columns"],
+        x2: Shaped[Tensor, "*c m other_columns"],
         diag: bool = False,
         last_dim_is_batch: bool = False,
         **params: Any,
@@ -156,8 +167,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         """Evaluate the kernel, or its diagonal.
 
         Args:
-            x1: (*b, n, D + 1).
-            x2: (*c, m, D + 1); b, c and the kernel's batch shape broadcast to d.
+            x1: (*b, n, D + 1), or (*b, n, D) for test copies.
+            x2: (*c, m, D + 1) or (*c, m, D); b, c and the kernel's batch shape broadcast to d.
             diag: Only the diagonal, for n = m.
             last_dim_is_batch: Must be False: a column of a point is no point.
             params: Ignored.
@@ -168,26 +179,16 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         Raises:
             TypeError: Points of a kind that the kernel cannot take, inside a transformation of `torch.func`, or with a
                 forward-mode tangent.
-            ValueError: Points that the kernel cannot take.
+            ValueError: Points that the kernel cannot take, or, for cosines, a point whose kernel with itself is zero.
         """
         if last_dim_is_batch:
             raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
-        points = (x1,) if x2 is x1 else (x1, x2)
-        for x in points:
-            self._validate(x)
-        validate_batches(self._matrices.shape, *points)
+        is_one_set, x1 = x2 is x1, self._tag(x1)
+        x2 = x1 if is_one_set else self._tag(x2)
+        validate_batches(self._matrices.shape, *([x1] if is_one_set else [x1, x2]))
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
-        evaluate, value_ndim = (batch_of_diagonals, 1) if diag else (batch_of_blocks, 2)
-        matrices = self._matrices.to(x1.device)
-        left = x1.detach()
-        values = evaluate(self.config, left, left if x2 is x1 else x2.detach(), matrices)
-        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2], matrices.shape)
-        values = values.expand(*batch, *values.shape[-value_ndim:])
-        if requires_graph(x1) or requires_graph(x2):
-            of = ValuesOfPairs(self.config, self.config.structure, matrices.expand(batch), is_diagonal=diag)
-            values = with_derivatives(values, x1, x2, of)
-        return values / self.scale
+        return self._values(x1, x2, diag=diag)
 
     def get_extra_state(self) -> UInt8[Tensor, " bytes"]:
         """Return the run's digest for the state dict; a tensor, as BoTorch copies state dicts entry by entry."""
@@ -207,10 +208,16 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             )
 
     def __repr__(self) -> str:
+        scale = "normalize='cosine'" if self.config.is_cosine else f"scale={self.scale:g}"
         return (
             f"EPKKernel({self.trajectory!r}, outputs={self.outputs!r}, head={self.config.path_kernel.head!r}, "
-            f"rule={self.config.path_kernel.rule!r}, scale={self.scale:g}, batch_shape={tuple(self.batch_shape)})"
+            f"rule={self.config.path_kernel.rule!r}, {scale}, batch_shape={tuple(self.batch_shape)})"
         )
+
+    def _values(self, x1: Tensor, x2: Tensor | None = None, *, diag: bool) -> Tensor:
+        x2 = x1 if x2 is None else x2
+        values = kernel_values(self.config, x1, x2, self._matrices.to(x1.device), diag=diag)
+        return values if self.scale == 1 else values / self.scale
 
     def _active_columns(self, x: Tensor) -> Tensor:
         """Select the columns that the kernel uses, as GPyTorch does."""
@@ -220,8 +227,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             )
         return x.index_select(-1, self.active_dims)
 
-    def _validate(self, x: Tensor) -> None:
-        validate_tagged_points(self.trajectory, x)
+    def _tag(self, x: Tensor) -> Tensor:
+        return tag_points(self.trajectory, x)
 
 
 def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int, ...]:
@@ -230,10 +237,10 @@ def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int
         raise TypeError(f"active_dims must be a list of columns: got {active_dims!r}.")
     for column in columns:
         validate_count(column, "a column in active_dims", minimum=0)
-    width = torch.Size(trajectory.input_shape).numel() + 1
-    if len(columns) != width:
+    D = torch.Size(trajectory.input_shape).numel()
+    if len(columns) not in (D, D + 1):
         raise ValueError(
-            f"active_dims must be {width} columns, those of the flattened inputs {trajectory.input_shape} and the copy "
-            f"column: got {len(columns)}."
+            f"active_dims must be {D + 1} columns, those of the flattened inputs {trajectory.input_shape} and the copy "
+            f"column, or {D} without it: got {len(columns)}."
         )
     return tuple(int(column) for column in columns)

@@ -12,7 +12,7 @@ from epk_gp.kernels.blocks import diagonal_blocks
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.tagging import train_copy
 
-Normalization = Literal["mean_diagonal"] | float | int | None
+Normalization = Literal["cosine", "mean_diagonal"] | float | int | None
 
 # Training copies whose diagonal is averaged, at most. The relative standard error of the mean of 1000 is 1/32 of the
 # diagonal's relative spread: enough for a scale that is arbitrary, at a cost that does not grow with the training set.
@@ -25,18 +25,20 @@ def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], n
     Args:
         config: The kernel, not normalized.
         matrices: Indices of its matrices that count.
-        normalize: None for 1; a positive number for itself; "mean_diagonal" for the mean diagonal of these matrices
-            over at most `NORMALIZATION_POINTS` evenly spaced training copies.
+        normalize: None and "cosine" for 1; a positive number for itself; "mean_diagonal" for the mean diagonal of these
+            matrices over at most `NORMALIZATION_POINTS` evenly spaced training copies.
 
     Raises:
         TypeError: `normalize` is not None, a string or a number.
         ValueError: `normalize` is another string or not positive and finite, or the mean diagonal is not positive.
     """
-    if normalize is None:
+    if normalize is None or is_cosine(normalize):
         return 1.0
     if isinstance(normalize, str):
         if normalize != "mean_diagonal":
-            raise ValueError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
+            raise ValueError(
+                f"normalize must be None, 'cosine', 'mean_diagonal' or a positive number: got {normalize!r}."
+            )
         scale = float(_training_diagonal(config)[matrices.cpu()].mean())
         if not scale > 0:
             raise ValueError(
@@ -46,10 +48,15 @@ def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], n
         return scale
     given: object = normalize  # NumPy's numbers count too
     if isinstance(given, bool) or not isinstance(given, Real):
-        raise TypeError(f"normalize must be None, 'mean_diagonal' or a positive number: got {normalize!r}.")
+        raise TypeError(f"normalize must be None, 'cosine', 'mean_diagonal' or a positive number: got {normalize!r}.")
     if not (normalize > 0 and isfinite(normalize)):
         raise ValueError(f"normalize must be a positive, finite number: got {normalize}.")
     return float(normalize)
+
+
+def is_cosine(normalize: object) -> bool:
+    """Return whether each value is divided by the square roots of the kernel's own diagonal at both points."""
+    return isinstance(normalize, str) and normalize == "cosine"
 
 
 def _training_diagonal(config: KernelConfig) -> Tensor:

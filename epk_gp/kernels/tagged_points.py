@@ -10,7 +10,7 @@ from torch import Tensor
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.set_pairs import PointSets, SetPairs
-from epk_gp.kernels.tagging import split_copy
+from epk_gp.kernels.tagging import split_copy, validate_entries
 
 # of torch itself, which has no public names for them; without them a transformed tensor gets an error of torch's
 _TRANSFORMED: list[Callable[[Tensor], bool]] = [
@@ -20,19 +20,38 @@ _TRANSFORMED: list[Callable[[Tensor], bool]] = [
 ]
 
 
+def tag_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> Shaped[Tensor, "*n columns_and_1"]:
+    """Return points with a copy column: rows that have none are test copies. Gradients flow back to them.
+
+    Args:
+        trajectory: The run.
+        x: (..., n, D) or (..., n, D + 1).
+
+    Returns:
+        (..., n, D + 1); the same object if it has a copy column.
+
+    Raises:
+        TypeError, ValueError: As `validate_tagged_points`.
+    """
+    validate_tagged_points(trajectory, x)
+    if x.shape[-1] != _num_inputs(trajectory):
+        return x
+    return torch.cat([x, x.new_zeros(*x.shape[:-1], 1)], dim=-1)
+
+
 def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns"]) -> None:
     """Raise if the network of a run cannot take these points.
 
     Args:
         trajectory: The run.
-        x: (..., n, D + 1), rows made with `train_copy` or `test_copy`.
+        x: (..., n, D + 1), rows made with `train_copy` or `test_copy`; or (..., n, D), test copies without the column.
 
     Raises:
         TypeError: `x` is not a tensor, or its entries are complex or Boolean, or not float32 or float64 where the
             network takes floating-point numbers, or it is inside a transformation of `torch.func`, or has a
             forward-mode tangent.
-        ValueError: The rows have another width than the run's inputs and the copy column, there are none, the copy
-            column is not 0 or 1, a value is not finite, or a gradient with respect to integers is asked for.
+        ValueError: The rows have another width than the run's inputs with or without the copy column, there are none,
+            the copy column is not 0 or 1, a value is not finite, or a gradient with respect to integers is asked for.
     """
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -47,11 +66,12 @@ def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns
         raise TypeError(
             "points must have no forward-mode tangent: got a dual tensor. Differentiate with torch.autograd.grad."
         )
-    width = torch.Size(trajectory.input_shape).numel() + 1
-    if x.ndim < 2 or x.shape[-1] != width:
+    D = _num_inputs(trajectory)
+    if x.ndim < 2 or x.shape[-1] not in (D, D + 1):
         raise ValueError(
-            f"points must have shape (..., n, {width}), flattened inputs {trajectory.input_shape} and the copy column: "
-            f"got {tuple(x.shape)}. Make them with train_copy or test_copy."
+            f"points must have shape (..., n, {D + 1}), flattened inputs {trajectory.input_shape} and the copy column, "
+            f"or (..., n, {D}), test copies without it: got {tuple(x.shape)}. Make them with train_copy or test_copy, "
+            "or flatten the inputs."
         )
     if not x.shape[-2]:
         raise ValueError(f"there must be at least one point: got shape {tuple(x.shape)}.")
@@ -60,7 +80,10 @@ def validate_tagged_points(trajectory: Trajectory, x: Shaped[Tensor, "*n columns
             f"points must not require gradients where the network takes integers ({trajectory.inputs.dtype}): got "
             "requires_grad=True. Pass x.detach(), or work under torch.no_grad()."
         )
-    split_copy(x)
+    if x.shape[-1] == D:
+        validate_entries(x)
+    else:
+        split_copy(x)
     if trajectory.inputs.is_floating_point() and x.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"points must be float32 or float64: got {x.dtype}. Convert them first.")
 
@@ -172,6 +195,11 @@ def squeeze_repeated(x: Shaped[Tensor, "*b n columns"]) -> Shaped[Tensor, "*c n 
         if x.shape[dim] > 1 and (x.stride(dim) == 0 or torch.equal(x, first.expand_as(x))):
             x = first
     return x
+
+
+def _num_inputs(trajectory: Trajectory) -> int:
+    """Count the numbers of an input, D."""
+    return torch.Size(trajectory.input_shape).numel()
 
 
 def _as_sets(trajectory: Trajectory, x: Tensor) -> PointSets:

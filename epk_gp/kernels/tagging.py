@@ -76,6 +76,17 @@ def split_copy(x: Shaped[Tensor, "*n columns"]) -> tuple[Shaped[Tensor, "*n D"],
     return X, is_train
 
 
+def validate_entries(X: Shaped[Tensor, "..."]) -> None:
+    """Raise if the entries of inputs are not finite real numbers.
+
+    Raises:
+        TypeError: `X` is not a tensor, or its entries are complex or Boolean.
+        ValueError: The tensor holds no values, is sparse, or a value is not finite.
+    """
+    _validate_kind(X)
+    _validate_finite(X)
+
+
 def _with_copy_column(inputs: Inputs, value: int) -> Tensor:
     X = inputs if isinstance(inputs, Tensor) else pack_inputs(inputs, "inputs")[0]
     if not isinstance(inputs, Tensor) and X.dtype == torch.bool:

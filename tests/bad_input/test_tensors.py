@@ -70,7 +70,9 @@ POINTS = {
     "kernel_pair": lambda f, x: epk.EPKKernel(f.t)(T, x),
 }
 BAD_POINTS = {
-    "untagged": (X, r"must have shape \(..., n, 5\), .* the copy column: got \(10, 4\). Make them with train_copy or"),
+    "narrow": (X[:, :3], r"must have shape \(..., n, 5\), .* copy column, or \(..., n, 4\), test .*: got \(10, 3\)"),
+    "untagged": (X * NAN, "inputs must be finite: got nan"),
+    "untagged_integers": (X.long(), "points must be float32 or float64: got torch.int64"),
     "list": (T.tolist(), "points must be a torch.Tensor: got list. Make them with train_copy or test_copy"),
     "nothing": ("x", "points must be a torch.Tensor: got str"),
     "empty": (T[:0], r"there must be at least one point: got shape \(0, 5\)"),
@@ -86,7 +88,7 @@ BAD_POINTS = {
 
 @pytest.mark.parametrize("ask", POINTS.values(), ids=POINTS.keys())
 @pytest.mark.parametrize(("x", "message"), BAD_POINTS.values(), ids=BAD_POINTS.keys())
-def test_points_without_a_copy_column_are_refused(f, ask, x, message):
+def test_points_of_another_kind_are_refused(f, ask, x, message):
     with pytest.raises((TypeError, ValueError), match=message):
         ask(f, x)
 

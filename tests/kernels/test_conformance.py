@@ -14,6 +14,7 @@ class Peer(BaseKernelTestCase):
 
     seed = 0
     outputs: str | int
+    normalize: str | None = None
     _runs: dict = {}  # noqa: RUF012
     _width = 2
 
@@ -28,9 +29,12 @@ class Peer(BaseKernelTestCase):
             self._width = len(active_dims)
         shape = torch.Size() if batch_shape is None else batch_shape
         if self.outputs != "independent":
-            kernel = EPKKernel(self.run_of(self._width, 2), self.outputs, active_dims=active_dims)
+            kernel = EPKKernel(
+                self.run_of(self._width, 2), self.outputs, normalize=self.normalize, active_dims=active_dims
+            )
             return kernel.expand_batch(shape)
-        kernel = EPKKernel(self.run_of(self._width, shape[-1] if shape else 2), "independent", active_dims=active_dims)
+        run = self.run_of(self._width, shape[-1] if shape else 2)
+        kernel = EPKKernel(run, "independent", normalize=self.normalize, active_dims=active_dims)
         return kernel.expand_batch(shape) if shape else kernel[0]
 
     def create_data_no_batch(self):
@@ -67,3 +71,37 @@ class TestPeerSum(Peer, unittest.TestCase):
 
 class TestPeerClass(Peer, unittest.TestCase):
     outputs = 1
+
+
+class TestPeerFullCosine(TestPeerFull):
+    normalize = "cosine"
+
+
+class TestPeerIndependentCosine(TestPeerIndependent):
+    normalize = "cosine"
+
+
+class TestPeerTraceCosine(TestPeerTrace):
+    normalize = "cosine"
+
+
+class TestPeerSumCosine(TestPeerSum):
+    normalize = "cosine"
+
+
+class TestPeerClassCosine(TestPeerClass):
+    normalize = "cosine"
+
+
+class TestPeerOnPlainInputs(Peer, unittest.TestCase):
+    """Without a copy column: GPyTorch's points as they are."""
+
+    outputs = "trace"
+    normalize = "cosine"
+
+    def run_of(self, width, num_outputs):
+        return super().run_of(width + 1, num_outputs)
+
+    @staticmethod
+    def with_copies(x):
+        return x

@@ -117,7 +117,7 @@ def test_unknown_options_are_refused(trajectory, unchecked):
             EPKKernel(trajectory, outputs)
     with pytest.raises(ValueError, match=r"head must be one of \['logits', 'log_softmax'\]: got 'softmax'"):
         EPKKernel(trajectory, head="softmax")
-    with pytest.raises(ValueError, match="normalize must be None, 'mean_diagonal' or a positive number: got 'trace'"):
+    with pytest.raises(ValueError, match="normalize must be None, 'cosine', .* positive number: got 'trace'"):
         EPKKernel(trajectory, normalize="trace")
     with pytest.raises(TypeError, match="the same nodes at all points"):
         EPKKernel(trajectory, rule="gauss")
@@ -128,13 +128,13 @@ def test_unknown_options_are_refused(trajectory, unchecked):
         with pytest.raises(ValueError, match="positive, finite number"):
             EPKKernel(trajectory, normalize=value)
     for value in (True, [1.0]):
-        with pytest.raises(TypeError, match="normalize must be None, 'mean_diagonal' or a positive number"):
+        with pytest.raises(TypeError, match="normalize must be None, 'cosine', 'mean_diagonal' or a positive number"):
             EPKKernel(trajectory, normalize=value)
 
 
 def test_points_of_the_wrong_width_are_refused(trajectory, unchecked):
     kernel = EPKKernel(trajectory)
-    for x in (torch.zeros(4, D), torch.zeros(4, D + 2), torch.zeros(D + 1)):
+    for x in (torch.zeros(4, D - 1), torch.zeros(4, D + 2), torch.zeros(D + 1), torch.zeros(D)):
         with pytest.raises(ValueError, match=r"points must have shape \(\.\.\., n, 3\)"):
             kernel(x)
         with pytest.raises(ValueError, match=r"points must have shape"):

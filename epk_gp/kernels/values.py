@@ -1,0 +1,128 @@
+"""Values of a GPyTorch kernel with their derivatives in the points: as they are, or as cosines."""
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from epk_gp.kernels.batching import batch_of_blocks, batch_of_diagonals
+from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.derivatives import ValuesOfPairs, with_derivatives
+from epk_gp.kernels.tagged_points import requires_graph
+
+_ROWS = 1024  # of a matrix that are multiplied at a time, so that no second matrix is made
+
+
+def kernel_values(
+    config: KernelConfig,
+    x: Shaped[Tensor, "*b n columns"],
+    y: Shaped[Tensor, "*c m columns"],
+    matrices: Int64[Tensor, "*k"],
+    *,
+    diag: bool = False,
+) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"]:
+    """Evaluate a kernel, or its diagonal, with derivatives where a side asks for them.
+
+    A kernel of cosines is divided by the square roots of its own diagonal at both points. Where both sides are the same
+    points its diagonal is 1, exactly, and so is its derivative 0.
+
+    Args:
+        config: The kernel.
+        x: (*b, n, D + 1).
+        y: (*c, m, D + 1).
+        matrices: Which of the structure's K matrices, (*k); b, c and k broadcast to d.
+        diag: Only the diagonal, for n = m.
+
+    Raises:
+        ValueError: A cosine is asked for at a point whose kernel with itself is zero.
+    """
+    if not config.is_cosine:
+        return _raw_values(config, x, y, matrices, diag=diag)
+    same = _are_same(x, y)
+    if diag and same:
+        ones = torch.ones_like(_inverse_norms(config, x.detach(), matrices))
+        rows = (x * y)[..., 0] if requires_graph(x) or requires_graph(y) else None
+        return ones if rows is None else ones + rows.repeat_interleave(config.structure.rows_per_point, -1) * 0
+    left = _inverse_norms(config, x, matrices)
+    right = left if same else _inverse_norms(config, y, matrices)
+    values = _raw_values(config, x, y, matrices, diag=diag)
+    if diag:
+        return values * left * right
+    return cosine_of(values, left, right, same_points=same)
+
+
+def cosine_of(
+    values: Float[Tensor, "*d rows cols"],
+    left: Float[Tensor, "*e rows"],
+    right: Float[Tensor, "*f cols"],
+    *,
+    same_points: bool,
+) -> Float[Tensor, "*d rows cols"]:
+    """Multiply kernel values by the inverse norms of both sides, in their own memory if they have no graph.
+
+    Args:
+        values: Owned by the caller.
+        left: 1 / sqrt(k(x, x)); e and f broadcast to d.
+        right: 1 / sqrt(k(y, y)).
+        same_points: Both sides are the same points, so that the diagonal is 1.
+    """
+    if values.requires_grad or left.requires_grad or right.requires_grad:
+        cosine = values * (left[..., :, None] * right[..., None, :])
+        ones = cosine.new_ones(cosine.shape[:-1])
+        return cosine.diagonal_scatter(ones, dim1=-2, dim2=-1) if same_points else cosine
+    values = values.contiguous()  # a batch that repeats itself is expanded
+    for rows in torch.arange(values.shape[-2]).split(_ROWS):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        # the factors are multiplied first, so that a symmetric matrix stays symmetric to the last bit
+        values[..., part, :].mul_(left[..., part, None] * right[..., None, :])
+    if same_points:
+        values.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return values
+
+
+def inverse_norms_of(diagonal: Float[Tensor, "*d rows"], rows_per_point: int) -> Float[Tensor, "*d rows"]:
+    """Return what a cosine is multiplied by at each row.
+
+    Args:
+        diagonal: k(x, x) of every row.
+        rows_per_point: Rows that belong to one point.
+
+    Raises:
+        ValueError: An entry is not positive: the point has no direction.
+    """
+    invalid = ~(diagonal.detach() > 0)
+    if invalid.any():
+        *batch, row = invalid.nonzero()[0].tolist()
+        value = float(diagonal.detach()[(*batch, row)])
+        point = f"point {row // rows_per_point}" + (f" of set {tuple(batch)}" if batch else "")
+        output = f", output {row % rows_per_point}" if rows_per_point > 1 else ""
+        raise ValueError(
+            f"normalize='cosine' needs k(x, x) > 0 at every point: got {value:.3g} at {point}{output}, whose gradients "
+            "vanish along the whole run. Leave that point out, or use normalize='mean_diagonal'."
+        )
+    return diagonal.rsqrt()
+
+
+def _inverse_norms(config: KernelConfig, x: Tensor, matrices: Tensor) -> Tensor:
+    diagonal = _raw_values(config, x, x, matrices, diag=True)
+    return inverse_norms_of(diagonal, config.structure.rows_per_point)
+
+
+def _raw_values(config: KernelConfig, x: Tensor, y: Tensor, matrices: Tensor, *, diag: bool) -> Tensor:
+    """Evaluate the kernel without normalisation, with derivatives."""
+    evaluate, value_ndim = (batch_of_diagonals, 1) if diag else (batch_of_blocks, 2)
+    left = x.detach()
+    values = evaluate(config, left, left if y is x else y.detach(), matrices)
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
+    if values.shape[:-value_ndim] != batch:
+        values = values.expand(*batch, *values.shape[-value_ndim:])
+    if requires_graph(x) or requires_graph(y):
+        of = ValuesOfPairs(config, config.structure, matrices.expand(batch), is_diagonal=diag)
+        values = with_derivatives(values, x, y, of)
+    return values
+
+
+def _are_same(x: Tensor, y: Tensor) -> bool:
+    """Return whether both sides have the same points, batches broadcast."""
+    if x is y:
+        return True
+    return x.shape[-2:] == y.shape[-2:] and x.dtype == y.dtype and torch.equal(*torch.broadcast_tensors(x, y))

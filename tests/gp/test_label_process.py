@@ -1,0 +1,152 @@
+"""The process on labels: one scalar kernel, one factorisation for all classes."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.points import Points
+from epk_gp.gp.label_features import InputFeatures
+from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale, squared_distances
+from epk_gp.gp.label_process import Spectrum, centred_labels, condition_exactly, condition_on_features
+from epk_gp.gram.path_kernel import gram_block
+from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.quadrature.rules import left_endpoint
+from gp_cases import C, D, make_net, make_run
+
+N = 12
+
+
+@pytest.fixture
+def points(generator):
+    X = torch.randn(N, D, dtype=torch.float64, generator=generator)
+    return X, (X > 0).sum(1)
+
+
+@pytest.fixture
+def run(points):
+    torch.manual_seed(0)
+    return make_run(make_net(), *points)
+
+
+@pytest.fixture
+def nodes(run):
+    return nodes_trajectory(run, 4)
+
+
+def reference_kernel(nodes, X, Y, lengthscale):
+    def trace(a, b):
+        K = gram_block(nodes, Points(a, is_train=False), Points(b, is_train=False), head="logits", rule=left_endpoint())
+        return torch.einsum("ncmc->nm", K)
+
+    lengths = [trace(z, z).diagonal().sqrt() for z in (X, Y)]
+    cosine = trace(X, Y) / (lengths[0][:, None] * lengths[1])
+    if lengthscale is None:
+        return cosine
+    return cosine * torch.exp(-torch.cdist(X, Y).square() / (2 * lengthscale**2))
+
+
+@pytest.mark.parametrize("lengthscale", [None, 0.7])
+def test_the_kernel_is_the_cosine_of_the_trace_times_an_rbf(nodes, points, generator, lengthscale):
+    X = points[0]
+    Y = torch.randn(5, D, dtype=torch.float64, generator=generator)
+    kernel = LabelKernel(nodes, lengthscale, ComputeOptions())
+    assert_close(kernel.block(Y, X, kernel.lengths(X)), reference_kernel(nodes, Y, X, lengthscale))
+    gram = kernel.gram(X, kernel.lengths(X))
+    assert_close(gram, reference_kernel(nodes, X, X, lengthscale))
+    assert (gram.diagonal() == 1).all()
+
+
+@pytest.fixture(params=["exact", "sketched"])
+def process(request, nodes, points):
+    X, y = points
+    targets = centred_labels(y, C)
+    if request.param == "exact":
+        return condition_exactly(LabelKernel(nodes, 1.0, ComputeOptions()), X, targets)
+    features = InputFeatures(nodes, 64, 0, None)
+    return condition_on_features(features, features(X), targets)
+
+
+def kernel_matrices(process, X, Y):
+    """The kernel's blocks of a process, without its eigenvectors."""
+    if hasattr(process, "kernel"):
+        return reference_kernel(process.kernel.nodes, X, Y, process.kernel.lengthscale)
+    return process.features(X).double() @ process.features(Y).double().T
+
+
+def test_predictions_are_those_of_gaussian_process_regression(process, points, generator):
+    """Equations (2.25) and (2.26) of Rasmussen & Williams (2006)."""
+    X, y = points
+    Z = torch.randn(4, D, dtype=torch.float64, generator=generator)
+    A = torch.linalg.inv(kernel_matrices(process, X, X) + process.noise * torch.eye(N))
+    cross = kernel_matrices(process, Z, X)
+    mean, variance = process.predict(Z)
+    covariance = kernel_matrices(process, Z, Z) - cross @ A @ cross.T
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if hasattr(process, "features") else {}  # float32 features
+    assert_close(mean, cross @ A @ centred_labels(y, C), **tolerance)
+    assert_close(variance, covariance.diagonal(), **tolerance)
+    assert_close(process.covariance(Z, Z), covariance, **tolerance)
+    assert_close(process.covariance(Z, Z.clone()), covariance, **tolerance)
+
+
+def test_leave_one_out_is_a_process_without_the_point(process, points):
+    """By refitting with the same hyperparameters."""
+    X, y = points
+    K = kernel_matrices(process, X, X)
+    mean, variance = process.leave_one_out()
+    for i in range(N):
+        others = torch.arange(N) != i
+        A = torch.linalg.inv(K[others][:, others] + process.noise * torch.eye(N - 1))
+        k = K[i, others]
+        assert_close(mean[i], k @ A @ centred_labels(y, C)[others], rtol=1e-5, atol=1e-6)
+        assert_close(variance[i], K[i, i] - k @ A @ k, rtol=1e-5, atol=1e-6)
+
+
+def test_the_noise_is_where_the_marginal_likelihood_is_largest(process, points):
+    """Against the density itself, at the noise found and at others; the largest of them is the control."""
+    X, y = points
+    K, Y = kernel_matrices(process, X, X), centred_labels(y, C)
+
+    def loss(noise):
+        covariance = K + noise * torch.eye(N)
+        scale = (Y * torch.linalg.solve(covariance, Y)).sum() / (N * C)
+        density = torch.distributions.MultivariateNormal(torch.zeros(N, dtype=torch.float64), scale * covariance)
+        return -float(density.log_prob(Y.T).sum()) / (N * C), float(scale)
+
+    best, scale = loss(process.noise)
+    assert process.negative_log_likelihood == pytest.approx(best, rel=1e-4)
+    assert process.outputscale == pytest.approx(scale, rel=1e-4)
+    others = [loss(noise)[0] for noise in torch.logspace(-6, 4, 41, dtype=torch.float64).tolist()]
+    assert best < min(others) + 1e-5
+    assert max(others) > best + 0.1
+
+
+def test_eigenvalues_that_are_zero_count_in_the_likelihood():
+    """A kernel matrix of rank r as its r eigenvalues alone."""
+    values, targets = torch.tensor([3.0, 1.0, 0.0, 0.0]).double(), torch.tensor([[1.0], [2.0], [0.5], [1.5]]).double()
+    whole = Spectrum(values, targets, 0.0, 4)
+    short = Spectrum(values[:2], targets[:2], float(targets[2:].square().sum()), 4)
+    assert short.negative_log_likelihood(0.3) == pytest.approx(whole.negative_log_likelihood(0.3))
+
+
+def test_the_lengthscale_is_the_median_distance(generator):
+    X = torch.randn(40, 2, 3, dtype=torch.float64, generator=generator)
+    distances = torch.pdist(X.flatten(1))
+    assert median_lengthscale(X) == pytest.approx(float(distances.square().median() ** 0.5))
+    assert_close(squared_distances(X, X), torch.cdist(X.flatten(1), X.flatten(1)).square(), atol=1e-12, rtol=1e-7)
+
+
+def test_equal_inputs_have_no_lengthscale():
+    with pytest.raises(ValueError, match=r"inputs must differ .* Use inputs_kernel=None"):
+        median_lengthscale(torch.ones(5, 2))
+
+
+def test_a_point_without_gradient_has_no_cosine(points):
+    """A network of one ReLU layer without bias: at 0 nothing depends on the weights."""
+    X, y = points
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(D, 6, bias=False), torch.nn.ReLU(), torch.nn.Linear(6, C, bias=False)]
+    run = make_run(torch.nn.Sequential(*layers).double(), X, y)
+    kernel = LabelKernel(nodes_trajectory(run, 2), None, ComputeOptions())
+    with pytest.raises(ValueError, match="that of point 1 is zero"):
+        kernel.lengths(torch.stack([X[0], torch.zeros_like(X[0])]))

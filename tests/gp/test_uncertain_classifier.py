@@ -1,0 +1,223 @@
+"""A network beside a process on its training labels."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import epk_gp as epk
+from epk_gp.datasets import three_gaussians
+from epk_gp.gp.conformal import conformal_sets
+from epk_gp.gp.stacking import stack_logits
+
+DIM, C = 3, 3
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(DIM, 8), nn.Tanh(), nn.Linear(8, C)).double()
+
+
+def gaussians(count, seed):
+    data = three_gaussians(count, dim=DIM, generator=torch.Generator().manual_seed(seed))
+    return data.inputs, data.labels
+
+
+@pytest.fixture(scope="module")
+def run():
+    X, y = gaussians(15, 0)
+    torch.manual_seed(0)
+    net = make_net()
+    return epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=20)
+
+
+@pytest.fixture(scope="module", params=["exact", 256])
+def model(request, run):
+    return epk.UncertainClassifier(run, nodes=4, features=request.param).fit(*gaussians(20, 1))
+
+
+@pytest.fixture(scope="module")
+def points():
+    return gaussians(10, 2)
+
+
+def test_probabilities_are_the_softmax_of_network_and_process(model, run, points):
+    X = points[0]
+    mean, _ = model.process_.predict(X)
+    logits = model.stacking_.network * epk.network_outputs(run, X) + model.stacking_.process * mean
+    assert_close(model.predict_proba(X), torch.softmax(logits, 1))
+    assert (model.predict(X) == logits.argmax(1)).all()
+    assert model.score(X, points[1]) == pytest.approx(float((logits.argmax(1) == points[1]).double().mean()))
+
+
+def test_scores_are_what_they_are_documented_to_be(model, run, points):
+    X = points[0]
+    p, u = model.predict_proba(X), model.uncertainty(X)
+    own = epk.network_outputs(run, X).argmax(1)
+    assert_close(u.error, 1 - p[torch.arange(len(X)), own])
+    assert_close(u.entropy, torch.special.entr(p).sum(1))
+    assert_close(u.out_of_distribution, model.process_.predict(X)[1])
+    assert (u.std > 0).all()
+    assert (u.mutual_information > -1e-9).all()
+
+
+def test_the_variance_tells_far_points_from_near_ones(model, run, points):
+    u, far = model.uncertainty(points[0]), model.uncertainty(-10 * points[0])
+    if model.features == "exact":
+        assert far.out_of_distribution.min() > 0.99
+    assert far.out_of_distribution.median() > u.out_of_distribution.max()
+
+
+def test_without_the_kernel_on_inputs_far_points_look_alike(run, points):
+    """The control: gradients of a tanh network hardly change far from the data."""
+    model = epk.UncertainClassifier(run, nodes=4, inputs_kernel=None).fit(*gaussians(20, 1))
+    assert model.uncertainty(-10 * points[0]).out_of_distribution.min() < 0.9
+
+
+def test_monte_carlo_scores_are_the_same_in_every_call(model, points):
+    first, second = model.uncertainty(points[0]), model.uncertainty(points[0].clone())
+    assert (first.std == second.std).all()
+    assert (first.mutual_information == second.mutual_information).all()
+
+
+def test_stacking_finds_the_weights_of_the_labels_it_is_given(generator):
+    """Labels drawn from the softmax of a known combination."""
+    network = torch.randn(20_000, C, dtype=torch.float64, generator=generator)
+    process = torch.randn(20_000, C, dtype=torch.float64, generator=generator)
+    p = torch.softmax(0.5 * network + 3 * process, 1)
+    labels = torch.multinomial(p, 1, generator=generator)[:, 0]
+    found = stack_logits(network, process, labels)
+    assert found.network == pytest.approx(0.5, abs=0.05)
+    assert found.process == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.2, 0.5])
+def test_sets_hold_the_true_class_as_often_as_promised(generator, alpha):
+    """Exchangeable scores: coverage lies between 1 - alpha and 1 - alpha + 1 / (m + 1), here within four deviations."""
+    p = torch.softmax(2 * torch.randn(40_000, C, dtype=torch.float64, generator=generator), 1)
+    labels = torch.multinomial(p, 1, generator=generator)[:, 0]
+    own = p.gather(1, labels[:, None])[:, 0]
+    held_out, asked = slice(0, 20_000), slice(20_000, None)
+    sets = conformal_sets(p[asked], (1 - own[held_out]).sort().values, alpha)
+    coverage = float(sets.gather(1, labels[asked, None]).double().mean())
+    deviation = (2 * alpha * (1 - alpha) / 20_000) ** 0.5
+    assert abs(coverage - (1 - alpha)) < 4 * deviation + 1e-4
+
+
+def test_too_few_scores_for_an_alpha_give_all_classes():
+    p = torch.tensor([[0.9, 0.1]], dtype=torch.float64)
+    assert conformal_sets(p, torch.linspace(0, 0.1, 8).double(), 0.1).all()
+    assert not conformal_sets(p, torch.linspace(0, 0.1, 9).double(), 0.1).all()
+
+
+def test_a_saved_classifier_says_the_same(model, points, tmp_path):
+    X = points[0]
+    model.save(tmp_path / "model")
+    read = epk.UncertainClassifier.load(tmp_path / "model", make_net())
+    assert_close(read.predict_proba(X), model.predict_proba(X), rtol=1e-12, atol=1e-12)
+    u, v = model.uncertainty(X), read.uncertainty(X)
+    assert_close(v.out_of_distribution, u.out_of_distribution, rtol=1e-9, atol=1e-12)
+    assert (read.predict_set(X) == model.predict_set(X)).all()
+    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == [
+        "classifier.json",
+        "classifier.safetensors",
+    ]
+
+
+def test_a_classifier_that_was_read_cannot_be_fitted(model, points, tmp_path):
+    model.save(tmp_path)
+    read = epk.UncertainClassifier.load(tmp_path, make_net())
+    with pytest.raises(ValueError, match="holds no training data"):
+        read.fit(*gaussians(20, 1))
+    with pytest.raises(FileExistsError, match="new or empty folder"):
+        model.save(tmp_path)
+
+
+def test_a_damaged_file_is_recognised(model, tmp_path):
+    model.save(tmp_path)
+    file = tmp_path / "classifier.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="checksum"):
+        epk.UncertainClassifier.load(tmp_path, make_net())
+    (tmp_path / "classifier.json").write_text("{}")
+    with pytest.raises(ValueError, match="damaged"):
+        epk.UncertainClassifier.load(tmp_path, make_net())
+    with pytest.raises(FileNotFoundError, match="that UncertainClassifier.save wrote"):
+        epk.UncertainClassifier.load(tmp_path / "nothing", make_net())
+
+
+def test_another_network_is_recognised(model, tmp_path):
+    model.save(tmp_path)
+    other = nn.Sequential(nn.Linear(DIM, 8), nn.ReLU(), nn.Linear(8, C)).double()
+    with pytest.raises(ValueError, match="the network must be the recorded one"):
+        epk.UncertainClassifier.load(tmp_path, other)
+
+
+def test_arrays_in_give_arrays_out(model, points):
+    X = points[0].numpy()
+    assert isinstance(model.predict(X), np.ndarray)
+    assert isinstance(model.uncertainty(X).error, np.ndarray)
+    np.testing.assert_allclose(model.predict_proba(X), model.predict_proba(points[0]).numpy())
+
+
+def test_moving_statistics_and_images_are_served(generator, tmp_path):
+    """A network with BatchNorm on images: flattened rows are reshaped, and statistics are stored."""
+    torch.manual_seed(0)
+
+    def build():
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 2)).double()
+
+    net = build()
+    X = torch.randn(24, 1, 4, 4, dtype=torch.float64, generator=generator)
+    y = (X.mean((1, 2, 3)) > 0).long()
+    run = epk.train(net, X, y, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), steps=5, batch_size=12)
+    model = epk.UncertainClassifier(run, nodes=3).fit(X, y)
+    model.save(tmp_path)
+    read = epk.UncertainClassifier.load(tmp_path, build())
+    assert_close(read.predict_proba(X), model.predict_proba(X), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(model.predict_proba(X.flatten(1).numpy()), model.predict_proba(X).numpy())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features": "fast"}, "features must be a number, 'exact' or None: got 'fast'"),
+        ({"inputs_kernel": "linear"}, "inputs_kernel must be 'rbf' or None"),
+        ({"nodes": 0}, "nodes must be at least 1"),
+        ({"points": [0, 0]}, "points must not repeat"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(run, change, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        epk.UncertainClassifier(run, **change).fit(*gaussians(20, 1))
+
+
+def test_bad_validation_points_are_named(run, unchecked):
+    X, y = gaussians(20, 1)
+    model = epk.UncertainClassifier(run, nodes=4)
+    with pytest.raises(ValueError, match="at least 20 validation points: got 10"):
+        model.fit(X[:10], y[:10])
+    with pytest.raises(ValueError, match=r"got shape \(59,\) for 60 points"):
+        model.fit(X, y[:-1])
+    with pytest.raises(ValueError, match="must have shape"):
+        model.fit(X[:, :2], y)
+    with pytest.raises(ValueError, match=r"must lie in 0..2"):
+        model.fit(X, y + 1)
+    with pytest.raises(RuntimeError, match="must be fitted before it is asked"):
+        model.predict(X)
+
+
+def test_alpha_must_be_a_share(model, points, unchecked):
+    with pytest.raises(ValueError, match="alpha must lie between 0 and 1: got 1.5"):
+        model.predict_set(points[0], 1.5)
+
+
+def test_a_regression_run_is_refused():
+    X = torch.randn(10, DIM, dtype=torch.float64)
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    run = epk.train(net, X, torch.zeros(10, C).double(), optimizer=optimizer, steps=2, loss=epk.MeanSquaredError())
+    with pytest.raises(ValueError, match="UncertainClassifier needs the run of a classifier"):
+        epk.UncertainClassifier(run).fit(X, torch.zeros(10).long())

@@ -1,0 +1,191 @@
+"""The cosine of a kernel: every value divided by the square roots of the kernel's own diagonal at both points."""
+
+import copy
+import pickle
+
+import gpytorch
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck
+
+import epk_gp as epk
+from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.precomputed import epk_gram
+from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
+from helpers import make_case
+from kernel_cases import MODES, assert_close, make_run, mixed, path_kernel_block, reduced
+
+NO_DIRECTION = r"normalize='cosine' needs k\(x, x\) > 0 at every point: got 0 at point 1"
+
+
+def cosine_of_block(trajectory, x, y, outputs):
+    """From one joint block, without the kernel."""
+    joint = torch.cat([x, y])
+    K = reduced(path_kernel_block(trajectory, joint, joint), outputs)
+    norms = K.diagonal(dim1=-2, dim2=-1).sqrt()
+    rows = len(x) * K.shape[-1] // len(joint)
+    return (K / (norms[..., :, None] * norms[..., None, :]))[..., :rows, rows:]
+
+
+@pytest.mark.parametrize("outputs", MODES)
+def test_every_mode_is_divided_by_its_own_diagonal_at_both_copies(trajectory, outputs):
+    x, y = mixed(5), mixed(4)
+    kernel = EPKKernel(trajectory, outputs, normalize="cosine")
+    assert kernel.scale == 1.0
+    expected = cosine_of_block(trajectory, x, y, outputs)
+    assert_close(kernel(x, y).to_dense(), expected)
+    assert_close(kernel(y, x).to_dense(), expected.mT)
+    assert_close(kernel(x[:4], y, diag=True), expected[..., : expected.shape[-1], :].diagonal(dim1=-2, dim2=-1))
+    sets = torch.stack([x[:4], y]).unsqueeze(1)  # the second one is the other side
+    assert_close(kernel(sets, y).to_dense()[1].squeeze(0), kernel(y).to_dense())
+    both = torch.cat([x, y])
+    assert_close(kernel(both).to_dense(), cosine_of_block(trajectory, both, both, outputs))
+
+
+@pytest.mark.parametrize("outputs", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_matrix_of_cosines_is_a_correlation_matrix(trajectory, outputs, dtype):
+    """Symmetric as far as the kernel is, its diagonal 1 to the last bit, positive semi-definite to rounding."""
+    x = mixed(6, dtype=dtype)
+    kernel = EPKKernel(trajectory, outputs, normalize="cosine")
+    for repeated in (x, x.clone()):
+        K = kernel(x, repeated).to_dense()
+        assert K.dtype == dtype
+        assert_close(K, K.mT, multiple=0 if outputs != "sum" else 10)  # the order of a sum over outputs
+        ones = torch.ones_like(K[..., 0])
+        assert torch.equal(K.diagonal(dim1=-2, dim2=-1), ones)
+        assert torch.equal(kernel(x, repeated, diag=True), ones)
+        assert torch.equal(kernel(x, repeated).diagonal(dim1=-1, dim2=-2), ones)
+        assert torch.linalg.eigvalsh(K).min() > -100 * torch.finfo(dtype).eps
+        batch = kernel(x.expand(3, 1, 6, 3), repeated).to_dense()
+        assert torch.equal(batch, K.expand(batch.shape))
+
+
+@pytest.mark.parametrize("rows", [1024, 2])
+def test_a_matrix_is_normalised_some_rows_at_a_time_and_the_cache_is_left_alone(trajectory, counter, monkeypatch, rows):
+    monkeypatch.setattr("epk_gp.kernels.values._ROWS", rows)
+    x, y = mixed(5), mixed(4)
+    kernel = EPKKernel(trajectory, "trace", normalize="cosine")
+    expected = cosine_of_block(trajectory, x, y, "trace")
+    counter.calls.clear()
+    for _ in range(3):
+        assert_close(kernel(x, y).to_dense(), expected)
+    assert sorted(counter.calls) == ["diagonal_blocks"] * 2 + ["trace_block"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outputs", MODES)
+def test_cosines_have_the_derivative_of_their_values(outputs):
+    case = make_case("tanh", steps=1)
+    kernel = EPKKernel(case.trajectory, outputs, "logits", epk.gauss_legendre(2), "cosine")
+    x, column = case.test[:2].flatten(1).clone().requires_grad_(), torch.tensor([[1.0], [0.0]]).double()
+    y = torch.cat([test_copy(case.test[2:4]), train_copy(case.trajectory.inputs[:2])])
+    calls = {
+        "against others": lambda z: kernel.forward(z, y),
+        "others against them": lambda z: kernel.forward(y, z),
+        "against themselves": lambda z: kernel.forward(z, z),
+        "diagonal": lambda z: kernel.forward(z, z, diag=True),
+        "diagonal of two sets": lambda z: kernel.forward(z, y[:2], diag=True),
+        "repeated points": lambda z: kernel.forward(z.expand(2, 1, 2, -1), y),
+    }
+    for name, call in calls.items():
+        assert gradcheck(lambda x, call=call: call(torch.cat([x, column], 1)), (x,), fast_mode=True), name
+
+
+def test_a_diagonal_of_cosines_does_not_move_with_the_points(trajectory):
+    """Not either where one side stands still: a cosine is largest there."""
+    x, kernel = mixed(4).requires_grad_(), EPKKernel(trajectory, normalize="cosine")
+    moving = kernel.forward(x, x.detach().flip(0))  # the negative control
+    for values, is_zero in (
+        (kernel(x, diag=True), True),
+        (kernel.forward(x, x.detach()).diagonal(), True),
+        (moving.diagonal(), False),
+    ):
+        (gradient,) = torch.autograd.grad(values.sum(), x)
+        assert torch.equal(gradient, torch.zeros_like(gradient)) == is_zero
+
+
+def dead_run():
+    """A ReLU network without biases: the gradients of all outputs vanish at x = 0."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 6, bias=False), nn.ReLU(), nn.Linear(6, 3, bias=False)).double()
+    X, optimizer = torch.randn(7, 2, dtype=torch.float64), torch.optim.SGD(net.parameters(), lr=0.2)
+    return epk.train(net, X, torch.arange(7) % 3, optimizer=optimizer, steps=2)
+
+
+@pytest.mark.parametrize("outputs", MODES)
+def test_a_point_without_a_direction_is_named(outputs):
+    run = dead_run()
+    x = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.5, 1.0]], dtype=torch.float64)
+    kernel = EPKKernel(run, outputs, normalize="cosine")
+    where = {"full": ", output 0", "independent": r" of set \(0,\)"}.get(outputs, "")
+    for call in (
+        lambda: kernel(test_copy(x)).to_dense(),
+        lambda: kernel(train_copy(x[:1]), test_copy(x)).to_dense(),
+        lambda: kernel(test_copy(x), diag=True),
+    ):
+        with pytest.raises(ValueError, match=NO_DIRECTION + where):
+            call()
+    EPKKernel(run, outputs, normalize="mean_diagonal")(test_copy(x)).to_dense()
+
+
+def test_a_point_without_a_direction_leaves_active_dims_as_they_were():
+    """GPyTorch forgets them when `forward` fails: the points are checked before."""
+    kernel = EPKKernel(dead_run(), "trace", normalize="cosine", active_dims=[1, 2, 3])
+    good, bad = torch.ones(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
+    bad[1, 1:3] = 0.0
+    expected = kernel(good).to_dense()
+    for call in (lambda: kernel(bad), lambda: kernel(good, bad), lambda: (kernel * gpytorch.kernels.RBFKernel())(bad)):
+        with pytest.raises(ValueError, match=NO_DIRECTION):
+            call().to_dense()
+    assert kernel.active_dims.tolist() == [1, 2, 3]
+    assert torch.equal(kernel(good).to_dense(), expected)
+
+
+def test_copies_pickles_and_texts_of_a_kernel_of_cosines_stay_one(trajectory):
+    kernel, x = EPKKernel(trajectory, "independent", normalize="cosine"), mixed(4)
+    assert "normalize='cosine'" in repr(kernel)
+    assert "scale" not in repr(kernel)
+    expected = kernel(x).to_dense()
+    assert torch.equal(copy.deepcopy(kernel)(x).to_dense(), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(kernel))(x).to_dense(), expected)
+    assert torch.equal(kernel[1](x).to_dense(), expected[1])
+    EPKKernel(trajectory, "independent", normalize="cosine").load_state_dict(kernel.state_dict())
+
+
+def test_arrays_of_cosines_are_those_of_the_kernel(trajectory):
+    x = mixed(5)
+    points = epk.Points(*split_copy(x))
+    K = epk_gram(trajectory, points, normalize="cosine")
+    assert np.array_equal(K, EPKKernel(trajectory, "trace", normalize="cosine")(x).to_dense().numpy())
+    other = epk_gram(trajectory, epk.Points(points.X, points.is_train), points, normalize="cosine", outputs="sum")
+    assert np.allclose(other, epk_gram(trajectory, points, normalize="cosine", outputs="sum"), atol=1e-13)
+
+
+@pytest.mark.parametrize("outputs", ["trace", "sum", 1])
+def test_gpytorchs_operators_compose_cosines_with_other_kernels(trajectory, outputs):
+    x, y = mixed(5), mixed(4)
+    kernel = EPKKernel(trajectory, outputs, normalize="cosine")
+    rbf = gpytorch.kernels.RBFKernel(active_dims=[0, 1]).double()
+    for joint, expected in (
+        (kernel * rbf, lambda a, b: kernel(a, b).to_dense() * rbf(a, b).to_dense()),
+        (kernel + rbf, lambda a, b: kernel(a, b).to_dense() + rbf(a, b).to_dense()),
+        (gpytorch.kernels.ScaleKernel(kernel) * rbf, lambda a, b: 0.6931471805599453 * (kernel * rbf)(a, b).to_dense()),
+    ):
+        assert_close(joint.double()(x, y).to_dense(), expected(x, y))
+        assert_close(joint(x).to_dense(), expected(x, x))
+        assert_close(joint(x, diag=True), expected(x, x).diagonal())
+
+
+def test_a_mean_diagonal_of_one_is_no_cosine(trajectory):
+    """The negative control."""
+    x = mixed(5)
+    K = EPKKernel(trajectory, "trace", normalize="mean_diagonal")(x).to_dense()
+    assert (K.diagonal() - 1).abs().max() > 1e-2
+
+
+def test_an_unknown_normalization_is_refused(unchecked):
+    with pytest.raises(ValueError, match="normalize must be None, 'cosine', 'mean_diagonal' or a positive number"):
+        EPKKernel(make_run(), normalize="cosines")
