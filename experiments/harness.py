@@ -65,13 +65,20 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
     parser.add_argument("--out", type=Path, default=GALLERY, help="folder of the JSON and the PNG")
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds mnist/ and the like; else {DATA_VARIABLE}")
     parser.add_argument(
-        "--rows", type=Path, help=f"folder where rows of large tables are saved one by one and found again; else {ROWS_VARIABLE}"
+        "--rows",
+        type=Path,
+        help=f"folder where rows of large tables are saved one by one and found again; else {ROWS_VARIABLE}",
     )
     parser.add_argument(
-        "--only", help="regular expression: of rows that are not saved, compute those whose name it is found in, leave out others"
+        "--only",
+        help="regular expression: rows that are not saved are computed if it is found in their name, else left out",
     )
     options = parser.parse_args(arguments)
-    for variable, value in ((DATA_VARIABLE, options.data_dir), (ROWS_VARIABLE, options.rows), (ONLY_VARIABLE, options.only)):
+    for variable, value in (
+        (DATA_VARIABLE, options.data_dir),
+        (ROWS_VARIABLE, options.rows),
+        (ONLY_VARIABLE, options.only),
+    ):
         if value is not None:
             os.environ[variable] = str(value)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -193,7 +193,7 @@ def _entry(problem: Problem, method: str, rows: list[Row], columns: Columns) -> 
         "method": method,
         "seeds": len(rows),
         "seconds": round(sum(sum(row["seconds"].values()) for row in rows) / len(rows), 1),
-        "values": [_spread([_value(problem, row, *column) for row in rows]) for column in columns.values()],
+        "values": [mean_and_std([_value(problem, row, *column) for row in rows]) for column in columns.values()],
     }
 
 
@@ -208,7 +208,7 @@ def _value(problem: Problem, row: Row, images: str, measure: str) -> float | Non
     return value
 
 
-def _spread(values: list[float | None]) -> list[float] | None:
+def mean_and_std(values: list[float | None]) -> list[float] | None:
     """Return mean and standard deviation (0 of one value), or None if a seed has no value."""
     if None in values:
         return None

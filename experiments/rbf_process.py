@@ -1,4 +1,4 @@
-"""An exact Gaussian process with an RBF kernel and one factorisation for all classes: what our process is judged beside."""
+"""An exact Gaussian process with an RBF kernel and one factorisation for all classes, beside which ours is judged."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class RBFProcess:
         return torch.cat(means), torch.cat(variances).clamp_min(0)
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Return the mean (N, C) and variance (N,) that the other points leave at each (Rasmussen and Williams, 5.12)."""
+        """Return mean (N, C) and variance (N,) at each point from all others (Rasmussen and Williams, 5.12)."""
         precision = torch.cholesky_inverse(self.factor).diagonal()
         return self.targets() - self.weights / precision[:, None], 1 / precision
 

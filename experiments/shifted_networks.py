@@ -72,7 +72,9 @@ def draw(result: Result) -> Figure:
         panel("PGD, error AUROC", *(f"PGD {eps}, error AUROC" for eps in EPS)),
         panel("PGD, detection AUROC", *(f"PGD {eps}, detection AUROC" for eps in EPS)),
     ]
-    return strips(result.table, panels, "a dot is a trained network and shift, mean of seeds; a bar is the mean of the dots")
+    return strips(
+        result.table, panels, "a dot is a trained network and shift, mean of seeds; a bar is the mean of the dots"
+    )
 
 
 EXPERIMENT = Experiment(

@@ -33,8 +33,8 @@ class Problem:
     """One trained network.
 
     Attributes:
-        data: A folder below EPK_GP_DATA or "digits" (scikit-learn's); with "-low" or "-high" behind it, the classes 0 … 4
-            or 5 … 9 alone, numbered from 0.
+        data: A folder below EPK_GP_DATA or "digits" (scikit-learn's); with "-low" or "-high" behind it, the classes
+            0 … 4 or 5 … 9 alone, numbered from 0.
         network: "mlp" or "cnn", as `problems.build`.
         width: Hidden units of the mlp.
         num_train: Training images, the first in an order drawn with the seed.
@@ -69,7 +69,7 @@ class Problem:
         return f"{self.data} {network} {self.num_train} seed {self.seed}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Judged:
     """A trained network and the data on which it is judged.
 
