@@ -21,7 +21,7 @@ def run(name):
 def test_every_tutorial_is_tested():
     tests = Path(__file__).read_text()
     names = {file.stem for file in TUTORIALS.glob("*.md")}
-    assert names >= {"active_learning", "composing", "out_of_distribution", "own_model"}
+    assert names >= {"active_learning", "composing", "out_of_distribution", "own_model", "regression"}
     assert all(f'run("{name}")' in tests for name in names)
 
 
@@ -58,3 +58,18 @@ def test_own_model():
     assert 1 < among_points < 2.1
     assert std_in_gap > 0.15 > 0.08 > std_among_points
     assert (epk.network_outputs(names["run"], names["X"]) - names["y"]).abs().max() < 0.6  # training converged
+
+
+@pytest.mark.slow
+def test_regression():
+    names = run("regression")
+    function, patients = names["function"], names["patients"]
+    assert function["RBF"][0] < function["path kernel"][0] < function["network"][0]
+    assert function["RBF"][1] < function["path kernel"][1] < function["network"][1]
+    for name, (error, density, inside) in patients.items():
+        assert abs(error - 0.71) < 0.02, name
+        assert abs(density - 1.08) < 0.04, name
+        assert abs(inside - 0.89) < 0.03, name
+    assert abs(function["path kernel"][2] - 0.9) < 0.03
+    middle, _, far = names["prediction"].std[:, 0].tolist()
+    assert far > 2 * middle

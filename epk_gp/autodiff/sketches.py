@@ -23,9 +23,9 @@ class FeatureSum:
     * A gradient that is written out is cut into pieces of k numbers. Each number gets a random sign, each piece is
       rotated by a random number of places, and all pieces are added: a count-sketch in which the numbers of one piece
       never collide.
-    * An outer product delta (x) a is sketched by its factors (TensorSketch): those of a in pieces, as above; each number
-      of delta with a random sign in a place of its own. The sketch of the product is their circular convolution, so
-      their Fourier transforms are multiplied, and the sum is transformed back once.
+    * An outer product delta (x) a is sketched by its factors (TensorSketch): the numbers of a in pieces, as above; each
+      number of delta with a random sign in a place of its own. The sketch of the product is their circular convolution,
+      so their Fourier transforms are multiplied, and the sum is transformed back once.
 
     Args:
         num_outputs: K.

@@ -189,6 +189,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
                     "LogitGP(trajectory, points=...)."
                 )
         super().set_train_data(targets=targets, strict=strict)
+        self._residual_is_zero = self._residual_is_zero and targets is None
 
     def forward(self, x: Shaped[Tensor, "*b n columns"]) -> MultivariateNormal:
         """Return the prior.

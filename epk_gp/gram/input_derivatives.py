@@ -21,6 +21,7 @@ from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.autodiff.verification import allclose
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.pair_cotangents import FixedInputs, PairWeights, pair_cotangents
 from epk_gp.gram.pair_products import PairSide, SetFactors, pair_products, set_factors
 from epk_gp.gram.set_pairs import PairBlock, PointSets, SetPairs, pair_blocks
 from epk_gp.quadrature.rules import QuadratureRule
@@ -51,14 +52,17 @@ def pairs_input_gradients(
 
 def pairs_block(context: ExecutionContext, pairs: SetPairs) -> Float[Tensor, "P K n L m"]:
     """Compute the kernel between the sets of pairs (`PathKernel`)."""
-    K = 1 if pairs.is_summed or pairs.classes is not None else context.num_outputs
+    K = context.num_outputs if pairs.has_all_outputs else 1
     shape = (len(pairs), K, pairs.left.num_points, K, pairs.right.num_points)
     result = context.reference.new_zeros(shape)
     derivative = _prepare(context, pairs)
     for block in _blocks(derivative, pairs):
         left, right = _sides(context, block.pairs, (False, False))
         (_, rows), (_, columns) = block.left, block.right
-        for values in _values_by_steps(derivative, block, left, right):
+        for evaluated in _evaluated_by_steps(derivative, block, left, right):
+            num_steps = len(evaluated.of_nodes)
+            products = [pair_products(a, b, left.of_pairs, right.of_pairs, num_steps) for a, b in evaluated.layers]
+            values = torch.einsum("sqpknjm,sq->pknjm", torch.stack(products).sum(0), evaluated.of_nodes)
             result[block.of[:, None, None], :, rows[:, None], :, columns] += values.permute(0, 2, 4, 1, 3)
     return result
 
@@ -93,7 +97,7 @@ class _Derivative:
 
 
 def _prepare(context: ExecutionContext, pairs: SetPairs) -> _Derivative:
-    num_pairs = 1 if pairs.is_summed else context.num_output_pairs
+    num_pairs = 1 if pairs.is_summed else context.num_outputs if pairs.is_traced else context.num_output_pairs
     cost = ContractionCost(num_pairs, context.rule.num_contractions, context.head == "logits")
     derivative = _Derivative(context, context.net, cost)
     plan = context.net.plan
@@ -130,7 +134,7 @@ def _with_verified_vmap(derivative: _Derivative) -> PlannedModel:
                 trial = replace(derivative, net=PlannedModel(model, replace(net.plan, supports_vmap=supports_vmap)))
                 values = trial.jacobians(at, X, all_outputs(context.head))[-1].to_dense()
                 wave = torch.arange(values.numel(), device=X.device).to(values).sin().view_as(values)
-                gradients.extend(_differentiate((values * wave).sum(), [X]))
+                gradients.extend(torch.autograd.grad((values * wave).sum(), [X]))
             cache.vmap_second_derivatives[model.spec] = allclose(gradients[0], gradients[1])
         return PlannedModel(model, replace(net.plan, supports_vmap=cache.vmap_second_derivatives[model.spec]))
 
@@ -150,6 +154,7 @@ class _Side:
         of_pairs: Where the pairs find their factors.
         num_outputs: Outputs that are computed of each point.
         cotangents: The outputs that are wanted, at a number of weight states.
+        is_traced: The outputs are joined to one.
     """
 
     X: Shaped[Tensor, "rows ..."]
@@ -157,6 +162,7 @@ class _Side:
     of_pairs: PairSide
     num_outputs: int
     cotangents: Callable[[int], Cotangents]
+    is_traced: bool = False
 
     def jacobians(
         self, derivative: _Derivative, weights: Sequence[Tensor], at_once: int
@@ -176,7 +182,13 @@ class _Side:
         """Arrange one layer's Jacobians at weight states by sets."""
         own = [(count, DenseJacobian(js[layer].to_dense()) if is_dense else js[layer]) for count, js in parts]
         first, *others = (set_factors(jacobian, count, self.num_sets) for count, jacobian in own)
-        return first.with_states(others) if others else first
+        factors = first.with_states(others) if others else first
+        return factors.traced() if self.is_traced else factors
+
+    def are_inputs_of(self, factors: SetFactors) -> bool:
+        """Return whether a layer's inputs are the points, at all of its weight states."""
+        X, a = self.X.detach().flatten(1), factors.inputs
+        return a is not None and a.shape[-1] == X.shape[1] and bool((a.detach() == X.view(a.shape[1:])).all())
 
 
 def _side(
@@ -188,7 +200,7 @@ def _side(
     if pairs.classes is None:
         cotangents = summed_outputs(head) if pairs.is_summed else all_outputs(head)
         K = 1 if pairs.is_summed else num_outputs
-        return _Side(X, points.num_sets, PairSide(sets, None), K, lambda _: cotangents)
+        return _Side(X, points.num_sets, PairSide(sets, None), K, lambda _: cotangents, pairs.is_traced)
     of_sets = pairs.classes.new_zeros(points.num_sets)
     of_sets[sets] = pairs.classes
     if not torch.equal(of_sets[sets], pairs.classes):
@@ -207,29 +219,39 @@ def _sides(context: ExecutionContext, pairs: SetPairs, wanted: tuple[bool, bool]
     return left, _side(context, pairs, pairs.right, pairs.right_index, requires_grad=wanted[1])
 
 
-def _values_by_steps(derivative: _Derivative, block: PairBlock, left: _Side, right: _Side) -> Iterator[Tensor]:
-    """Compute a block's values, (P, K, n, L, m), some steps at a time."""
+@dataclass(frozen=True, eq=False)
+class _Evaluated:
+    """Layer Jacobians of both sides of a block at some steps, layer by layer.
+
+    Attributes:
+        layers: Factors on the left and on the right; the same object where the sides are the same.
+        of_nodes: eta_s omega_q, (S, Q).
+    """
+
+    layers: list[tuple[SetFactors, SetFactors]]
+    of_nodes: Float[Tensor, "S Q"]
+
+
+def _evaluated_by_steps(derivative: _Derivative, block: PairBlock, left: _Side, right: _Side) -> Iterator[_Evaluated]:
+    """Compute a block's layer Jacobians, some steps at a time."""
     context = derivative.context
     nodes = [_nodes(context, is_train) for is_train in block.is_train]
     omegas = context.reference.new_tensor([omega for _, omega in max(nodes, key=len)])
-    C = context.num_outputs
     # the plan counts forward and backward passes of all outputs, and their Jacobians
-    points = max(1 + len(side.X) * (side.num_outputs + 2) // (C + 2) for side in (left, right))
-    at_once = derivative.states_at_once(points)
-    steps_at_once = max(1, min(at_once, derivative.max_points // points) // len(omegas))
+    points = [1 + len(side.X) * (side.num_outputs + 2) // (context.num_outputs + 2) for side in (left, right)]
+    at_once = [derivative.states_at_once(own) for own in points]
+    steps_at_once = max(1, min(max(at_once), derivative.max_points // max(points)) // len(omegas))
     for steps in _batches(context.steps, steps_at_once):
         states = {s: context.prefetcher.get(s, 2) for s in sorted({state for s, _ in steps for state in (s, s + 1)})}
         at_nodes = [[torch.lerp(states[s], states[s + 1], t) for s, _ in steps for t, _ in own] for own in nodes]
-        x = left.jacobians(derivative, at_nodes[0], at_once)
-        y = x if right is left else right.jacobians(derivative, at_nodes[1], at_once)
-        products = []
+        x = left.jacobians(derivative, at_nodes[0], at_once[0])
+        y = x if right is left else right.jacobians(derivative, at_nodes[1], at_once[1])
+        layers = []
         for layer, kinds in enumerate(zip(x[0][1], y[0][1], strict=True)):
             is_dense = any(isinstance(jacobian, DenseJacobian) for jacobian in kinds)  # without a graph fewer are
             a = left.factors(x, layer, is_dense=is_dense)
-            b = a.detach() if right is left else right.factors(y, layer, is_dense=is_dense)
-            products.append(pair_products(a, b, left.of_pairs, right.of_pairs, len(steps)))
-        scale = context.reference.new_tensor([eta for _, eta in steps])[:, None] * omegas
-        yield torch.einsum("sqpknjm,sq->pknjm", torch.stack(products).sum(0), scale)
+            layers.append((a, a if right is left else right.factors(y, layer, is_dense=is_dense)))
+        yield _Evaluated(layers, context.reference.new_tensor([eta for _, eta in steps])[:, None] * omegas)
 
 
 def _block_gradients(
@@ -237,30 +259,65 @@ def _block_gradients(
 ) -> list[Tensor | None]:
     """Differentiate a block with respect to the wanted sides."""
     left, right = _sides(derivative.context, block.pairs, wanted)
-    totals = [torch.zeros_like(side.X) if w else None for side, w in zip((left, right), wanted, strict=True)]
     transposed = weights.permute(0, 3, 4, 1, 2)
     tolerance = _SYMMETRIC * torch.finfo(weights.dtype).eps * weights.abs().max()
     is_symmetric = right is left and bool((weights - transposed).abs().max() <= tolerance)
-    gradients: list[Tensor | None]
-    for values in _values_by_steps(derivative, block, left, right):
-        if right is not left:
-            leaves = [side.X for side, is_wanted in zip((left, right), wanted, strict=True) if is_wanted]
-            by_leaf = iter(_differentiate((values * weights).sum(), leaves))
-            gradients = [next(by_leaf) if is_wanted else None for is_wanted in wanted]
-        elif is_symmetric or not all(wanted):
-            gradients = [*_differentiate((values * (weights if wanted[0] else transposed)).sum(), [left.X])] * 2
-        else:  # K(x, y) at y = x: the derivative in y is that in x with the weights transposed
-            gradients = [
-                _differentiate((values * side).sum(), [left.X], retain_graph=side is weights)[0]
-                for side in (weights, transposed)
-            ]
-        for total, gradient in zip(totals, gradients, strict=True):
-            if total is not None and gradient is not None:
-                total += gradient
+    directions = (_Direction(left, right), _Direction(right, left))
+    for evaluated in _evaluated_by_steps(derivative, block, left, right):
+        of_left = PairWeights(weights, evaluated.of_nodes)
+        retains = right is left and all(wanted) and not is_symmetric
+        if wanted[0] or is_symmetric:
+            directions[0].add(evaluated.layers, of_left, retain_graph=retains)
+        if wanted[1] and not is_symmetric:  # K(x, y) at y = x: that in x with the weights transposed
+            directions[1].add([(b, a) for a, b in evaluated.layers], of_left.transposed())
+    totals = [directions[0 if is_symmetric else side].total() if wanted[side] else None for side in (0, 1)]
     return [
         None if total is None else total.unflatten(0, sets.X.shape[:2])
         for total, sets in zip(totals, (block.pairs.left, block.pairs.right), strict=True)
     ]
+
+
+class _Direction:
+    """Sums up the derivative in the points of one side, those of the other side held fixed.
+
+    Args:
+        own: The side.
+        other: The other side.
+    """
+
+    def __init__(self, own: _Side, other: _Side) -> None:
+        self._own, self._other = own, other
+        self._sum = torch.zeros_like(own.X)
+        self._fixed = dict[int, FixedInputs]()
+
+    def add(
+        self, layers: Sequence[tuple[SetFactors, SetFactors]], weights: PairWeights, *, retain_graph: bool = False
+    ) -> None:
+        """Add the derivative of a weighted sum of the products of some steps."""
+        factors, cotangents = list[Tensor](), list[Tensor]()
+        for layer, (a, b) in enumerate(layers):
+            fixed = self._fixed_inputs(layer, a, b)
+            found = pair_cotangents(a, b, self._own.of_pairs, self._other.of_pairs, weights, fixed)
+            for factor, cotangent in zip((a.output_grads, a.inputs), found, strict=True):
+                if factor is not None and cotangent is not None:
+                    factors.append(factor)
+                    cotangents.append(cotangent)
+        if factors:
+            (gradient,) = torch.autograd.grad(
+                factors, [self._own.X], cotangents, retain_graph=retain_graph, allow_unused=True, materialize_grads=True
+            )
+            self._sum += gradient
+
+    def total(self) -> Tensor:
+        """Return the sum over all steps."""
+        return self._sum + sum(fixed.gradient().reshape(self._sum.shape) for fixed in self._fixed.values())
+
+    def _fixed_inputs(self, layer: int, a: SetFactors, b: SetFactors) -> FixedInputs | None:
+        if not (self._own.are_inputs_of(a) and self._other.are_inputs_of(b)):
+            return None
+        if layer not in self._fixed:
+            self._fixed[layer] = FixedInputs(a, b, self._own.of_pairs, self._other.of_pairs)
+        return self._fixed[layer]
 
 
 def _batches(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
@@ -276,7 +333,3 @@ def _nodes(context: ExecutionContext, is_train: bool) -> list[tuple[float, float
 
 def _has_one_position(jacobian: LayerJacobian) -> bool:
     return isinstance(jacobian, OuterProductJacobian) and jacobian.inputs.shape[1] == 1
-
-
-def _differentiate(value: Tensor, leaves: Sequence[Tensor], *, retain_graph: bool = False) -> Sequence[Tensor]:
-    return torch.autograd.grad(value, leaves, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)

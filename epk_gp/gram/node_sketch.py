@@ -4,7 +4,7 @@ import pickle
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -50,18 +50,25 @@ class NodeSketch:
     num_features: int
     key: tuple[object, ...]
 
-    def block(self, X: Shaped[Tensor, "E ..."], *, create_graph: bool = False) -> Float[Tensor, "E K k"]:
-        """Compute the features of a block of points.
+    def block(self, X: Shaped[Tensor, "E ..."]) -> Float[Tensor, "E K k"]:
+        """Compute the features of a block of points."""
+        total = self._empty_sum(X)
+        for node, jacobians in enumerate(self.jacobians(X, self._sketching)):
+            self._add_node(total, node, jacobians)
+        return total.result().transpose(0, 1)
+
+    def input_gradients(self, X: Shaped[Tensor, "n ..."], weights: Float[Tensor, "n K k"]) -> Shaped[Tensor, "n ..."]:
+        """Differentiate the weighted sum of the features of points with respect to the points, node by node.
 
         Args:
-            X: E inputs.
-            create_graph: Keep the result differentiable with respect to X.
+            X: n inputs.
+            weights: Of their features.
         """
-        total = FeatureSum(self.coefficients.shape[1], len(X), self.num_features, self.states[0])
-        for node, jacobians in enumerate(self.jacobians(X, self._sketching, create_graph=create_graph)):
-            for layer, jacobian in enumerate(jacobians):
-                jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
-        return total.result().transpose(0, 1)
+        plan = self.net.plan
+        if plan.dense_params:  # `vmap` may get second derivatives wrong: torch 2.13 does so for layer norms
+            slow = PlannedModel(self.net.model, replace(plan, supports_vmap=False))
+            return replace(self, net=slow)._input_gradients(X, weights)
+        return self._input_gradients(X, weights)
 
     def piece(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n K k"]:
         """Compute the features of several blocks of points."""
@@ -87,6 +94,29 @@ class NodeSketch:
             cotangents = combined_outputs(self.head, coefficients)
             at = WeightLocation(state)
             yield layer_jacobians(self.net, at, X, cotangents, cost, create_graph=create_graph)
+
+    def _input_gradients(self, X: Tensor, weights: Tensor) -> Tensor:
+        parts = []
+        for rows in torch.arange(len(X), device=X.device).split(self.block_rows(X)):
+            x, own = X[rows].detach().requires_grad_(), weights[rows].transpose(0, 1)
+            gradient = torch.zeros_like(x)
+            with torch.enable_grad():
+                for node, jacobians in enumerate(self.jacobians(x, self._sketching, create_graph=True)):
+                    total = self._empty_sum(x)
+                    self._add_node(total, node, jacobians)
+                    (part,) = torch.autograd.grad(
+                        (total.result() * own).sum(), x, allow_unused=True, materialize_grads=True
+                    )
+                    gradient += part
+            parts.append(gradient)
+        return torch.cat(parts)
+
+    def _empty_sum(self, X: Tensor) -> FeatureSum:
+        return FeatureSum(self.coefficients.shape[1], len(X), self.num_features, self.states[0])
+
+    def _add_node(self, total: FeatureSum, node: int, jacobians: list[LayerJacobian]) -> None:
+        for layer, jacobian in enumerate(jacobians):
+            jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
 
     @property
     def _sketching(self) -> ContractionCost:

@@ -27,10 +27,9 @@ class SetFactors:
     inputs: Float[Tensor, "L U n n_in"] | None = None
     has_bias: bool = False
 
-    def detach(self) -> "SetFactors":
-        """Return the factors without their graph."""
-        inputs = None if self.inputs is None else self.inputs.detach()
-        return replace(self, output_grads=self.output_grads.detach(), inputs=inputs)
+    def traced(self) -> "SetFactors":
+        """Join the outputs to one, whose inner products are the sums over the outputs."""
+        return replace(self, output_grads=self.output_grads.permute(0, 2, 3, 1, 4).flatten(3)[:, None])
 
     def with_states(self, others: Sequence["SetFactors"]) -> "SetFactors":
         """Append other weight states."""
@@ -78,36 +77,52 @@ def pair_products(
         y: Which factors on the right.
         num_steps: S.
     """
-    a, i = _by_pairs(left.output_grads, x)
-    b, j = _by_pairs(right.output_grads, y)
+    a, i = arrange_by_pairs(left.output_grads, x)
+    b, j = arrange_by_pairs(right.output_grads, y)
     n, m = left.output_grads.shape[3], right.output_grads.shape[3]
-    products = _products(_by_steps(a, num_steps), _by_steps(b, num_steps), i, j)
+    products = products_of_pairs(arrange_by_steps(a, num_steps), arrange_by_steps(b, num_steps), i, j)
     products = torch.unflatten(torch.unflatten(products, -1, (-1, m)), -3, (-1, n))
     if left.inputs is None or right.inputs is None:
         return products
-    inputs = _products(_by_steps(left.inputs, num_steps), _by_steps(right.inputs, num_steps), x.sets, y.sets)
+    own, other = arrange_by_steps(left.inputs, num_steps), arrange_by_steps(right.inputs, num_steps)
+    inputs = products_of_pairs(own, other, x.sets, y.sets)
     if left.has_bias:
         inputs = inputs + 1
     return products * inputs[..., None, :, None, :]
 
 
-def _by_pairs(output_grads: Tensor, side: PairSide) -> tuple[Tensor, Tensor]:
-    """Arrange output gradients so that each pair has one matrix of rows: (L, sets, rows, d), and which set it is."""
+def arrange_by_pairs(
+    output_grads: Float[Tensor, "L K U n d"], side: PairSide
+) -> tuple[Float[Tensor, "L sets rows d"], Int64[Tensor, " P"]]:
+    """Arrange output gradients so that each pair has one matrix of rows, and return which one it is."""
     _, _, num_sets, _, _ = output_grads.shape
     if side.outputs is None:
         return output_grads.transpose(1, 2).flatten(2, 3), side.sets
     return output_grads.flatten(1, 2), side.outputs * num_sets + side.sets
 
 
-def _by_steps(factors: Tensor, num_steps: int) -> Tensor:
+def arrange_by_steps(factors: Float[Tensor, "L ..."], num_steps: int) -> Float[Tensor, "S Q ..."]:
+    """Split weight states into steps and their nodes."""
     return torch.unflatten(factors, 0, (num_steps, -1))
 
 
-def _products(x: Tensor, y: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Multiply the rows of set i_p on the left with those of set j_p on the right: (S, Q, P, rows, columns)."""
+def products_of_pairs(
+    x: Float[Tensor, "S Qx U rows d"],
+    y: Float[Tensor, "S Qy V columns d"],
+    i: Int64[Tensor, " P"],
+    j: Int64[Tensor, " P"],
+) -> Float[Tensor, "S Q pairs rows columns"]:
+    """Multiply the rows of set i_p on the left with those of set j_p on the right; once if all pairs are the same."""
     if y.shape[2] == 1:  # one matrix product instead of one for each pair
-        joint = x.flatten(2, 3) @ y[:, :, 0].mT
-        return torch.unflatten(joint, 2, (x.shape[2], -1)).index_select(2, i)
+        joint = torch.unflatten(x.flatten(2, 3) @ y[:, :, 0].mT, 2, (x.shape[2], -1))
+        return joint if x.shape[2] == 1 else factors_of_pairs(joint, i)
     if x.shape[2] == 1:
-        return _products(y, x, j, i).mT
-    return x.index_select(2, i) @ y.index_select(2, j).mT
+        return products_of_pairs(y, x, j, i).mT
+    return factors_of_pairs(x, i) @ factors_of_pairs(y, j).mT
+
+
+def factors_of_pairs(factors: Float[Tensor, "S Q sets ..."], index: Int64[Tensor, " P"]) -> Float[Tensor, "S Q P ..."]:
+    """Select each pair's factors; they are the same tensor where each pair has its own, in order."""
+    if len(index) == factors.shape[2] and torch.equal(index, torch.arange(len(index), device=index.device)):
+        return factors
+    return factors.index_select(2, index)

@@ -30,7 +30,7 @@ class PathFeatures(Tensor):
     """
 
     error: SketchError | None
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def path_features(
@@ -50,10 +50,10 @@ def path_features(
 
         z(x) = sum_n sqrt(w_n) R_n J_n(x)^T v_n / sqrt(C),    E <z(x), z(x')> = tr K(x, x') / C
 
-    The sum goes over n nodes of the whole path (`nodes_trajectory`), with one backward pass at each; v_n are the rows of
-    a Hadamard matrix in turn, whose order divides the number of nodes if it can (20 nodes serve up to 20 outputs
-    exactly), and R_n independent random sketches. The root mean square error of the cosine kernel is some 1.06 / sqrt(k)
-    (docs/theory.md, section 8).
+    The sum goes over n nodes of the whole path (`nodes_trajectory`), with one backward pass at each. The v_n are the
+    rows of a Hadamard matrix in turn, whose order divides the number of nodes if it can (20 nodes serve up to 20
+    outputs exactly), and the R_n independent random sketches. The root mean square error of the cosine kernel is some
+    1.06 / sqrt(k) at most (docs/theory.md, section 8).
 
     The features of a point are the same in every call with the same run, k, nodes, seed and head: sketches are drawn
     from these alone. Features are computed in blocks of points that depend on the network alone, so that the bytes do
@@ -75,8 +75,8 @@ def path_features(
         options: `memory_budget`, `progress` and `checkpoint`, see `ComputeOptions`. A checkpoint holds finished pieces.
 
     Returns:
-        The features, in the dtype of X (of the weights, for integers). Their attribute `error` holds a `SketchError`. Any
-        operation on them returns a plain tensor, without it: keep the features, or their error.
+        The features, in the dtype of X (of the weights, for integers). Their attribute `error` holds a `SketchError`;
+        any operation on them returns a plain tensor without it, so keep the features themselves, or their error.
 
     Raises:
         TypeError: The network cannot take X, or an argument is of the wrong kind.

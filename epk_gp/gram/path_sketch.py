@@ -2,12 +2,12 @@
 
 import warnings
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -61,6 +61,12 @@ class PathSketch:
             return self.trajectory
         return nodes_trajectory(self.trajectory, self.nodes, is_train=True)
 
+    def with_coefficients(self, coefficients: Float[Tensor, "nodes L C"]) -> "PathSketch":
+        """Return the sketch of other sums over outputs, with the same nodes and the same random numbers."""
+        other = replace(self, coefficients=coefficients)
+        vars(other).update({name: vars(self)[name] for name in ("run", "training_run") if name in vars(self)})
+        return other
+
     def features(
         self, points: Points, options: ComputeOptions = ComputeOptions(), executor: Executor | None = None
     ) -> Float[Tensor, "n K k"]:
@@ -86,13 +92,24 @@ class PathSketch:
             )
         return features
 
-    def differentiable(self, points: Points) -> Float[Tensor, "n K k"]:
-        """Compute the features of points of one copy, all in one block, with a graph to the points."""
-        is_train = bool(torch.as_tensor(points.is_train).all())
+    def input_gradients(self, points: Points, weights: Float[Tensor, "n K k"]) -> Shaped[Tensor, "n ..."]:
+        """Differentiate the weighted sum of the features of points with respect to the points.
+
+        Args:
+            points: n points, of floating-point numbers.
+            weights: Of their features.
+        """
         model = self.trajectory.model_for(points.X)
-        return with_plan(
-            self.trajectory, model, lambda net: self._of_copy(net, is_train).block(points.X, create_graph=True)
-        )
+
+        def compute(net: PlannedModel) -> Tensor:
+            result = torch.zeros_like(points.X)
+            for is_train in (True, False):
+                rows = points.copies(is_train)
+                if len(rows):
+                    result[rows] = self._of_copy(net, is_train).input_gradients(points.X[rows], weights[rows])
+            return result
+
+        return with_plan(self.trajectory, model, compute)
 
     def products(self, points: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "K n n"]:
         """Compute what the inner products of features are in expectation: no sketch, but the same nodes and v_n."""

@@ -41,15 +41,16 @@ class SetPairs:
     """P pairs of sets of points, out of U sets on the left and V on the right.
 
     A pair has K x L matrices of n x m numbers: K = L = C for all pairs of outputs; K = L = 1 for one output of its
-    own, or for the sum of the outputs.
+    own, for the sum of the outputs, or for the trace of their matrix.
 
     Attributes:
         left: U sets of n points.
         right: V sets of m points; the same object as `left` if they are the same.
         left_index: The set on the left of each pair.
         right_index: The set on the right of each pair.
-        classes: The output of each pair; None for all pairs of outputs, or for their sum.
+        classes: The output of each pair; None for all pairs of outputs, for their sum or for their trace.
         is_summed: For the sum of the outputs.
+        is_traced: For the trace, the sum of each output's kernel with itself.
     """
 
     left: PointSets
@@ -58,10 +59,16 @@ class SetPairs:
     right_index: Int64[Tensor, " P"]
     classes: Int64[Tensor, " P"] | None = None
     is_summed: bool = False
+    is_traced: bool = False
 
     def __len__(self) -> int:
         """Count the pairs."""
         return len(self.left_index)
+
+    @property
+    def has_all_outputs(self) -> bool:
+        """Whether a pair has a matrix for every pair of outputs."""
+        return self.classes is None and not self.is_summed and not self.is_traced
 
     @property
     def have_same_sides(self) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_sketch import PathSketch
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.output_structure import OutputStructure
 
@@ -21,6 +22,7 @@ class KernelConfig:
         options: How blocks are computed.
         cache: Blocks that have been computed, as the path kernel has them.
         is_cosine: Values are divided by the square roots of the kernel's own diagonal at both points.
+        sketch: Sketches the gradients of all outputs; None for the kernel itself.
     """
 
     path_kernel: PathKernel
@@ -28,6 +30,7 @@ class KernelConfig:
     options: ComputeOptions
     cache: BlockCache
     is_cosine: bool = False
+    sketch: PathSketch | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "KernelConfig":
         return self

@@ -8,9 +8,9 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.kernels.config import KernelConfig
-from epk_gp.kernels.gradient_demand import is_gradient_dropped
+from epk_gp.kernels.gradient_demand import is_gradient_dropped, is_gradient_summed
 from epk_gp.kernels.output_structure import OutputStructure
-from epk_gp.kernels.tagged_points import as_set_pairs, is_transformed, same_points, squeeze_repeated
+from epk_gp.kernels.tagged_points import as_set_pairs, is_transformed, repeated_dims, same_points
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,9 @@ def with_derivatives(
     They can be asked for with `create_graph=True`, but not be differentiated again: that raises a RuntimeError.
 
     The gradient of points that were joined with others, as GPyTorch joins training with test points, is not computed
-    if no part of it is used: it is NaN then, and never seen (`is_gradient_dropped`).
+    if no part of it is used: it is NaN then, and never seen (`is_gradient_dropped`). That of equal sets of which only
+    the sum is used, as of inducing points that all classes share, is handed to the first of them
+    (`is_gradient_summed`).
 
     Args:
         values: The values.
@@ -104,12 +106,47 @@ def _asked_gradients(ctx: Any, x: Tensor, y: Tensor, weights: Tensor) -> tuple[T
         is_asked and not is_gradient_dropped(edge[0], z)
         for is_asked, edge, z in zip(asked, ctx.next_functions[:2], (x, y), strict=True)
     ]
-    found = _gradients(ctx.of, x, y, weights, (wanted[0], wanted[1])) if any(wanted) else (None, None)
+    if not any(wanted):
+        found: tuple[Tensor | None, Tensor | None] = (None, None)
+    else:
+        dims = _dims_once(ctx, (x, y), wanted)
+        once = [_first_of(z, own) for z, own in zip((x, y), dims, strict=True)]
+        found = _gradients(ctx.of, once[0], once[1], weights, (wanted[0], wanted[1]))
     gradients = [
-        torch.full_like(z, torch.nan) if is_asked and gradient is None else gradient
+        torch.full_like(z, torch.nan) if is_asked and gradient is None else _as_first(gradient, z)
         for is_asked, gradient, z in zip(asked, found, (x, y), strict=True)
     ]
     return gradients[0], gradients[1]
+
+
+def _dims_once(ctx: Any, points: tuple[Tensor, Tensor], wanted: list[bool]) -> list[list[int]]:
+    """List the batch dimensions of both sides whose sets are computed once: equal sets without gradients of their own.
+
+    A set that nobody wants a gradient of has none, nor has one of which only the sum with others is used.
+    """
+    dims = [
+        [dim for dim in repeated_dims(z) if not is_wanted or is_gradient_summed(edge[0], z, dim)]
+        for z, is_wanted, edge in zip(points, wanted, ctx.next_functions[:2], strict=True)
+    ]
+    if same_points(*points):  # they stay the same
+        both = [dim for dim in dims[0] if dim in dims[1]]
+        return [both, both]
+    return dims
+
+
+def _first_of(x: Tensor, dims: list[int]) -> Tensor:
+    for dim in dims:
+        x = x.narrow(dim, 0, 1)
+    return x
+
+
+def _as_first(gradient: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return the gradient of the first of equal sets as that of all: of theirs only the sum is used."""
+    if gradient is None or gradient.shape == x.shape:
+        return gradient
+    total = torch.zeros_like(x)
+    total[tuple(slice(size) for size in gradient.shape)] = gradient
+    return total
 
 
 def _gradients(
@@ -124,8 +161,6 @@ def _gradients(
         of_points = of.matrices[..., None]
     else:
         of_points = of.matrices
-    if not same_points(x, y):
-        x, y = (z if is_wanted else squeeze_repeated(z) for z, is_wanted in zip((x, y), wanted, strict=True))
     pairs = as_set_pairs(of.config.trajectory, x, y, batch)
     matrices, of_pairs = of_points.expand(batch).flatten(), weights.flatten(0, -3) if batch else weights[None]
     pairs, of_outputs = of.structure.weights_on_outputs(pairs, matrices, of_pairs)

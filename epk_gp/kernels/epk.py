@@ -6,7 +6,9 @@ from typing import Any, Unpack, final
 import gpytorch
 import numpy as np
 import torch
+from gpytorch.models.exact_prediction_strategies import DefaultPredictionStrategy, LinearPredictionStrategy
 from jaxtyping import Float, Shaped, UInt8
+from linear_operator import LinearOperator
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
@@ -14,10 +16,12 @@ from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.core.validation import validate_count
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_nodes import NUM_NODES
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.normalization import Normalization, is_cosine, normalization_scale
 from epk_gp.kernels.output_structure import Outputs, parse_outputs
+from epk_gp.kernels.sketched import kernel_sketch, sketched_values
 from epk_gp.kernels.tagged_points import tag_points, validate_batches
 from epk_gp.kernels.values import kernel_values
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
@@ -61,6 +65,11 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies; or "cosine",
             which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
             cosines is a correlation matrix, its diagonal 1 exactly.
+        features: k, the number of sketched features that stand for the kernel (`path_features`); None for the kernel
+            itself. Matrices are then low-rank operators, and GPyTorch's inference is linear in the number of points.
+            The rule plays no part.
+        nodes: Nodes of the path that features are sketched at.
+        seed: Draws the sketches.
         cache_bytes: Limit for the blocks that are kept; 0 keeps none.
         active_dims: Columns of wider inputs to use; the copy column, if there is one, last.
         options: `memory_budget`, see `ComputeOptions`.
@@ -84,6 +93,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         rule: QuadratureRule = gauss_legendre(4),
         normalize: Normalization = None,
         *,
+        features: int | None = None,
+        nodes: int = NUM_NODES,
+        seed: int = 0,
         cache_bytes: int = CACHE_BYTES,
         active_dims: Sequence[int] | None = None,
         **options: Unpack[ComputeSettings],
@@ -97,8 +109,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         columns = None if active_dims is None else _parse_active_dims(active_dims, trajectory)
         super().__init__(batch_shape=matrices.shape, active_dims=columns)
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)
+        sketch = kernel_sketch(path_kernel, features, nodes, seed)
         self.config = KernelConfig(
-            path_kernel, structure, compute_options, BlockCache(cache_bytes), is_cosine(normalize)
+            path_kernel, structure, compute_options, BlockCache(cache_bytes), is_cosine(normalize), sketch
         )
         # GPyTorch indexes and expands a kernel through its buffers: each has exactly the batch's shape.
         self.register_buffer("_matrices", matrices, persistent=False)
@@ -163,7 +176,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         diag: bool = False,
         last_dim_is_batch: bool = False,
         **params: Any,
-    ) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"]:
+    ) -> Float[Tensor, "*d rows"] | Float[Tensor, "*d rows cols"] | LinearOperator:
         """Evaluate the kernel, or its diagonal.
 
         Args:
@@ -175,6 +188,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
 
         Returns:
             (*d, n * R, m * R), or (*d, n * R) with `diag`; R = C for outputs="full", else 1.
+            With `features` an operator of that shape.
 
         Raises:
             TypeError: Points of a kind that the kernel cannot take, inside a transformation of `torch.func`, or with a
@@ -189,6 +203,12 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         if diag and x1.shape[-2] != x2.shape[-2]:
             raise ValueError(f"diag=True needs as many rows as columns: got {x1.shape[-2]} and {x2.shape[-2]} points.")
         return self._values(x1, x2, diag=diag)
+
+    def prediction_strategy(self, train_inputs: Any, train_prior_dist: Any, train_labels: Any, likelihood: Any) -> Any:
+        """Return how GPyTorch predicts: by the features' own linear model where there are any, one row per point."""
+        is_linear = self.config.sketch is not None and self.config.structure.rows_per_point == 1
+        strategy = LinearPredictionStrategy if is_linear else DefaultPredictionStrategy
+        return strategy(train_inputs, train_prior_dist, train_labels, likelihood)
 
     def get_extra_state(self) -> UInt8[Tensor, " bytes"]:
         """Return the run's digest for the state dict; a tensor, as BoTorch copies state dicts entry by entry."""
@@ -214,8 +234,10 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             f"rule={self.config.path_kernel.rule!r}, {scale}, batch_shape={tuple(self.batch_shape)})"
         )
 
-    def _values(self, x1: Tensor, x2: Tensor | None = None, *, diag: bool) -> Tensor:
+    def _values(self, x1: Tensor, x2: Tensor | None = None, *, diag: bool) -> Any:
         x2 = x1 if x2 is None else x2
+        if self.config.sketch is not None:
+            return sketched_values(self.config, x1, x2, self._matrices.to(x1.device), self.scale, diag=diag)
         values = kernel_values(self.config, x1, x2, self._matrices.to(x1.device), diag=diag)
         return values if self.scale == 1 else values / self.scale
 

@@ -1,8 +1,11 @@
-"""Whether anything that a backward pass will run uses the gradient of some points.
+"""What a backward pass that is running will use of the gradient of some points: all of it, its sums, or nothing.
 
 GPyTorch joins fixed points with those that are optimised, training with test points or data with inducing points, and
 hands over slices of the joint tensor. All of them require gradients then, although those of the fixed points are thrown
 away: with BoTorch they would be most of the work, as every restart has its own copy of the training points.
+
+Inducing points that all classes share are expanded to a set for each class, and only the sum of these sets' gradients
+is used. They are computed as one set then.
 """
 
 from collections.abc import Callable
@@ -36,9 +39,33 @@ def is_gradient_dropped(node: Any, x: Shaped[Tensor, "..."]) -> bool:
         node: The backward function that takes the gradient of x.
         x: Points that require a gradient.
     """
+    return _vanishes(node, torch.full_like(x, torch.nan))
+
+
+def is_gradient_summed(node: Any, x: Shaped[Tensor, "..."], dim: int) -> bool:
+    """Return whether only the sum of a gradient over one dimension is used, as where the same points were expanded.
+
+    Random whole numbers whose sum over the dimension is 0 are sent through the backward functions of the operations
+    that made x, as in `is_gradient_dropped`. If nothing but 0 arrives anywhere, nothing depends on more than the sum.
+
+    Args:
+        node: The backward function that takes the gradient of x.
+        x: Points that require a gradient.
+        dim: The dimension.
+    """
+    if type(node).__name__ not in _MOVES:
+        return False
+    draws = torch.Generator(x.device).manual_seed(0)
+    probe = torch.randint(1, 1024, x.shape, generator=draws, device=x.device).to(x)
+    probe.select(dim, 0).sub_(probe.sum(dim))
+    return _vanishes(node, probe)
+
+
+def _vanishes(node: Any, gradient: Tensor) -> bool:
+    """Return whether nothing of a gradient arrives anywhere but 0, behind operations that only move or add numbers."""
     if _will_execute is None or torch.is_anomaly_enabled():
         return False
-    arriving = [(node, torch.full_like(x, torch.nan))]
+    arriving = [(node, gradient)]
     while arriving:
         node, gradient = arriving.pop()
         if type(node).__name__ not in _MOVES or not _passes_on(node):
@@ -46,7 +73,7 @@ def is_gradient_dropped(node: Any, x: Shaped[Tensor, "..."]) -> bool:
         found = node(gradient)
         parts = found if isinstance(found, tuple) else (found,)
         for (source, _), part in zip(node.next_functions, parts, strict=False):
-            if source is not None and part is not None and bool(part.isnan().any()):
+            if source is not None and part is not None and bool((part != 0).any()):  # NaN is not 0
                 arriving.append((source, part))
     return True
 

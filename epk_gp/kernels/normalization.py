@@ -10,6 +10,7 @@ from torch import Tensor
 
 from epk_gp.kernels.blocks import diagonal_blocks
 from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.sketched import mean_square_length
 from epk_gp.kernels.tagging import train_copy
 
 Normalization = Literal["cosine", "mean_diagonal"] | float | int | None
@@ -39,7 +40,7 @@ def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], n
             raise ValueError(
                 f"normalize must be None, 'cosine', 'mean_diagonal' or a positive number: got {normalize!r}."
             )
-        scale = float(_training_diagonal(config)[matrices.cpu()].mean())
+        scale = _mean_diagonal(config, matrices)
         if not scale > 0:
             raise ValueError(
                 f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
@@ -59,10 +60,12 @@ def is_cosine(normalize: object) -> bool:
     return isinstance(normalize, str) and normalize == "cosine"
 
 
-def _training_diagonal(config: KernelConfig) -> Tensor:
-    """Evaluate the diagonals on evenly spaced training copies, in float64: (K, rows)."""
+def _mean_diagonal(config: KernelConfig, matrices: Tensor) -> float:
+    """Average the diagonals on evenly spaced training copies, in float64."""
     inputs = config.trajectory.inputs
     count = min(len(inputs), NORMALIZATION_POINTS)
     indices = (torch.arange(count) * len(inputs) // count).to(inputs.device)
     x = train_copy(inputs[indices].reshape(len(indices), -1).to(torch.float64))
-    return config.structure.diagonal(diagonal_blocks(config, x)).cpu()
+    if config.sketch is not None:
+        return mean_square_length(config, x, matrices)
+    return float(config.structure.diagonal(diagonal_blocks(config, x)).cpu()[matrices.cpu()].mean())

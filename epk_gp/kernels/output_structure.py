@@ -7,13 +7,15 @@ from numbers import Integral
 from typing import Literal, final
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.memory_plan import summed_block_points
 from epk_gp.core.points import Points
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_sketch import trace_coefficients
 from epk_gp.gram.set_pairs import SetPairs
 
 Outputs = Literal["full", "independent", "trace", "sum"] | int
@@ -67,6 +69,18 @@ class OutputStructure(ABC):
             Pairs with their outputs, and the weights of these (`PathKernel.pairs_input_gradients`).
         """
 
+    @abstractmethod
+    def sketch_coefficients(
+        self, run: Trajectory, classes: Int64[Tensor, " U"], seed: int
+    ) -> Float64[Tensor, "nodes K C"]:
+        """Return the sums of outputs whose gradients are sketched, at each node.
+
+        Args:
+            run: The run whose steps are the nodes.
+            classes: Those of the structure's K matrices that are wanted.
+            seed: Draws the signs of the outputs, where one sum stands for all of them.
+        """
+
     @final
     def diagonal(self, blocks: Float[Tensor, "n C C"]) -> Float[Tensor, "K rows"]:
         """Return the diagonals, (K, n * R), of the matrices between n points and themselves."""
@@ -106,6 +120,12 @@ class FullOutputs(OutputStructure):
         C = self.num_outputs
         return pairs, weights.unflatten(-1, (-1, C)).unflatten(1, (-1, C)).permute(0, 2, 1, 4, 3)
 
+    def sketch_coefficients(
+        self, run: Trajectory, classes: Int64[Tensor, " U"], seed: int
+    ) -> Float64[Tensor, "nodes K C"]:
+        """Return every output."""
+        return torch.eye(self.num_outputs, dtype=torch.float64).expand(run.num_steps, -1, -1)
+
 
 @final
 @dataclass(frozen=True)
@@ -138,6 +158,12 @@ class PerClassOutputs(OutputStructure):
         """Weigh each pair's own output."""
         return replace(pairs, classes=matrices), weights[:, None, :, None]
 
+    def sketch_coefficients(
+        self, run: Trajectory, classes: Int64[Tensor, " U"], seed: int
+    ) -> Float64[Tensor, "nodes K C"]:
+        """Return the outputs that are wanted."""
+        return torch.eye(self.num_outputs, dtype=torch.float64)[classes.cpu()].expand(run.num_steps, -1, -1)
+
 
 @final
 @dataclass(frozen=True)
@@ -167,12 +193,14 @@ class TraceOutputs(OutputStructure):
     def weights_on_outputs(
         self, pairs: SetPairs, matrices: Int64[Tensor, " P"], weights: Float[Tensor, "P rows cols"]
     ) -> tuple[SetPairs, Float[Tensor, "Q K n L m"]]:
-        """Weigh all outputs alike: each pair once for each of them."""
-        C, P = self.num_outputs, len(pairs)
-        left, right = pairs.left_index.repeat(C), pairs.right_index.repeat(C)
-        classes = torch.arange(C, device=left.device).repeat_interleave(P)
-        every = replace(pairs, left_index=left, right_index=right, classes=classes)
-        return every, weights.repeat(C, 1, 1)[:, None, :, None]
+        """Weigh the trace, whose terms are differentiated together."""
+        return replace(pairs, is_traced=True), weights[:, None, :, None]
+
+    def sketch_coefficients(
+        self, run: Trajectory, classes: Int64[Tensor, " U"], seed: int
+    ) -> Float64[Tensor, "nodes K C"]:
+        """Return signs whose average over nodes gives the trace."""
+        return trace_coefficients(run, seed)
 
 
 @final
@@ -207,6 +235,12 @@ class SumOutputs(OutputStructure):
     ) -> tuple[SetPairs, Float[Tensor, "Q K n L m"]]:
         """Weigh the sum of the outputs, which is differentiated as one output."""
         return replace(pairs, is_summed=True), weights[:, None, :, None]
+
+    def sketch_coefficients(
+        self, run: Trajectory, classes: Int64[Tensor, " U"], seed: int
+    ) -> Float64[Tensor, "nodes K C"]:
+        """Return the sum of all outputs."""
+        return torch.ones(run.num_steps, 1, self.num_outputs, dtype=torch.float64)
 
 
 _STRUCTURES: dict[str, type[OutputStructure]] = {

@@ -190,11 +190,20 @@ def same_points(x: Shaped[Tensor, "*n"], y: Shaped[Tensor, "*m"]) -> bool:
 
 def squeeze_repeated(x: Shaped[Tensor, "*b n columns"]) -> Shaped[Tensor, "*c n columns"]:
     """Reduce each batch dimension whose slices are all equal to size 1: SVGP and BoTorch repeat points there."""
+    for dim in repeated_dims(x):
+        x = x.narrow(dim, 0, 1)
+    return x
+
+
+def repeated_dims(x: Shaped[Tensor, "*b n columns"]) -> list[int]:
+    """List the batch dimensions whose slices are all equal, and more than one."""
+    dims = list[int]()
     for dim in range(x.ndim - 2):
         first = x.narrow(dim, 0, 1)
         if x.shape[dim] > 1 and (x.stride(dim) == 0 or torch.equal(x, first.expand_as(x))):
+            dims.append(dim)
             x = first
-    return x
+    return dims
 
 
 def _num_inputs(trajectory: Trajectory) -> int:

@@ -14,6 +14,7 @@ from torch.autograd import gradcheck
 import epk_gp as epk
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.model import FunctionalModel
+from epk_gp.gram import input_derivatives
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
@@ -93,9 +94,69 @@ def test_a_step_with_learned_inducing_points_costs_a_small_multiple_of_one_with_
             with work() as cost[learns_points]:
                 (-bound(gp(x), trajectory.targets)).backward()
     fixed, learned = cost[False], cost[True]
-    # the values and the derivative of K(Z, Z) and K(Z, X); those of fixed points that all classes share are one set's
+    # the values and the derivative of K(Z, Z) and K(Z, X); those of points that all classes share are one set's
     assert learned.calls <= 2.5 * fixed.calls
-    assert learned.rows <= (2 if points == "own_of_each_class" else 2 * C) * fixed.rows
+    assert learned.rows <= 2 * fixed.rows
+
+
+def test_only_the_sum_of_gradients_of_shared_points_is_used_and_it_is_right(trajectory, work):
+    """As GPyTorch expands inducing points to a set for each class and joins them with data."""
+    kernel, data, Z = kernel_of(trajectory, cache_bytes=0), random_test_copies(3), random_test_copies(4)
+    weights = torch.randn(C, 4, 4 + 3, dtype=torch.float64)
+
+    def gradient(of, joint):
+        values = torch.cat(
+            [kernel.forward(joint[..., :4, :], joint[..., :4, :]), kernel.forward(joint[..., :4, :], data)], -1
+        )
+        return torch.autograd.grad((weights * values).sum(), of)[0]
+
+    Z.requires_grad_()
+    with work() as shared:
+        found = gradient(Z, torch.cat([Z.expand(C, 4, D + 1), data.expand(C, 3, D + 1)], dim=1))
+    own = Z.detach().repeat(C, 1, 1).requires_grad_()
+    with work() as separate:
+        expected = gradient(own, torch.cat([own, data.expand(C, 3, D + 1)], dim=1)).sum(0)
+    assert_close(found, expected, 1e4)
+    assert shared.rows < separate.rows
+    joint = torch.cat([Z.expand(C, 4, D + 1), data.expand(C, 3, D + 1)], dim=1)
+    assert_close(gradient(joint, joint)[:, :4].sum(0), expected, 1e4)  # asked for itself: each set's own gradient
+    assert (gradient(joint, joint)[0, :4] - gradient(joint, joint)[1, :4]).abs().max() > 1e-3 * expected.abs().max()
+
+
+def test_the_derivative_of_a_trace_evaluates_each_point_once_for_all_outputs(trajectory, work):
+    kernel, y = kernel_of(trajectory, "trace", cache_bytes=0), random_test_copies(5)
+    x = random_test_copies(2).requires_grad_()
+    values = kernel.forward(x, y)
+    with work() as count:
+        values.sum().backward()
+    assert count.rows == trajectory.num_steps * len(list(RULE)) * (2 + 5)
+
+
+@pytest.fixture(scope="module")
+def wide_run():
+    return make_run(40)
+
+
+@pytest.mark.parametrize("outputs", MODES)
+def test_products_of_pixels_are_shared_by_all_nodes_and_the_gradient_stays_the_same(wide_run, outputs, monkeypatch):
+    """The first layer's inputs are the points: without seeing that, every node multiplies them again."""
+    kernel = EPKKernel(wide_run, outputs, "log_softmax", RULE)
+    y, x = test_copy(torch.randn(4, 40).double()), test_copy(torch.randn(3, 40).double()).requires_grad_()
+    values = kernel.forward(x, y)
+    weights = torch.randn_like(values)
+    made = []
+    original = input_derivatives.FixedInputs
+
+    def counting(*arguments):
+        made.append(1)
+        return original(*arguments)
+
+    monkeypatch.setattr(input_derivatives, "FixedInputs", counting)
+    (found,) = torch.autograd.grad((weights * values).sum(), x, retain_graph=True)
+    assert len(made) == 1
+    monkeypatch.setattr(input_derivatives._Side, "are_inputs_of", lambda side, factors: False)
+    (expected,) = torch.autograd.grad((weights * values).sum(), x)
+    assert_close(found, expected, 1e4)
 
 
 def test_restarts_share_the_training_points_whose_gradient_nobody_uses(trajectory, work):

@@ -14,7 +14,7 @@ class Peer(BaseKernelTestCase):
 
     seed = 0
     outputs: str | int
-    normalize: str | None = None
+    options: dict = {}  # noqa: RUF012
     _runs: dict = {}  # noqa: RUF012
     _width = 2
 
@@ -29,12 +29,10 @@ class Peer(BaseKernelTestCase):
             self._width = len(active_dims)
         shape = torch.Size() if batch_shape is None else batch_shape
         if self.outputs != "independent":
-            kernel = EPKKernel(
-                self.run_of(self._width, 2), self.outputs, normalize=self.normalize, active_dims=active_dims
-            )
+            kernel = EPKKernel(self.run_of(self._width, 2), self.outputs, active_dims=active_dims, **self.options)
             return kernel.expand_batch(shape)
         run = self.run_of(self._width, shape[-1] if shape else 2)
-        kernel = EPKKernel(run, "independent", normalize=self.normalize, active_dims=active_dims)
+        kernel = EPKKernel(run, "independent", active_dims=active_dims, **self.options)
         return kernel.expand_batch(shape) if shape else kernel[0]
 
     def create_data_no_batch(self):
@@ -74,30 +72,30 @@ class TestPeerClass(Peer, unittest.TestCase):
 
 
 class TestPeerFullCosine(TestPeerFull):
-    normalize = "cosine"
+    options = {"normalize": "cosine"}  # noqa: RUF012
 
 
 class TestPeerIndependentCosine(TestPeerIndependent):
-    normalize = "cosine"
+    options = {"normalize": "cosine"}  # noqa: RUF012
 
 
 class TestPeerTraceCosine(TestPeerTrace):
-    normalize = "cosine"
+    options = {"normalize": "cosine"}  # noqa: RUF012
 
 
 class TestPeerSumCosine(TestPeerSum):
-    normalize = "cosine"
+    options = {"normalize": "cosine"}  # noqa: RUF012
 
 
 class TestPeerClassCosine(TestPeerClass):
-    normalize = "cosine"
+    options = {"normalize": "cosine"}  # noqa: RUF012
 
 
 class TestPeerOnPlainInputs(Peer, unittest.TestCase):
     """Without a copy column: GPyTorch's points as they are."""
 
     outputs = "trace"
-    normalize = "cosine"
+    options = {"normalize": "cosine"}  # noqa: RUF012
 
     def run_of(self, width, num_outputs):
         return super().run_of(width + 1, num_outputs)
@@ -105,3 +103,23 @@ class TestPeerOnPlainInputs(Peer, unittest.TestCase):
     @staticmethod
     def with_copies(x):
         return x
+
+
+class TestPeerFullSketched(TestPeerFull):
+    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012
+
+
+class TestPeerIndependentSketched(TestPeerIndependent):
+    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012
+
+
+class TestPeerTraceSketched(TestPeerTrace):
+    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012
+
+
+class TestPeerSumSketched(TestPeerSum):
+    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012
+
+
+class TestPeerClassSketched(TestPeerClass):
+    options = {"features": 16, "nodes": 2, "normalize": "cosine"}  # noqa: RUF012

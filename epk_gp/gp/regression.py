@@ -1,0 +1,197 @@
+"""Regression on the targets of a run: predictions in their units, with the noise of a new observation."""
+
+from dataclasses import dataclass
+from math import log, pi
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from epk_gp.core.input_layout import Inputs
+from epk_gp.core.trajectory import Trajectory, validate_trajectory
+from epk_gp.core.validation import validate_number
+from epk_gp.gp.leave_one_out import leave_one_out
+from epk_gp.gp.models import LogitGP, validate_gp
+from epk_gp.gp.posterior import LogitPosterior
+
+
+@dataclass(frozen=True, eq=False)
+class TargetPrediction:
+    """Gaussian predictions of new observations at n points: one normal distribution per point and output.
+
+    Attributes:
+        mean: (n, C), in the units of the targets.
+        variance: Of an observation: the latent variance and the noise, (n, C).
+        latent_variance: Of the function that is observed, (n, C).
+    """
+
+    mean: Float[Tensor, "n C"]
+    variance: Float[Tensor, "n C"]
+    latent_variance: Float[Tensor, "n C"]
+
+    @property
+    def std(self) -> Float[Tensor, "n C"]:
+        """Standard deviation of an observation."""
+        return self.variance.sqrt()
+
+    def interval(self, level: float = 0.9) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"]]:
+        """Return the central interval that holds an observation with a given probability.
+
+        Args:
+            level: The probability, between 0 and 1.
+
+        Returns:
+            Its lower and its upper end.
+
+        Raises:
+            TypeError: `level` is not a number.
+            ValueError: It does not lie between 0 and 1.
+        """
+        return self.quantile((1 - _parse_level(level)) / 2), self.quantile((1 + level) / 2)
+
+    def quantile(self, probability: float) -> Float[Tensor, "n C"]:
+        """Return the value below which an observation lies with a given probability.
+
+        Raises:
+            TypeError: `probability` is not a number.
+            ValueError: It does not lie between 0 and 1.
+        """
+        z = torch.special.ndtri(torch.tensor(_parse_level(probability, "probability"), dtype=self.mean.dtype))
+        values: Tensor = self.mean + z.to(self.mean.device) * self.std
+        return values
+
+    def coverage(self, y: Shaped[Tensor, "n *C"], level: float = 0.9) -> Float[Tensor, " C"]:
+        """Return the share of observations inside the interval, for each output: `level` if it is calibrated.
+
+        Args:
+            y: Observations, (n, C), or (n,) for one output.
+            level: The probability of the interval.
+
+        Raises:
+            TypeError: `level` is not a number.
+            ValueError: It does not lie between 0 and 1, or `y` has another shape.
+        """
+        y, (lower, upper) = self._observations(y), self.interval(level)
+        return ((y >= lower) & (y <= upper)).to(self.mean).mean(0)
+
+    def log_density(self, y: Shaped[Tensor, "n *C"]) -> Float[Tensor, "n C"]:
+        """Return the logarithm of the predicted density at observations.
+
+        Args:
+            y: Observations, (n, C), or (n,) for one output.
+
+        Raises:
+            ValueError: `y` has another shape.
+        """
+        z = (self._observations(y) - self.mean) / self.std
+        return -(z**2) / 2 - self.std.log() - log(2 * pi) / 2
+
+    def _observations(self, y: Tensor) -> Tensor:
+        shape = tuple(self.mean.shape)
+        if tuple(y.shape) != shape and not (shape[1] == 1 and tuple(y.shape) == shape[:1]):
+            raise ValueError(f"y must have one value per point and output {shape}: got shape {tuple(y.shape)}.")
+        return y.to(self.mean).view(shape)
+
+
+def regression_targets(trajectory: Trajectory) -> Float[Tensor, "M C"]:
+    """Return the targets that a run was trained on as one column per output of the network, float64.
+
+    Args:
+        trajectory: A run whose targets are numbers: of shape (M, C), or (M,) for one output.
+
+    Raises:
+        TypeError: The trajectory is no recorded run.
+        ValueError: The targets are class labels, or have another shape than the network's outputs.
+    """
+    validate_trajectory(trajectory)
+    y, C = trajectory.targets, trajectory.num_outputs
+    if not y.is_floating_point():
+        raise ValueError(
+            f"targets must be floating-point numbers: the run has {y.dtype} targets, as class labels are. Take the "
+            "network's outputs as targets, LogitGP(trajectory)."
+        )
+    if y.ndim == 1 and C == 1:
+        y = y[:, None]
+    if tuple(y.shape) != (trajectory.num_points, C):
+        raise ValueError(
+            f"targets must have one column per output, {(trajectory.num_points, C)}: the run has shape "
+            f"{tuple(y.shape)}. Set them with gp.set_train_data(targets=...)."
+        )
+    return y.to(torch.float64)
+
+
+def condition_on_targets(gp: LogitGP) -> None:
+    """Make a process one on the targets that the network was trained on, in place, not on its outputs.
+
+    Its noise is that of observations then: `gp.fit()` learns it from the targets. Predict with `predict_targets`.
+
+    Args:
+        gp: A process with any prior mean; "constant" leaves the level of the targets to be learned.
+
+    Raises:
+        TypeError: `gp` is not a `LogitGP`.
+        ValueError: The run's targets are no numbers, or have another shape than the network's outputs.
+    """
+    validate_gp(gp)
+    y = regression_targets(gp.kernel.trajectory)[gp.points].to(gp.train_targets)
+    gp.set_train_data(targets=gp.coupling.to_gpytorch(y))
+
+
+def predict_targets(gp: LogitGP, X: Inputs, noise: Float[Tensor, "n C"] | None = None) -> TargetPrediction:
+    """Predict observations at new points.
+
+    Args:
+        gp: A process whose targets are observations (`condition_on_targets`).
+        X: n inputs.
+        noise: Variances of the new observations, (n, C); by default that of the process, if it is one number for all
+            points.
+
+    Returns:
+        The prediction, float64.
+
+    Raises:
+        TypeError: `gp` is not a `LogitGP`, or the network cannot take the points.
+        ValueError: The noise of the process differs between its points, and `noise` is not given; or it has another
+            shape, or is negative; or the network cannot take the points.
+    """
+    validate_gp(gp)
+    posterior = gp.logit_posterior(X)
+    if noise is None:
+        of_points = gp.coupling.from_rows(gp.noise_rows().detach())
+        if not bool((of_points == of_points[:1]).all()):
+            raise ValueError(
+                "noise must be given for a process whose points have noise variances of their own: got none. Pass "
+                f"noise= with shape {tuple(posterior.mean.shape)}."
+            )
+        noise = of_points[:1].expand_as(posterior.mean)
+    if noise.shape != posterior.mean.shape or not bool((noise >= 0).all()):
+        raise ValueError(
+            f"noise must be one variance per point and output {tuple(posterior.mean.shape)}, none negative: got shape "
+            f"{tuple(noise.shape)}."
+        )
+    return _prediction(posterior, noise)
+
+
+def leave_one_out_targets(gp: LogitGP) -> TargetPrediction:
+    """Predict the observation at each conditioning point from all others, with the hyperparameters as they are.
+
+    Args:
+        gp: A process over N points.
+
+    Raises:
+        TypeError, ValueError: As `epk_gp.gp.leave_one_out.leave_one_out`.
+    """
+    posterior = leave_one_out(gp).posterior
+    return _prediction(posterior, gp.coupling.from_rows(gp.noise_rows().detach()))
+
+
+def _prediction(posterior: LogitPosterior, noise: Tensor) -> TargetPrediction:
+    latent = posterior.covariance.diagonal(dim1=-2, dim2=-1).clone()
+    return TargetPrediction(posterior.mean, latent + noise.to(latent), latent)
+
+
+def _parse_level(level: object, name: str = "level") -> float:
+    validate_number(level, name)
+    if not 0 < float(level) < 1:  # type: ignore[arg-type]
+        raise ValueError(f"{name} must lie between 0 and 1: got {level}.")
+    return float(level)  # type: ignore[arg-type]

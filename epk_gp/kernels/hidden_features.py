@@ -1,0 +1,271 @@
+"""Any GPyTorch kernel on the hidden features of a recorded network."""
+
+import math
+import threading
+from typing import Any, final
+
+import gpytorch
+import torch
+from gpytorch.kernels import Kernel
+from jaxtyping import Float, Shaped
+from linear_operator import to_linear_operator
+from torch import Tensor, nn
+
+from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.fingerprint import content_key
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.trajectory import Trajectory, validate_trajectory
+from epk_gp.kernels.cache import BlockCache
+from epk_gp.kernels.tagged_points import requires_graph, validate_tagged_points
+
+CACHE_BYTES = 64 * 2**20  # of features that a kernel keeps: 10,000 points of 800 numbers in float64
+
+
+@final
+class HiddenFeaturesKernel(Kernel):  # type: ignore[misc]  # gpytorch ships no types
+    """A kernel between the hidden features of points in the trained network.
+
+        k(x, x') = base(h(x) / s, h(x') / s)
+
+    h(x) is what a layer of the trained network makes of x. It says how near two points are for the network, which the
+    path kernel does not: their product or sum is made by GPyTorch's own operators,
+    `EPKKernel(run, "trace") * HiddenFeaturesKernel(run, RBFKernel())`.
+
+    Only the base kernel's hyperparameters are learned; the network's weights are no parameters. Values can be
+    differentiated with respect to the points.
+
+    Args:
+        trajectory: The run, of which only the trained network counts.
+        base_kernel: A kernel on vectors, as `gpytorch.kernels.RBFKernel()`.
+        layer: Name of a module of the network, whose output is h(x), flattened; by default the input of the linear
+            layer that is called last.
+        normalize: Divide by s, the root of the mean squared distance between the features of two training points, so
+            that a lengthscale of 1 is a typical distance; s = 1 without.
+        cache_bytes: Limit for the features that are kept; 0 keeps none.
+
+    Attributes:
+        base_kernel: As given.
+        features: The network up to the layer.
+
+    Raises:
+        TypeError: `trajectory` is no recorded run, `base_kernel` is no kernel, or the layer does not return a tensor.
+        ValueError: The network has no such layer, none that is linear, or the layer does not return a row per input;
+            or all training points have the same features.
+    """
+
+    has_lengthscale = False
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        base_kernel: Kernel,
+        layer: str | None = None,
+        normalize: bool = True,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        validate_trajectory(trajectory)
+        if not isinstance(base_kernel, Kernel):
+            raise TypeError(
+                f"base_kernel must be a gpytorch.kernels.Kernel: got {type(base_kernel).__name__}. Pass RBFKernel()."
+            )
+        super().__init__()
+        self.base_kernel = base_kernel
+        self.features = HiddenFeatures(trajectory, layer, cache_bytes)
+        if normalize:
+            self.features.scale = _typical_distance(self.features(trajectory.inputs))
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """That of the base kernel, which alone has parameters."""
+        shape: torch.Size = self.base_kernel.batch_shape
+        return shape
+
+    @batch_shape.setter
+    def batch_shape(self, shape: torch.Size) -> None:
+        """Change nothing: GPyTorch sets the base kernel's as well, when it expands a kernel or indexes it."""
+
+    @property
+    def is_stationary(self) -> bool:
+        """False: the network lies between points and features."""
+        return False
+
+    def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
+        """Count the rows per point, as the base kernel does."""
+        return int(self.base_kernel.num_outputs_per_input(x1, x2))
+
+    def forward(
+        self,
+        x1: Shaped[Tensor, "*b n columns"],
+        x2: Shaped[Tensor, "*c m columns"],
+        diag: bool = False,
+        last_dim_is_batch: bool = False,
+        **params: Any,
+    ) -> Any:
+        """Evaluate the base kernel on the features.
+
+        Args:
+            x1: (*b, n, D), flattened inputs, or (*b, n, D + 1) with a copy column, which is ignored.
+            x2: (*c, m, D) or (*c, m, D + 1).
+            diag: Only the diagonal, for n = m.
+            last_dim_is_batch: Must be False: a column of a point is no point.
+            params: Handed on to the base kernel.
+
+        Returns:
+            A linear operator, or with `diag` a tensor (*d, n).
+
+        Raises:
+            TypeError, ValueError: The network cannot take the points.
+        """
+        if last_dim_is_batch:
+            raise ValueError("last_dim_is_batch must be False: got True, but a single column of a point is no point.")
+        left = self.features.of_rows(x1)
+        right = left if x2 is x1 else self.features.of_rows(x2)
+        values = self.base_kernel(left, right, diag=diag, **params)
+        if diag:
+            return values
+        with gpytorch.settings.lazily_evaluate_kernels(False):
+            return to_linear_operator(values).evaluate_kernel()
+
+
+class HiddenFeatures:
+    """The trained network up to one of its layers.
+
+    Threads may share it. GPyTorch deep-copies a kernel whenever it is indexed; a deep copy of this is itself.
+
+    Args:
+        trajectory: The run.
+        layer: As in `HiddenFeaturesKernel`.
+        cache_bytes: Limit for the features that are kept.
+
+    Attributes:
+        trajectory: The run.
+        layer: Name of the layer.
+        takes_input: Whether the features are the layer's input; its output else.
+        scale: What features are divided by.
+    """
+
+    def __init__(self, trajectory: Trajectory, layer: str | None, cache_bytes: int) -> None:
+        self.trajectory = trajectory
+        self.takes_input = layer is None
+        self.layer = _last_linear(trajectory) if layer is None else _parse_layer(trajectory, layer)
+        self.scale = 1.0
+        self._cache = BlockCache(cache_bytes)
+        self._start()
+
+    def _start(self) -> None:
+        self._models: dict[TensorSpec, FunctionalModel] = {}
+        self._lock, self._of_thread = threading.Lock(), threading.local()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "HiddenFeatures":
+        return self
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what holds hooks and locks; it is made again."""
+        return {name: value for name, value in vars(self).items() if name not in ("_models", "_lock", "_of_thread")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._start()
+
+    def of_rows(self, x: Shaped[Tensor, "*b n columns"]) -> Float[Tensor, "*b n F"]:
+        """Evaluate the features of rows of flattened inputs, with or without a copy column.
+
+        Raises:
+            TypeError, ValueError: The network cannot take the points.
+        """
+        width = torch.Size(self.trajectory.input_shape).numel()
+        if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[-1] == width:
+            x = torch.cat([x, x.new_zeros(*x.shape[:-1], 1)], dim=-1)
+        validate_tagged_points(self.trajectory, x)
+        X = x[..., :-1].reshape(-1, *self.trajectory.input_shape)
+        if not self.trajectory.inputs.is_floating_point():
+            X = X.to(self.trajectory.inputs.dtype)
+        features = self(X).to(x.dtype) if x.is_floating_point() else self(X)
+        return torch.unflatten(features, 0, x.shape[:-1]) / self.scale
+
+    def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n F"]:
+        """Evaluate the features of inputs in the network's own shape, as they are: not divided by the scale."""
+        if requires_graph(X):
+            return self._evaluate(X)
+        key = ("hidden", content_key(X))
+        cached = self._cache.get(key)
+        if cached is not None:
+            return cached
+        with torch.no_grad():
+            values = self._evaluate(X.detach().clone())
+        self._cache.put(key, values)
+        return values
+
+    def _evaluate(self, X: Tensor) -> Tensor:
+        model = self._hooked(X)
+        kind, device = model.spec.dtype, model.spec.device
+        params = {name: value.to(device, kind) for name, value in self.trajectory.weights(-1).items()}
+        self._of_thread.found = None
+        model.returned(params, X)
+        found = self._of_thread.found
+        self._of_thread.found = None
+        what = f"the {'input' if self.takes_input else 'output'} of {self.layer!r}"
+        if not isinstance(found, Tensor):
+            raise TypeError(f"{what} must be a tensor: got {type(found).__name__}. Name another layer.")
+        if len(found) != len(X):
+            raise ValueError(
+                f"{what} must have one row per input: got shape {tuple(found.shape)} for {len(X)} inputs. Name another "
+                "layer."
+            )
+        return found.flatten(1)
+
+    def _hooked(self, X: Tensor) -> FunctionalModel:
+        """Return a model of its own whose layer leaves its features behind; threads' copies share the hook."""
+        original = self.trajectory.model_for(X)
+        with self._lock:
+            if original.spec not in self._models:
+                model, of_thread = original.converted(original.spec), self._of_thread
+                module = model.module.get_submodule(self.layer)
+
+                def keep(value: object) -> None:
+                    of_thread.found = value
+
+                if self.takes_input:
+                    module.register_forward_pre_hook(lambda _, inputs: keep(inputs[0]))
+                else:
+                    module.register_forward_hook(lambda _, inputs, output: keep(output))
+                self._models[original.spec] = model
+            return self._models[original.spec]
+
+
+def _typical_distance(features: Tensor) -> float:
+    """Return the root mean squared distance of two of the points: twice the sum of the variances."""
+    squared = 2 * float(features.double().var(dim=0, unbiased=True).sum()) if len(features) > 1 else 0.0
+    if not squared > 0:
+        raise ValueError(
+            "training points must have different features, which their typical distance scales: got one value for all. "
+            "Pass normalize=False, or name another layer."
+        )
+    return math.sqrt(squared)
+
+
+def _parse_layer(trajectory: Trajectory, layer: object) -> str:
+    names = [name for name, _ in trajectory.model.module.named_modules() if name]
+    if not isinstance(layer, str):
+        raise TypeError(f"layer must be the name of a module, or None: got {type(layer).__name__}.")
+    if layer not in names:
+        raise ValueError(f"layer must be a module of the network, one of {names}: got {layer!r}.")
+    return layer
+
+
+def _last_linear(trajectory: Trajectory) -> str:
+    """Find the linear layer that is called last."""
+    model = trajectory.model.converted(trajectory.model.spec)
+    called = list[str]()
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: called.append(name))
+    with torch.no_grad():
+        model.returned(trajectory.weights(-1), trajectory.inputs[:1].to(trajectory.device))
+    if not called:
+        raise ValueError(
+            "the network must have a linear layer, whose input the features are: it calls none. Name a layer, one of "
+            f"{[name for name, _ in model.module.named_modules() if name]}."
+        )
+    return called[-1]

@@ -1,0 +1,138 @@
+"""Regression on a run's own targets: means, noise and intervals in their units."""
+
+import pytest
+import torch
+from torch import nn
+
+import epk_gp as epk
+from epk_gp.gp.regression import (
+    condition_on_targets,
+    leave_one_out_targets,
+    predict_targets,
+    regression_targets,
+)
+from epk_gp.kernels.tagging import test_copy
+from gp_cases import D, make_run
+
+MSE = epk.MeanSquaredError()
+ROWS = 12
+
+
+def regression_run(num_outputs=1, **options):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(ROWS, D, dtype=torch.float64, generator=generator)
+    y = 3 + X.sin().sum(1, keepdim=True) * torch.arange(1, num_outputs + 1)
+    y = y + 0.1 * torch.randn(y.shape, dtype=torch.float64, generator=generator)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, num_outputs)).double()
+    return make_run(net, X, y, loss=MSE, **options)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return regression_run()
+
+
+@pytest.fixture(scope="module")
+def two_outputs():
+    return regression_run(2)
+
+
+def conditioned(run, outputs="full", mean="constant", **options):
+    gp = epk.LogitGP(run, outputs, mean=mean, **options)
+    condition_on_targets(gp)
+    return gp
+
+
+@pytest.mark.parametrize("outputs", ["full", "independent"])
+def test_the_process_is_gpytorchs_on_the_targets_with_its_noise_added(two_outputs, outputs):
+    gp = conditioned(two_outputs, outputs)
+    gp.likelihood.noise = torch.full_like(gp.likelihood.noise, 0.3)
+    X = torch.randn(4, D, dtype=torch.float64)
+    found = predict_targets(gp, X)
+    with torch.no_grad():
+        observed = gp.likelihood(gp(test_copy(X)))
+    mean, variance = (v.mT if outputs == "independent" else v for v in (observed.mean, observed.variance))
+    torch.testing.assert_close(found.mean, mean, rtol=0, atol=1e-8)
+    torch.testing.assert_close(found.variance, variance, rtol=0, atol=1e-8)
+    torch.testing.assert_close(found.variance - found.latent_variance, torch.full((4, 2), 0.3, dtype=torch.float64))
+
+
+def test_noise_is_learned_from_the_targets_not_from_the_networks_outputs(run):
+    """The control: the network's outputs are smooth, and have next to no noise."""
+    noise = {}
+    for name in ("targets", "outputs"):
+        gp = conditioned(run) if name == "targets" else epk.LogitGP(run, mean="constant")
+        losses = gp.fit(60, lr=0.2)
+        assert losses[-1] < losses[0]
+        noise[name] = gp.likelihood.noise.item()
+    assert noise["targets"] > 10 * noise["outputs"]
+
+
+def test_around_the_network_only_what_it_misses_is_learned(run):
+    gp = conditioned(run, mean="network")
+    residual = run.targets - epk.network_outputs(run, run.inputs)
+    torch.testing.assert_close(gp._residual(), residual.mT)
+    assert len(gp.fit(2)) == 2  # there is a residual now
+    with pytest.raises(ValueError, match="there must be a residual to fit"):
+        epk.LogitGP(run, mean="network").fit(2)
+
+
+def test_intervals_are_quantiles_of_a_normal_distribution(run):
+    prediction = predict_targets(conditioned(run), torch.randn(3, D, dtype=torch.float64))
+    normal = torch.distributions.Normal(prediction.mean, prediction.std)
+    lower, upper = prediction.interval(0.8)
+    torch.testing.assert_close(normal.cdf(upper) - normal.cdf(lower), torch.full((3, 1), 0.8, dtype=torch.float64))
+    torch.testing.assert_close(upper + lower, 2 * prediction.mean)
+    torch.testing.assert_close(prediction.quantile(0.5), prediction.mean)
+    y = torch.stack([lower - 1e-9, prediction.mean, upper + 1e-9]).diagonal(dim1=0, dim2=1).mT
+    assert prediction.coverage(y, 0.8).item() == pytest.approx(1 / 3)
+    torch.testing.assert_close(prediction.log_density(y[:, 0]), normal.log_prob(y))
+
+
+def test_leaving_one_out_predicts_as_a_process_without_the_point(run):
+    left_out = leave_one_out_targets(conditioned(run, rule=epk.left_endpoint()))  # both copies are the same
+    for i in (0, 5):
+        others = conditioned(run, points=[j for j in range(ROWS) if j != i], rule=epk.left_endpoint())
+        expected = predict_targets(others, run.inputs[i : i + 1])
+        torch.testing.assert_close(left_out.mean[i], expected.mean[0], rtol=0, atol=1e-9)
+        scales = [gp.kernel.scale for gp in (others, conditioned(run, rule=epk.left_endpoint()))]
+        assert scales[0] == scales[1]
+        torch.testing.assert_close(left_out.variance[i], expected.variance[0], rtol=0, atol=1e-9)
+
+
+def test_targets_of_one_output_may_be_flat(run):
+    flat = make_run(
+        nn.Linear(D, 1).double(),
+        run.inputs,
+        run.targets[:, 0],
+        loss=epk.PerSampleLoss(lambda z, y: (z[:, 0] - y) ** 2 / 2),
+        steps=1,
+    )
+    assert flat.targets.shape == (ROWS,)
+    torch.testing.assert_close(regression_targets(flat), run.targets)
+    assert predict_targets(conditioned(flat), run.inputs[:2]).mean.shape == (2, 1)
+
+
+def test_known_noise_of_the_training_points_says_nothing_about_others(run):
+    variances = torch.linspace(0.1, 0.5, ROWS, dtype=torch.float64)[:, None]
+    gp, X = conditioned(run, noise=variances), run.inputs[:2] + 1
+    with pytest.raises(ValueError, match="noise must be given for a process whose points have noise variances"):
+        predict_targets(gp, X)
+    found = predict_targets(gp, X, torch.tensor([[0.2], [0.4]], dtype=torch.float64))
+    torch.testing.assert_close(found.variance - found.latent_variance, torch.tensor([[0.2], [0.4]]).double())
+    left_out = leave_one_out_targets(gp)
+    torch.testing.assert_close(left_out.variance - left_out.latent_variance, variances)
+    with pytest.raises(ValueError, match=r"noise must be one variance per point and output \(2, 1\), none negative"):
+        predict_targets(gp, X, -torch.ones(2, 1).double())
+
+
+def test_what_is_no_regression_is_refused(run, two_outputs):
+    labels = make_run(nn.Linear(D, 2).double(), run.inputs, torch.arange(ROWS) % 2)
+    with pytest.raises(ValueError, match=r"targets must be floating-point numbers: the run has torch\.int64 targets"):
+        condition_on_targets(epk.LogitGP(labels))
+    prediction = predict_targets(conditioned(two_outputs), run.inputs)
+    with pytest.raises(ValueError, match=r"y must have one value per point and output \(12, 2\): got shape \(12, 1\)"):
+        prediction.coverage(run.targets)
+    with pytest.raises(ValueError, match="level must lie between 0 and 1: got 1.0"):
+        prediction.interval(1.0)
