@@ -13,7 +13,7 @@ from epk_gp.datasets import Dataset
 from epk_gp.plots import PALETTE
 from harness import Experiment, main
 from judging import mean_and_std, network_name
-from saved_rows import Row, rounded, row_of
+from saved_rows import WAITING, Row, reasons_once, rounded, row_of
 from uncertainty_problems import Problem, record, splits, train_unrecorded
 
 
@@ -173,7 +173,7 @@ def run(config: Config) -> Result:
             for seed in config.seeds:
                 row = _row(replace(problem, seed=seed), purchase, method)
                 if row is None:
-                    left_out.append(f"{problem.name}, {method}, seed {seed}: not computed yet")
+                    left_out.append(WAITING)
                 else:
                     rows.append(row["accuracy"])
             if rows:
@@ -181,7 +181,7 @@ def run(config: Config) -> Result:
                 about["accuracy"] = [mean_and_std(list(values)) for values in zip(*rows, strict=True)]
                 table.append(about | {"mean": mean_and_std([sum(row[1:]) / len(row[1:]) for row in rows])})
     first = purchase.held_out + purchase.start
-    return Result([first + purchase.per_round * k for k in range(purchase.rounds + 1)], table, left_out)
+    return Result([first + purchase.per_round * k for k in range(purchase.rounds + 1)], table, reasons_once(left_out))
 
 
 def _row(problem: Problem, purchase: Purchase, method: str) -> Row | None:

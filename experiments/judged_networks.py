@@ -14,8 +14,8 @@ from uncertainty_problems import Problem
 FAR = ("mnist", "fashion-mnist")
 NEAR = ("mnist-low", "fashion-mnist-low")  # trained on the classes 0 … 4; 5 … 9 are from outside
 NETWORKS = tuple(
-    Problem(network=network, width=width, num_train=num_train, steps=steps, lr=lr, decay=True, double=False)
-    for num_train, steps in ((2000, 600), (10_000, 2000), (59_000, 6000))
+    Problem("mnist", network, width, num_train, steps, batch_size, lr, decay=True, double=False)
+    for num_train, steps, batch_size in ((2000, 600, 100), (10_000, 2000, 100), (59_000, 3000, 200))
     for network, width, lr in (("mlp", 64, 0.3), ("cnn", 0, 0.2), ("mlp", 512, 0.3))
 )
 COLUMNS: Columns = {

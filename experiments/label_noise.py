@@ -12,7 +12,7 @@ from epk_gp.analysis.detection import ood_metrics, precision_at_k
 from harness import Experiment, main
 from judging import mean_and_std, network_name
 from label_suspicion import METHODS, why_not
-from saved_rows import Row, asked_for, rounded, row_of, saved_row
+from saved_rows import WAITING, Row, asked_for, reasons_once, rounded, row_of, saved_row
 from strips import Panel, strips
 from uncertainty_problems import Problem, judged, splits, train_unrecorded, wrong_labels
 
@@ -57,13 +57,13 @@ def run(config: Config) -> Result:
                 found: dict[str, list[Row]] = {method: [] for method in config.methods}
                 for seed in config.seeds:
                     rows, reasons = _rows(replace(problem, seed=seed), share, kind, config.methods)
-                    left_out += [reason for reason in reasons if reason not in left_out]
+                    left_out += reasons
                     for method, row in rows.items():
                         found[method].append(row)
                 about = {"data": problem.data, "network": network_name(problem), "num_train": problem.num_train}
                 about |= {"share": share, "kind": kind}
                 table += [about | {"method": method} | _summary(rows) for method, rows in found.items() if rows]
-    return Result(table, left_out)
+    return Result(table, reasons_once(left_out))
 
 
 def _summary(rows: list[Row]) -> Row:
@@ -77,7 +77,7 @@ def _rows(problem: Problem, share: float, kind: str, methods: tuple[str, ...]) -
     keys = {m: {"problem": asdict(problem), "share": share, "kind": kind, "method": m} for m in methods}
     rows = {m: row for m in methods if (row := saved_row(f"{about} {m}", keys[m])) is not None}
     missing = [m for m in methods if m not in rows and not why_not(m) and asked_for(f"{about} {m}")]
-    left_out = [why_not(m) or f"{about} {m}: not computed yet" for m in methods if m not in rows and m not in missing]
+    left_out = [why_not(m) or WAITING for m in methods if m not in rows and m not in missing]
     if missing:
         for method, row in _computed(problem, share, kind, missing):
             rows[method] = row_of(f"{about} {method}", keys[method], lambda row=row: row) or row
@@ -95,9 +95,9 @@ def _computed(problem: Problem, share: float, kind: str, methods: list[str]) -> 
     planted = given != train.labels
     with judged(problem, 0, given) as network:
         for method in methods:
-            start = time.perf_counter()
+            start = time.process_time()
             scores = METHODS[method](network).double()
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
             yield (
                 method,
                 rounded(

@@ -11,6 +11,8 @@ from typing import Any
 ROWS_VARIABLE = "EPK_GP_ROWS"  # folder of saved rows; nothing is saved if it is not set
 ONLY_VARIABLE = "EPK_GP_ROWS_ONLY"  # regular expression: other rows are read if they are saved, and else left out
 
+WAITING = "not computed yet"  # why a row is left out that is neither saved nor asked for
+
 Row = dict[str, Any]
 
 
@@ -51,6 +53,15 @@ def row_of(name: str, key: Row, compute: Callable[[], Row]) -> Row | None:
         row = compute()
         save_row(name, key, row)
     return row
+
+
+def reasons_once(reasons: list[str]) -> list[str]:
+    """List every reason why rows were left out once, and the number of those that are not computed yet."""
+    waiting = sum(reason == WAITING for reason in reasons)
+    return [
+        *dict.fromkeys(reason for reason in reasons if reason != WAITING),
+        *[f"{waiting} rows: {WAITING}"][:waiting],
+    ]
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

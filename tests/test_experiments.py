@@ -81,6 +81,7 @@ def test_the_experiment_runs_and_redraws(name, tmp_path):
     assert experiment.name == name
     (live, again), figures, pictures = run_and_redraw(experiment, tmp_path)
     assert asdict(live) == asdict(again)
+    assert not [reason for reason in getattr(live, "left_out", []) if "not installed" not in reason]
     assert_drawn_alike(*figures)
     assert pictures[0].startswith(b"\x89PNG")
     assert pictures[0] == pictures[1]

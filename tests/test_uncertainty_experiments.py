@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import uncertainty_problems as problems
 from judging import mean_and_std
 from rbf_process import FLOOR, fit_rbf_process
-from saved_rows import ONLY_VARIABLE, ROWS_VARIABLE, rounded, row_of
+from saved_rows import ONLY_VARIABLE, ROWS_VARIABLE, reasons_once, rounded, row_of
 from uncertainty_problems import Problem, blurred, fgsm, noisy, outside_images, pgd, rotated, splits, wrong_labels
 
 DIGITS = Problem("digits", width=8, num_train=100, steps=20, batch_size=10)
@@ -228,3 +228,10 @@ def test_rows_are_rounded_and_averaged_over_seeds():
     assert mean_and_std([0.25, 0.75]) == [0.5, 0.35]
     assert mean_and_std([0.25]) == [0.25, 0.0]
     assert mean_and_std([0.25, None]) is None
+
+
+def test_reasons_are_listed_once_and_rows_that_wait_are_counted():
+    assert reasons_once(["a: not installed", "not computed yet", "a: not installed", "not computed yet"]) == [
+        "a: not installed", "2 rows: not computed yet",
+    ]  # fmt: skip
+    assert reasons_once([]) == []
