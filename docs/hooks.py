@@ -65,19 +65,6 @@ def _rules(saved: dict) -> str:
     return _table(["rule", "evaluations per point and step", "largest error"], rows)
 
 
-def _detection(saved: dict) -> str:
-    r = saved["results"]
-    keys = [f"{other} {measure}" for other in r["outside"] for measure in ("AUROC", "FPR95")]
-    rows = [[row["name"], *(_spread(row[key]) for key in keys)] for row in r["detection"]]
-    return _table(["score", *keys], rows)
-
-
-def _calibration(saved: dict) -> str:
-    keys = ["accuracy", "ECE", "NLL"]
-    rows = [[row["name"], *(_spread(row[key]) for key in keys)] for row in saved["results"]["calibration"]]
-    return _table(["model", *keys], rows)
-
-
 def _numbers(saved: dict) -> str:
     entries = saved["results"]["numbers"]
     head = [key.replace("_", " ") for key in entries[0]]
@@ -297,8 +284,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "noise_winners": _winners("EPK-GP with AUM: label_errors", _noise_measures),
     "bought_winners": _winners("EPK-GP: next_to_label", _purchase_measures),
     "rules": _rules,
-    "detection": _detection,
-    "calibration": _calibration,
     "numbers": _numbers,
     "images": _images,
     "scores": _scores,

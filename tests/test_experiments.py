@@ -31,7 +31,7 @@ GALLERY = FOLDER.parent / "docs" / "gallery"
 def test_there_is_an_experiment_for_every_figure():
     numbered = [name[:5] for name in NAMES if name.startswith("fig")]
     assert numbered == [f"fig{n:02d}" for n in range(2, 9)]
-    assert {"notebook_path_kernel", "ood_mnist"} <= set(NAMES)
+    assert {"notebook_path_kernel", "judged_networks"} <= set(NAMES)
 
 
 def drawn_numbers(figure: Figure) -> list[np.ndarray]:
