@@ -1,6 +1,6 @@
 """Random sketches of layer gradients: k numbers whose inner products are those of the gradients in expectation.
 
-docs/theory.md, section 8, derives what each sketch is and its variance.
+docs/theory.md, section 9, derives what each sketch is and its variance.
 """
 
 import hashlib

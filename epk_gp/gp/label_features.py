@@ -10,6 +10,7 @@ from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.class_data import float_inputs
 from epk_gp.gram.path_features import path_features
+from epk_gp.gram.random_fourier import rbf_features, tensor_sketch
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,4 +47,8 @@ class InputFeatures:
             memory_budget=options.memory_budget,
             progress=options.progress,
         )
-        return torch.nn.functional.normalize(z)
+        z = torch.nn.functional.normalize(z)
+        if self.lengthscale is None:
+            return z
+        phi = rbf_features(X, self.lengthscale, seed=self.seed)
+        return torch.nn.functional.normalize(tensor_sketch(z, phi, self.num_features, seed=self.seed))

@@ -47,9 +47,11 @@ def negative_log_marginal_likelihood(
     spectrum: GramSpectrum,
     outputscale: Float[Tensor, " K"],
     noise: Float[Tensor, " K"],
-    residual: Float[Tensor, "K rows"],
+    residual: Float[Tensor, "B rows"],
 ) -> Float[Tensor, " K"]:
     """Evaluate -log N(residual; 0, outputscale * gram + noise) for each of K matrices.
+
+    A matrix has one residual or, where B = K T, T residuals; its value is then the sum over them.
 
     Equation (2.30) of Rasmussen & Williams (2006). Differentiable in scale, noise and residual.
 
@@ -57,7 +59,7 @@ def negative_log_marginal_likelihood(
         spectrum: Of the Gram matrices.
         outputscale: What they are multiplied by.
         noise: Variance of the noise, as a multiple of the known noise if there is one (then 1).
-        residual: Observations minus prior mean.
+        residual: Observations minus prior mean, matrix by matrix.
 
     Raises:
         ValueError: The covariance is not positive definite, because the noise does not exceed the rounding of the Gram
@@ -70,7 +72,9 @@ def negative_log_marginal_likelihood(
             f"the observations' covariance must be positive definite: its smallest eigenvalue is {lowest.item():.3g}. "
             "Raise the noise, or condition on fewer points."
         )
-    coordinates = ((spectrum.whitening * residual)[:, None] @ spectrum.vectors)[:, 0]
-    squares = (coordinates.square() / variances).sum(-1)
+    K, rows = variances.shape
+    by_matrix = residual.reshape(K, -1, rows)  # (K, T, rows)
+    coordinates = (spectrum.whitening[:, None] * by_matrix) @ spectrum.vectors
+    squares = (coordinates.square() / variances[:, None]).sum((1, 2))
     log_determinants = variances.log().sum(-1) - 2 * spectrum.whitening.log().sum(-1)
-    return 0.5 * (squares + log_determinants + residual.shape[-1] * log(2 * pi))
+    return 0.5 * (squares + by_matrix.shape[1] * (log_determinants + rows * log(2 * pi)))

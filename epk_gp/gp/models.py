@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Unpack, final
+from typing import Any, Literal, Unpack, final
 
 import gpytorch
 import torch
@@ -19,9 +19,9 @@ from epk_gp.core.validation import validate_count, validate_number, validate_pos
 from epk_gp.gp.likelihoods import NOISE_FLOOR
 from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_likelihood, spectrum_of
 from epk_gp.gp.means import PriorMean, make_mean
-from epk_gp.gp.output_coupling import CoupledOrIndependent, parse_coupling
+from epk_gp.gp.output_coupling import Coupling, parse_coupling
 from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
-from epk_gp.gp.targets import TargetKind, make_targets
+from epk_gp.gp.targets import TargetKind, label_values, make_targets
 from epk_gp.gp.train_indices import parse_train_indices
 from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.tagged_points import tag_points, validate_batches
@@ -36,7 +36,7 @@ _GPYTORCH = threading.RLock()
 class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships no types
     """A Gaussian process over the network's outputs, conditioned on training points.
 
-    The prior is mean + outputscale * EPK, the kernel normalised to mean diagonal 1 (its raw scale is arbitrary). All
+    The prior is mean + outputscale * EPK, the kernel normalised to (mean) diagonal 1 (its raw scale is arbitrary). All
     computation is in float64. Call `fit`, then `logit_posterior`; `gp(X)`, X flattened, in evaluation mode is the same
     posterior in GPyTorch's terms and under GPyTorch's settings (conjugate gradients from 800 rows on).
 
@@ -53,16 +53,20 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     Args:
         trajectory: Training run with C outputs.
         outputs: "full" - one process whose C outputs covary; "independent" - one process per output, each with an
-            outputscale and noise of its own.
-        mean: "initial" (f_{w_0}, the b of the kernel machine), "constant" (learned, one per output), "zero", "network".
+            outputscale and noise of its own; "trace" - one process per output, all with the scalar kernel
+            sum_c K(x, x')[c, c], one outputscale and one noise, so that one factorisation of N rows serves all.
+        mean: "initial" (f_{w_0}, the b of the kernel machine), "constant" (learned, one per output), "zero" (for
+            targets="labels"), "network".
         targets: "network" - the trained network's outputs at the points (the paper); "dirichlet" - transformed labels
-            with known noise (Milios et al. 2018).
+            with known noise (Milios et al. 2018); "labels" - the run's own targets minus `target_mean`: one-hot class
+            labels minus 1 / C, or the real targets of a regression minus their mean.
         points: Indices of the training points to condition on; all by default.
         head: "logits" or "log_softmax"; None follows the run's loss (`EPKKernel`).
         rule: Quadrature rule.
+        normalize: "mean_diagonal", or "cosine" (`EPKKernel`).
         noise: A number - initial noise variance, relative to the kernel's mean diagonal, to be learned; or (N, C) known
             variances of the conditioning points' targets, which are not learned. Not used with targets="dirichlet",
-            whose variances are known.
+            whose variances are known. A number for outputs="trace".
         options: `memory_budget`, for kernel blocks and posteriors beside the factorisation; see `ComputeOptions`.
 
     Threads may share a process that none of them changes (`fit`); GPyTorch's own predictions, `gp(x)`, are made by one
@@ -71,7 +75,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     Attributes:
         coupling: How the process over C outputs is put together.
         train_inputs: One tensor of N training copies, (N, D + 1).
-        train_targets: (N, C) for "full", (C, N) for "independent".
+        train_targets: (N, C) for "full", (C, N) for "independent" and "trace".
+        target_mean: What was subtracted from the labels, (C,): add it to predictions. Zero for other targets.
         points: The N indices.
 
     Raises:
@@ -83,13 +88,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
     def __init__(
         self,
         trajectory: Trajectory,
-        outputs: CoupledOrIndependent = "full",
+        outputs: Coupling = "full",
         mean: PriorMean = "initial",
         targets: TargetKind = "network",
         points: Int[Tensor, " N"] | Sequence[int] | None = None,
         *,
         head: Head | None = "logits",
         rule: QuadratureRule = gauss_legendre(4),
+        normalize: Literal["cosine", "mean_diagonal"] = "mean_diagonal",
         noise: float | Float[Tensor, "N C"] = 1e-2,
         **options: Unpack[ComputeSettings],
     ) -> None:
@@ -99,8 +105,16 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         coupling = parse_coupling(outputs, C)
         train_indices = parse_train_indices(points, trajectory)
         N = len(train_indices)
+        if normalize not in ("cosine", "mean_diagonal"):
+            raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
         _validate_noise(noise, (N, C), targets)
         parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
+        y, variances = make_targets(trajectory, train_indices, targets, head)
+        if isinstance(noise, Tensor):
+            variances = noise.detach().to(y)
+        likelihood = (
+            coupling.learned_noise_likelihood() if variances is None else coupling.known_noise_likelihood(variances)
+        )
         structure = coupling.structure
         gram_bytes = 8 * structure.num_matrices * (structure.rows_per_point * N) ** 2
         kernel = EPKKernel(
@@ -108,19 +122,14 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             outputs,
             head,
             rule,
-            "mean_diagonal",
+            normalize,
             cache_bytes=gram_bytes + CACHE_BYTES,  # the Gram matrix stays for `fit` and every factorisation
             **options,
         )
-        y, variances = make_targets(trajectory, train_indices, targets, head)
-        if isinstance(noise, Tensor):
-            variances = noise.detach().to(y)
         x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
-        likelihood = (
-            coupling.learned_noise_likelihood() if variances is None else coupling.known_noise_likelihood(variances)
-        )
         super().__init__(x, coupling.to_gpytorch(y), likelihood)
         self.points = train_indices
+        self.target_mean = label_values(trajectory, train_indices)[1] if targets == "labels" else y.new_zeros(C)
         self.coupling = coupling
         self.mean_module = make_mean(mean, kernel.config, coupling)
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
@@ -198,7 +207,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             x: (*b, n, D + 1), or (*b, n, D) for test copies.
 
         Returns:
-            Over (n, C) for "full"; over n with batch shape [C] for "independent".
+            Over (n, C) for "full"; over n with batch shape [C] for "independent" and "trace".
 
         Raises:
             TypeError, ValueError: As for a call.
@@ -218,7 +227,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             progress: Show a progress bar.
 
         Returns:
-            The negative log marginal likelihood per observation before every step (a sum over classes if independent).
+            The negative log marginal likelihood per observation before every step (a sum over outputs if they do not
+            covary).
 
         Raises:
             TypeError: `steps` is not a whole number, or `lr` is not a number.
@@ -258,7 +268,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             progress: Show a progress bar.
 
         Returns:
-            Mean (n, C) and covariance (n, C, C), diagonal for "independent", float64. No noise of observations in it.
+            Mean (n, C) and covariance (n, C, C), diagonal unless "full", float64. No noise of observations in it.
 
         Raises:
             TypeError: The points are of a kind that the network cannot take, or `block_size` is not a whole number.
@@ -274,28 +284,31 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         """Evaluate the prior mean at points with or without the copy column."""
         return self.coupling.from_rows(self._rows(self.mean_module(x)))
 
-    def target_rows(self) -> Float[Tensor, "K rows"]:
+    def target_rows(self) -> Float[Tensor, "B rows"]:
         """Return the targets as rows of the kernel's matrices."""
         return self._rows(self.train_targets)
 
-    def noise_rows(self) -> Float[Tensor, "K rows"]:
+    def noise_rows(self) -> Float[Tensor, "B rows"]:
         """Return the noise variance of every target, as rows of the kernel's matrices."""
-        return self._rows(self.likelihood.noise).expand(self.target_rows().shape)
+        noise: Tensor = self.likelihood.noise
+        variances = self._rows(noise) if noise.numel() > 1 else noise.reshape(1, 1)
+        return variances.expand(self.target_rows().shape)
 
     def factorization(self) -> Factorization:
         """Factorise the covariance of the observations, with the hyperparameters as they are."""
         outputscale = self.covar_module.outputscale.reshape(-1)
-        covariance = outputscale[:, None, None] * self._gram()
-        covariance.diagonal(dim1=-2, dim2=-1).add_(self.noise_rows())
+        gram, factor = self._gram(), outputscale[:, None, None]
+        covariance = gram * factor if torch.is_grad_enabled() else gram.mul_(factor)
+        covariance.diagonal(dim1=-2, dim2=-1).add_(self.noise_rows()[: len(covariance)])
         scale = outputscale / self.kernel.scale
         return factorize(self.kernel.config, self.coupling, scale, self.train_inputs[0], covariance, self._residual())
 
     def _rows(self, values: Tensor) -> Tensor:
-        """Arrange values in GPyTorch's layout as rows of the kernel's matrices, (K, rows)."""
-        return values.reshape(self.coupling.structure.num_matrices, -1)
+        """Arrange values in GPyTorch's layout as rows of the kernel's matrices, (B, rows)."""
+        return values.reshape(self.coupling.num_right_sides, -1)
 
     def _residual(self) -> Tensor:
-        """Subtract the prior mean from the targets, (K, rows)."""
+        """Subtract the prior mean from the targets, (B, rows)."""
         return self._rows(self.train_targets - self.mean_module(self.train_inputs[0]))
 
     def _gram(self) -> Tensor:

@@ -1,8 +1,8 @@
-"""How a Gaussian process over C outputs is put together: coupled in one process, or one process per output."""
+"""How a process over C outputs is put together: coupled in one, one per output, or C that share one covariance."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.gp.likelihoods import MultitaskFixedNoiseGaussianLikelihood, noise_constraint
-from epk_gp.kernels.output_structure import FullOutputs, OutputStructure, PerClassOutputs
+from epk_gp.kernels.output_structure import FullOutputs, OutputStructure, PerClassOutputs, TraceOutputs
 
-CoupledOrIndependent = Literal["full", "independent"]
+Coupling = Literal["full", "independent", "trace"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class OutputCoupling(ABC):
 
     * (n, C), that of the network and of `LogitPosterior`;
     * GPyTorch's, (n, C) for one multi-output process or (C, n) for a batch of processes;
-    * the rows of the kernel's K matrices, (K, n * R), see `OutputStructure`: GPyTorch's layout reshaped to (K, -1).
+    * rows of the kernel's K matrices, (B, n * R), see `OutputStructure`: GPyTorch's layout reshaped to (B, -1). Each
+      matrix belongs to B / K vectors of rows, the right-hand sides of its equations: to C where the outputs share one.
 
     Attributes:
         num_outputs: C.
@@ -46,28 +47,33 @@ class OutputCoupling(ABC):
     @property
     @abstractmethod
     def batch_shape(self) -> torch.Size:
-        """Batch shape of GPyTorch's modules: [] for one process, [C] for one per output."""
+        """Batch shape of GPyTorch's distributions: [] for one process, [C] for one per output."""
+
+    @property
+    @abstractmethod
+    def num_right_sides(self) -> int:
+        """B, vectors of rows."""
 
     @abstractmethod
     def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
         """Arrange values per point and output as GPyTorch's: (*b, n, C), or (*d, n) with d = broadcast(b, [C])."""
 
     @final
-    def to_rows(self, values: Float[Tensor, "n C"]) -> Float[Tensor, "K rows"]:
+    def to_rows(self, values: Float[Tensor, "n C"]) -> Float[Tensor, "B rows"]:
         """Arrange values per point and output as rows of the kernel's matrices."""
-        return self.to_gpytorch(values).reshape(self.structure.num_matrices, -1)
+        return self.to_gpytorch(values).reshape(self.num_right_sides, -1)
 
     @abstractmethod
-    def from_rows(self, rows: Float[Tensor, "*b K rows"]) -> Float[Tensor, "*b n C"]:
+    def from_rows(self, rows: Float[Tensor, "*b B rows"]) -> Float[Tensor, "*b n C"]:
         """Arrange rows of the kernel's matrices per point and output."""
 
     @abstractmethod
-    def prior_covariances(self, blocks: Float[Tensor, "n C C"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
-        """Return the prior covariances of the C outputs at each of n points, from the kernel's blocks K(x_i, x_i)."""
+    def prior_covariances(self, blocks: Float[Tensor, "n K R R"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
+        """Return the prior covariances of the C outputs at each of n points, from the blocks of K matrices there."""
 
     @abstractmethod
     def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
-        """Cut the C x C blocks of single points out of K matrices; zero between outputs that are independent."""
+        """Cut the C x C blocks of single points out of K matrices; zero between outputs that do not covary."""
 
     @abstractmethod
     def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
@@ -105,17 +111,22 @@ class CoupledOutputs(OutputCoupling):
         """[]."""
         return torch.Size([])
 
+    @property
+    def num_right_sides(self) -> int:
+        """B = 1."""
+        return 1
+
     def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
         """Return the values."""
         return values
 
-    def from_rows(self, rows: Float[Tensor, "*b K rows"]) -> Float[Tensor, "*b n C"]:
+    def from_rows(self, rows: Float[Tensor, "*b B rows"]) -> Float[Tensor, "*b n C"]:
         """Unflatten the rows of the one matrix."""
         return rows.reshape(*rows.shape[:-2], -1, self.num_outputs)
 
-    def prior_covariances(self, blocks: Float[Tensor, "n C C"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
+    def prior_covariances(self, blocks: Float[Tensor, "n K R R"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
         """Scale the blocks."""
-        return scale * blocks
+        return scale * blocks[:, 0]
 
     def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
         """Cut out the blocks on the diagonal."""
@@ -147,21 +158,21 @@ class CoupledOutputs(OutputCoupling):
         )
 
 
-@final
 @dataclass(frozen=True)
-class IndependentOutputs(OutputCoupling):
-    """One process per output, each with the kernel of that output with itself: a batch of C processes in GPyTorch."""
-
-    @property
-    def structure(self) -> OutputStructure:
-        """The block's diagonal."""
-        return PerClassOutputs(self.num_outputs)
+class BatchOfOutputs(OutputCoupling, ABC):
+    """C processes that do not covary: a batch in GPyTorch."""
 
     @property
     def batch_shape(self) -> torch.Size:
         """[C]."""
         return torch.Size([self.num_outputs])
 
+    @property
+    def num_right_sides(self) -> int:
+        """B = C."""
+        return self.num_outputs
+
+    @final
     def to_gpytorch(self, values: Float[Tensor, "*b n C"]) -> Float[Tensor, "..."]:
         """Give each process its output: b is empty, or ends with the batch of processes, of size 1 or C."""
         batch, C = values.shape[:-2], self.num_outputs
@@ -169,13 +180,37 @@ class IndependentOutputs(OutputCoupling):
         per_output = values.mT.reshape(-1, C, values.shape[-2])
         return per_output[position, torch.arange(C, device=values.device)]
 
-    def from_rows(self, rows: Float[Tensor, "*b K rows"]) -> Float[Tensor, "*b n C"]:
-        """Transpose: each matrix has the rows of one output."""
+    @final
+    def from_rows(self, rows: Float[Tensor, "*b B rows"]) -> Float[Tensor, "*b n C"]:
+        """Transpose: each vector has the rows of one output."""
         return rows.mT
 
-    def prior_covariances(self, blocks: Float[Tensor, "n C C"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
-        """Scale the blocks' diagonals, each output by its own process's scale."""
-        return torch.diag_embed(scale * blocks.diagonal(dim1=-2, dim2=-1))
+    @final
+    def mean_module(self, mean: Mean) -> Mean:
+        """Return the mean: its batch is that of the outputs."""
+        return mean
+
+    @final
+    def distribution(self, mean: Float[Tensor, "..."], covariance: Any) -> MultivariateNormal:
+        """Return a batch of normal distributions; a covariance that they share is expanded, which GPyTorch does not."""
+        batch = torch.broadcast_shapes(mean.shape[:-1], covariance.shape[:-2])
+        is_shared = covariance.shape[:-2] != batch
+        return MultivariateNormal(mean, covariance.expand(*batch, *covariance.shape[-2:]) if is_shared else covariance)
+
+
+@final
+@dataclass(frozen=True)
+class IndependentOutputs(BatchOfOutputs):
+    """One process per output, each with the kernel of that output with itself."""
+
+    @property
+    def structure(self) -> OutputStructure:
+        """The block's diagonal."""
+        return PerClassOutputs(self.num_outputs)
+
+    def prior_covariances(self, blocks: Float[Tensor, "n K R R"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
+        """Scale each output by its own process's scale."""
+        return torch.diag_embed(scale * blocks[..., 0, 0])
 
     def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
         """Collect the diagonals of the C matrices."""
@@ -184,14 +219,6 @@ class IndependentOutputs(OutputCoupling):
     def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
         """Compute the squared lengths of the columns of V."""
         return torch.diag_embed(V.square().sum(1).mT)
-
-    def mean_module(self, mean: Mean) -> Mean:
-        """Return the mean: its batch is that of the outputs."""
-        return mean
-
-    def distribution(self, mean: Float[Tensor, "..."], covariance: object) -> MultivariateNormal:
-        """Return a batch of normal distributions."""
-        return MultivariateNormal(mean, covariance)
 
     def known_noise_likelihood(self, variances: Float[Tensor, "N C"]) -> _GaussianLikelihoodBase:
         """Return a batch of GPyTorch's likelihoods."""
@@ -202,14 +229,54 @@ class IndependentOutputs(OutputCoupling):
         return GaussianLikelihood(batch_shape=self.batch_shape, noise_constraint=noise_constraint())
 
 
-def parse_coupling(outputs: CoupledOrIndependent, num_outputs: int) -> OutputCoupling:
+@final
+@dataclass(frozen=True)
+class SharedOutputs(BatchOfOutputs):
+    """C processes with one covariance, the scalar kernel sum_c K(x, x')[c, c]: one factorisation serves them all."""
+
+    @property
+    def structure(self) -> OutputStructure:
+        """The block's trace."""
+        return TraceOutputs(self.num_outputs)
+
+    def prior_covariances(self, blocks: Float[Tensor, "n K R R"], scale: Float[Tensor, " K"]) -> Float[Tensor, "n C C"]:
+        """Give every output the same variance."""
+        return self._same_variance(scale * blocks[:, 0, 0, 0])
+
+    def point_blocks(self, matrices: Float[Tensor, "K rows rows"]) -> Float[Tensor, "n C C"]:
+        """Give every output the diagonal of the one matrix."""
+        return self._same_variance(matrices[0].diagonal())
+
+    def point_blocks_of_gram(self, V: Float[Tensor, "K N_rows rows"], num_points: int) -> Float[Tensor, "n C C"]:
+        """Compute the squared lengths of the columns of V."""
+        return self._same_variance(torch.einsum("ij,ij->j", V[0], V[0]))
+
+    def known_noise_likelihood(self, variances: Float[Tensor, "N C"]) -> _GaussianLikelihoodBase:
+        """Raise: noise of its own would give each output a covariance of its own."""
+        raise ValueError(
+            "outputs='trace' shares one factorisation, so that the noise must be one number for all targets: got known "
+            "variances. Give noise as a number and targets='labels' or 'network', or take outputs='independent'."
+        )
+
+    def learned_noise_likelihood(self) -> _GaussianLikelihoodBase:
+        """Return a likelihood with one variance for all outputs."""
+        return GaussianLikelihood(noise_constraint=noise_constraint())
+
+    def _same_variance(self, variance: Tensor) -> Tensor:
+        eye = torch.eye(self.num_outputs, dtype=variance.dtype, device=variance.device)
+        return variance[:, None, None] * eye
+
+
+def parse_coupling(outputs: Coupling, num_outputs: int) -> OutputCoupling:
     """Return the coupling that the argument `outputs` of `LogitGP` asks for.
 
     Raises:
-        ValueError: `outputs` is neither "full" nor "independent".
+        ValueError: `outputs` is none of "full", "independent" and "trace".
     """
     if outputs == "full":
         return CoupledOutputs(num_outputs)
     if outputs == "independent":
         return IndependentOutputs(num_outputs)
-    raise ValueError(f"outputs must be 'full' or 'independent': got {outputs!r}.")
+    if outputs == "trace":
+        return SharedOutputs(num_outputs)
+    raise ValueError(f"outputs must be 'full', 'independent' or 'trace': got {outputs!r}.")

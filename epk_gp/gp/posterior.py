@@ -11,9 +11,9 @@ from tqdm.auto import tqdm
 from epk_gp.core.memory_plan import posterior_points
 from epk_gp.core.validation import validate_count, validate_number, validate_tensor
 from epk_gp.gp.output_coupling import OutputCoupling
-from epk_gp.kernels.blocks import block, diagonal_blocks
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.values import normalized_block, point_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ def validate_posterior(posterior: object) -> None:
 class Factorization:
     """The factorised covariance of the observations, and the weights that follow from it.
 
-    GPyTorch calls this a prediction strategy. There are K matrices, one for coupled outputs or one per output, with R
-    rows per point.
+    GPyTorch calls this a prediction strategy. There are K matrices, one per output or one for all of them, with R rows
+    per point; see `OutputCoupling` for the B vectors of rows.
 
     Attributes:
         config: The kernel, with a cache that keeps nothing: blocks with test points are not asked for again.
@@ -80,6 +80,7 @@ class Factorization:
         points: The N training points.
         factor: Lower Cholesky factor of scale * K(points, points) + noise.
         weights: (scale * K(points, points) + noise)^-1 (targets - mean).
+        inverse_norms: Of the N points, where the kernel is one of cosines.
     """
 
     config: KernelConfig
@@ -87,7 +88,8 @@ class Factorization:
     scale: Float[Tensor, " K"]
     points: Shaped[Tensor, "N columns"]
     factor: Float[Tensor, "K rows rows"]
-    weights: Float[Tensor, "K rows"]
+    weights: Float[Tensor, "B rows"]
+    inverse_norms: Float[Tensor, "K rows"] | None = None
 
 
 def factorize(
@@ -96,7 +98,7 @@ def factorize(
     scale: Float[Tensor, " K"],
     points: Shaped[Tensor, "N columns"],
     covariance: Float[Tensor, "K rows rows"],
-    residual: Float[Tensor, "K rows"],
+    residual: Float[Tensor, "B rows"],
 ) -> Factorization:
     """Factorise the covariance of the observations.
 
@@ -117,8 +119,9 @@ def factorize(
             f"the observations' covariance must be positive definite in {covariance.dtype}: Cholesky stopped at row "
             f"{int(info.max())} of {covariance.shape[-1]}. Raise the noise, or condition on fewer points."
         )
-    weights = torch.cholesky_solve(residual[..., None], factor)[..., 0]
-    return Factorization(replace(config, cache=BlockCache(0)), coupling, scale, points, factor, weights)
+    weights = torch.cholesky_solve(_by_matrix(residual, len(factor)), factor).mT.reshape(residual.shape)
+    norms = point_blocks(config, points)[1] if config.is_cosine else None
+    return Factorization(replace(config, cache=BlockCache(0)), coupling, scale, points, factor, weights, norms)
 
 
 def posterior_at(
@@ -156,10 +159,11 @@ def posterior_at(
     means, covariances = [], []
     largest_variance = 0.0
     with torch.no_grad(), tqdm(total=len(x), desc="posterior", unit="point", disable=not progress) as bar:
-        for rows in x.split(size):
-            prior = coupling.prior_covariances(diagonal_blocks(factorization.config, rows), factorization.scale)
+        for number, rows in enumerate(x.split(size)):
+            blocks, norms = point_blocks(factorization.config, rows, first=number * size)
+            prior = coupling.prior_covariances(blocks, factorization.scale)
             largest_variance = max(largest_variance, float(prior.diagonal(dim1=-2, dim2=-1).max()))
-            mean_update, covariance_update = _updates(factorization, rows)
+            mean_update, covariance_update = _updates(factorization, rows, norms)
             means.append(prior_mean(rows) + mean_update)
             covariances.append(prior - covariance_update)
             bar.update(len(rows))
@@ -169,7 +173,7 @@ def posterior_at(
 
 def joint_posterior_at(
     factorization: Factorization, prior_mean: Callable[[Tensor], Tensor], x: Shaped[Tensor, "n columns"]
-) -> tuple[Float[Tensor, "K rows"], Float[Tensor, "K rows rows"]]:
+) -> tuple[Float[Tensor, "B rows"], Float[Tensor, "K rows rows"]]:
     """Evaluate the posterior of all outputs at all points together: dense, for small n.
 
     Args:
@@ -178,14 +182,16 @@ def joint_posterior_at(
         x: Points, usually test copies.
 
     Returns:
-        Mean and covariance, per matrix of the prior: one with n * C rows, or C with n rows.
+        Mean and covariance as rows and matrices of the prior: one matrix with n * C rows, C with n rows, or one with n
+        rows for all outputs.
     """
     with torch.no_grad():
-        cross = _cross_covariance(factorization, x)
+        norms = point_blocks(factorization.config, x)[1] if factorization.config.is_cosine else None
+        cross = _cross_covariance(factorization, x, norms)
         V = torch.linalg.solve_triangular(factorization.factor, cross.mT, upper=False)
         mean = factorization.coupling.to_rows(prior_mean(x)) + _times_weights(cross, factorization)
-        prior = factorization.scale[:, None, None] * block(factorization.config, x, x)
-        return mean, prior - V.mT @ V
+        prior = normalized_block(factorization.config, x, x, (norms, norms)).mul_(factorization.scale[:, None, None])
+        return mean, prior.sub_(V.mT @ V)
 
 
 def _default_block_size(factorization: Factorization) -> int:
@@ -194,22 +200,29 @@ def _default_block_size(factorization: Factorization) -> int:
     return posterior_points(config.options.memory_budget, factor.element_size(), rows_per_point, factor.shape[-1])
 
 
-def _updates(factorization: Factorization, x: Tensor) -> tuple[Tensor, Tensor]:
+def _updates(factorization: Factorization, x: Tensor, norms: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute what the observations add to the mean, (n, C), and take from the covariance, (n, C, C).
 
     The large arrays live in this function only: those of one block of test points are freed before the next.
     """
-    cross = _cross_covariance(factorization, x)
+    cross = _cross_covariance(factorization, x, norms)
     mean_update = factorization.coupling.from_rows(_times_weights(cross, factorization))
     V = torch.linalg.solve_triangular(factorization.factor, cross.mT, upper=False)  # (K, N R, n R)
     return mean_update, factorization.coupling.point_blocks_of_gram(V, len(x))
 
 
-def _cross_covariance(factorization: Factorization, x: Tensor) -> Tensor:
+def _cross_covariance(factorization: Factorization, x: Tensor, norms: Tensor | None) -> Tensor:
     """Evaluate the prior covariance between x and the training points, (K, n R, N R)."""
-    return factorization.scale[:, None, None] * block(factorization.config, x, factorization.points)
+    cross = normalized_block(factorization.config, x, factorization.points, (norms, factorization.inverse_norms))
+    return cross.mul_(factorization.scale[:, None, None])
 
 
 def _times_weights(cross: Tensor, factorization: Factorization) -> Tensor:
-    """Multiply cross-covariances with the weights: what the observations add to the prior mean, (K, n R)."""
-    return (cross @ factorization.weights[..., None])[..., 0]
+    """Multiply cross-covariances with the weights: what the observations add to the prior mean, (B, n R)."""
+    updates = cross @ _by_matrix(factorization.weights, len(cross))
+    return updates.mT.reshape(len(factorization.weights), -1)
+
+
+def _by_matrix(rows: Tensor, num_matrices: int) -> Tensor:
+    """Arrange B vectors of rows as the columns of right-hand sides, (K, rows, B / K)."""
+    return rows.reshape(num_matrices, -1, rows.shape[-1]).mT

@@ -135,7 +135,8 @@ def sample_functions(
     """Sample functions from the posterior, jointly at n test copies.
 
     Unlike `LogitGP.logit_posterior`, this uses the covariance between points, a dense matrix of n * C rows
-    ("independent": C matrices of n rows): the values of a sample at neighbouring points belong to one function.
+    ("independent": C matrices of n rows, "trace": one for all outputs): the values of a sample at neighbouring points
+    belong to one function.
 
     Args:
         gp: The process.
@@ -175,6 +176,8 @@ def sample_functions(
                 f"{float(values.min()):.3g}. Raise the noise, or condition on fewer points."
             )
         root = vectors * values.clamp_min(0).sqrt()[:, None]
-        K, rows = mean.shape
-        eps = torch.randn(num_samples, K, rows, 1, generator=generator, dtype=mean.dtype, device=mean.device)
-        return gp.coupling.from_rows(mean + (root @ eps)[..., 0])
+        K, rows = len(root), mean.shape[-1]
+        eps = torch.randn(num_samples, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+        by_matrix = eps.reshape(num_samples, K, -1, rows).permute(1, 3, 0, 2)  # (K, rows, samples, B / K)
+        samples = (root @ by_matrix.flatten(2)).reshape(by_matrix.shape).permute(2, 0, 3, 1)
+        return gp.coupling.from_rows(mean + samples.reshape(eps.shape))

@@ -1,4 +1,4 @@
-"""What the GP regresses on: the trained network's outputs, or transformed class labels."""
+"""What the GP regresses on: the trained network's outputs, the labels, or transformed labels."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.core.validation import validate_count, validate_labels, validate_positive, validate_tensor
 
-TargetKind = Literal["network", "dirichlet"]
+TargetKind = Literal["network", "dirichlet", "labels"]
 
 
 def make_targets(
@@ -22,21 +22,25 @@ def make_targets(
         trajectory: The run.
         train_indices: Indices of N training points.
         targets: "network" - the trained network's outputs (section 4.2, Bell et al. 2023); "dirichlet" - transformed
-            labels.
+            labels; "labels" - the run's own targets, centred (`label_values`).
         head: The network's head.
 
     Returns:
         Targets and, for "dirichlet", the variances of their noise; float64.
 
     Raises:
-        ValueError: `targets` is neither of the two, or "dirichlet" is asked for and the run has no class labels.
+        ValueError: `targets` is none of these, "dirichlet" is asked for and the run has no class labels, or "labels"
+            and the run's targets are neither class labels nor a number for every output.
     """
     if targets == "network":
         X = trajectory.inputs[train_indices]
         X = X.to(torch.float64) if X.is_floating_point() else X
         return network_outputs(trajectory, X, state=-1, head=head).to(torch.float64), None
+    if targets == "labels":
+        values, mean = label_values(trajectory, train_indices)
+        return values - mean, None
     if targets != "dirichlet":
-        raise ValueError(f"targets must be 'network' or 'dirichlet': got {targets!r}.")
+        raise ValueError(f"targets must be 'network', 'dirichlet' or 'labels': got {targets!r}.")
     labels = trajectory.targets
     if labels.is_floating_point() or labels.ndim != 1:
         raise ValueError(
@@ -44,6 +48,36 @@ def make_targets(
             f"shape {tuple(labels.shape)}. Use targets='network'."
         )
     return dirichlet_targets(labels[train_indices], trajectory.num_outputs)
+
+
+def label_values(
+    trajectory: Trajectory, train_indices: Int[Tensor, " N"]
+) -> tuple[Float[Tensor, "N C"], Float[Tensor, " C"]]:
+    """Return the run's own targets as a number for every output, and the mean that a process is centred at.
+
+    Args:
+        trajectory: The run.
+        train_indices: Indices of N training points.
+
+    Returns:
+        Of class labels, one-hot vectors and 1 / C; of real targets, as of `MeanSquaredError`, themselves and their mean
+        over the N points. Float64.
+
+    Raises:
+        ValueError: The targets are neither class labels nor a number for every output, or a label is out of range.
+    """
+    targets, C = trajectory.targets[train_indices], trajectory.num_outputs
+    if targets.ndim == 1 and C > 1 and not targets.is_floating_point():
+        validate_labels(targets, len(targets), C)
+        values = torch.nn.functional.one_hot(targets.long(), C).to(torch.float64)
+        return values, values.new_full((C,), 1 / C)
+    if targets[0].numel() != C or (C > 1 and not targets.is_floating_point()):
+        raise ValueError(
+            f"targets='labels' needs one class label per point, or a real number for each of the {C} outputs: the run "
+            f"has {targets.dtype} targets of shape {tuple(trajectory.targets.shape)}. Use targets='network'."
+        )
+    values = targets.reshape(len(targets), C).to(torch.float64)
+    return values, values.mean(0)
 
 
 def dirichlet_targets(

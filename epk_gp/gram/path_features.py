@@ -53,7 +53,7 @@ def path_features(
     The sum goes over n nodes of the whole path (`nodes_trajectory`), with one backward pass at each. The v_n are the
     rows of a Hadamard matrix in turn, whose order divides the number of nodes if it can (20 nodes serve up to 20
     outputs exactly), and the R_n independent random sketches. The root mean square error of the cosine kernel is some
-    1.06 / sqrt(k) at most (docs/theory.md, section 8).
+    1.06 / sqrt(k) at most (docs/theory.md, section 9).
 
     The features of a point are the same in every call with the same run, k, nodes, seed and head: sketches are drawn
     from these alone. Features are computed in blocks of points that depend on the network alone, so that the bytes do

@@ -14,7 +14,7 @@ from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.core.validation import validate_count
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
-NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 8)
+NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
 
 
 def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train: bool = False) -> Trajectory:

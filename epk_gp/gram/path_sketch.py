@@ -27,7 +27,7 @@ from epk_gp.storage.partial_sums import PartialSums
 
 @dataclass(frozen=True, eq=False)
 class PathSketch:
-    """A random map from points to K vectors of k numbers each (docs/theory.md, section 8).
+    """A random map from points to K vectors of k numbers each (docs/theory.md, section 9).
 
         z_j(x) = sum_n sqrt(w_n) R_n J_n(x)^T v_nj,    E <z_i(x), z_j(x')> = sum_n w_n v_ni^T J_n(x) J_n(x')^T v_nj
 

@@ -13,7 +13,7 @@ from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.gram.path_sketch import PathSketch
 from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
 
-EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured, between points whose cosine is small (docs/theory.md, section 8)
+EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured, between points whose cosine is small (docs/theory.md, section 9)
 
 # Steps of a run up to which the exact kernel takes every step; a longer run is replaced by so many nodes of its path.
 MAX_PROBE_STEPS = 1000

@@ -1,7 +1,7 @@
 """Kernels of sketched features, as GPyTorch's low-rank operators: its inference is then linear in the points."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -81,11 +81,9 @@ def _roots(config: KernelConfig, x: Tensor, matrices: Tensor, batch: torch.Size,
     classes, own = matrices.unique(return_inverse=True)
     single = x if requires_graph(x) else squeeze_repeated(x)  # each copy has a gradient of its own
     rows = single.reshape(-1, single.shape[-1])
-    features: Tensor
+    features = _features(config, rows.detach().clone(), classes)
     if requires_graph(x):
-        features = _DifferentiableFeatures.apply(rows, config, classes)  # type: ignore[no-untyped-call]  # torch ships none
-    else:
-        features = _features(config, rows.detach(), classes)
+        features = cast(Tensor, _DifferentiableFeatures.apply(rows, features, config, classes))  # type: ignore[no-untyped-call]
     (K, k), R = features.shape[1:], config.structure.rows_per_point
     if R > 1:  # point-major rows: point i, output c
         roots = features.reshape(*single.shape[:-2], 1, single.shape[-2] * R, k)
@@ -123,18 +121,22 @@ def _sketch(config: KernelConfig, classes: Tensor) -> PathSketch:
 
 
 class _DifferentiableFeatures(torch.autograd.Function):
-    """Features with derivatives in the points, which are computed anew in every backward pass."""
+    """Attach derivatives in the points to features; they are computed anew in every backward pass.
+
+    The features are an argument: inside `forward` torch switches off the forward-mode derivatives by which a network is
+    examined when it is first used.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, config: KernelConfig, classes: Tensor) -> Tensor:
-        """Compute the features."""
+    def forward(ctx: Any, x: Tensor, features: Tensor, config: KernelConfig, classes: Tensor) -> Tensor:
+        """Return the features."""
         ctx.save_for_backward(x)
         ctx.config, ctx.classes = config, classes
-        return _features(config, x.detach().clone(), classes)
+        return features
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None, None]:
         """Differentiate, at the points whose features are used only."""
         (x,) = ctx.saved_tensors
         result = torch.zeros_like(x)
@@ -143,4 +145,4 @@ class _DifferentiableFeatures(torch.autograd.Function):
             points = as_points(ctx.config.trajectory, x[rows].detach())
             gradients = _sketch(ctx.config, ctx.classes).input_gradients(points, weights[rows])
             result[rows, :-1] = gradients.flatten(1)
-        return result, None, None
+        return result, None, None, None

@@ -5,8 +5,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.kernels.batching import batch_of_blocks, batch_of_diagonals
+from epk_gp.kernels.blocks import block, diagonal_blocks
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.derivatives import ValuesOfPairs, with_derivatives
+from epk_gp.kernels.output_structure import diagonals
 from epk_gp.kernels.tagged_points import requires_graph
 
 _ROWS = 1024  # of a matrix that are multiplied at a time, so that no second matrix is made
@@ -79,12 +81,61 @@ def cosine_of(
     return values
 
 
-def inverse_norms_of(diagonal: Float[Tensor, "*d rows"], rows_per_point: int) -> Float[Tensor, "*d rows"]:
+def point_blocks(
+    config: KernelConfig, x: Shaped[Tensor, "n columns"], *, first: int = 0
+) -> tuple[Float[Tensor, "n K R R"], Float[Tensor, "K rows"] | None]:
+    """Evaluate the R x R blocks of every point with itself in the K matrices, without a graph.
+
+    Args:
+        config: The kernel.
+        x: (n, D + 1).
+        first: Number of the first point in an error.
+
+    Returns:
+        The blocks; and, of a kernel of cosines, the inverse norms of the rows that they were multiplied by.
+
+    Raises:
+        ValueError: A cosine is asked for at a point whose kernel with itself is zero.
+    """
+    blocks = config.structure.reduce_blocks(diagonal_blocks(config, x))
+    if not config.is_cosine:
+        return blocks, None
+    n, K, R, _ = blocks.shape
+    norms = inverse_norms_of(diagonals(blocks), R, first=first)
+    of_points = norms.reshape(K, n, R).movedim(0, 1)
+    return cosine_of(blocks.clone(), of_points, of_points, same_points=True), norms
+
+
+def normalized_block(
+    config: KernelConfig,
+    x: Shaped[Tensor, "n columns"],
+    y: Shaped[Tensor, "m columns"],
+    norms: tuple[Float[Tensor, "K rows"] | None, Float[Tensor, "K cols"] | None],
+) -> Float[Tensor, "K rows cols"]:
+    """Evaluate the K matrices between two sets of points without a graph.
+
+    Args:
+        config: The kernel.
+        x: (n, D + 1).
+        y: (m, D + 1).
+        norms: Inverse norms of both (`point_blocks`).
+
+    Returns:
+        (K, n * R, m * R), owned by the caller.
+    """
+    values, (left, right) = block(config, x, y), norms
+    return values if left is None or right is None else cosine_of(values, left, right, same_points=_are_same(x, y))
+
+
+def inverse_norms_of(
+    diagonal: Float[Tensor, "*d rows"], rows_per_point: int, *, first: int = 0
+) -> Float[Tensor, "*d rows"]:
     """Return what a cosine is multiplied by at each row.
 
     Args:
         diagonal: k(x, x) of every row.
         rows_per_point: Rows that belong to one point.
+        first: Number of the first point in an error.
 
     Raises:
         ValueError: An entry is not positive: the point has no direction.
@@ -93,7 +144,7 @@ def inverse_norms_of(diagonal: Float[Tensor, "*d rows"], rows_per_point: int) ->
     if invalid.any():
         *batch, row = invalid.nonzero()[0].tolist()
         value = float(diagonal.detach()[(*batch, row)])
-        point = f"point {row // rows_per_point}" + (f" of set {tuple(batch)}" if batch else "")
+        point = f"point {first + row // rows_per_point}" + (f" of set {tuple(batch)}" if any(batch) else "")
         output = f", output {row % rows_per_point}" if rows_per_point > 1 else ""
         raise ValueError(
             f"normalize='cosine' needs k(x, x) > 0 at every point: got {value:.3g} at {point}{output}, whose gradients "

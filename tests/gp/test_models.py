@@ -86,12 +86,14 @@ def test_the_head_reaches_kernel_mean_and_targets(trajectory, X_test):
 
 
 def test_unknown_options_are_refused(trajectory, unchecked):
-    with pytest.raises(ValueError, match="outputs must be 'full' or 'independent': got 'trace'"):
-        LogitGP(trajectory, "trace")
+    with pytest.raises(ValueError, match="outputs must be 'full', 'independent' or 'trace': got 'sum'"):
+        LogitGP(trajectory, "sum")
+    with pytest.raises(ValueError, match="normalize must be 'cosine' or 'mean_diagonal': got None"):
+        LogitGP(trajectory, normalize=None)
     with pytest.raises(ValueError, match=r"mean must be one of \['initial', 'constant', 'zero', 'network'\]: got 'b'"):
         LogitGP(trajectory, mean="b")
-    with pytest.raises(ValueError, match="targets must be 'network' or 'dirichlet': got 'labels'"):
-        LogitGP(trajectory, targets="labels")
+    with pytest.raises(ValueError, match="targets must be 'network', 'dirichlet' or 'labels': got 'label'"):
+        LogitGP(trajectory, targets="label")
     with pytest.raises(ValueError, match="head must be one of"):
         LogitGP(trajectory, head="softmax")
     for noise in (0.0, -1.0, float("nan"), float("inf")):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from epk_gp.gp.output_coupling import CoupledOutputs, IndependentOutputs
+from epk_gp.gp.output_coupling import CoupledOutputs, IndependentOutputs, SharedOutputs
 from gp_cases import C
 
-COUPLINGS = [CoupledOutputs(C), IndependentOutputs(C)]
+COUPLINGS = [CoupledOutputs(C), IndependentOutputs(C), SharedOutputs(C)]
 n = 4
 
 
@@ -14,10 +14,10 @@ n = 4
 def test_rows_are_point_major_and_go_back(coupling):
     values = torch.arange(n * C, dtype=torch.float64).reshape(n, C)
     rows = coupling.to_rows(values)
-    K, R = coupling.structure.num_matrices, coupling.structure.rows_per_point
-    assert rows.shape == (K, n * R)
-    assert torch.equal(rows, coupling.to_gpytorch(values).reshape(K, -1))
-    assert rows[0].tolist() == (list(range(n * C)) if K == 1 else list(range(0, n * C, C)))
+    B, R = coupling.num_right_sides, coupling.structure.rows_per_point
+    assert rows.shape == (B, n * R)
+    assert torch.equal(rows, coupling.to_gpytorch(values).reshape(B, -1))
+    assert rows[0].tolist() == (list(range(n * C)) if B == 1 else list(range(0, n * C, C)))
     assert torch.equal(coupling.from_rows(rows), values)
     batch = torch.stack([rows, 2 * rows])
     assert torch.equal(coupling.from_rows(batch), torch.stack([values, 2 * values]))
@@ -32,10 +32,10 @@ def test_blocks_of_single_points_are_cut_out_of_the_whole_matrix(coupling):
     torch.testing.assert_close(coupling.point_blocks_of_gram(V, n), blocks)
     for i in range(n):
         for c in range(C):
-            if K == 1:
+            if R == C:
                 assert torch.equal(blocks[i, c], gram[0, i * C + c, i * C : (i + 1) * C])
             else:
-                assert torch.equal(blocks[i, c], gram[c, i, i] * torch.eye(C, dtype=torch.float64)[c])
+                assert torch.equal(blocks[i, c], gram[c if K > 1 else 0, i, i] * torch.eye(C, dtype=torch.float64)[c])
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -43,14 +43,23 @@ def test_the_prior_covariance_scales_every_process(coupling):
     A = torch.randn(n, C, C, dtype=torch.float64)
     blocks = A @ A.mT
     scale = torch.linspace(1, 2, coupling.structure.num_matrices, dtype=torch.float64)
-    covariances = coupling.prior_covariances(blocks, scale)
-    expected = blocks if len(scale) == 1 else torch.einsum("c,ncc->nc", scale, blocks).diag_embed()
+    covariances = coupling.prior_covariances(coupling.structure.reduce_blocks(blocks), scale)
+    expected = {
+        CoupledOutputs: blocks,
+        IndependentOutputs: (scale * blocks.diagonal(dim1=1, dim2=2)).diag_embed(),
+        SharedOutputs: blocks.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * torch.eye(C, dtype=torch.float64),
+    }[type(coupling)]
     assert torch.equal(covariances, expected)
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_likelihoods_have_the_batch_and_the_noise(coupling):
     variances = torch.rand(n, C, dtype=torch.float64) + 0.1
+    if isinstance(coupling, SharedOutputs):  # one number for all
+        with pytest.raises(ValueError, match="outputs='trace' shares one factorisation, so that the noise must be one"):
+            coupling.known_noise_likelihood(variances)
+        assert coupling.learned_noise_likelihood().noise.shape == (1,)
+        return
     known = coupling.known_noise_likelihood(variances)
     assert torch.equal(known.noise, coupling.to_gpytorch(variances))
     assert coupling.learned_noise_likelihood().noise.shape == (*coupling.batch_shape, 1)

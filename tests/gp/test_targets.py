@@ -1,13 +1,16 @@
 """Transformed class labels as regression targets."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gpytorch.likelihoods import DirichletClassificationLikelihood
+from torch import nn
 
 from epk_gp.core.losses import MeanSquaredError
 from epk_gp.gp.models import LogitGP
-from epk_gp.gp.targets import dirichlet_targets
-from gp_cases import N_TEST, C, D, make_net, make_run
+from epk_gp.gp.targets import dirichlet_targets, label_values
+from gp_cases import N_TEST, C, D, M, make_net, make_run
 
 
 def test_dirichlet_targets_are_gpytorchs():
@@ -37,3 +40,34 @@ def test_dirichlet_targets_need_labels():
     with pytest.raises(ValueError, match=r"needs class labels, .* torch.float64 targets of shape \(5, 3\)"):
         LogitGP(regression, targets="dirichlet")
     assert LogitGP(regression).train_targets.shape == (5, C)
+
+
+def test_labels_are_one_hot_and_centred(trajectory):
+    gp = LogitGP(trajectory, "trace", "zero", "labels", points=[0, 4, 7])
+    y = gp.coupling.from_rows(gp.target_rows())
+    assert torch.equal(y + gp.target_mean, torch.eye(C, dtype=torch.float64)[trajectory.targets[[0, 4, 7]]])
+    assert torch.equal(gp.target_mean, torch.full((C,), 1 / C, dtype=torch.float64))
+    assert y.sum(1).abs().max() < 1e-15
+    assert torch.equal(LogitGP(trajectory).target_mean, torch.zeros(C, dtype=torch.float64))
+
+
+def test_the_targets_of_a_regression_are_its_own_minus_their_mean():
+    X, Y = torch.randn(5, D, dtype=torch.float64), torch.randn(5, C, dtype=torch.float64)
+    run = make_run(make_net(), X, Y, MeanSquaredError())
+    for outputs in ("trace", "full", "independent"):
+        gp = LogitGP(run, outputs, "zero", "labels", points=[1, 2, 4])
+        assert torch.equal(gp.target_mean, Y[[1, 2, 4]].mean(0))
+        y = gp.coupling.from_rows(gp.target_rows())
+        torch.testing.assert_close(y + gp.target_mean, Y[[1, 2, 4]], rtol=0, atol=1e-15)
+    one = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    scalar = make_run(one, X, Y[:, 0], MeanSquaredError())
+    values, mean = label_values(scalar, torch.arange(5))
+    assert torch.equal(values, Y[:, :1])
+    assert torch.equal(mean, Y[:, :1].mean(0))
+
+
+def test_targets_that_are_no_labels_are_refused(trajectory):
+    sequences = replace(trajectory, targets=torch.zeros(M, 4, dtype=torch.long))
+    for targets in (sequences.targets, torch.zeros(M, C, dtype=torch.long), torch.zeros(M, 2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"one class label per point, or a real number for each of the 3 outputs:"):
+            label_values(replace(trajectory, targets=targets), torch.arange(M))

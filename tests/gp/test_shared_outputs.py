@@ -1,0 +1,219 @@
+"""Processes whose outputs share one covariance: one factorisation, C right-hand sides."""
+
+import copy
+from contextlib import contextmanager
+
+import gpytorch
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from epk_gp.gp.leave_one_out import leave_one_out
+from epk_gp.gp.models import LogitGP
+from epk_gp.gp.sampling import sample_functions
+from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.tagging import test_copy, train_copy
+from gp_cases import C, D, M, with_hyperparameters
+from helpers import assert_close
+from kernel_cases import make_run as make_other_run
+
+NORMALIZE = ["cosine", "mean_diagonal"]
+MEANS = ["initial", "constant", "zero"]
+
+
+def process(trajectory, mean="zero", normalize="cosine", **options):
+    return with_hyperparameters(LogitGP(trajectory, "trace", mean, "labels", normalize=normalize, **options))
+
+
+class ScalarGP(gpytorch.models.ExactGP):
+    """One output, as any user writes it."""
+
+    def __init__(self, x, y, kernel, noise):
+        likelihood = gpytorch.likelihoods.GaussianLikelihood()
+        super().__init__(x, y, likelihood)
+        self.mean_module, self.covar_module = gpytorch.means.ZeroMean(), gpytorch.kernels.ScaleKernel(kernel)
+        self.double()
+        likelihood.noise = noise
+
+    def forward(self, x):
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("mean", MEANS)
+def test_shared_outputs_are_as_many_scalar_processes(trajectory, X_test, mean, normalize):
+    """GPyTorch's, one for each output, with the same kernel, scale and noise."""
+    gp = process(trajectory, mean, normalize)
+    posterior, joint = gp.logit_posterior(X_test, block_size=4), gp(X_test)
+    x, scale, noise = train_copy(trajectory.inputs), gp.covar_module.outputscale, gp.likelihood.noise
+    assert (scale.numel(), noise.numel()) == (1, 1)
+    for c in range(C):
+        y = gp.coupling.from_rows(gp.target_rows())[:, c] - gp.prior_mean(x)[:, c]
+        peer = ScalarGP(x, y.detach(), EPKKernel(trajectory, "trace", "logits", normalize=normalize), noise)
+        peer.covar_module.outputscale = scale
+        expected = peer.eval()(test_copy(X_test))
+        torch.testing.assert_close(posterior.mean[:, c], expected.mean + gp.prior_mean(X_test)[:, c], rtol=0, atol=1e-9)
+        torch.testing.assert_close(posterior.covariance[:, c, c], expected.variance, rtol=0, atol=1e-9)
+        torch.testing.assert_close(joint.covariance_matrix[c], expected.covariance_matrix, rtol=0, atol=1e-9)
+    torch.testing.assert_close(joint.mean.mT, posterior.mean, rtol=0, atol=1e-9)
+    off_diagonal = posterior.covariance - torch.diag_embed(posterior.covariance.diagonal(dim1=1, dim2=2))
+    assert (off_diagonal == 0).all()
+    if normalize == "cosine":
+        far = gp.logit_posterior(1e6 * X_test).covariance
+        assert far.max() <= scale.detach()  # the prior variance, whatever the length of the gradients
+
+
+@pytest.mark.parametrize("outputs", ["full", "independent"])
+def test_cosines_serve_processes_of_other_couplings(trajectory, X_test, outputs):
+    """Against GPyTorch's own prediction, which evaluates the kernel itself."""
+    gp = with_hyperparameters(LogitGP(trajectory, outputs, "zero", "labels", normalize="cosine"))
+    found, expected = gp.logit_posterior(X_test, block_size=4), gp(X_test)
+    mean, variance = (expected.mean, expected.variance) if outputs == "full" else (expected.mean.T, expected.variance.T)
+    torch.testing.assert_close(found.mean, mean, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.covariance.diagonal(dim1=1, dim2=2), variance, rtol=0, atol=1e-9)
+    raw = with_hyperparameters(LogitGP(trajectory, outputs, "zero", "labels")).logit_posterior(X_test)
+    assert (raw.mean - found.mean).abs().max() > 1e-3  # the negative control
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("mean", MEANS)
+def test_fit_takes_the_steps_of_gpytorchs_marginal_likelihood(trajectory, mean, normalize, monkeypatch):
+    gp = process(trajectory, mean, normalize)
+    peer = copy.deepcopy(gp)
+    calls = []
+    original = PathKernel.trace_block
+    monkeypatch.setattr(PathKernel, "trace_block", lambda *args: (calls.append(len(args[1])), original(*args))[1])
+    gp.kernel.config.cache.clear()
+    losses = gp.fit(steps=4)
+    assert calls == [M]  # one Gram matrix
+    assert losses[-1] < losses[0]
+    likelihood = gpytorch.mlls.ExactMarginalLogLikelihood(peer.likelihood, peer.train())
+    optimizer = torch.optim.Adam(peer.parameters(), lr=0.1)
+    for loss in losses:
+        optimizer.zero_grad()
+        expected = -likelihood(peer(*peer.train_inputs), peer.train_targets).sum()
+        assert loss == pytest.approx(expected.item(), rel=1e-9)
+        expected.backward()
+        optimizer.step()
+    for mine, theirs in zip(gp.parameters(), peer.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_a_point_is_left_out_as_if_it_had_never_been_there(trajectory, normalize):
+    gp = process(trajectory, "initial", normalize)
+    found = leave_one_out(gp)
+    for i in (0, 5):
+        others = [j for j in range(M) if j != i]
+        rest = process(trajectory, "initial", normalize, points=others)
+        posterior = rest.logit_posterior(trajectory.inputs[i : i + 1])
+        x = train_copy(trajectory.inputs[i : i + 1])  # the left-out point is a training copy
+        with torch.no_grad():
+            at_copy = rest(x)
+        torch.testing.assert_close(found.posterior.mean[i], at_copy.mean[:, 0], rtol=0, atol=1e-9)
+        torch.testing.assert_close(found.posterior.covariance[i].diagonal(), at_copy.variance[:, 0], rtol=0, atol=1e-9)
+        assert (posterior.mean[0] - found.posterior.mean[i]).abs().max() > 1e-6  # the negative control: a test copy
+        noisy = at_copy.variance[:, 0] + gp.likelihood.noise
+        y = gp.coupling.from_rows(gp.target_rows())[i]
+        density = torch.distributions.Normal(at_copy.mean[:, 0], noisy.sqrt()).log_prob(y).sum()
+        torch.testing.assert_close(found.log_density[i], density.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_sampled_functions_have_the_posteriors_moments(trajectory, X_test):
+    gp = process(trajectory, "initial")
+    samples = sample_functions(gp, X_test, 20_000, torch.Generator().manual_seed(0))
+    assert samples.shape == (20_000, len(X_test), C)
+    posterior, joint = gp.logit_posterior(X_test), gp(X_test)
+    centred = samples - posterior.mean
+    largest = posterior.covariance.max().sqrt()
+    assert centred.mean(0).abs().max() < 5 * largest / 20_000**0.5
+    covariance = torch.einsum("sic,sjd->icjd", centred, centred) / 20_000
+    expected = torch.einsum("cij,cd->icjd", joint.covariance_matrix.detach(), torch.eye(C, dtype=torch.float64))
+    assert (covariance - expected).abs().max() < 8 * largest**2 / 20_000**0.5
+    again = sample_functions(gp, X_test, 1, torch.Generator().manual_seed(0))
+    assert again.shape == (1, len(X_test), C)
+
+
+def test_posteriors_of_shared_outputs_go_where_others_go(trajectory, X_test):
+    gp = process(trajectory, "zero")
+    uncertainty = softmax_uncertainty(gp.logit_posterior(X_test), 64, torch.Generator().manual_seed(0))
+    assert uncertainty.mean.shape == (len(X_test), C)
+    twin = LogitGP(trajectory, "trace", "zero", "labels", normalize="cosine")
+    twin.load_state_dict(gp.state_dict())
+    assert torch.equal(twin.logit_posterior(X_test).mean, gp.logit_posterior(X_test).mean)
+    x = X_test[:, None, None]  # a batch of single points, before that of the outputs
+    batch = gp(x)
+    assert_close(batch.mean.detach()[..., 0], gp.logit_posterior(X_test).mean)
+
+
+@pytest.mark.parametrize("options", [{"targets": "dirichlet"}, {"noise": torch.full((M, C), 0.1, dtype=torch.float64)}])
+def test_noise_that_would_tell_the_outputs_apart_is_refused(trajectory, options):
+    with pytest.raises(ValueError, match="outputs='trace' shares one factorisation, so that the noise must be one"):
+        LogitGP(trajectory, "trace", "zero", **options)
+
+
+def test_a_test_point_without_a_direction_is_named_by_its_number(trajectory, monkeypatch):
+    gp = process(trajectory)
+    original = PathKernel.diagonal_blocks
+    monkeypatch.setattr(
+        PathKernel, "diagonal_blocks", lambda k, a, o: original(k, a, o) * (a.X[:, :1, None] != 7.0).double()
+    )
+    X = torch.ones(9, D, dtype=torch.float64)
+    X[7, 0] = 7.0
+    with pytest.raises(ValueError, match=r"needs k\(x, x\) > 0 at every point: got 0 at point 7,"):
+        gp.logit_posterior(X, block_size=3)
+
+
+class LargeStorages(TorchDispatchMode):
+    """The most storages of at least some bytes that were alive at once, and the largest."""
+
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.num_bytes, self.alive, self.most, self.largest = num_bytes, [], 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            self.largest = max(self.largest, storage.nbytes())
+            if storage.nbytes() >= self.num_bytes and all(ref.cdata != storage._weak_ref() for ref in self.alive):
+                self.alive.append(StorageWeakRef(storage))
+        self.alive = [ref for ref in self.alive if not ref.expired()]
+        self.most = max(self.most, len(self.alive))
+        return found
+
+
+@contextmanager
+def large_matrices(N):
+    with LargeStorages(8 * N * N) as count:
+        yield count
+    assert count.largest == 8 * N * N  # one matrix, not one for each output
+
+
+def test_conditioning_holds_few_matrices_at_once(monkeypatch):
+    """Counted: those of N x N numbers that are made; the factorisations' own workspaces are LAPACK's."""
+    N = 150
+    monkeypatch.setattr("epk_gp.gram.accumulator.SYMMETRIC_BLOCK_ROWS", 8)  # what is made of some rows at a time
+    monkeypatch.setattr("epk_gp.kernels.values._ROWS", 8)
+    run = make_other_run(points=N)
+    gp = LogitGP(run, "trace", "zero", "labels", normalize="cosine")
+    X = torch.randn(20, D, dtype=torch.float64)
+    gp.logit_posterior(X[:1])  # makes the plan
+    gp.kernel.config.cache.clear()
+    with large_matrices(N) as fit:
+        gp.fit(steps=2)
+    with large_matrices(N) as predict:
+        gp.logit_posterior(X)
+    with large_matrices(N) as left_out:
+        leave_one_out(gp)
+    assert fit.most == 3  # the cached Gram matrix, its copy, eigenvectors
+    assert predict.most == left_out.most == 2  # beside the cached one: its copy and the factor; factor and inverse
+    for coupled in (LogitGP(run, "independent", "zero", "labels"),):  # the negative control
+        with LargeStorages(8 * N * N) as count:
+            coupled.fit(steps=1)
+        assert count.largest >= 3 * 8 * N * N
