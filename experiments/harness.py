@@ -25,6 +25,7 @@ from torch import Tensor
 from epk_gp.core.certificate import CertificateWarning
 from epk_gp.datasets import DATA_VARIABLE
 from epk_gp.provenance import Stopwatch, provenance
+from saved_rows import ONLY_VARIABLE, ROWS_VARIABLE
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -63,9 +64,23 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
     parser.add_argument("--redraw", action="store_true", help="draw the saved result again, and compute nothing")
     parser.add_argument("--out", type=Path, default=GALLERY, help="folder of the JSON and the PNG")
     parser.add_argument("--data-dir", type=Path, help=f"folder that holds mnist/ and the like; else {DATA_VARIABLE}")
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        help=f"folder where rows of large tables are saved one by one and found again; else {ROWS_VARIABLE}",
+    )
+    parser.add_argument(
+        "--only",
+        help="regular expression: rows that are not saved are computed if it is found in their name, else left out",
+    )
     options = parser.parse_args(arguments)
-    if options.data_dir is not None:
-        os.environ[DATA_VARIABLE] = str(options.data_dir)
+    for variable, value in (
+        (DATA_VARIABLE, options.data_dir),
+        (ROWS_VARIABLE, options.rows),
+        (ONLY_VARIABLE, options.only),
+    ):
+        if value is not None:
+            os.environ[variable] = str(value)
     options.out.mkdir(parents=True, exist_ok=True)
     file, picture = (options.out / f"{experiment.name}{suffix}" for suffix in (".json", ".png"))
     if options.redraw:
