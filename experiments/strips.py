@@ -6,11 +6,12 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from epk_gp.plots import PALETTE
 
 Row = dict[str, Any]
+DECADE = 10
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Panel:
     Attributes:
         title: Its title.
         values: The means that a row of the table has for it.
-        log: Whether its axis is logarithmic.
+        log: Whether its axis is logarithmic where the values span a decade.
     """
 
     title: str
@@ -54,16 +55,20 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
         ]
         x, y = zip(*dots, strict=True) if dots else ((), ())
         ax.plot(x, y, "o", color=PALETTE[k], markersize=3, alpha=0.8, label=name)
+    found = []
     for place, method in enumerate(methods):
         values = [value for row in table if row["method"] == method for value in panel.values(row)]
+        found += values
         if values:
             ax.plot([sum(values) / len(values)] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.6)
     ax.set_title(panel.title, fontsize="small")
     ax.tick_params(axis="x", labelsize="small")
-    if panel.log:
+    if panel.log and found and max(found) > DECADE * min(found) > 0:
         ax.set_xscale("log")
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.grid(visible=True, color="#dddddd", linewidth=0.6)
     ax.set_axisbelow(True)

@@ -59,3 +59,9 @@ def test_other_data_sets_do_not_count(hooks):
     saved = {"columns": ["AUROC", "NLL"], "table": TABLE}
     other = hooks.Measure("AUROC", hooks._of_columns(saved, "AUROC", data="kmnist"))
     assert hooks.method_means(TABLE, other) == ({}, set())
+
+
+def test_every_table_and_sentence_of_the_gallery_is_made_from_its_saved_result(hooks):
+    page = hooks.on_page_markdown((HOOKS.parent / "gallery.md").read_text())
+    assert "{{" not in page
+    assert "EPK-GP is the best, or as good, at:" in page
