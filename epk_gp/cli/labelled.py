@@ -96,12 +96,6 @@ def halves(points: LabelledPoints, seed: int) -> tuple[LabelledPoints, LabelledP
     return points[first], points[second]
 
 
-def count_training_points(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
-    """Return how many points are training points, number for number."""
-    known = {row.tobytes() for row in trajectory.inputs.cpu().contiguous().numpy()}
-    return sum(row.tobytes() in known for row in X.contiguous().numpy())
-
-
 def _labels(labels: Tensor, count: int, num_classes: int, file: Path) -> Int64[Tensor, " n"]:
     if labels.is_floating_point() or labels.is_complex() or labels.shape != (count,):
         raise ValueError(

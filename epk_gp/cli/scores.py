@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from epk_gp.analysis.detection import error_detection
-from epk_gp.cli.labelled import LabelledPoints, count_training_points, halves, read_labelled, without_labels
+from epk_gp.cli.labelled import LabelledPoints, halves, read_labelled, without_labels
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, require_outside, torch_dtype
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.class_data import training_labels
+from epk_gp.gp.class_data import count_training_points, training_labels
 from epk_gp.gp.label_process import SketchedLabelProcess
 from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, ClassUncertainty, UncertainClassifier
 from epk_gp.plots.score_figures import ScoredPoints, draw_scores
@@ -117,11 +117,6 @@ def _read(asked: ScoreOptions, trajectory: Trajectory) -> tuple[LabelledPoints, 
             "source of more, or record with a larger --num-test."
         )
     seen = count_training_points(validation.X, trajectory)
-    if 2 * seen > len(validation.X):
-        raise ValueError(
-            f"validation points must be points that the network has not seen: {seen} of {len(validation.X)} are "
-            "training points. Name others."
-        )
     if seen:
         typer.echo(f"note: {seen} of {len(validation.X)} validation points are equal to training points")
     return validation, points

@@ -131,3 +131,10 @@ def like_inputs(values: Shaped[Tensor, "n ..."], X: object) -> Shaped[Tensor, "n
 def float_inputs(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tensor, "n ..."]:
     """Return floating-point inputs in a dtype, and integers as they are."""
     return X.to(dtype) if X.is_floating_point() else X
+
+
+def count_training_points(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
+    """Return how many points are training points, number for number."""
+    known = {row.tobytes() for row in trajectory.inputs.cpu().contiguous().numpy()}
+    points = X.to(trajectory.inputs.dtype).cpu().contiguous().numpy()
+    return sum(row.tobytes() in known for row in points)

@@ -14,7 +14,15 @@ from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.fingerprint import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.core.validation import validate_count
-from epk_gp.gp.class_data import class_inputs, class_labels, class_names, float_inputs, like_inputs, training_labels
+from epk_gp.gp.class_data import (
+    class_inputs,
+    class_labels,
+    class_names,
+    count_training_points,
+    float_inputs,
+    like_inputs,
+    training_labels,
+)
 from epk_gp.gp.conformal import conformal_sets, conformity_scores
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.label_process import LabelProcess
@@ -143,9 +151,9 @@ class UncertainClassifier:
 
         Raises:
             TypeError: Points, labels or names of classes are of the wrong kind.
-            ValueError: The run is no classifier's; there are too few validation points, or points or labels that the
-                network does not have; a setting cannot be used; or the classifier was read from a file, which holds no
-                training data.
+            ValueError: The run is no classifier's; there are too few validation points, or most of them the network has seen; it
+                has no such points or labels; a setting cannot be used; or the classifier was read from a
+                file, which holds no training data.
         """
         trajectory = self.trajectory
         labels = training_labels(trajectory, "UncertainClassifier")
@@ -164,6 +172,11 @@ class UncertainClassifier:
             raise ValueError(
                 f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}. Hold more "
                 "points out of the training."
+            )
+        if 2 * (seen := count_training_points(held_out, trajectory)) > len(held_out):
+            raise ValueError(
+                f"validation points must be points that the network has not seen: {seen} of {len(held_out)} are "
+                "training points. Hold others out of the training."
             )
         options = parse_options("UncertainClassifier", _UNSUPPORTED, **self.options)
         self._cache = BlockCache(_CACHE_BYTES)

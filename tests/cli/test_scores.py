@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import refused, run
-from epk_gp.cli.labelled import count_training_points, halves, read_labelled
+from epk_gp.cli.labelled import halves, read_labelled
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.gp.class_data import count_training_points
 from epk_gp.plots.score_figures import draw_suspicious_labels
 
 FAST = ("--nodes", 3, "--num-samples", 16, "--quiet")

@@ -173,7 +173,7 @@ def test_moving_statistics_and_images_are_served(generator, tmp_path):
     X = torch.randn(24, 1, 4, 4, dtype=torch.float64, generator=generator)
     y = (X.mean((1, 2, 3)) > 0).long()
     run = epk.train(net, X, y, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), steps=5, batch_size=12)
-    model = epk.UncertainClassifier(run, nodes=3).fit(X, y)
+    model = epk.UncertainClassifier(run, nodes=3).fit(X + 0.1, y)
     model.save(tmp_path)
     read = epk.UncertainClassifier.load(tmp_path, build())
     assert_close(read.predict_proba(X), model.predict_proba(X), rtol=1e-10, atol=1e-12)
@@ -205,6 +205,8 @@ def test_bad_validation_points_are_named(run, unchecked):
         model.fit(X[:, :2], y)
     with pytest.raises(ValueError, match=r"must lie in 0..2"):
         model.fit(X, y + 1)
+    with pytest.raises(ValueError, match="that the network has not seen: 45 of 50 are training points"):
+        model.fit(torch.cat([run.inputs, X[:5]]), torch.cat([run.targets, y[:5]]))
     with pytest.raises(RuntimeError, match="must be fitted before it is asked"):
         model.predict(X)
 
