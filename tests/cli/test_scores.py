@@ -196,6 +196,7 @@ def test_a_folder_of_images_gives_validation_points_and_points_without_labels(im
 @pytest.mark.parametrize("which", ["judged", "images"])
 def test_audit_ranks_every_label_as_the_library_does(request, tmp_path, capsys, which):
     folder = request.getfixturevalue(which)
+    capsys.readouterr()  # of the fixture
     options = ("--top", 12, "--nodes", 3, "--quiet")
     assert run("audit", folder / "run", "--out", tmp_path, *options) == 0
     trajectory = open_run(folder / "run", None)
