@@ -19,7 +19,7 @@ class Stacking:
     Attributes:
         network: a_1, of the network's logits.
         process: a_2, of the process's mean.
-        loss: Mean negative log probability of the held-out labels, in nats.
+        loss: Mean negative log probability of the held-out labels and of the one beside them (`stack_logits`), in nats.
     """
 
     network: float
@@ -34,6 +34,10 @@ class Stacking:
 def stack_logits(network: Float[Tensor, "n C"], process: Float[Tensor, "n C"], labels: Int[Tensor, " n"]) -> Stacking:
     """Choose both weights, positive, by the likelihood of labels that neither network nor process has seen.
 
+    One label of unknown class is added, of the mean of all points and classes: without it the weights would grow
+    without end where all labels are predicted rightly, and all probabilities would be 0 or 1. Of n labels it weighs
+    1 / (n + 1), as the targets of Platt (1999) do.
+
     Args:
         network: Logits of the network.
         process: Mean of the process.
@@ -43,7 +47,9 @@ def stack_logits(network: Float[Tensor, "n C"], process: Float[Tensor, "n C"], l
     def loss_and_gradient(log_weights: np.ndarray) -> tuple[float, np.ndarray]:
         a = torch.tensor(log_weights, dtype=network.dtype, device=network.device, requires_grad=True)
         logits = a[0].exp() * network + a[1].exp() * process
-        loss = torch.nn.functional.cross_entropy(logits, labels)
+        log_p = logits.log_softmax(1)
+        known = torch.nn.functional.nll_loss(log_p, labels, reduction="sum")
+        loss = (known - log_p.mean()) / (len(labels) + 1)
         (gradient,) = torch.autograd.grad(loss, a)
         return loss.item(), gradient.cpu().numpy().astype(np.float64)
 

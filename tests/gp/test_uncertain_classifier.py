@@ -91,6 +91,17 @@ def test_stacking_finds_the_weights_of_the_labels_it_is_given(generator):
     assert found.process == pytest.approx(3, abs=0.1)
 
 
+def test_labels_that_are_all_predicted_rightly_do_not_make_the_weights_endless(generator):
+    """Of 60 labels none says that a wrong class has a probability below 1e-6."""
+    labels = torch.arange(60) % C
+    process = torch.eye(C, dtype=torch.float64)[labels] + 0.1 * torch.randn(60, C, generator=generator).double()
+    found = stack_logits(process, process, labels)
+    assert found.network + found.process < 30
+    p = torch.softmax(found.logits(process, process), 1)
+    assert p.min() > 1e-6
+    assert (p.argmax(1) == labels).all()
+
+
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 0.5])
 def test_sets_hold_the_true_class_as_often_as_promised(generator, alpha):
     """Exchangeable scores: coverage lies between 1 - alpha and 1 - alpha + 1 / (m + 1), here within four deviations."""
