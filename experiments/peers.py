@@ -23,7 +23,7 @@ NUM_NEIGHBOURS = (1, 3, 10, 30, 100)
 MAX_EXACT = 5000  # points on which an RBF-GP is conditioned; of more, so many are drawn
 MEMBERS = 5
 NUM_SAMPLES = 256
-GP_SUBSET = {"last_layer": 2000, "all": 500}  # points of laplace-torch's functional process
+GP_SUBSET = {"last_layer": 1000, "all": 500}  # points of laplace-torch's functional process
 PRIOR_PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
 NUM_CHOICE = 400  # validation images for the choice among them
 
