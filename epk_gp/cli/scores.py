@@ -15,7 +15,7 @@ from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, require_outside, torch_dtype
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.class_data import count_training_points, training_labels
+from epk_gp.gp.class_data import count_seen, training_labels
 from epk_gp.gp.label_process import SketchedLabelProcess
 from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, ClassUncertainty, UncertainClassifier
 from epk_gp.plots.score_figures import ScoredPoints, draw_scores
@@ -116,7 +116,7 @@ def _read(asked: ScoreOptions, trajectory: Trajectory) -> tuple[LabelledPoints, 
             f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(validation.X)}{half}. Name a "
             "source of more, or record with a larger --num-test."
         )
-    seen = count_training_points(validation.X, trajectory)
+    seen = count_seen(validation.X, trajectory)
     if seen:
         typer.echo(f"note: {seen} of {len(validation.X)} validation points are equal to training points")
     return validation, points

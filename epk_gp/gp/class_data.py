@@ -133,8 +133,18 @@ def float_inputs(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tenso
     return X.to(dtype) if X.is_floating_point() else X
 
 
-def count_training_points(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
-    """Return how many points are training points, number for number."""
+def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
+    """Return how many validation points are training points, number for number.
+
+    Raises:
+        ValueError: Most of them are.
+    """
     known = {row.tobytes() for row in trajectory.inputs.cpu().contiguous().numpy()}
     points = X.to(trajectory.inputs.dtype).cpu().contiguous().numpy()
-    return sum(row.tobytes() in known for row in points)
+    seen = sum(row.tobytes() in known for row in points)
+    if 2 * seen > len(X):
+        raise ValueError(
+            f"validation points must be points that the network has not seen: {seen} of {len(X)} are training points. "
+            "Hold others out of the training."
+        )
+    return seen

@@ -18,7 +18,7 @@ from epk_gp.gp.class_data import (
     class_inputs,
     class_labels,
     class_names,
-    count_training_points,
+    count_seen,
     float_inputs,
     like_inputs,
     training_labels,
@@ -151,9 +151,9 @@ class UncertainClassifier:
 
         Raises:
             TypeError: Points, labels or names of classes are of the wrong kind.
-            ValueError: The run is no classifier's; there are too few validation points, or most of them the network has seen; it
-                has no such points or labels; a setting cannot be used; or the classifier was read from a
-                file, which holds no training data.
+            ValueError: The run is no classifier's; there are too few validation points, or the network has seen most of
+                them; points or labels are not those of the network; a setting cannot be used; or the classifier was
+                read from a file, which holds no training data.
         """
         trajectory = self.trajectory
         labels = training_labels(trajectory, "UncertainClassifier")
@@ -173,11 +173,7 @@ class UncertainClassifier:
                 f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}. Hold more "
                 "points out of the training."
             )
-        if 2 * (seen := count_training_points(held_out, trajectory)) > len(held_out):
-            raise ValueError(
-                f"validation points must be points that the network has not seen: {seen} of {len(held_out)} are "
-                "training points. Hold others out of the training."
-            )
+        count_seen(held_out, trajectory)
         options = parse_options("UncertainClassifier", _UNSUPPORTED, **self.options)
         self._cache = BlockCache(_CACHE_BYTES)
         self.process_: LabelProcess = fit_labels(trajectory, labels, settings, points, options)

@@ -18,7 +18,7 @@ from commands import refused, run
 from epk_gp.cli.labelled import halves, read_labelled
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
-from epk_gp.gp.class_data import count_training_points
+from epk_gp.gp.class_data import count_seen
 from epk_gp.plots.score_figures import draw_suspicious_labels
 
 FAST = ("--nodes", 3, "--num-samples", 16, "--quiet")
@@ -94,8 +94,10 @@ def test_halves_share_no_point(judged):
 
 def test_training_points_are_recognised(judged):
     trajectory = open_run(judged / "run", None)
-    assert count_training_points(trajectory.inputs[5:9].clone(), trajectory) == 4
-    assert count_training_points(trajectory.inputs[5:9] + 1e-9, trajectory) == 0
+    X = trajectory.inputs[5:9]
+    assert count_seen(torch.cat([X, X + 1e-9]), trajectory) == 4
+    with pytest.raises(ValueError, match="has not seen: 4 of 7 are training points"):
+        count_seen(torch.cat([X, X[:3] + 1e-9]), trajectory)
 
 
 def test_a_map_says_how_to_get_scores(judged, tmp_path, capsys):
@@ -115,7 +117,7 @@ def test_a_map_says_how_to_get_scores(judged, tmp_path, capsys):
         (("--validation", "real.npz"), "`labels` in real.npz must be class indices, one per point: got shape (60,)"),
         (("--validation", "wide.npz"), "must have the shape of the run's, (100,) each: got shape (60, 2)"),
         (("--validation", "nowhere.npz"), "nowhere.npz must be a .safetensors or .npz file: it does not exist"),
-        (("--validation", "seen.npz"), "20 of 20 are training points. Name others."),
+        (("--validation", "seen.npz"), "20 of 20 are training points. Hold others out"),
         (("--validation", "."), "t10k-images"),
         (("--validation", "held-out", "--alpha", 0), "--alpha must be positive and below 1: got 0"),
         (("--validation", "held-out", "--alpha", 1), "--alpha must be positive and below 1: got 1"),
