@@ -78,7 +78,7 @@ def test_the_log_softmax_of_one_output_is_refused(single_output, ask):
         ask(single_output, X, head="log_softmax")
 
 
-@pytest.mark.parametrize("ask", [ask for name, ask in ASK.items() if name != "network_outputs"])
+@pytest.mark.parametrize("ask", [ask for name, ask in ASK.items() if name not in ("network_outputs", "path_features")])
 @pytest.mark.parametrize("rule", [4, "gauss", None, epk.gauss_legendre], ids=["number", "name", "none", "function"])
 def test_what_is_no_rule_is_refused(trajectory, ask, rule):
     with pytest.raises(TypeError, match="rule must be a quadrature rule such as"):
