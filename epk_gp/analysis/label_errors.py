@@ -12,10 +12,9 @@ from torch import Tensor
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.core.validation import validate_count
-from epk_gp.gp.class_data import training_labels
+from epk_gp.gp.class_data import labelled_points, training_labels
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.stacking import most_likely_temperature
-from epk_gp.gp.train_indices import parse_train_indices
 from epk_gp.gram.path_nodes import NUM_NODES
 
 AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
@@ -85,7 +84,7 @@ def label_errors(
     labels = training_labels(trajectory, "label_errors")
     settings = LabelSettings(nodes, features, inputs_kernel, seed)
     settings.validate()
-    judged = parse_train_indices(points, trajectory)
+    judged = labelled_points(trajectory, labels, points)
     if len(judged) < 2:
         raise ValueError("points are judged from each other, so there must be at least 2: got 1.")
     parsed = parse_options("label_errors", ("checkpoint", "accumulate"), **options)

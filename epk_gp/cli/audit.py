@@ -47,7 +47,7 @@ def audit(
         writer.writeheader()
         writer.writerows(rows)
     draw_suspicious_labels(folder / "audit.png", found, trajectory.inputs, labels, top)
-    others = int((found.predicted != labels).sum())
+    others = int((found.predicted != labels[found.points]).sum())
     config = {"run": run, "top": top, "features": features, "nodes": nodes, "seed": seed}
     results = {"num_points": len(rows), "another_class_expected": others, "first": rows[:top]}
     write_json(folder / "audit.json", "audit", config, results, timer)
@@ -59,18 +59,11 @@ def audit(
 
 def _rows(found: LabelErrors, labels: Tensor) -> list[dict[str, object]]:
     """Return one row per training point, the most suspicious label first."""
-    rows = []
-    for rank, i in enumerate(found.indices.tolist(), start=1):  # all points are judged, so indices are positions too
-        values = (
-            labels,
-            found.predicted,
-            found.scores,
-            found.margin,
-            found.own_label,
-            found.log_probability,
-            found.aum,
-        )
-        rows.append(dict(zip(_COLUMNS, (rank, i, *(value[i].item() for value in values)), strict=True)))
+    rows, place = [], {point: row for row, point in enumerate(found.points.tolist())}
+    values = (found.predicted, found.scores, found.margin, found.own_label, found.log_probability, found.aum)
+    for rank, i in enumerate(found.indices.tolist(), start=1):
+        own = (rank, i, int(labels[i]), *(value[place[i]].item() for value in values))
+        rows.append(dict(zip(_COLUMNS, own, strict=True)))
     return rows
 
 

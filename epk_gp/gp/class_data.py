@@ -1,34 +1,80 @@
 """Points and labels for a classifier: tensors as the run has them, or arrays with a row per point."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Bool, Int, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
+from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, ignored_class
 from epk_gp.core.trajectory import Trajectory, parse_inputs
 from epk_gp.core.validation import validate_labels
+from epk_gp.gp.train_indices import parse_train_indices
 
 
 def training_labels(trajectory: Trajectory, caller: str) -> Int64[Tensor, " M"]:
-    """Return the class labels of a run.
+    """Return the class labels of a run; those that its loss leaves out are no classes.
 
     Raises:
         ValueError: The run has no class labels, one per point, or its outputs are no logits.
     """
-    labels = trajectory.targets
-    if not isinstance(trajectory.loss, CrossEntropy | NegativeLogLikelihood):
+    labels, loss = trajectory.targets, trajectory.loss
+    if not isinstance(loss, CrossEntropy | NegativeLogLikelihood):
         raise ValueError(
             f"{caller} needs the run of a classifier, with cross entropy as its loss: this one was trained on "
-            f"{trajectory.loss}. For regression see LogitGP(trajectory, targets='labels')."
+            f"{loss}. For regression see LogitGP(trajectory, targets='labels')."
         )
     if labels.is_floating_point() or labels.ndim != 1:
         raise ValueError(
             f"{caller} needs class labels, one integer per point: the run has {labels.dtype} targets of shape "
             f"{tuple(labels.shape)}."
         )
-    validate_labels(labels, trajectory.num_points, trajectory.num_outputs, name="the run's labels")
+    given = labels[labels != ignored_class(loss)]
+    validate_labels(given, len(given), trajectory.num_outputs, name="the run's labels")
     return labels.long()
+
+
+def labelled_points(
+    trajectory: Trajectory, labels: Int64[Tensor, " M"], points: Int[Tensor, " N"] | Sequence[int] | None
+) -> Int64[Tensor, " N"]:
+    """Return the indices of the training points that a process on labels is conditioned on.
+
+    Args:
+        trajectory: The run.
+        labels: Of its M points (`training_labels`).
+        points: Indices; None for all points whose labels the loss takes. Of a graph, whose points are all nodes, only
+            those that a step was trained on: the labels of the others may be what is asked for.
+
+    Raises:
+        TypeError: `points` are no indices.
+        ValueError: An index is out of range or repeated, its point has no label, or there are none.
+    """
+    has_label = (labels >= 0) & (labels < trajectory.num_outputs)
+    if points is None and trajectory.model.signature.graph is not None:
+        has_label &= _is_trained_on(trajectory)
+    indices = parse_train_indices(points, trajectory)
+    if points is None:
+        indices = indices[has_label]
+    elif not has_label[indices].all():
+        missing = int(indices[~has_label[indices]][0])
+        raise ValueError(
+            f"points must have labels: the label of training point {missing} is {int(labels[missing])}, which the "
+            "loss leaves out. Leave it out here too."
+        )
+    if not len(indices):
+        raise ValueError("there must be training points with labels: the loss leaves all of them out.")
+    return indices
+
+
+def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:
+    """Return which points are in the batch of any step."""
+    trained = torch.zeros(trajectory.num_points, dtype=torch.bool, device=trajectory.device)
+    for step in trajectory.steps:
+        if step.batch is None:
+            return trained.fill_(True)
+        trained[step.batch.to(trained.device)] = True
+    return trained
 
 
 def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
@@ -139,8 +185,10 @@ def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
     Raises:
         ValueError: Most of them are.
     """
-    known = {row.tobytes() for row in trajectory.inputs.cpu().contiguous().numpy()}
-    points = X.to(trajectory.inputs.dtype).cpu().contiguous().numpy()
+    of_graph = trajectory.model.signature.graph is not None
+    inputs = trajectory.inputs[_is_trained_on(trajectory)] if of_graph else trajectory.inputs
+    known = {row.tobytes() for row in inputs.cpu().contiguous().numpy()}
+    points = X.to(inputs.dtype).cpu().contiguous().numpy()
     seen = sum(row.tobytes() in known for row in points)
     if 2 * seen > len(X):
         raise ValueError(

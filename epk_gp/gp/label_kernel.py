@@ -22,7 +22,9 @@ _LENGTHSCALE_POINTS = 1000
 
 @dataclass(frozen=True, eq=False)
 class LabelKernel:
-    """A scalar kernel between inputs, with the value 1 between an input and itself.
+    """A scalar kernel between inputs, with the value 1 between an input and itself. Values are float64.
+
+    They have the precision of the inputs, and of the weights where inputs are integers.
 
         k(x, x') = tr K(x, x') / sqrt(tr K(x, x) tr K(x', x'))  exp(-|x - x'|^2 / 2 l^2)
 
@@ -36,6 +38,10 @@ class LabelKernel:
     lengthscale: float | None
     options: ComputeOptions
 
+    def rounding(self, X: Shaped[Tensor, "n ..."]) -> float:
+        """Return the relative rounding error of a value between inputs like these."""
+        return torch.finfo(self.nodes.model.spec_for(X).dtype).eps
+
     @property
     def path_kernel(self) -> PathKernel:
         """The path kernel of the logits, not normalised."""
@@ -48,7 +54,7 @@ class LabelKernel:
             ValueError: An input's gradients are all zero: it has no direction that a cosine could compare.
         """
         blocks = self.path_kernel.diagonal_blocks(Points(X, is_train=False), self.options)
-        squares = blocks.diagonal(dim1=1, dim2=2).sum(1)
+        squares = blocks.diagonal(dim1=1, dim2=2).sum(1).to(torch.float64)
         if not (squares > 0).all():
             row = int((squares <= 0).nonzero()[0])
             raise ValueError(
@@ -60,7 +66,7 @@ class LabelKernel:
     def gram(self, X: Shaped[Tensor, "n ..."], lengths: Float[Tensor, " n"]) -> Float[Tensor, "n n"]:
         """Evaluate the kernel between all pairs of n inputs."""
         points = Points(X, is_train=False)
-        K = self.path_kernel.trace_block(points, points, self.options)
+        K = self.path_kernel.trace_block(points, points, self.options).to(torch.float64)
         K = K.div_(lengths[:, None]).div_(lengths)
         K.diagonal().fill_(1)  # up to rounding it is 1 already
         return self._times_rbf(K, X, X)
@@ -79,7 +85,7 @@ class LabelKernel:
             lengths: Of the m inputs.
         """
         a, b = Points(X, is_train=False), Points(Y, is_train=False)
-        K = self.path_kernel.trace_block(a, b, self.options)
+        K = self.path_kernel.trace_block(a, b, self.options).to(torch.float64)
         return self._times_rbf(K.div_(self.lengths(X)[:, None]).div_(lengths), X, Y)
 
     def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> Iterator[Shaped[Tensor, "b ..."]]:

@@ -55,9 +55,14 @@ class Spectrum:
         return 0.5 * (log(2 * pi * self.scale_for(noise)) + 1 + log_determinant / self.num_points)
 
 
-def most_likely_noise(spectrum: Spectrum) -> float:
-    """Return the noise variance, relative to the outputscale, at which the targets are most likely."""
-    bounds = (log(NOISE_FLOOR), _MAX_LOG_NOISE)
+def most_likely_noise(spectrum: Spectrum, rounding: float = 0.0) -> float:
+    """Return the noise variance, relative to the outputscale, at which the targets are most likely.
+
+    Args:
+        spectrum: Of the kernel matrix.
+        rounding: Relative rounding error of its entries: the noise is at least N times as large.
+    """
+    bounds = (log(max(NOISE_FLOOR, spectrum.num_points * rounding)), _MAX_LOG_NOISE)
 
     def loss(log_noise: float) -> float:
         return spectrum.negative_log_likelihood(exp(log_noise))
@@ -236,7 +241,7 @@ def condition_exactly(
     lengths = kernel.lengths(X)
     values, vectors = torch.linalg.eigh(kernel.gram(X, lengths))
     spectrum = Spectrum(values.clamp_min(0), vectors.T @ targets, 0.0, len(X))  # below 0 by rounding only
-    noise = most_likely_noise(spectrum)
+    noise = most_likely_noise(spectrum, kernel.rounding(X))
     return ExactLabelProcess(
         values=spectrum.values,
         vectors=vectors,

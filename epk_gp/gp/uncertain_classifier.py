@@ -20,6 +20,7 @@ from epk_gp.gp.class_data import (
     class_names,
     count_seen,
     float_inputs,
+    labelled_points,
     like_inputs,
     training_labels,
 )
@@ -30,7 +31,6 @@ from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.saved_classifier import SavedClassifier, read_classifier, write_classifier
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.stacking import Stacking, stack_logits
-from epk_gp.gp.train_indices import parse_train_indices
 from epk_gp.gram.path_nodes import NUM_NODES
 from epk_gp.kernels.cache import BlockCache
 
@@ -164,7 +164,7 @@ class UncertainClassifier:
                 "a classifier that was read from a file holds no training data: make a new one from the run, "
                 "UncertainClassifier(trajectory).fit(X, y)."
             )
-        points = parse_train_indices(self.points, trajectory)
+        points = labelled_points(trajectory, labels, self.points)
         held_out = class_inputs(trajectory, X)
         names = class_names(self.classes, trajectory.num_outputs)
         classes = class_labels(trajectory, y, len(held_out), classes=self.classes)

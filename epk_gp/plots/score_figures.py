@@ -91,19 +91,20 @@ def draw_suspicious_labels(
 
     Args:
         path: File that is written.
-        found: All training points, judged.
+        found: Training points, judged.
         inputs: Their inputs.
         labels: Their labels.
         top: How many are drawn.
     """
     chosen = found.indices[:top].tolist()
-    names = [f"{int(labels[i])} → {int(found.predicted[i])}" for i in chosen]
+    places = [int((found.points == i).nonzero()) for i in chosen]
+    names = [f"{int(labels[i])} → {int(found.predicted[k])}" for i, k in zip(chosen, places, strict=True)]
     images = as_images(inputs)
     if images is None:
         figure = Figure(figsize=(7, 1.2 + 0.3 * len(chosen)), layout="constrained")
         ax = suspicion_bars(
             figure.subplots(),
-            found.margin[chosen],
+            found.margin[places],
             [f"#{i}:  {name}" for i, name in zip(chosen, names, strict=True)],
         )
         ax.set_title("training point:  label → expected class", fontsize="medium")

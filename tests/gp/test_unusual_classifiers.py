@@ -1,0 +1,103 @@
+"""The judged classifier on inputs and labels that are no plain tensors of numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import epk_gp as epk
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(12, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.embedding(x)).mean(1))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.last = nn.Linear(3, 5), nn.Linear(2, 5), nn.Linear(5, 3)
+
+    def forward(self, u, v):
+        return self.last(torch.tanh(self.left(u) + self.right(v)))
+
+
+class Convolution(nn.Module):
+    """A graph convolution on a dense adjacency matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 3)
+
+    def forward(self, x, A):
+        return A @ self.last(torch.tanh(A @ self.first(x)))
+
+
+def tokens(count):
+    return torch.randint(0, 12, (count, 4))
+
+
+def pairs(count):
+    return {"u": torch.randn(count, 3), "v": torch.randn(count, 2)}
+
+
+@pytest.fixture(params=["tokens", "pairs"])
+def problem(request):
+    """A float32 run of 24 points, and a function that draws others."""
+    torch.manual_seed(0)
+    build, draw = {"tokens": (Tokens, tokens), "pairs": (Pair, pairs)}[request.param]
+    net = build()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return epk.train(net, draw(24), torch.arange(24) % 3, optimizer=optimizer, steps=4), draw, build
+
+
+@pytest.mark.parametrize("features", ["exact", 128])
+def test_tokens_and_several_inputs_are_judged_and_stored(problem, features, tmp_path):
+    run, draw, build = problem
+    model = epk.UncertainClassifier(run, nodes=3, features=features).fit(draw(20), torch.arange(20) % 3)
+    X = draw(5)
+    model.save(tmp_path)
+    read = epk.UncertainClassifier.load(tmp_path, build())
+    assert_close(read.predict_proba(X), model.predict_proba(X), rtol=1e-5, atol=1e-6)
+    assert model.predict_proba(X).dtype == torch.float64
+    assert len(epk.next_to_label(model, X, 2)) == 2
+    assert len(epk.label_errors(run, nodes=3, features=features)) == 24
+
+
+def test_points_without_a_label_are_left_out():
+    torch.manual_seed(0)
+    X, y = torch.randn(24, 3, dtype=torch.float64), torch.arange(24) % 3
+    y[5] = -100
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=4)
+    found = epk.label_errors(run, nodes=3)
+    assert sorted(found.indices.tolist()) == [i for i in range(24) if i != 5]
+    with pytest.raises(ValueError, match="the label of training point 5 is -100, which the loss leaves out"):
+        epk.label_errors(run, nodes=3, points=[4, 5, 6])
+    model = epk.UncertainClassifier(run, nodes=3).fit(torch.randn(20, 3).double(), torch.arange(20) % 3)
+    assert len(model.process_.inputs) == 23
+
+
+def test_labels_of_nodes_that_no_step_was_trained_on_are_not_used():
+    """All nodes of a graph are points of the run; the labels of those that are asked about must not leak."""
+    torch.manual_seed(0)
+    x, A = torch.randn(40, 3), torch.softmax(torch.randn(40, 40), 1)
+    y, trained, held_out = torch.arange(40) % 3, torch.arange(12), torch.arange(12, 32)[:, None]
+    net = Convolution()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, epk.Graph(x, A), y) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x, A)[trained], y[trained]).backward()
+            recorder.batch(trained)
+            optimizer.step()
+    run = recorder.trajectory
+    model = epk.UncertainClassifier(run, nodes=2).fit(held_out, y[12:32])
+    assert sorted(model.process_.inputs.flatten().tolist()) == trained.tolist()
+    assert sorted(epk.label_errors(run, nodes=2).indices.tolist()) == trained.tolist()
+    with pytest.raises(ValueError, match="has not seen: 12 of 20 are training points"):
+        epk.UncertainClassifier(run, nodes=2).fit(torch.arange(20)[:, None], y[:20])
