@@ -53,8 +53,8 @@ class LabelKernel:
         Raises:
             ValueError: An input's gradients are all zero: it has no direction that a cosine could compare.
         """
-        blocks = self.path_kernel.diagonal_blocks(Points(X, is_train=False), self.options)
-        squares = blocks.diagonal(dim1=1, dim2=2).sum(1).to(torch.float64)
+        size = max(1, self.options.memory_budget // (4 * 8 * self.nodes.num_outputs**2))  # C x C numbers for each point
+        squares = torch.cat([self._square_lengths(part) for part in X.split(size)])
         if not (squares > 0).all():
             row = int((squares <= 0).nonzero()[0])
             raise ValueError(
@@ -91,6 +91,10 @@ class LabelKernel:
     def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> Iterator[Shaped[Tensor, "b ..."]]:
         """Split inputs into parts whose blocks with `num_columns` others fit into the memory budget."""
         yield from X.split(posterior_points(self.options.memory_budget, 8, 1, num_columns))
+
+    def _square_lengths(self, X: Tensor) -> Tensor:
+        blocks = self.path_kernel.diagonal_blocks(Points(X, is_train=False), self.options)
+        return blocks.diagonal(dim1=1, dim2=2).sum(1).to(torch.float64)
 
     def _times_rbf(self, K: Tensor, X: Tensor, Y: Tensor) -> Tensor:
         if self.lengthscale is None:

@@ -86,12 +86,48 @@ def softmax_uncertainty(
     validate_positive(temperature, "temperature")
     levels = _parse_levels(quantiles)
     validate_method(method)
-    mean = posterior.mean
     root, max_clipped = symmetric_root(posterior)
+    eps = method.standard_normals(num_samples, posterior.mean.shape[1], generator, posterior.mean)
+    return _uncertainty((posterior.mean / temperature, root / temperature), eps, method, levels, max_clipped)
+
+
+def isotropic_softmax_uncertainty(
+    mean: Float[Tensor, "n C"],
+    variance: Float[Tensor, " n"],
+    num_samples: int = 1024,
+    generator: torch.Generator | None = None,
+    *,
+    method: SamplingMethod = MonteCarlo(),
+) -> SoftmaxUncertainty:
+    """Push independent logits of one variance through the softmax: `softmax_uncertainty` without C x C covariances.
+
+    Args:
+        mean: Of the logits.
+        variance: Of each logit of a point.
+        num_samples: Samples per point.
+        generator: As in `softmax_uncertainty`.
+        method: As there.
+
+    Raises:
+        TypeError, ValueError: As there, or a variance is negative.
+    """
+    validate_generator(generator)
+    validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
+    validate_method(method)
+    if not (torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all()):
+        raise ValueError("means must be finite, and variances finite and not negative: some are not.")
     eps = method.standard_normals(num_samples, mean.shape[1], generator, mean)
+    return _uncertainty((mean, variance.sqrt()[:, None, None]), eps, method, mean.new_zeros(0), 0.0)
+
+
+def _uncertainty(
+    mean_and_root: tuple[Tensor, Tensor], eps: Tensor, method: SamplingMethod, levels: Tensor, max_clipped: float
+) -> SoftmaxUncertainty:
+    """Estimate in chunks of points; roots are symmetric matrices (n, C, C) or standard deviations (n, 1, 1)."""
+    mean, root = mean_and_root
     levels = levels.to(mean)
     size = max(1, CHUNK_BYTES // (ARRAYS_PER_POINT * eps.nbytes))
-    pairs = zip((mean / temperature).split(size), (root / temperature).split(size), strict=True)
+    pairs = zip(mean.split(size), root.split(size), strict=True)
     chunks = [_moments(mu, A, eps, method, levels) for mu, A in pairs]
     p, std, error, entropy, expected_entropy = (
         torch.cat(parts) for parts in zip(*(c[:5] for c in chunks), strict=True)
@@ -123,7 +159,8 @@ def _parse_levels(quantiles: object) -> Tensor:
 def _moments(mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, levels: Tensor) -> tuple[Tensor, ...]:
     """Average differences from the softmax of the mean over the samples: they are exactly zero without variance."""
     centre = torch.softmax(mean, dim=-1)  # (n, C)
-    p = torch.softmax(mean[:, None] + eps @ root, dim=-1)  # (n, S, C); the root is symmetric
+    deviations = eps @ root if root.shape[-1] == eps.shape[-1] else eps * root  # (n, S, C); the root is symmetric
+    p = torch.softmax(mean[:, None] + deviations, dim=-1)
     shift = p - centre[:, None]  # (n, S, C)
     average = shift.mean(dim=1)
     std = ((shift - average[:, None]).square().sum(dim=1) / (len(eps) - 1)).sqrt()

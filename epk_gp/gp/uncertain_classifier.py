@@ -27,9 +27,8 @@ from epk_gp.gp.class_data import (
 from epk_gp.gp.conformal import conformal_sets, conformity_scores
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.label_process import LabelProcess
-from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.saved_classifier import SavedClassifier, read_classifier, write_classifier
-from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.gp.softmax import isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import Stacking, stack_logits
 from epk_gp.gram.path_nodes import NUM_NODES
 from epk_gp.kernels.cache import BlockCache
@@ -213,15 +212,12 @@ class UncertainClassifier:
         """
         validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
         judged = self._judged(X)
-        p, C = self._probability(judged), self.trajectory.num_outputs
+        p = self._probability(judged)
         of_network = p.gather(1, judged.logits.argmax(1)[:, None])[:, 0]
         variance = self.stacking_.process**2 * self.process_.outputscale * judged.variance
-        posterior = LogitPosterior(
-            self.stacking_.logits(judged.logits, judged.mean),
-            variance[:, None, None] * torch.eye(C, dtype=p.dtype, device=p.device),
-        )
         generator = torch.Generator(p.device).manual_seed(self.seed)
-        u = softmax_uncertainty(posterior, num_samples, generator)
+        logits = self.stacking_.logits(judged.logits, judged.mean)
+        u = isotropic_softmax_uncertainty(logits, variance, num_samples, generator)
         scores = (
             1 - of_network,
             judged.variance,

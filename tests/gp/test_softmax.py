@@ -7,7 +7,7 @@ from scipy import integrate, special, stats
 from epk_gp.gp import softmax
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.sampling import MonteCarlo, QuasiMonteCarlo
-from epk_gp.gp.softmax import softmax_uncertainty
+from epk_gp.gp.softmax import isotropic_softmax_uncertainty, softmax_uncertainty
 
 
 def make_posterior(n=6, C=4, scale=1.0):
@@ -197,3 +197,16 @@ def test_input_without_a_meaning_is_refused(unchecked):
         mean[0, 0] = broken
         with pytest.raises(ValueError, match="the posterior must be finite"):
             softmax_uncertainty(LogitPosterior(mean, posterior.covariance))
+
+
+def test_one_variance_for_all_logits_needs_no_matrices():
+    mean = torch.randn(5, 4, dtype=torch.float64)
+    variance = torch.linspace(0, 3, 5, dtype=torch.float64)
+    posterior = LogitPosterior(mean, variance[:, None, None] * torch.eye(4, dtype=torch.float64))
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    expected = softmax_uncertainty(posterior, 64, generators[0])
+    found = isotropic_softmax_uncertainty(mean, variance, 64, generators[1])
+    for name in ("mean", "std", "entropy", "mutual_information", "standard_error"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="variances finite and not negative"):
+        isotropic_softmax_uncertainty(mean, variance - 1)
