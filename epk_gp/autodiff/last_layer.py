@@ -40,6 +40,11 @@ class LogitsLastLayer(LayerJacobian):
     commutes_with_average = True
 
     @property
+    def multiplications_per_pair(self) -> int:
+        """Of the inputs."""
+        return self.inputs.shape[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the inputs."""
         return self.inputs.nbytes
@@ -112,6 +117,11 @@ class SoftmaxLastLayer(LayerJacobian):
 
     commutes_with_average = True
     fits_concatenation = False
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Of inputs and output gradients."""
+        return self.inputs.shape[1] + self.output_grads.shape[2]
 
     @property
     def nbytes(self) -> int:

@@ -128,6 +128,11 @@ class LayerJacobian(LeftFactor):
     def nbytes(self) -> int:
         """Bytes that the representation takes."""
 
+    @property
+    @abstractmethod
+    def multiplications_per_pair(self) -> int:
+        """Multiplications of the inner products of a pair of points and outputs, without averages."""
+
     @abstractmethod
     def to_dense(self) -> Float[Tensor, "K E P_layer"]:
         """Write the gradients out: row by row of the weight, each followed by its bias if the layer has one."""

@@ -32,6 +32,11 @@ class DenseJacobian(LayerJacobian):
     commutes_with_average = True
 
     @property
+    def multiplications_per_pair(self) -> int:
+        """One for each parameter."""
+        return self.values.shape[2]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the representation takes."""
         return self.values.nbytes
@@ -101,6 +106,11 @@ class OuterProductJacobian(LayerJacobian):
     def commutes_with_average(self) -> bool:
         """Whether one of the two factors does not depend on t."""
         return self.input_is_constant or self.cotangent_is_constant
+
+    @property
+    def multiplications_per_pair(self) -> int:
+        """Of inputs and output gradients at every pair of positions."""
+        return self.inputs.shape[1] ** 2 * (self.inputs.shape[2] + self.output_grads.shape[3])
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
@@ -18,9 +18,10 @@ from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
 
 InputsKernel = Literal["rbf"] | None
 
-# Conditioning points up to which the kernel matrix itself is decomposed: 5000 rows take 0.2 GB and less time than
-# their features would (docs/capabilities/gaussian-process.md).
+# A process is conditioned through the kernel matrix of up to 5000 points, whose eigenvalues take less time than the
+# features of many, if the matrix costs at most so many multiplications: some ten minutes on one core.
 EXACT_POINTS = 5000
+EXACT_MULTIPLICATIONS = 10**13
 NUM_FEATURES = 4096
 
 
@@ -31,7 +32,7 @@ class LabelSettings:
     Attributes:
         nodes: Nodes of the path that stand for all its steps.
         features: Sketched features of each point; "exact" for the kernel matrix itself; None for "exact" up to 5000
-            conditioning points and 4096 features above.
+            conditioning points where the matrix takes at most 10^13 multiplications, and 4096 features else.
         inputs_kernel: "rbf" multiplies the path kernel's cosine by an RBF kernel on the inputs, with the median
             distance between training inputs as its lengthscale; None leaves it out, as integers as inputs do.
         seed: Seed of the sketch.
@@ -59,11 +60,16 @@ class LabelSettings:
         if self.inputs_kernel not in ("rbf", None):
             raise ValueError(f"inputs_kernel must be 'rbf' or None: got {self.inputs_kernel!r}.")
 
-    def num_features(self, num_points: int) -> int | None:
-        """Return the number of features of each point; None for the kernel matrix itself."""
-        if self.features == "exact" or (self.features is None and num_points <= EXACT_POINTS):
+    def num_features(self, kernel: LabelKernel, X: Shaped[Tensor, "N ..."]) -> int | None:
+        """Return the number of features of each of N conditioning points; None for the kernel matrix itself."""
+        if self.features == "exact":
             return None
-        return NUM_FEATURES if self.features is None else int(self.features)
+        if self.features is not None:
+            return int(self.features)
+        N = len(X)
+        if N > EXACT_POINTS or N**2 * kernel.combined.multiplications_per_pair(X[:1]) > 2 * EXACT_MULTIPLICATIONS:
+            return NUM_FEATURES
+        return None
 
 
 def fit_labels(
@@ -85,9 +91,10 @@ def fit_labels(
     nodes = nodes_trajectory(trajectory, settings.nodes)
     X, targets = trajectory.inputs[points], centred_labels(labels[points], trajectory.num_outputs)
     lengthscale = _lengthscale(trajectory, settings.inputs_kernel)
-    num_features = settings.num_features(len(points))
+    kernel = LabelKernel(nodes, lengthscale, options, settings.seed)
+    num_features = settings.num_features(kernel, X)
     if num_features is None:
-        return condition_exactly(LabelKernel(nodes, lengthscale, options), float_inputs(X, torch.float64), targets)
+        return condition_exactly(kernel, float_inputs(X, torch.float64), targets)
     features = InputFeatures(nodes, num_features, settings.seed, lengthscale)
     return condition_on_features(features, features.of_points(X, options), targets)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.memory_plan import posterior_points
-from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.quadrature.rules import left_endpoint
+from epk_gp.gram.path_features import trace_sketch
+from epk_gp.gram.path_sketch import PathSketch
 
 # Training inputs whose distances give the lengthscale: half a million pairs, whose median has a standard error below
 # 0.2 % of the spread, whatever the number of inputs.
@@ -24,7 +24,9 @@ _LENGTHSCALE_POINTS = 1000
 class LabelKernel:
     """A scalar kernel between inputs, with the value 1 between an input and itself. Values are float64.
 
-    They have the precision of the inputs, and of the weights where inputs are integers.
+    They have the precision of the inputs, and of the weights where inputs are integers. The trace is that of one
+    combination of the outputs at each node, v_n^T K_n(x, x') v_n with rows v_n of a Hadamard matrix in turn, for a C-th
+    of the cost: exact for kernels that do not change from node to node (docs/theory.md, section 9).
 
         k(x, x') = tr K(x, x') / sqrt(tr K(x, x) tr K(x', x'))  exp(-|x - x'|^2 / 2 l^2)
 
@@ -32,29 +34,30 @@ class LabelKernel:
         nodes: Few steps that stand for the whole run (`nodes_trajectory`).
         lengthscale: l of the RBF kernel; None leaves that factor out.
         options: How blocks are computed.
+        seed: Draws the combinations of the outputs.
     """
 
     nodes: Trajectory
     lengthscale: float | None
     options: ComputeOptions
+    seed: int = 0
 
     def rounding(self, X: Shaped[Tensor, "n ..."]) -> float:
         """Return the relative rounding error of a value between inputs like these."""
         return torch.finfo(self.nodes.model.spec_for(X).dtype).eps
 
-    @property
-    def path_kernel(self) -> PathKernel:
-        """The path kernel of the logits, not normalised."""
-        return PathKernel(self.nodes, "logits", left_endpoint())
+    @cached_property
+    def combined(self) -> PathSketch:
+        """The trace of the path kernel of the logits, from one combination of the outputs at each node."""
+        return trace_sketch(self.nodes, 1, nodes=None, seed=self.seed, head="logits")
 
     def lengths(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:
-        """Return sqrt(tr K(x, x)) of each input.
+        """Return sqrt(k(x, x)) of each input, before it is divided by.
 
         Raises:
             ValueError: An input's gradients are all zero: it has no direction that a cosine could compare.
         """
-        size = max(1, self.options.memory_budget // (4 * 8 * self.nodes.num_outputs**2))  # C x C numbers for each point
-        squares = torch.cat([self._square_lengths(part) for part in X.split(size)])
+        squares = self.combined.square_lengths(X, self.options)[:, 0].to(torch.float64)
         if not (squares > 0).all():
             row = int((squares <= 0).nonzero()[0])
             raise ValueError(
@@ -65,17 +68,16 @@ class LabelKernel:
 
     def gram(self, X: Shaped[Tensor, "n ..."], lengths: Float[Tensor, " n"]) -> Float[Tensor, "n n"]:
         """Evaluate the kernel between all pairs of n inputs."""
-        points = Points(X, is_train=False)
-        K = self.path_kernel.trace_block(points, points, self.options).to(torch.float64)
-        K = K.div_(lengths[:, None]).div_(lengths)
+        K = self.block(X, X, lengths, lengths)
         K.diagonal().fill_(1)  # up to rounding it is 1 already
-        return self._times_rbf(K, X, X)
+        return K
 
     def block(
         self,
         X: Shaped[Tensor, "n ..."],
         Y: Shaped[Tensor, "m ..."],
         lengths: Float[Tensor, " m"],
+        own_lengths: Float[Tensor, " n"] | None = None,
     ) -> Float[Tensor, "n m"]:
         """Evaluate the kernel between n and m inputs.
 
@@ -83,18 +85,15 @@ class LabelKernel:
             X: n inputs.
             Y: m inputs.
             lengths: Of the m inputs.
+            own_lengths: Of the n inputs; None computes them.
         """
-        a, b = Points(X, is_train=False), Points(Y, is_train=False)
-        K = self.path_kernel.trace_block(a, b, self.options).to(torch.float64)
-        return self._times_rbf(K.div_(self.lengths(X)[:, None]).div_(lengths), X, Y)
+        K = self.combined.products_between(X, Y, self.options)[0].to(torch.float64)
+        own = self.lengths(X) if own_lengths is None else own_lengths
+        return self._times_rbf(K.div_(own[:, None]).div_(lengths), X, Y)
 
     def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> Iterator[Shaped[Tensor, "b ..."]]:
         """Split inputs into parts whose blocks with `num_columns` others fit into the memory budget."""
         yield from X.split(posterior_points(self.options.memory_budget, 8, 1, num_columns))
-
-    def _square_lengths(self, X: Tensor) -> Tensor:
-        blocks = self.path_kernel.diagonal_blocks(Points(X, is_train=False), self.options)
-        return blocks.diagonal(dim1=1, dim2=2).sum(1).to(torch.float64)
 
     def _times_rbf(self, K: Tensor, X: Tensor, Y: Tensor) -> Tensor:
         if self.lengthscale is None:

@@ -169,7 +169,7 @@ def _read_process(
     common: dict[str, Any] = {name: data[name] for name in ("values", "vectors", "weights")}
     common |= {name: description[name] for name in ("noise", "outputscale", "negative_log_likelihood")}
     if description["kind"] == "exact":
-        kernel = LabelKernel(trajectory, description["lengthscale"], ComputeOptions())
+        kernel = LabelKernel(trajectory, description["lengthscale"], ComputeOptions(), settings.seed)
         return ExactLabelProcess(
             **common, kernel=kernel, inputs=data["inputs"], lengths=data["lengths"], targets=data["process_targets"]
         )

@@ -84,7 +84,25 @@ class NodeSketch:
     def product_rows(self, X: Shaped[Tensor, "n ..."], budget: int) -> int:
         """Return the number of points whose layer Jacobians at a node take an eighth of a budget of bytes."""
         jacobians = next(self.jacobians(X[:1], _PRODUCTS))
-        return max(1, budget // (8 * sum(jacobian.nbytes for jacobian in jacobians)))
+        by_points = budget // (8 * sum(jacobian.nbytes for jacobian in jacobians))
+        by_pairs = int(
+            (budget / (6 * self.net.itemsize * self.coefficients.shape[1])) ** 0.5
+        )  # three blocks in half of it
+        return max(1, min(by_points, by_pairs))
+
+    def square_lengths(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n K"]:
+        """Compute the squared length of each of the K combined gradients of points, summed over the nodes."""
+        lengths = [
+            jacobian.pointwise_products(jacobian).diagonal(dim1=1, dim2=2)
+            for jacobians in self.jacobians(X, _PRODUCTS)
+            for jacobian in jacobians
+        ]
+        return torch.stack(lengths).sum(0)
+
+    def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
+        """Count the multiplications of a pair of points in `node_products`."""
+        jacobians = next(self.jacobians(X[:1], _PRODUCTS))
+        return len(self.states) * self.coefficients.shape[1] * sum(j.multiplications_per_pair for j in jacobians)
 
     def jacobians(
         self, X: Shaped[Tensor, "E ..."], cost: ContractionCost, *, create_graph: bool = False
@@ -127,9 +145,14 @@ def node_products(
     left: NodeSketch, X: Shaped[Tensor, "n ..."], right: NodeSketch, Y: Shaped[Tensor, "m ..."]
 ) -> Float[Tensor, "K n m"]:
     """Compute the products that are sketched, of each of K combined outputs with itself, summed over the nodes."""
-    total = GramAccumulator((left.coefficients.shape[1], len(X), len(Y)), left.states[0])
-    for a, b in zip(left.jacobians(X, _PRODUCTS), right.jacobians(Y, _PRODUCTS), strict=True):
-        total.add_steps([a], [b], [1.0])
+    is_symmetric = left is right and X is Y
+    total = GramAccumulator((left.coefficients.shape[1], len(X), len(Y)), left.states[0], is_symmetric)
+    if is_symmetric:
+        for a in left.jacobians(X, _PRODUCTS):
+            total.add_steps([a], [a], [1.0])
+    else:
+        for a, b in zip(left.jacobians(X, _PRODUCTS), right.jacobians(Y, _PRODUCTS), strict=True):
+            total.add_steps([a], [b], [1.0])
     return total.result()
 
 

@@ -130,6 +130,49 @@ class PathSketch:
 
         return with_plan(self.trajectory, model, compute)
 
+    def products_between(
+        self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."], options: ComputeOptions = ComputeOptions()
+    ) -> Float[Tensor, "K n m"]:
+        """Compute `products` between test copies of n and m inputs; of one set with itself at half the cost."""
+        model = self.trajectory.model_for(X)
+
+        def compute(net: PlannedModel) -> Tensor:
+            sketch = self._of_copy(net, is_train=False)
+            size = sketch.product_rows(X[:1], options.memory_budget)
+            rows, columns = (torch.arange(len(Z), device=X.device).split(size) for Z in (X, Y))
+            result = X.new_empty(self.coefficients.shape[1], len(X), len(Y), dtype=net.model.spec.dtype)
+            for i, n in enumerate(rows):
+                for j, m in enumerate(columns[: i + 1] if X is Y else columns):
+                    left, right = X[n[0] : n[-1] + 1], Y[m[0] : m[-1] + 1]
+                    block = node_products(sketch, left, sketch, left if X is Y and i == j else right)
+                    result[:, n[0] : n[-1] + 1, m[0] : m[-1] + 1] = block
+                    if X is Y and i != j:
+                        result[:, m[0] : m[-1] + 1, n[0] : n[-1] + 1] = block.mT
+            return result
+
+        return with_plan(self.trajectory, model, compute)
+
+    def square_lengths(
+        self, X: Shaped[Tensor, "n ..."], options: ComputeOptions = ComputeOptions()
+    ) -> Float[Tensor, "n K"]:
+        """Compute the diagonal of `products_between` of n inputs with themselves."""
+        model = self.trajectory.model_for(X)
+
+        def compute(net: PlannedModel) -> Tensor:
+            sketch = self._of_copy(net, is_train=False)
+            return torch.cat(
+                [sketch.square_lengths(x) for x in X.split(sketch.product_rows(X[:1], options.memory_budget))]
+            )
+
+        return with_plan(self.trajectory, model, compute)
+
+    def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
+        """Count the multiplications that a value of `products_between` costs: for points like these, at all nodes."""
+        model = self.trajectory.model_for(X)
+        return with_plan(
+            self.trajectory, model, lambda net: self._of_copy(net, is_train=False).multiplications_per_pair(X)
+        )
+
     def _features(
         self, net: PlannedModel, points: Points, options: ComputeOptions, executor: Executor | None
     ) -> Tensor:

@@ -11,6 +11,7 @@ from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale, squared_dist
 from epk_gp.gp.label_process import Spectrum, centred_labels, condition_exactly, condition_on_features
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.gram.path_sketch import trace_coefficients
 from epk_gp.quadrature.rules import left_endpoint
 from gp_cases import C, D, make_net, make_run
 
@@ -35,9 +36,17 @@ def nodes(run):
 
 
 def reference_kernel(nodes, X, Y, lengthscale):
+    V = trace_coefficients(nodes, 0)[:, 0]
+
     def trace(a, b):
-        K = gram_block(nodes, Points(a, is_train=False), Points(b, is_train=False), head="logits", rule=left_endpoint())
-        return torch.einsum("ncmc->nm", K)
+        """Node by node, one combination of the outputs at each."""
+        a, b, total = Points(a, is_train=False), Points(b, is_train=False), 0
+        for number, v in enumerate(V):
+            weights = torch.zeros(len(V))
+            weights[number] = nodes.steps[number].lr
+            K = gram_block(nodes, a, b, head="logits", rule=left_endpoint(), step_weights=weights.double())
+            total = total + torch.einsum("ncmd,c,d->nm", K, v, v)
+        return total
 
     lengths = [trace(z, z).diagonal().sqrt() for z in (X, Y)]
     cosine = trace(X, Y) / (lengths[0][:, None] * lengths[1])
@@ -47,7 +56,7 @@ def reference_kernel(nodes, X, Y, lengthscale):
 
 
 @pytest.mark.parametrize("lengthscale", [None, 0.7])
-def test_the_kernel_is_the_cosine_of_the_trace_times_an_rbf(nodes, points, generator, lengthscale):
+def test_the_kernel_is_the_cosine_of_combined_outputs_times_an_rbf(nodes, points, generator, lengthscale):
     X = points[0]
     Y = torch.randn(5, D, dtype=torch.float64, generator=generator)
     kernel = LabelKernel(nodes, lengthscale, ComputeOptions())
@@ -55,6 +64,30 @@ def test_the_kernel_is_the_cosine_of_the_trace_times_an_rbf(nodes, points, gener
     gram = kernel.gram(X, kernel.lengths(X))
     assert_close(gram, reference_kernel(nodes, X, X, lengthscale))
     assert (gram.diagonal() == 1).all()
+
+
+def test_one_combination_of_outputs_at_each_node_stands_for_the_trace(run, points):
+    """The rows of a Hadamard matrix in turn; a single combination for all nodes is the control."""
+    X = points[0]
+    nodes = nodes_trajectory(run, 16)
+    both = Points(X, is_train=False)
+    K = torch.einsum("ncmc->nm", gram_block(nodes, both, both, head="logits", rule=left_endpoint()))
+    exact = K / (K.diagonal()[:, None] * K.diagonal()).sqrt()
+    kernel = LabelKernel(nodes, None, ComputeOptions())
+    found = kernel.gram(X, kernel.lengths(X))
+    one = LabelKernel(nodes_trajectory(run, 1), None, ComputeOptions())
+    control = one.gram(X, one.lengths(X))
+    assert 5 * (found - exact).norm() < (control - exact).norm()
+
+
+def test_blocks_do_not_depend_on_the_memory_budget(nodes, points):
+    X = points[0]
+    small, large = (LabelKernel(nodes, None, ComputeOptions(memory_budget=budget)) for budget in (1 << 20, 1 << 28))
+    many = X.repeat(60, 1)
+    every = large.lengths(many)
+    assert_close(small.gram(many, every), large.gram(many, every))
+    assert_close(small.block(X, many, every), large.block(X, many, every))
+    assert_close(small.lengths(X), large.lengths(X))
 
 
 @pytest.fixture(params=["exact", "sketched"])
