@@ -90,8 +90,8 @@ class UncertainClassifier:
     with the network's logits f and the process's mean m, and the other half calibrate sets of classes.
 
     Up to 5000 conditioning points the process is conditioned through its kernel matrix, if that takes at most 10^13
-    multiplications; else it is Bayesian linear regression on sketched features (`path_features`), linear in the number of
-    points. Some nodes of the path stand for all its steps (docs/theory.md, section 6).
+    multiplications; else it is Bayesian linear regression on sketched features (`path_features`), linear in the number
+    of points. Some nodes of the path stand for all its steps (docs/theory.md, section 6).
 
     It follows scikit-learn's conventions: `fit`, `predict`, `predict_proba`, `score`, `classes_`; points may be tensors
     as the network takes them, and results are tensors then, or arrays with a row per point, and results are arrays.
