@@ -123,7 +123,7 @@ def epk_log_probability(judged: Judged) -> Tensor:
 
 def ntk_log_probability(judged: Judged) -> Tensor:
     """Rank by our process with the neural tangent kernel at the last step."""
-    return -epk.label_errors(tangent_trajectory(judged.trajectory), nodes=1).log_probability.double()
+    return -epk.label_errors(tangent_trajectory(judged.trajectory)).log_probability.double()
 
 
 def epk_label_errors(judged: Judged) -> Tensor:

@@ -355,7 +355,7 @@ PEERS: dict[str, Peer] = {
     "Laplace, last layer": laplace_last_layer,
     "Laplace, GP of last layer": laplace_process("last_layer"),
     "Laplace, GP of all weights": laplace_process("all"),
-    "NTK-GP, last step": path_process(tangent_trajectory, nodes=1),
+    "NTK-GP, last step": path_process(tangent_trajectory),
     "EPK-GP": path_process(lambda run: run),
 }
 

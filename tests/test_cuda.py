@@ -76,3 +76,26 @@ def test_the_host_does_not_wait_inside_the_loop_over_steps(name: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
         counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("features", ["exact", 512])
+def test_judgements_on_a_gpu_equal_those_on_the_cpu(features: int | str) -> None:
+    torch.manual_seed(0)
+    X, y = torch.randn(30, 5, dtype=torch.float64), torch.arange(30) % 3
+    net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.2), steps=10)
+    held_out, asked = torch.randn(20, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    model = epk.UncertainClassifier(run, nodes=4, features=features)
+    expected = model.fit(held_out, y[:20]).uncertainty(asked)
+    actual = model.fit(held_out.cuda(), y[:20].cuda()).uncertainty(asked.cuda())
+    assert actual.error.is_cuda
+    torch.testing.assert_close(actual.error.cpu(), expected.error, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.out_of_distribution.cpu(), expected.out_of_distribution, rtol=1e-4, atol=1e-5)
+
+
+def test_sketched_features_on_a_gpu_equal_those_on_the_cpu() -> None:
+    case = make_case("relu")
+    expected = epk.path_features(case.trajectory, case.test, 256, nodes=4, num_probe=0)
+    actual = epk.path_features(case.trajectory, case.test.cuda(), 256, nodes=4, num_probe=0)
+    assert actual.is_cuda
+    torch.testing.assert_close(actual.cpu() + 0, expected + 0, rtol=1e-9, atol=1e-9)

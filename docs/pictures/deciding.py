@@ -90,7 +90,7 @@ def judge(name: str, seed: int) -> None:
     half = NUM_VALIDATION // 2
     run = trained(train.inputs, train.labels, seed)
     model = epk.UncertainClassifier(run).fit(validation.inputs, validation.labels)
-    ntk = epk.UncertainClassifier(tangent_trajectory(run), nodes=1).fit(validation.inputs, validation.labels)
+    ntk = epk.UncertainClassifier(tangent_trajectory(run)).fit(validation.inputs, validation.labels)
     u, ntk_u = model.uncertainty(test.inputs, 2), ntk.uncertainty(test.inputs, 2)
     z, z_validation = epk.network_outputs(run, test.inputs), epk.network_outputs(run, validation.inputs)
     members = [z.softmax(1)]

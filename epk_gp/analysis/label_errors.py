@@ -15,7 +15,6 @@ from epk_gp.core.validation import validate_count
 from epk_gp.gp.class_data import labelled_points, training_labels
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.stacking import most_likely_temperature
-from epk_gp.gram.path_nodes import NUM_NODES
 
 AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
 
@@ -54,7 +53,7 @@ class LabelErrors:
 def label_errors(
     trajectory: Trajectory,
     *,
-    nodes: int = NUM_NODES,
+    nodes: int | None = None,
     features: int | Literal["exact"] | None = None,
     inputs_kernel: InputsKernel = "rbf",
     points: Int[Tensor, " M"] | Sequence[int] | None = None,
@@ -69,7 +68,7 @@ def label_errors(
 
     Args:
         trajectory: Run of a classifier, trained on class labels with cross entropy.
-        nodes: Nodes of the path that stand for all its steps.
+        nodes: As in `UncertainClassifier`.
         features: As in `UncertainClassifier`.
         inputs_kernel: As in `UncertainClassifier`.
         points: Indices of the training points to judge, from each other; all by default.

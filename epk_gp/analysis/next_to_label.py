@@ -74,8 +74,11 @@ def next_to_label(
     with torch.no_grad():
         mistaken = 1 - torch.as_tensor(model.predict_proba(X)).amax(1)
         variance = torch.as_tensor(model.uncertainty(X, num_samples=2).out_of_distribution)
-        reference = _reference(len(X), int(num_reference), seed, X)
-        return _choose(model.process_, float_inputs(X, torch.float64), (mistaken, variance), reference, int(count))
+        points = float_inputs(X.to(model.process_.values.device), torch.float64)
+        reference = _reference(len(X), int(num_reference), seed, points)
+        return _choose(
+            model.process_, points, (mistaken.to(points.device), variance.to(points.device)), reference, int(count)
+        )
 
 
 def _choose(

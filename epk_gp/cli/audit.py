@@ -22,7 +22,7 @@ def audit(
     out: Path,
     top: int,
     features: str | None,
-    nodes: int,
+    nodes: int | None,
     memory: float,
     network: str | None,
     seed: int,

@@ -288,7 +288,7 @@ def uncertainty(
         ),
     ] = 0.1,
     features: Features = None,
-    nodes: Nodes = 20,
+    nodes: Nodes = None,
     save_model: Annotated[
         Path | None, typer.Option(help="Scores: new folder for the fitted UncertainClassifier; none by default.")
     ] = None,
@@ -345,7 +345,7 @@ def audit(
         int, typer.Option(help="Labels printed and drawn, at most 60; the table holds all.", callback=count(1, 60))
     ] = 20,
     features: Features = None,
-    nodes: Nodes = 20,
+    nodes: Nodes = None,
     memory: Memory = 1.0,
     network: Network = None,
     seed: Seed = 0,

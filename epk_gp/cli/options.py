@@ -187,5 +187,11 @@ Features = Annotated[
         "training points, and 4096 features above."
     ),
 ]
-Nodes = Annotated[int, typer.Option(help="Nodes of the path that stand for all its steps.", callback=count(1, 10**6))]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        help="Nodes of the path that stand for all its steps; 20 by default, or as many as outputs up to 256.",
+        callback=count(1, 10**6),
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]

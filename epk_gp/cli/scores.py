@@ -32,7 +32,7 @@ class ScoreOptions:
     points: Path | None
     alpha: float
     features: str | None
-    nodes: int
+    nodes: int | None
     save_model: Path | None
     memory: float
     num_samples: int

@@ -35,7 +35,7 @@ def uncertainty(
     validation: str | None,
     alpha: float,
     features: str | None,
-    nodes: int,
+    nodes: int | None,
     save_model: Path | None,
     memory: float,
     num_condition: int,

@@ -78,7 +78,7 @@ def _is_trained_on(trajectory: Trajectory) -> Bool[Tensor, " M"]:
 
 
 def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[Tensor, "n ..."]:
-    """Return points as one tensor on the run's device.
+    """Return points as one tensor; those of an array are on the run's device.
 
     Args:
         trajectory: The run.
@@ -89,7 +89,7 @@ def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[T
         TypeError, ValueError: The network cannot take the points.
     """
     if not is_array(X):
-        return parse_inputs(trajectory, X, name).to(trajectory.device)  # type: ignore[arg-type]  # checked there
+        return parse_inputs(trajectory, X, name)  # type: ignore[arg-type]  # checked there
     try:
         points = torch.as_tensor(np.asarray(X), device=trajectory.device)
     except (TypeError, ValueError) as error:

@@ -14,6 +14,7 @@ from epk_gp.gp.class_data import float_inputs
 from epk_gp.gp.label_features import InputFeatures
 from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale
 from epk_gp.gp.label_process import LabelProcess, centred_labels, condition_exactly, condition_on_features
+from epk_gp.gram.hadamard import covering_order
 from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
 
 InputsKernel = Literal["rbf"] | None
@@ -23,6 +24,7 @@ InputsKernel = Literal["rbf"] | None
 EXACT_POINTS = 5000
 EXACT_MULTIPLICATIONS = 10**13
 NUM_FEATURES = 4096
+MAX_NODES = 256  # by default, for networks of many outputs
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class LabelSettings:
     """What a process on labels is made of.
 
     Attributes:
-        nodes: Nodes of the path that stand for all its steps.
+        nodes: Nodes of the path that stand for all its steps; None for 20, or for as many more as outputs need, up to
+            256: at each node one combination of them is taken.
         features: Sketched features of each point; "exact" for the kernel matrix itself; None for "exact" up to 5000
             conditioning points where the matrix takes at most 10^13 multiplications, and 4096 features else.
         inputs_kernel: "rbf" multiplies the path kernel's cosine by an RBF kernel on the inputs, with the median
@@ -38,7 +41,7 @@ class LabelSettings:
         seed: Seed of the sketch.
     """
 
-    nodes: int = NUM_NODES
+    nodes: int | None = None
     features: int | Literal["exact"] | None = None
     inputs_kernel: InputsKernel = "rbf"
     seed: int = 0
@@ -50,7 +53,8 @@ class LabelSettings:
             TypeError: A number is of the wrong kind.
             ValueError: A number is out of range, or a name is not known.
         """
-        validate_count(self.nodes, "nodes")
+        if self.nodes is not None:
+            validate_count(self.nodes, "nodes")
         validate_integer(self.seed, "seed")
         if isinstance(self.features, str):
             if self.features != "exact":
@@ -59,6 +63,10 @@ class LabelSettings:
             validate_count(self.features, "features")
         if self.inputs_kernel not in ("rbf", None):
             raise ValueError(f"inputs_kernel must be 'rbf' or None: got {self.inputs_kernel!r}.")
+
+    def num_nodes(self, num_outputs: int) -> int:
+        """Return the number of nodes for a network with C outputs."""
+        return covering_order(num_outputs, NUM_NODES, MAX_NODES) if self.nodes is None else int(self.nodes)
 
     def num_features(self, kernel: LabelKernel, X: Shaped[Tensor, "N ..."]) -> int | None:
         """Return the number of features of each of N conditioning points; None for the kernel matrix itself."""
@@ -85,11 +93,13 @@ def fit_labels(
         trajectory: The run.
         labels: Of all M training points.
         settings: What the process is made of.
-        points: Indices of the N training points to condition on.
+        points: Indices of the N training points to condition on; on the device that computes.
         options: How it is computed.
     """
-    nodes = nodes_trajectory(trajectory, settings.nodes)
-    X, targets = trajectory.inputs[points], centred_labels(labels[points], trajectory.num_outputs)
+    nodes = nodes_trajectory(trajectory, settings.num_nodes(trajectory.num_outputs))
+    own = points.to(trajectory.device)
+    X = trajectory.inputs[own].to(points.device)
+    targets = centred_labels(labels[own], trajectory.num_outputs).to(points.device)
     lengthscale = _lengthscale(trajectory, settings.inputs_kernel)
     kernel = LabelKernel(nodes, lengthscale, options, settings.seed)
     num_features = settings.num_features(kernel, X)

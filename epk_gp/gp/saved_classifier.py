@@ -21,7 +21,6 @@ from epk_gp.gp.label_fit import LabelSettings
 from epk_gp.gp.label_kernel import LabelKernel
 from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, SketchedLabelProcess
 from epk_gp.gp.stacking import Stacking
-from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
     atomic_write,
@@ -69,8 +68,8 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise FileExistsError(f"path must be a new or empty folder: {folder} holds something. Choose another.")
-    nodes = nodes_trajectory(trajectory, saved.settings.nodes)
     process = saved.process
+    nodes = nodes_of(process)
     probes = trajectory.inputs[:NUM_FINGERPRINT_POINTS]
     statistics = nodes.statistics
     tensors = {
@@ -148,6 +147,15 @@ def read_classifier(
         ),
         trajectory,
     )
+
+
+def nodes_of(process: LabelProcess) -> Trajectory:
+    """Return the nodes of the path that a process stands on, as a run."""
+    if isinstance(process, ExactLabelProcess):
+        return process.kernel.nodes
+    if isinstance(process, SketchedLabelProcess):
+        return process.features.nodes
+    raise TypeError(f"a process of type {type(process).__name__} cannot be stored: this is a bug in epk_gp.")
 
 
 def _describe_process(process: LabelProcess) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from epk_gp.gp.label_process import LabelProcess
 from epk_gp.gp.saved_classifier import SavedClassifier, read_classifier, write_classifier
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import Stacking, stack_logits
-from epk_gp.gram.path_nodes import NUM_NODES
 from epk_gp.kernels.cache import BlockCache
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
@@ -97,9 +96,12 @@ class UncertainClassifier:
     as the network takes them, and results are tensors then, or arrays with a row per point, and results are arrays.
     `fit` takes validation points, which neither the network nor a choice about it has seen.
 
+    The process is computed on the device of the validation points; results are on that of the points.
+
     Args:
         trajectory: Run of a classifier with C outputs, trained on class labels with cross entropy.
-        nodes: Nodes of the path that stand for all its steps (`epk_gp.gram.path_nodes.nodes_trajectory`).
+        nodes: Nodes of the path that stand for all its steps (`epk_gp.gram.path_nodes.nodes_trajectory`), at best no
+            fewer than outputs; None for 20, or for as many as there are outputs, up to 256.
         features: Sketched features of each point; "exact" for none; None decides as said above.
         inputs_kernel: "rbf" or None. It is left out for integers as inputs: they have no distances.
         points: Indices of the training points to condition on; all by default.
@@ -121,7 +123,7 @@ class UncertainClassifier:
         self,
         trajectory: Trajectory,
         *,
-        nodes: int = NUM_NODES,
+        nodes: int | None = None,
         features: int | Literal["exact"] | None = None,
         inputs_kernel: InputsKernel = "rbf",
         points: Int[Tensor, " N"] | Sequence[int] | None = None,
@@ -167,7 +169,7 @@ class UncertainClassifier:
         points = labelled_points(trajectory, labels, self.points)
         held_out = class_inputs(trajectory, X)
         names = class_names(self.classes, trajectory.num_outputs)
-        classes = class_labels(trajectory, y, len(held_out), classes=self.classes)
+        classes = class_labels(trajectory, y, len(held_out), classes=self.classes).to(held_out.device)
         if len(held_out) < MIN_VALIDATION_POINTS:
             raise ValueError(
                 f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(held_out)}. Hold more "
@@ -175,14 +177,17 @@ class UncertainClassifier:
             )
         count_seen(held_out, trajectory)
         options = parse_options("UncertainClassifier", _UNSUPPORTED, **self.options)
-        self._cache = BlockCache(_CACHE_BYTES)
-        self.process_: LabelProcess = fit_labels(trajectory, labels, settings, points, options)
-        self.classes_: np.ndarray = names
-        judged = self._judge(held_out)
+        process = fit_labels(trajectory, labels, settings, points.to(held_out.device), options)
+        judged = self._judge(held_out, process)
         order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
         first, second = order.tensor_split(2)
-        self.stacking_: Stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first])
-        self.conformity_scores_: Tensor = conformity_scores(self._probability(judged[second]), classes[second])
+        stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first])
+        probability = torch.softmax(stacking.logits(judged.logits[second], judged.mean[second]), dim=1)
+        self._cache = BlockCache(_CACHE_BYTES)
+        self.classes_: np.ndarray = names
+        self.process_: LabelProcess = process
+        self.stacking_: Stacking = stacking
+        self.conformity_scores_: Tensor = conformity_scores(probability, classes[second])
         return self
 
     def predict_proba(self, X: object) -> Float[Tensor, "n C"] | Float[np.ndarray, "n C"]:
@@ -198,7 +203,7 @@ class UncertainClassifier:
         """Return the share of points whose most likely class is the true one."""
         predicted = self._probability(self._judged(X)).argmax(1)
         labels = class_labels(self.trajectory, y, len(predicted), classes=self.classes)
-        return float((predicted == labels).double().mean())
+        return float((predicted == labels.to(predicted.device)).double().mean())
 
     def uncertainty(self, X: object, num_samples: int = 1024) -> ClassUncertainty:
         """Return scores of how unsure the classes of points are; see `ClassUncertainty` for what each is for.
@@ -241,7 +246,7 @@ class UncertainClassifier:
             TypeError, ValueError: The network cannot take the points, or `alpha` is no number between 0 and 1.
             RuntimeError: The classifier is not fitted.
         """
-        sets = conformal_sets(self._probability(self._judged(X)), self.conformity_scores_, alpha)
+        sets = conformal_sets(self._probability(self._judged(X)), self.conformity_scores_.cpu(), alpha)
         return like_inputs(sets, X)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -337,21 +342,24 @@ class UncertainClassifier:
             )
 
     def _judged(self, X: object) -> _Judgement:
+        """Evaluate network and process, once for the same points."""
         self._check_is_fitted()
-        return self._judge(class_inputs(self.trajectory, X))
-
-    def _judge(self, X: Shaped[Tensor, "n ..."]) -> _Judgement:
-        """Evaluate network and process once for the same points."""
-        C, key = self.trajectory.num_outputs, content_key(X)
+        points = class_inputs(self.trajectory, X)
+        C, key = self.trajectory.num_outputs, content_key(points)
         stored = self._cache.get(key)
         if stored is None:
-            with torch.no_grad():
-                precise = float_inputs(X, torch.float64)
-                logits = network_outputs(self.trajectory, precise).to(torch.float64)
-                mean, variance = self.process_.predict(precise)
-            stored = torch.cat([logits, mean, variance[:, None]], dim=1)
+            judged = self._judge(points, self.process_)
+            stored = torch.cat([judged.logits, judged.mean, judged.variance[:, None]], dim=1)
             self._cache.put(key, stored)
         return _Judgement(stored[:, :C], stored[:, C : 2 * C], stored[:, -1])
+
+    def _judge(self, X: Shaped[Tensor, "n ..."], process: LabelProcess) -> _Judgement:
+        """Evaluate network and process on the process's device; results are on that of the points."""
+        with torch.no_grad():
+            points = float_inputs(X.to(process.values.device), torch.float64)
+            logits = network_outputs(self.trajectory, points).to(torch.float64)
+            mean, variance = process.predict(points)
+        return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
 
     def _probability(self, judged: _Judgement) -> Tensor:
         return torch.softmax(self.stacking_.logits(judged.logits, judged.mean), dim=1)

@@ -21,6 +21,19 @@ def hadamard_order(num_outputs: int, num_nodes: int) -> int:
     return next((order for order in orders if num_nodes % order == 0), orders[0])
 
 
+def covering_order(num_outputs: int, at_least: int, at_most: int) -> int:
+    """Return a number of nodes of which the rows of a Hadamard matrix stand for all outputs exactly.
+
+    Args:
+        num_outputs: C.
+        at_least: Returned if an order from C on divides it.
+        at_most: Returned if no order from C to it does.
+    """
+    if at_least % hadamard_order(num_outputs, at_least) == 0:
+        return at_least
+    return next((order for order in range(max(num_outputs, at_least), at_most) if _construction(order)), at_most)
+
+
 def hadamard_matrix(order: int) -> Int8[Tensor, "order order"]:
     """Return a Hadamard matrix: entries 1 and -1, orthogonal rows and columns.
 

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.points import Points
 from epk_gp.gp.label_features import InputFeatures
+from epk_gp.gp.label_fit import LabelSettings
 from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale, squared_distances
 from epk_gp.gp.label_process import Spectrum, centred_labels, condition_exactly, condition_on_features
 from epk_gp.gram.path_kernel import gram_block
@@ -183,3 +184,21 @@ def test_a_point_without_gradient_has_no_cosine(points):
     kernel = LabelKernel(nodes_trajectory(run, 2), None, ComputeOptions())
     with pytest.raises(ValueError, match="that of point 1 is zero"):
         kernel.lengths(torch.stack([X[0], torch.zeros_like(X[0])]))
+
+
+@pytest.mark.parametrize(("num_outputs", "expected"), [(2, 20), (10, 20), (20, 20), (21, 24), (100, 104), (1000, 256)])
+def test_there_are_nodes_for_all_outputs(num_outputs, expected):
+    assert LabelSettings().num_nodes(num_outputs) == expected
+    assert LabelSettings(nodes=7).num_nodes(num_outputs) == 7
+
+
+def test_a_matrix_that_costs_too_much_gives_way_to_features(nodes, points, monkeypatch):
+    kernel, X = LabelKernel(nodes, None, ComputeOptions()), points[0]
+    cost = kernel.combined.multiplications_per_pair(X)
+    assert cost == 4 * sum(
+        layer.weight.numel() + layer.bias.numel() for layer in make_net() if hasattr(layer, "weight")
+    )
+    assert LabelSettings().num_features(kernel, X) is None
+    monkeypatch.setattr("epk_gp.gp.label_fit.EXACT_MULTIPLICATIONS", N**2 * cost // 2 - 1)
+    assert LabelSettings().num_features(kernel, X) == 4096
+    assert LabelSettings(features="exact").num_features(kernel, X) is None
