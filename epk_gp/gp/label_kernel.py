@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.memory_plan import posterior_points
+from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_features import trace_sketch
 from epk_gp.gram.path_sketch import PathSketch
@@ -51,58 +52,48 @@ class LabelKernel:
         """The trace of the path kernel of the logits, from one combination of the outputs at each node."""
         return trace_sketch(self.nodes, 1, nodes=None, seed=self.seed, head="logits")
 
-    def lengths(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, " n"]:
-        """Return sqrt(k(x, x)) of each input, before it is divided by.
+    def gram(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n n"]:
+        """Evaluate the kernel between all pairs of n inputs.
 
         Raises:
             ValueError: An input's gradients are all zero: it has no direction that a cosine could compare.
         """
-        squares = self.combined.square_lengths(X, self.options)[:, 0].to(torch.float64)
-        if not (squares > 0).all():
-            row = int((squares <= 0).nonzero()[0])
-            raise ValueError(
-                f"every point must have a gradient other than zero: that of point {row} is zero in all outputs and "
-                "weights. Leave that point out."
-            )
-        return squares.sqrt()
-
-    def gram(self, X: Shaped[Tensor, "n ..."], lengths: Float[Tensor, " n"]) -> Float[Tensor, "n n"]:
-        """Evaluate the kernel between all pairs of n inputs."""
-        K = self.block(X, X, lengths, lengths)
+        K = self.block(X, X)
         K.diagonal().fill_(1)  # up to rounding it is 1 already
         return K
 
-    def block(
-        self,
-        X: Shaped[Tensor, "n ..."],
-        Y: Shaped[Tensor, "m ..."],
-        lengths: Float[Tensor, " m"],
-        own_lengths: Float[Tensor, " n"] | None = None,
-    ) -> Float[Tensor, "n m"]:
+    def block(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
         """Evaluate the kernel between n and m inputs.
 
-        Args:
-            X: n inputs.
-            Y: m inputs.
-            lengths: Of the m inputs.
-            own_lengths: Of the n inputs; None computes them.
+        Raises:
+            ValueError: As for `gram`.
         """
-        K = self.combined.products_between(X, Y, self.options)[0].to(torch.float64)
-        own = self.lengths(X) if own_lengths is None else own_lengths
-        return self._times_rbf(K.div_(own[:, None]).div_(lengths), X, Y)
+        a = Points(X, is_train=False)
+        b = a if X is Y else Points(Y, is_train=False)
+        products, of_a, of_b = self.combined.products(a, b, self.options)
+        K = products[0].to(torch.float64).div_(_lengths(of_a)[:, None]).div_(_lengths(of_b))
+        return K if self.lengthscale is None else self._times_rbf(K, X, Y, self.lengthscale)
 
     def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> Iterator[Shaped[Tensor, "b ..."]]:
         """Split inputs into parts whose blocks with `num_columns` others fit into the memory budget."""
         yield from X.split(posterior_points(self.options.memory_budget, 8, 1, num_columns))
 
-    def _times_rbf(self, K: Tensor, X: Tensor, Y: Tensor) -> Tensor:
-        if self.lengthscale is None:
-            return K
+    def _times_rbf(self, K: Tensor, X: Tensor, Y: Tensor, lengthscale: float) -> Tensor:
         size = max(1, self.options.memory_budget // (4 * 8 * len(Y)))
         for rows in torch.arange(len(X), device=X.device).split(size):
-            squares = squared_distances(X[rows], Y)
-            K[rows] *= squares.mul_(-0.5 / self.lengthscale**2).exp_()
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            K[part] *= squared_distances(X[part], Y).mul_(-0.5 / lengthscale**2).exp_()
         return K
+
+
+def _lengths(squares: Float[Tensor, "n 1"]) -> Float[Tensor, " n"]:
+    if not (squares > 0).all():
+        row = int((squares[:, 0] <= 0).nonzero()[0])
+        raise ValueError(
+            f"every point must have a gradient other than zero: that of point {row} is zero in all outputs and "
+            "weights. Leave that point out."
+        )
+    return squares[:, 0].to(torch.float64).sqrt()
 
 
 def squared_distances(X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:

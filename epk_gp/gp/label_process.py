@@ -140,13 +140,11 @@ class ExactLabelProcess(LabelProcess):
     Attributes:
         kernel: The kernel.
         inputs: The N inputs.
-        lengths: Their lengths (`LabelKernel.lengths`).
         targets: (N, C).
     """
 
     kernel: LabelKernel
     inputs: Shaped[Tensor, "N ..."]
-    lengths: Float[Tensor, " N"]
     targets: Float[Tensor, "N C"]
 
     def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
@@ -155,7 +153,7 @@ class ExactLabelProcess(LabelProcess):
 
     def coordinates(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n r"]:
         """Return k(X, inputs) Q."""
-        return self.kernel.block(X, self.inputs, self.lengths) @ self.vectors
+        return self.kernel.block(X, self.inputs) @ self.vectors
 
     def variance_along(self, coordinates: Float[Tensor, "n r"]) -> Float[Tensor, " n"]:
         """Return 1 - sum_j b_j^2 / (v_j + noise)."""
@@ -163,7 +161,7 @@ class ExactLabelProcess(LabelProcess):
 
     def covariance(self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
         """Return k(X, Y) - sum_j b_j(X) b_j(Y) / (v_j + noise)."""
-        prior = self.kernel.block(X, Y, self.kernel.lengths(Y))
+        prior = self.kernel.gram(X) if X is Y else self.kernel.block(X, Y)
         left = self.coordinates(X)
         right = left if X is Y else self.coordinates(Y)
         return prior.sub_((left / (self.values + self.noise)) @ right.T)
@@ -238,8 +236,7 @@ def condition_exactly(
     kernel: LabelKernel, X: Shaped[Tensor, "N ..."], targets: Float[Tensor, "N C"]
 ) -> ExactLabelProcess:
     """Condition a process on N points through their kernel matrix, with the most likely noise and outputscale."""
-    lengths = kernel.lengths(X)
-    values, vectors = torch.linalg.eigh(kernel.gram(X, lengths))
+    values, vectors = torch.linalg.eigh(kernel.gram(X))
     spectrum = Spectrum(values.clamp_min(0), vectors.T @ targets, 0.0, len(X))  # below 0 by rounding only
     noise = most_likely_noise(spectrum, kernel.rounding(X))
     return ExactLabelProcess(
@@ -251,7 +248,6 @@ def condition_exactly(
         negative_log_likelihood=spectrum.negative_log_likelihood(noise),
         kernel=kernel,
         inputs=X,
-        lengths=lengths,
         targets=targets,
     )
 

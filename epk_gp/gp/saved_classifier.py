@@ -87,7 +87,7 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
     if statistics is not None:
         tensors["statistics"] = torch.stack([statistics[s] for s in range(len(statistics))])
     if isinstance(process, ExactLabelProcess):
-        tensors |= {"inputs": process.inputs, "lengths": process.lengths, "process_targets": process.targets}
+        tensors |= {"inputs": process.inputs, "process_targets": process.targets}
     tensors |= {f"constant.{name}": value for name, value in trajectory.model.frozen_state().items()}
     tensors |= trajectory.model.signature.stored_tensors()
     content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
@@ -178,9 +178,7 @@ def _read_process(
     common |= {name: description[name] for name in ("noise", "outputscale", "negative_log_likelihood")}
     if description["kind"] == "exact":
         kernel = LabelKernel(trajectory, description["lengthscale"], ComputeOptions(), settings.seed)
-        return ExactLabelProcess(
-            **common, kernel=kernel, inputs=data["inputs"], lengths=data["lengths"], targets=data["process_targets"]
-        )
+        return ExactLabelProcess(**common, kernel=kernel, inputs=data["inputs"], targets=data["process_targets"])
     features = InputFeatures(trajectory, len(data["vectors"]), settings.seed, description["lengthscale"])
     return SketchedLabelProcess(**common, features=features, training_features=None, targets=None)
 

@@ -90,15 +90,6 @@ class NodeSketch:
         )  # three blocks in half of it
         return max(1, min(by_points, by_pairs))
 
-    def square_lengths(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n K"]:
-        """Compute the squared length of each of the K combined gradients of points, summed over the nodes."""
-        lengths = [
-            jacobian.pointwise_products(jacobian).diagonal(dim1=1, dim2=2)
-            for jacobians in self.jacobians(X, _PRODUCTS)
-            for jacobian in jacobians
-        ]
-        return torch.stack(lengths).sum(0)
-
     def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
         """Count the multiplications of a pair of points in `node_products`."""
         jacobians = next(self.jacobians(X[:1], _PRODUCTS))
@@ -143,17 +134,29 @@ class NodeSketch:
 
 def node_products(
     left: NodeSketch, X: Shaped[Tensor, "n ..."], right: NodeSketch, Y: Shaped[Tensor, "m ..."]
-) -> Float[Tensor, "K n m"]:
-    """Compute the products that are sketched, of each of K combined outputs with itself, summed over the nodes."""
+) -> tuple[Float[Tensor, "K n m"], Float[Tensor, "n K"], Float[Tensor, "m K"]]:
+    """Compute the products that are sketched, of each of K combined outputs with itself, summed over the nodes.
+
+    Returns:
+        The products, and those of each point on the left and on the right with itself.
+    """
     is_symmetric = left is right and X is Y
-    total = GramAccumulator((left.coefficients.shape[1], len(X), len(Y)), left.states[0], is_symmetric)
-    if is_symmetric:
-        for a in left.jacobians(X, _PRODUCTS):
-            total.add_steps([a], [a], [1.0])
-    else:
-        for a, b in zip(left.jacobians(X, _PRODUCTS), right.jacobians(Y, _PRODUCTS), strict=True):
-            total.add_steps([a], [b], [1.0])
-    return total.result()
+    K = left.coefficients.shape[1]
+    total = GramAccumulator((K, len(X), len(Y)), left.states[0], is_symmetric)
+    own, other = left.states[0].new_zeros(len(X), K), left.states[0].new_zeros(len(Y), K)
+    of_right = None if is_symmetric else right.jacobians(Y, _PRODUCTS)
+    for a in left.jacobians(X, _PRODUCTS):
+        b = a if of_right is None else next(of_right)
+        total.add_steps([a], [b], [1.0])
+        own += _square_lengths(a)
+        if not is_symmetric:
+            other += _square_lengths(b)
+    return total.result(), own, own if is_symmetric else other
+
+
+def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, "n K"]:
+    parts = [jacobian.pointwise_products(jacobian).diagonal(dim1=1, dim2=2) for jacobian in jacobians]
+    return torch.stack(parts).sum(0)
 
 
 def compute_pieces(

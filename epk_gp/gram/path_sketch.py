@@ -4,7 +4,6 @@ import warnings
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 
 import torch
 from jaxtyping import Float, Shaped
@@ -111,67 +110,56 @@ class PathSketch:
 
         return with_plan(self.trajectory, model, compute)
 
-    def products(self, points: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "K n n"]:
-        """Compute what the inner products of features are in expectation: no sketch, but the same nodes and v_n."""
-        K, model = self.coefficients.shape[1], self.trajectory.model_for(points.X)
+    def products(
+        self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
+    ) -> tuple[Float[Tensor, "K n m"], Float[Tensor, "n K"], Float[Tensor, "m K"]]:
+        """Compute what the inner products of features are in expectation: no sketch, but the same nodes and v_n.
 
-        def compute(net: PlannedModel) -> Tensor:
-            result = torch.empty(K, len(points), len(points), dtype=net.model.spec.dtype, device=net.model.spec.device)
-            parts = [
-                (sketch, rows)
-                for is_train in (True, False)
-                for sketch, indices in [(self._of_copy(net, is_train), points.copies(is_train))]
-                if len(indices)
-                for rows in indices.split(sketch.product_rows(points.X[:1], options.memory_budget))
-            ]
-            for (left, n), (right, m) in product(parts, repeat=2):
-                result[:, n[:, None], m] = node_products(left, points.X[n], right, points.X[m])
-            return result
+        Args:
+            a: n points.
+            b: m points; the same object as a at half the cost.
+            options: `memory_budget` and `progress`.
 
-        return with_plan(self.trajectory, model, compute)
+        Returns:
+            The products, and those of each of the n and of the m points with itself.
+        """
+        K, model = self.coefficients.shape[1], self.trajectory.model_for(a.X)
 
-    def products_between(
-        self, X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."], options: ComputeOptions = ComputeOptions()
-    ) -> Float[Tensor, "K n m"]:
-        """Compute `products` between test copies of n and m inputs; of one set with itself at half the cost."""
-        model = self.trajectory.model_for(X)
-
-        def compute(net: PlannedModel) -> Tensor:
-            sketch = self._of_copy(net, is_train=False)
-            size = sketch.product_rows(X[:1], options.memory_budget)
-            rows, columns = (torch.arange(len(Z), device=X.device).split(size) for Z in (X, Y))
-            result = X.new_empty(self.coefficients.shape[1], len(X), len(Y), dtype=net.model.spec.dtype)
-            for i, n in enumerate(rows):
-                for j, m in enumerate(columns[: i + 1] if X is Y else columns):
-                    left, right = X[n[0] : n[-1] + 1], Y[m[0] : m[-1] + 1]
-                    block = node_products(sketch, left, sketch, left if X is Y and i == j else right)
-                    result[:, n[0] : n[-1] + 1, m[0] : m[-1] + 1] = block
-                    if X is Y and i != j:
-                        result[:, m[0] : m[-1] + 1, n[0] : n[-1] + 1] = block.mT
-            return result
-
-        return with_plan(self.trajectory, model, compute)
-
-    def square_lengths(
-        self, X: Shaped[Tensor, "n ..."], options: ComputeOptions = ComputeOptions()
-    ) -> Float[Tensor, "n K"]:
-        """Compute the diagonal of `products_between` of n inputs with themselves."""
-        model = self.trajectory.model_for(X)
-
-        def compute(net: PlannedModel) -> Tensor:
-            sketch = self._of_copy(net, is_train=False)
-            return torch.cat(
-                [sketch.square_lengths(x) for x in X.split(sketch.product_rows(X[:1], options.memory_budget))]
-            )
+        def compute(net: PlannedModel) -> tuple[Tensor, Tensor, Tensor]:
+            spec = net.model.spec
+            result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
+            squares = [result.new_empty(len(points), K) for points in (a, b)]
+            left = self._parts(net, a, options)
+            right = left if a is b else self._parts(net, b, options)
+            pairs = [(i, j) for i in range(len(left)) for j in range(i + 1 if a is b else len(right))]
+            for i, j in tqdm(pairs, desc="tiles", disable=not options.progress):
+                (own, n), (other, m) = left[i], right[j]
+                X = a.X[n]
+                block, squares[0][n], squares[1][m] = node_products(own, X, other, X if a is b and i == j else b.X[m])
+                result[:, n[:, None], m] = block
+                if a is b and i != j:
+                    result[:, m[:, None], n] = block.mT
+            return result, squares[0], squares[1]
 
         return with_plan(self.trajectory, model, compute)
 
     def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
-        """Count the multiplications that a value of `products_between` costs: for points like these, at all nodes."""
+        """Count the multiplications that a value of `products` costs: for points like these, at all nodes."""
         model = self.trajectory.model_for(X)
         return with_plan(
             self.trajectory, model, lambda net: self._of_copy(net, is_train=False).multiplications_per_pair(X)
         )
+
+    def _parts(self, net: PlannedModel, points: Points, options: ComputeOptions) -> list[tuple[NodeSketch, Tensor]]:
+        """Split points by copy, and so that the layer Jacobians of a part fit into the budget."""
+        return [
+            (sketch, rows)
+            for is_train in (True, False)
+            for indices in [points.copies(is_train)]
+            if len(indices)
+            for sketch in [self._of_copy(net, is_train)]
+            for rows in indices.split(sketch.product_rows(points.X[:1], options.memory_budget))
+        ]
 
     def _features(
         self, net: PlannedModel, points: Points, options: ComputeOptions, executor: Executor | None

@@ -65,10 +65,10 @@ def measure_sketch_error(
     probe = Points(points.X[rows], mask)
     chosen = ComputeOptions(memory_budget=options.memory_budget)
     kernel, reference = _reference(sketch, probe)
-    exact = _cosines(kernel.block_per_class(probe, probe, chosen).double().sum(0))
+    exact = _cosines(kernel.trace_block(probe, probe, chosen).double())
     own = features[rows].double()
     sketched = (_cosines(own @ own.T) - exact).abs()
-    by_nodes = (_cosines(sketch.products(probe, chosen)[0].double()) - exact).abs()
+    by_nodes = (_cosines(sketch.products(probe, probe, chosen)[0][0].double()) - exact).abs()
     return SketchError(
         rms=_rms(sketched),
         max=float(sketched.max()),

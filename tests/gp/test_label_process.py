@@ -61,8 +61,8 @@ def test_the_kernel_is_the_cosine_of_combined_outputs_times_an_rbf(nodes, points
     X = points[0]
     Y = torch.randn(5, D, dtype=torch.float64, generator=generator)
     kernel = LabelKernel(nodes, lengthscale, ComputeOptions())
-    assert_close(kernel.block(Y, X, kernel.lengths(X)), reference_kernel(nodes, Y, X, lengthscale))
-    gram = kernel.gram(X, kernel.lengths(X))
+    assert_close(kernel.block(Y, X), reference_kernel(nodes, Y, X, lengthscale))
+    gram = kernel.gram(X)
     assert_close(gram, reference_kernel(nodes, X, X, lengthscale))
     assert (gram.diagonal() == 1).all()
 
@@ -75,9 +75,9 @@ def test_one_combination_of_outputs_at_each_node_stands_for_the_trace(run, point
     K = torch.einsum("ncmc->nm", gram_block(nodes, both, both, head="logits", rule=left_endpoint()))
     exact = K / (K.diagonal()[:, None] * K.diagonal()).sqrt()
     kernel = LabelKernel(nodes, None, ComputeOptions())
-    found = kernel.gram(X, kernel.lengths(X))
+    found = kernel.gram(X)
     one = LabelKernel(nodes_trajectory(run, 1), None, ComputeOptions())
-    control = one.gram(X, one.lengths(X))
+    control = one.gram(X)
     assert 5 * (found - exact).norm() < (control - exact).norm()
 
 
@@ -85,10 +85,8 @@ def test_blocks_do_not_depend_on_the_memory_budget(nodes, points):
     X = points[0]
     small, large = (LabelKernel(nodes, None, ComputeOptions(memory_budget=budget)) for budget in (1 << 20, 1 << 28))
     many = X.repeat(60, 1)
-    every = large.lengths(many)
-    assert_close(small.gram(many, every), large.gram(many, every))
-    assert_close(small.block(X, many, every), large.block(X, many, every))
-    assert_close(small.lengths(X), large.lengths(X))
+    assert_close(small.gram(many), large.gram(many))
+    assert_close(small.block(X, many), large.block(X, many))
 
 
 @pytest.fixture(params=["exact", "sketched"])
@@ -183,7 +181,7 @@ def test_a_point_without_gradient_has_no_cosine(points):
     run = make_run(torch.nn.Sequential(*layers).double(), X, y)
     kernel = LabelKernel(nodes_trajectory(run, 2), None, ComputeOptions())
     with pytest.raises(ValueError, match="that of point 1 is zero"):
-        kernel.lengths(torch.stack([X[0], torch.zeros_like(X[0])]))
+        kernel.gram(torch.stack([X[0], torch.zeros_like(X[0])]))
 
 
 @pytest.mark.parametrize(("num_outputs", "expected"), [(2, 20), (10, 20), (20, 20), (21, 24), (100, 104), (1000, 256)])
