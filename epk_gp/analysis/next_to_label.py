@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epk_gp.core.validation import validate_count, validate_integer
 from epk_gp.gp.class_data import class_inputs, float_inputs
-from epk_gp.gp.label_process import LabelProcess
+from epk_gp.gp.label_process import LabelProcess, without_rounding
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 
 # Points of the pool whose variance is to fall. Their mean stands for that of the whole pool: the variances lie in
@@ -106,7 +106,7 @@ def _choose(
                 column = column - other * other[best]
         column = column / (variance[best] + process.noise).sqrt()
         covariance = covariance.addr_(column[drawn], column, alpha=-1)
-        variance = (variance - column.square()).clamp_min(0)
+        variance = without_rounding(variance - column.square(), process.rounding, "variances")
         columns.append(column)
         chosen.append(best)
     indices = torch.tensor(chosen, device=X.device)

@@ -22,19 +22,17 @@ class InputFeatures:
         num_features: k.
         seed: Of the sketch.
         lengthscale: Of the RBF kernel on the inputs; None without one.
+        options: How they are computed.
     """
 
     nodes: Trajectory
     num_features: int
     seed: int
     lengthscale: float | None
+    options: ComputeOptions = ComputeOptions()
 
     def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n k"]:
         """Compute the features of n inputs."""
-        return self.of_points(X, ComputeOptions())
-
-    def of_points(self, X: Shaped[Tensor, "n ..."], options: ComputeOptions) -> Float[Tensor, "n k"]:
-        """Compute the features of n inputs, with options."""
         X = float_inputs(X, torch.float32)
         z = path_features(
             self.nodes,
@@ -44,8 +42,8 @@ class InputFeatures:
             seed=self.seed,
             head="logits",
             num_probe=0,
-            memory_budget=options.memory_budget,
-            progress=options.progress,
+            memory_budget=self.options.memory_budget,
+            progress=self.options.progress,
         )
         z = torch.nn.functional.normalize(z)
         if self.lengthscale is None:

@@ -105,8 +105,8 @@ def fit_labels(
     num_features = settings.num_features(kernel, X)
     if num_features is None:
         return condition_exactly(kernel, float_inputs(X, torch.float64), targets)
-    features = InputFeatures(nodes, num_features, settings.seed, lengthscale)
-    return condition_on_features(features, features.of_points(X, options), targets)
+    features = InputFeatures(nodes, num_features, settings.seed, lengthscale, options)
+    return condition_on_features(features, features(X), targets)
 
 
 def _lengthscale(trajectory: Trajectory, inputs_kernel: InputsKernel) -> float | None:

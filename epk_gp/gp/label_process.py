@@ -71,6 +71,26 @@ def most_likely_noise(spectrum: Spectrum, rounding: float = 0.0) -> float:
     return exp(min([float(found.x), *bounds], key=loss))
 
 
+def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) -> Float[Tensor, " n"]:
+    """Return numbers that cannot be negative with those set to 0 that rounding has made so.
+
+    Args:
+        values: The numbers.
+        rounding: How far below 0 rounding may have brought them.
+        what: Their name in a message.
+
+    Raises:
+        ValueError: One is further below 0, which rounding does not explain.
+    """
+    lowest = float(values.min()) if len(values) else 0.0
+    if lowest < -rounding:
+        raise ValueError(
+            f"{what} must not be negative: the smallest is {lowest:.3g}, and rounding explains no more than "
+            f"{rounding:.3g}. Use inputs in float64, or fewer conditioning points."
+        )
+    return values.clamp_min(0)
+
+
 @dataclass(frozen=True, eq=False)
 class LabelProcess(ABC):
     """A Gaussian process for each class, all with the same kernel, conditioned on N labels.
@@ -117,6 +137,11 @@ class LabelProcess(ABC):
         """
 
     @property
+    @abstractmethod
+    def rounding(self) -> float:
+        """How far below 0 rounding may bring a variance, relative to the outputscale."""
+
+    @property
     def num_outputs(self) -> int:
         """C."""
         return self.weights.shape[1]
@@ -128,7 +153,7 @@ class LabelProcess(ABC):
         for part in self.split(X):
             coordinates = self.coordinates(part)
             means.append(coordinates @ self.weights)
-            variances.append(self.variance_along(coordinates).clamp_min(0))  # rounding of a difference
+            variances.append(without_rounding(self.variance_along(coordinates), self.rounding, "variances"))
         return torch.cat(means), torch.cat(variances)
 
 
@@ -146,6 +171,11 @@ class ExactLabelProcess(LabelProcess):
     kernel: LabelKernel
     inputs: Shaped[Tensor, "N ..."]
     targets: Float[Tensor, "N C"]
+
+    @property
+    def rounding(self) -> float:
+        """That of N kernel values, divided by the smallest variance of an observation."""
+        return len(self.inputs) * self.kernel.rounding(self.inputs) * max(1.0, 1 / self.noise)
 
     def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
         """Split by the kernel's memory budget."""
@@ -170,7 +200,8 @@ class ExactLabelProcess(LabelProcess):
         """Divide by the diagonal of (K + noise)^-1."""
         inverse_diagonal = (self.vectors.square() / (self.values + self.noise)).sum(1)
         residuals = (self.vectors @ self.weights) / inverse_diagonal[:, None]
-        return self.targets - residuals, (1 / inverse_diagonal - self.noise).clamp_min(0)
+        variances = without_rounding(1 / inverse_diagonal - self.noise, self.rounding, "variances")
+        return self.targets - residuals, variances
 
 
 @final
@@ -187,6 +218,11 @@ class SketchedLabelProcess(LabelProcess):
     features: InputFeatures
     training_features: Float[Tensor, "N k"] | None
     targets: Float[Tensor, "N C"] | None
+
+    @property
+    def rounding(self) -> float:
+        """That of features in float32: another place of a point in its block of points gives other last digits."""
+        return 8 * torch.finfo(torch.float32).eps
 
     def split(self, X: Shaped[Tensor, "n ..."]) -> list[Shaped[Tensor, "b ..."]]:
         """Split into blocks of one size."""
@@ -237,7 +273,9 @@ def condition_exactly(
 ) -> ExactLabelProcess:
     """Condition a process on N points through their kernel matrix, with the most likely noise and outputscale."""
     values, vectors = torch.linalg.eigh(kernel.gram(X))
-    spectrum = Spectrum(values.clamp_min(0), vectors.T @ targets, 0.0, len(X))  # below 0 by rounding only
+    rounding = len(X) * kernel.rounding(X) * float(values[-1])
+    values = without_rounding(values, rounding, "eigenvalues of the kernel matrix")
+    spectrum = Spectrum(values, vectors.T @ targets, 0.0, len(X))
     noise = most_likely_noise(spectrum, kernel.rounding(X))
     return ExactLabelProcess(
         values=spectrum.values,
@@ -269,12 +307,16 @@ def condition_on_features(
         scatter.addmm_(F.T, F)
         products.addmm_(F.T, y)
     values, vectors = torch.linalg.eigh(scatter)
-    values = values.clamp_min(0)  # below 0 by rounding only
+    rounding = k * torch.finfo(values.dtype).eps * float(values[-1])
+    values = without_rounding(values, rounding, "eigenvalues of the features' scatter matrix")
     along = vectors.T @ products  # of the training points: none in directions of eigenvalue 0
-    is_spanned = (values > k * torch.finfo(values.dtype).eps * values[-1])[:, None]
+    is_spanned = (values > rounding)[:, None]
     projections = torch.where(is_spanned, along, 0) / torch.where(is_spanned, values[:, None].sqrt(), 1)
-    remainder = float(targets.square().sum() - projections.square().sum())
-    spectrum = Spectrum(values, projections, max(remainder, 0.0), N)
+    total = targets.square().sum()
+    unexplained = without_rounding(
+        (total - projections.square().sum())[None], float(total) * torch.finfo(total.dtype).eps ** 0.5, "remainders"
+    )
+    spectrum = Spectrum(values, projections, float(unexplained), N)
     noise = most_likely_noise(spectrum)
     return SketchedLabelProcess(
         values=values,

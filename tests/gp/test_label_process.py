@@ -9,7 +9,13 @@ from epk_gp.core.points import Points
 from epk_gp.gp.label_features import InputFeatures
 from epk_gp.gp.label_fit import LabelSettings
 from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale, squared_distances
-from epk_gp.gp.label_process import Spectrum, centred_labels, condition_exactly, condition_on_features
+from epk_gp.gp.label_process import (
+    Spectrum,
+    centred_labels,
+    condition_exactly,
+    condition_on_features,
+    without_rounding,
+)
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.gram.path_sketch import trace_coefficients
@@ -200,3 +206,12 @@ def test_a_matrix_that_costs_too_much_gives_way_to_features(nodes, points, monke
     monkeypatch.setattr("epk_gp.gp.label_fit.EXACT_MULTIPLICATIONS", N**2 * cost // 2 - 1)
     assert LabelSettings().num_features(kernel, X) == 4096
     assert LabelSettings(features="exact").num_features(kernel, X) is None
+
+
+def test_only_rounding_is_set_to_zero():
+    values = torch.tensor([2.0, -1e-12, 0.0], dtype=torch.float64)
+    assert without_rounding(values, 1e-11, "variances").tolist() == [2.0, 0.0, 0.0]
+    with pytest.raises(
+        ValueError, match="variances must not be negative: the smallest is -1e-12, and rounding explains"
+    ):
+        without_rounding(values, 1e-13, "variances")
