@@ -16,7 +16,7 @@ from epk_gp.core.fingerprint import content_key
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.kernels.cache import BlockCache
-from epk_gp.kernels.tagged_points import requires_graph, validate_tagged_points
+from epk_gp.kernels.tagged_points import as_points, requires_graph, tag_points
 
 CACHE_BYTES = 64 * 2**20  # of features that a kernel keeps: 10,000 points of 800 numbers in float64
 
@@ -174,13 +174,8 @@ class HiddenFeatures:
         Raises:
             TypeError, ValueError: The network cannot take the points.
         """
-        width = torch.Size(self.trajectory.input_shape).numel()
-        if isinstance(x, Tensor) and x.ndim >= 2 and x.shape[-1] == width:
-            x = torch.cat([x, x.new_zeros(*x.shape[:-1], 1)], dim=-1)
-        validate_tagged_points(self.trajectory, x)
-        X = x[..., :-1].reshape(-1, *self.trajectory.input_shape)
-        if not self.trajectory.inputs.is_floating_point():
-            X = X.to(self.trajectory.inputs.dtype)
+        x = tag_points(self.trajectory, x)
+        X = as_points(self.trajectory, x.reshape(-1, x.shape[-1])).X
         features = self(X).to(x.dtype) if x.is_floating_point() else self(X)
         return torch.unflatten(features, 0, x.shape[:-1]) / self.scale
 

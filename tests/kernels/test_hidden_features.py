@@ -188,3 +188,15 @@ class TestPeer(BaseKernelTestCase, unittest.TestCase):
         if active_dims is not None:
             kernel.active_dims = torch.tensor(active_dims)
         return kernel
+
+
+def test_fractions_are_no_integers():
+    """A network of tokens: GPyTorch hands numbers over as floating-point numbers, and none may be cut."""
+    torch.manual_seed(0)
+    X = torch.randint(0, 6, (10, 3))
+    net = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 2))
+    run = epk.train(net, X, torch.arange(10) % 2, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
+    kernel = HiddenFeaturesKernel(run, RBFKernel())
+    assert torch.isfinite(kernel(X.float()).to_dense()).all()
+    with pytest.raises(ValueError, match="inputs must be whole numbers"):
+        kernel(X + 0.5).to_dense()
