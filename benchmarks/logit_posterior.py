@@ -50,14 +50,14 @@ def main(
     run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
     gp = epk.LogitGP(run, outputs=outputs, rule=epk.gauss_legendre(2), memory_budget=budget << 20)
     grams, kernel = Clock(), Clock()
-    for name in ("block", "block_per_class"):
+    for name in ("block", "block_per_class", "trace_block"):
         setattr(PathKernel, name, grams.around(getattr(PathKernel, name)))
     before = time.process_time()
     gp.fit(fit_steps)
     typer.echo(
         f"fit, {fit_steps} steps: {time.process_time() - before:.1f} s, of which the kernel {grams.seconds:.1f} s"
     )
-    for name in ("block", "diagonal_blocks"):
+    for name in ("normalized_block", "point_blocks"):
         setattr(posterior, name, kernel.around(getattr(posterior, name)))
     X_test, peak_before = 2 * torch.randn(points, 2, dtype=torch.float64), _peak()
     before = time.process_time()

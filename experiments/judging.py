@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -184,6 +184,41 @@ def table_of(
                 found[method].append(row)
         table += [_entry(cell[0], method, rows, columns) for method, rows in found.items() if rows]
     return table, reasons_once(left_out)
+
+
+@dataclass(frozen=True)
+class GridConfig:
+    """Networks and numbers of images, the most important ones first."""
+
+    grids: tuple[Grid, ...]
+    counts: Counts = field(default_factory=Counts)
+    methods: tuple[str, ...] = tuple(PEERS)
+
+
+@dataclass(frozen=True)
+class GridResult:
+    """The table.
+
+    Attributes:
+        columns: What is measured.
+        table: One entry per data set, network, size and method: mean and standard deviation over seeds of each column.
+        left_out: What could not be run, and why.
+    """
+
+    columns: list[str]
+    table: list[Row]
+    left_out: list[str]
+
+    def values(self, row: Row, columns: Sequence[str]) -> list[float]:
+        """Return the means of some columns in an entry of the table, where it has them."""
+        entries = [row["values"][self.columns.index(column)] for column in columns]
+        return [entry[0] for entry in entries if entry]
+
+
+def run_grids(config: GridConfig, columns: Columns) -> GridResult:
+    """Train every network, and let every method judge it."""
+    table, left_out = table_of(config.grids, config.counts, config.methods, columns)
+    return GridResult(list(columns), table, left_out)
 
 
 def network_name(problem: Problem) -> str:

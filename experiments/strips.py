@@ -1,4 +1,4 @@
-"""Pictures of large tables: a method a line, a dot for every trained network, a bar for their mean."""
+"""Pictures of large tables: a method a line, a dot for every trained network, a bar for their mean if all are there."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from epk_gp.plots import PALETTE
 
 Row = dict[str, Any]
 DECADE = 10
+NETWORK = ("data", "network", "num_train", "share", "kind")  # entries that say which networks a row is about
+BARS = "a bar is the mean of the dots, of methods with all dots of a column"
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,11 @@ class Panel:
 
 
 def strips(table: Sequence[Row], panels: Sequence[Panel], label: str) -> Figure:
-    """Draw all panels side by side, with the methods in the order in which they come and a colour for each data set."""
+    """Draw all panels side by side, with the methods in the order in which they come and a colour for each data set.
+
+    Panels that no row has a value for are left out, unless all are.
+    """
+    panels = [panel for panel in panels if any(panel.values(row) for row in table)] or panels[:1]
     methods = list(dict.fromkeys(row["method"] for row in table))
     data = list(dict.fromkeys(row["data"] for row in table))
     height = 1.3 + 0.3 * len(methods)
@@ -55,12 +61,11 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
         ]
         x, y = zip(*dots, strict=True) if dots else ((), ())
         ax.plot(x, y, "o", color=PALETTE[k], markersize=3, alpha=0.8, label=name)
-    found = []
-    for place, method in enumerate(methods):
+    found = [value for row in table for value in panel.values(row)]
+    for method in _complete(table, panel, methods):
         values = [value for row in table if row["method"] == method for value in panel.values(row)]
-        found += values
-        if values:
-            ax.plot([sum(values) / len(values)] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.6)
+        place = methods.index(method)
+        ax.plot([sum(values) / len(values)] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.6)
     ax.set_title(panel.title, fontsize="small")
     ax.tick_params(axis="x", labelsize="small")
     if panel.log and found and max(found) > DECADE * min(found) > 0:
@@ -72,3 +77,14 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
         ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.grid(visible=True, color="#dddddd", linewidth=0.6)
     ax.set_axisbelow(True)
+
+
+def _complete(table: Sequence[Row], panel: Panel, methods: list[str]) -> list[str]:
+    """List the methods that have all networks and seeds of a panel: means of the others are not comparable."""
+    seeds: dict[str, dict[tuple[Any, ...], int]] = {method: {} for method in methods}
+    for row in table:
+        if panel.values(row):
+            seeds[row["method"]][tuple(row.get(name) for name in NETWORK)] = row["seeds"]
+    networks = {network for found in seeds.values() for network in found}
+    wanted = {network: max(found.get(network, 0) for found in seeds.values()) for network in networks}
+    return [method for method in methods if wanted and seeds[method] == wanted]

@@ -58,13 +58,14 @@ def label_errors(
     inputs_kernel: InputsKernel = "rbf",
     points: Int[Tensor, " M"] | Sequence[int] | None = None,
     seed: int = 0,
+    power: int | None = None,
     **options: Unpack[ComputeSettings],
 ) -> LabelErrors:
     """Rank training points by how suspicious their labels are.
 
     A process on all labels (`UncertainClassifier`) predicts each point from all others, in closed form. Beside it
-    stands the area under the margin along the recorded run. The two err at
-    different points: ranks by either are averaged.
+    stands the area under the margin along the recorded run. The two err at different points: ranks by either are
+    averaged.
 
     Args:
         trajectory: Run of a classifier, trained on class labels with cross entropy.
@@ -73,6 +74,7 @@ def label_errors(
         inputs_kernel: As in `UncertainClassifier`.
         points: Indices of the training points to judge, from each other; all by default.
         seed: Seed of the sketch.
+        power: As in `UncertainClassifier`.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
     Raises:
@@ -81,7 +83,7 @@ def label_errors(
     """
     validate_trajectory(trajectory)
     labels = training_labels(trajectory, "label_errors")
-    settings = LabelSettings(nodes, features, inputs_kernel, seed)
+    settings = LabelSettings(nodes, features, inputs_kernel, seed, power)
     settings.validate()
     judged = labelled_points(trajectory, labels, points)
     if len(judged) < 2:

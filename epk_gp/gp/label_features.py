@@ -1,4 +1,4 @@
-"""Features of inputs for a process on labels: the path kernel's cosine, times an RBF kernel on the inputs."""
+"""Features of inputs for a process on labels: a power of the path kernel's cosine times an RBF kernel."""
 
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ class InputFeatures:
         seed: Of the sketch.
         lengthscale: Of the RBF kernel on the inputs; None without one.
         options: How they are computed.
+        power: Of the product of both kernels, a whole number from 1 on. Every further factor is another sketch, with
+            its noise.
     """
 
     nodes: Trajectory
@@ -30,6 +32,7 @@ class InputFeatures:
     seed: int
     lengthscale: float | None
     options: ComputeOptions = ComputeOptions()
+    power: int = 1
 
     def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n k"]:
         """Compute the features of n inputs."""
@@ -46,7 +49,12 @@ class InputFeatures:
             progress=self.options.progress,
         )
         z = torch.nn.functional.normalize(z)
-        if self.lengthscale is None:
-            return z
-        phi = rbf_features(X, self.lengthscale, seed=self.seed)
-        return torch.nn.functional.normalize(tensor_sketch(z, phi, self.num_features, seed=self.seed))
+        if self.lengthscale is not None:
+            z = self._product(z, rbf_features(X, self.lengthscale, seed=self.seed), 0)
+        factor = z
+        for number in range(1, self.power):
+            z = self._product(z, factor, number)
+        return z
+
+    def _product(self, z: Tensor, other: Tensor, number: int) -> Tensor:
+        return torch.nn.functional.normalize(tensor_sketch(z, other, self.num_features, seed=self.seed + number))

@@ -24,6 +24,11 @@ InputsKernel = Literal["rbf"] | None
 EXACT_POINTS = 5000
 EXACT_MULTIPLICATIONS = 10**13
 NUM_FEATURES = 4096
+
+# Powers of the kernel. Measured on MNIST and Fashion-MNIST, 2000 images, an MLP and a CNN: the square of the exact
+# kernel finds errors as well or better (AUROC .988 to .989, .985 to .986, .870 to .874, .896 to .897). A sketch of the
+# square in 4096 features is worse than one of the kernel itself (20,000 MNIST images: .958 and .963).
+EXACT_POWER, SKETCHED_POWER = 2, 1
 MAX_NODES = 256  # by default, for networks of many outputs
 
 
@@ -39,12 +44,14 @@ class LabelSettings:
         inputs_kernel: "rbf" multiplies the path kernel's cosine by an RBF kernel on the inputs, with the median
             distance between training inputs as its lengthscale; None leaves it out, as integers as inputs do.
         seed: Seed of the sketch.
+        power: Of the product of both kernels; None for 2 with the kernel matrix itself, and 1 with features.
     """
 
     nodes: int | None = None
     features: int | Literal["exact"] | None = None
     inputs_kernel: InputsKernel = "rbf"
     seed: int = 0
+    power: int | None = None
 
     def validate(self) -> None:
         """Raise if a setting cannot be used.
@@ -56,6 +63,8 @@ class LabelSettings:
         if self.nodes is not None:
             validate_count(self.nodes, "nodes")
         validate_integer(self.seed, "seed")
+        if self.power is not None:
+            validate_count(self.power, "power")
         if isinstance(self.features, str):
             if self.features != "exact":
                 raise ValueError(f"features must be a number, 'exact' or None: got {self.features!r}.")
@@ -63,6 +72,10 @@ class LabelSettings:
             validate_count(self.features, "features")
         if self.inputs_kernel not in ("rbf", None):
             raise ValueError(f"inputs_kernel must be 'rbf' or None: got {self.inputs_kernel!r}.")
+
+    def exponent(self, default: int) -> int:
+        """Return the power of the kernel."""
+        return default if self.power is None else int(self.power)
 
     def num_nodes(self, num_outputs: int) -> int:
         """Return the number of nodes for a network with C outputs."""
@@ -101,11 +114,12 @@ def fit_labels(
     X = trajectory.inputs[own].to(points.device)
     targets = centred_labels(labels[own], trajectory.num_outputs).to(points.device)
     lengthscale = _lengthscale(trajectory, settings.inputs_kernel)
-    kernel = LabelKernel(nodes, lengthscale, options, settings.seed)
+    kernel = LabelKernel(nodes, lengthscale, options, settings.seed, settings.exponent(EXACT_POWER))
     num_features = settings.num_features(kernel, X)
     if num_features is None:
         return condition_exactly(kernel, float_inputs(X, torch.float64), targets)
-    features = InputFeatures(nodes, num_features, settings.seed, lengthscale, options)
+    power = settings.exponent(SKETCHED_POWER)
+    features = InputFeatures(nodes, num_features, settings.seed, lengthscale, options, power)
     return condition_on_features(features, features(X), targets)
 
 

@@ -1,4 +1,4 @@
-"""The one scalar kernel that all classes share: the cosine of the path kernel, times an RBF kernel on the inputs."""
+"""The one scalar kernel that all classes share: a power of the path kernel's cosine times an RBF kernel."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,23 +29,25 @@ class LabelKernel:
     combination of the outputs at each node, v_n^T K_n(x, x') v_n with rows v_n of a Hadamard matrix in turn, for a C-th
     of the cost: exact for kernels that do not change from node to node (docs/theory.md, section 9).
 
-        k(x, x') = tr K(x, x') / sqrt(tr K(x, x) tr K(x', x'))  exp(-|x - x'|^2 / 2 l^2)
+        k(x, x') = (tr K(x, x') / sqrt(tr K(x, x) tr K(x', x'))  exp(-|x - x'|^2 / 2 l^2))^p
 
     Attributes:
         nodes: Few steps that stand for the whole run (`nodes_trajectory`).
         lengthscale: l of the RBF kernel; None leaves that factor out.
         options: How blocks are computed.
         seed: Draws the combinations of the outputs.
+        power: p, a whole number from 1 on.
     """
 
     nodes: Trajectory
     lengthscale: float | None
     options: ComputeOptions
     seed: int = 0
+    power: int = 1
 
     def rounding(self, X: Shaped[Tensor, "n ..."]) -> float:
         """Return the relative rounding error of a value between inputs like these."""
-        return torch.finfo(self.nodes.model.spec_for(X).dtype).eps
+        return self.power * torch.finfo(self.nodes.model.spec_for(X).dtype).eps
 
     @cached_property
     def combined(self) -> PathSketch:
@@ -72,18 +74,19 @@ class LabelKernel:
         b = a if X is Y else Points(Y, is_train=False)
         products, of_a, of_b = self.combined.products(a, b, self.options)
         K = products[0].to(torch.float64).div_(_lengths(of_a)[:, None]).div_(_lengths(of_b))
-        return K if self.lengthscale is None else self._times_rbf(K, X, Y, self.lengthscale)
+        if self.lengthscale is not None:
+            self._multiply_by_rbf(K, X, Y, self.lengthscale)
+        return K if self.power == 1 else K.pow_(self.power)
 
     def split(self, X: Shaped[Tensor, "n ..."], num_columns: int) -> Iterator[Shaped[Tensor, "b ..."]]:
         """Split inputs into parts whose blocks with `num_columns` others fit into the memory budget."""
         yield from X.split(posterior_points(self.options.memory_budget, 8, 1, num_columns))
 
-    def _times_rbf(self, K: Tensor, X: Tensor, Y: Tensor, lengthscale: float) -> Tensor:
+    def _multiply_by_rbf(self, K: Tensor, X: Tensor, Y: Tensor, lengthscale: float) -> None:
         size = max(1, self.options.memory_budget // (4 * 8 * len(Y)))
         for rows in torch.arange(len(X), device=X.device).split(size):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
             K[part] *= squared_distances(X[part], Y).mul_(-0.5 / lengthscale**2).exp_()
-        return K
 
 
 def _lengths(squares: Float[Tensor, "n 1"]) -> Float[Tensor, " n"]:

@@ -34,7 +34,7 @@ from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate
 from epk_gp.storage.schema import run_header
 
 FORMAT = "epk_gp uncertain classifier"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
 
 
@@ -165,10 +165,14 @@ def _describe_process(process: LabelProcess) -> dict[str, Any]:
         "negative_log_likelihood": process.negative_log_likelihood,
     }
     if isinstance(process, ExactLabelProcess):
-        return common | {"kind": "exact", "lengthscale": process.kernel.lengthscale}
+        return common | {"kind": "exact"} | _describe_kernel(process.kernel)
     if isinstance(process, SketchedLabelProcess):
-        return common | {"kind": "sketched", "lengthscale": process.features.lengthscale}
+        return common | {"kind": "sketched"} | _describe_kernel(process.features)
     raise TypeError(f"a process of type {type(process).__name__} cannot be stored: this is a bug in epk_gp.")
+
+
+def _describe_kernel(kernel: LabelKernel | InputFeatures) -> dict[str, Any]:
+    return {"lengthscale": kernel.lengthscale, "power": kernel.power}
 
 
 def _read_process(
@@ -177,9 +181,13 @@ def _read_process(
     common: dict[str, Any] = {name: data[name] for name in ("values", "vectors", "weights")}
     common |= {name: description[name] for name in ("noise", "outputscale", "negative_log_likelihood")}
     if description["kind"] == "exact":
-        kernel = LabelKernel(trajectory, description["lengthscale"], ComputeOptions(), settings.seed)
+        kernel = LabelKernel(
+            trajectory, description["lengthscale"], ComputeOptions(), settings.seed, description["power"]
+        )
         return ExactLabelProcess(**common, kernel=kernel, inputs=data["inputs"], targets=data["process_targets"])
-    features = InputFeatures(trajectory, len(data["vectors"]), settings.seed, description["lengthscale"])
+    features = InputFeatures(
+        trajectory, len(data["vectors"]), settings.seed, description["lengthscale"], power=description["power"]
+    )
     return SketchedLabelProcess(**common, features=features, training_features=None, targets=None)
 
 

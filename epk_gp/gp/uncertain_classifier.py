@@ -34,7 +34,7 @@ from epk_gp.kernels.cache import BlockCache
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
-_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "options")
+_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "options")
 _UNSUPPORTED = ("checkpoint", "accumulate")
 
 
@@ -80,9 +80,9 @@ class _Judgement:
 class UncertainClassifier:
     """A trained network beside a Gaussian process on the labels of all its training points.
 
-    The process has one kernel for all classes, the cosine of the path kernel's trace times an RBF kernel on the inputs,
-    and is conditioned on the labels, with the most likely noise. The network keeps its own prediction; the process
-    judges it. On held-out points, half of them weigh the two (stacking, which includes a temperature),
+    The process has one kernel for all classes, a power of the cosine of the path kernel's trace times an RBF kernel on
+    the inputs, and is conditioned on the labels, with the most likely noise. The network keeps its own prediction; the
+    process judges it. On held-out points, half of them weigh the two (stacking, which includes a temperature),
 
         p(x) = softmax(a_1 f(x) + a_2 m(x))
 
@@ -108,6 +108,8 @@ class UncertainClassifier:
         classes: Names of the C classes in the order of the outputs, numbers or text; 0 .. C - 1 by default. Labels
             that are passed in are of these, and `predict` returns an array of them.
         seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
+        power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
+            features, whose noise grows with the power.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
     Attributes:
@@ -129,6 +131,7 @@ class UncertainClassifier:
         points: Int[Tensor, " N"] | Sequence[int] | None = None,
         classes: Sequence[Any] | np.ndarray | None = None,
         seed: int = 0,
+        power: int | None = None,
         **options: Unpack[ComputeSettings],
     ) -> None:
         validate_trajectory(trajectory)
@@ -139,6 +142,7 @@ class UncertainClassifier:
         self.points = points
         self.classes = classes
         self.seed = seed
+        self.power = power
         self.options = options
         parse_options("UncertainClassifier", _UNSUPPORTED, **options)
         self._was_read = False
@@ -159,7 +163,7 @@ class UncertainClassifier:
         """
         trajectory = self.trajectory
         labels = training_labels(trajectory, "UncertainClassifier")
-        settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed)
+        settings = self._settings()
         settings.validate()
         if self._was_read:
             raise ValueError(
@@ -258,7 +262,7 @@ class UncertainClassifier:
             RuntimeError: The classifier is not fitted.
         """
         self._check_is_fitted()
-        settings = LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed)
+        settings = self._settings()
         names = None if self.classes is None else self.classes_.tolist()
         saved = SavedClassifier(settings, self.process_, self.stacking_, self.conformity_scores_, names)
         write_classifier(path, saved, self.trajectory)
@@ -287,6 +291,7 @@ class UncertainClassifier:
             inputs_kernel=settings.inputs_kernel,
             classes=saved.classes,
             seed=settings.seed,
+            power=settings.power,
         )
         model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
         model.classes_ = class_names(saved.classes, trajectory.num_outputs)
@@ -333,6 +338,9 @@ class UncertainClassifier:
     def __repr__(self) -> str:
         changed = {name: value for name, value in self.get_params().items() if name not in ("trajectory", "points")}
         return f"UncertainClassifier({self.trajectory!r}, {', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+
+    def _settings(self) -> LabelSettings:
+        return LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power)
 
     def _check_is_fitted(self) -> None:
         if not self.__sklearn_is_fitted__():

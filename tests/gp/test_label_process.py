@@ -62,14 +62,16 @@ def reference_kernel(nodes, X, Y, lengthscale):
     return cosine * torch.exp(-torch.cdist(X, Y).square() / (2 * lengthscale**2))
 
 
-@pytest.mark.parametrize("lengthscale", [None, 0.7])
-def test_the_kernel_is_the_cosine_of_combined_outputs_times_an_rbf(nodes, points, generator, lengthscale):
+@pytest.mark.parametrize(("lengthscale", "power"), [(None, 1), (0.7, 1), (None, 3), (0.7, 2)])
+def test_the_kernel_is_a_power_of_the_cosine_of_combined_outputs_times_an_rbf(
+    nodes, points, generator, lengthscale, power
+):
     X = points[0]
     Y = torch.randn(5, D, dtype=torch.float64, generator=generator)
-    kernel = LabelKernel(nodes, lengthscale, ComputeOptions())
-    assert_close(kernel.block(Y, X), reference_kernel(nodes, Y, X, lengthscale))
+    kernel = LabelKernel(nodes, lengthscale, ComputeOptions(), power=power)
+    assert_close(kernel.block(Y, X), reference_kernel(nodes, Y, X, lengthscale) ** power)
     gram = kernel.gram(X)
-    assert_close(gram, reference_kernel(nodes, X, X, lengthscale))
+    assert_close(gram, reference_kernel(nodes, X, X, lengthscale) ** power)
     assert (gram.diagonal() == 1).all()
 
 
@@ -87,6 +89,20 @@ def test_one_combination_of_outputs_at_each_node_stands_for_the_trace(run, point
     assert 5 * (found - exact).norm() < (control - exact).norm()
 
 
+def test_features_of_a_power_are_those_of_the_kernels_power(nodes, points):
+    """The mean over seeds comes close; that of the kernel itself, the control, does not."""
+    X = points[0]
+    kernel = LabelKernel(nodes, 2.0, ComputeOptions(), power=2)
+    of_power, of_one = (
+        torch.stack([InputFeatures(nodes, 512, seed, 2.0, power=power)(X) for seed in range(8)]).double()
+        for power in (2, 1)
+    )
+    assert_close(of_power.square().sum(2), torch.ones(8, N, dtype=torch.float64), rtol=1e-5, atol=0)
+    exact = kernel.gram(X)
+    errors = [(z @ z.mT).mean(0).sub(exact).square().mean().sqrt() for z in (of_power, of_one)]
+    assert errors[0] < 2 / (8 * 512) ** 0.5 < errors[1]
+
+
 def test_blocks_do_not_depend_on_the_memory_budget(nodes, points):
     X = points[0]
     small, large = (LabelKernel(nodes, None, ComputeOptions(memory_budget=budget)) for budget in (1 << 20, 1 << 28))
@@ -100,7 +116,7 @@ def process(request, nodes, points):
     X, y = points
     targets = centred_labels(y, C)
     if request.param == "exact":
-        return condition_exactly(LabelKernel(nodes, 1.0, ComputeOptions()), X, targets)
+        return condition_exactly(LabelKernel(nodes, 1.0, ComputeOptions(), power=2), X, targets)
     features = InputFeatures(nodes, 64, 0, None)
     return condition_on_features(features, features(X), targets)
 
@@ -108,7 +124,7 @@ def process(request, nodes, points):
 def kernel_matrices(process, X, Y):
     """The kernel's blocks of a process, without its eigenvectors."""
     if hasattr(process, "kernel"):
-        return reference_kernel(process.kernel.nodes, X, Y, process.kernel.lengthscale)
+        return reference_kernel(process.kernel.nodes, X, Y, process.kernel.lengthscale) ** process.kernel.power
     return process.features(X).double() @ process.features(Y).double().T
 
 
