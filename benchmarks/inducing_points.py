@@ -4,6 +4,7 @@ Usage: EPK_GP_DATA=FOLDER python benchmarks/inducing_points.py --inducing 20 --b
 Without EPK_GP_DATA only the network on the plane is measured.
 """
 
+import itertools
 import os
 import statistics
 import time
@@ -21,6 +22,7 @@ from epk_gp.kernels.normalization import Normalization
 from epk_gp.kernels.output_structure import Outputs
 
 LEARNING_RATE = 0.01
+WARM_UP = 2  # steps of each kind that are not timed
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def train(data: Dataset, widths: tuple[int, ...], steps: int) -> epk.Trajectory:
     """Record the training of a tanh network by gradient descent."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Flatten()]
-    for n_in, n_out in zip(widths, widths[1:], strict=False):
+    for n_in, n_out in itertools.pairwise(widths):
         layers += [nn.Linear(n_in, n_out), nn.Tanh()]
     net = nn.Sequential(*layers[:-1]).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -166,7 +168,7 @@ def measure(
         case: The kernel.
         inducing: Number of inducing points, which start at the first training points.
         batch_size: Points per step.
-        rounds: Steps of each kind that are timed, after one that is not.
+        rounds: Steps of each kind that are timed, after two that are not.
 
     Returns:
         Seconds of each step with fixed points, and with learned ones.
@@ -176,11 +178,11 @@ def measure(
     Z = Z + 0.1 * torch.randn(Z.shape, generator=draws, dtype=Z.dtype)
     fits = [Fit(run, case, Z, learns_points=learns) for learns in (False, True)]
     seconds: tuple[list[float], list[float]] = ([], [])
-    for number in range(1 + rounds):
+    for number in range(WARM_UP + rounds):
         batch = torch.randperm(run.num_points, generator=draws)[:batch_size]
         for kind in (0, 1) if number % 2 else (1, 0):  # neither is always the first
             taken = fits[kind].step(batch)
-            if number:
+            if number >= WARM_UP:
                 seconds[kind].append(taken)
     for fit in fits:
         fit.check()
