@@ -33,6 +33,7 @@ def test_every_benchmark_can_be_imported(load, name):
     assert load(name)
 
 
+@pytest.mark.slow
 def test_a_posterior_is_timed_beside_its_kernel(load, monkeypatch, capsys):
     benchmark = load("logit_posterior")
     for owner in (benchmark.PathKernel, benchmark.posterior):  # it wraps some of their functions: they come back
