@@ -5,7 +5,8 @@ hands over slices of the joint tensor. All of them require gradients then, altho
 away: with BoTorch they would be most of the work, as every restart has its own copy of the training points.
 
 Inducing points that all classes share are expanded to a set for each class, and only the sum of these sets' gradients
-is used. They are computed as one set then.
+is used. They are computed as one set then. Slices of a joint tensor that are both sides of a kernel have one gradient,
+too; equal points of two tensors have two.
 """
 
 from collections.abc import Callable
@@ -59,6 +60,45 @@ def is_gradient_summed(node: Any, x: Shaped[Tensor, "..."], dim: int) -> bool:
     probe = torch.randint(1, 1024, x.shape, generator=draws, device=x.device).to(x)
     probe.select(dim, 0).sub_(probe.sum(dim))
     return _vanishes(node, probe)
+
+
+def is_gradient_joint(x: Shaped[Tensor, "..."], y: Shaped[Tensor, "..."]) -> bool:
+    """Return whether only the sum of the gradients of two tensors is used: the same numbers of the same tensors.
+
+    Random whole numbers are sent from both through the backward functions of the operations that made them. If they
+    arrive at the same places, whatever depends on one of the gradients depends on their sum.
+
+    Args:
+        x: Points.
+        y: Points of the same shape.
+    """
+    if x is y:
+        return True
+    if not (x.requires_grad and y.requires_grad):
+        return False
+    draws = torch.Generator(x.device).manual_seed(0)
+    probe = torch.randint(1, 1024, x.shape, generator=draws, device=x.device).to(x)
+    left, right = _arrivals(x, probe), _arrivals(y, probe)
+    return left.keys() == right.keys() and all(torch.equal(left[place], right[place]) for place in left)
+
+
+def _arrivals(x: Tensor, gradient: Tensor) -> dict[tuple[Any, int], Tensor]:
+    """Send a gradient through the operations that only moved numbers, and return what arrives where others begin."""
+    start = torch.autograd.graph.get_gradient_edge(x)
+    moving, arrived = [(start.node, start.output_nr, gradient)], dict[tuple[Any, int], Tensor]()
+    while moving:
+        node, number, gradient = moving.pop()
+        if type(node).__name__ not in _MOVES:
+            place = (node, number)
+            arrived[place] = arrived[place] + gradient if place in arrived else gradient
+            continue
+        with torch.no_grad():
+            found = node(gradient)  # type: ignore[operator]  # as the engine calls it
+        parts = found if isinstance(found, tuple) else (found,)
+        for (source, own), part in zip(node.next_functions, parts, strict=False):
+            if source is not None and part is not None:
+                moving.append((source, own, part))
+    return arrived
 
 
 def _vanishes(node: Any, gradient: Tensor) -> bool:

@@ -16,6 +16,7 @@ from epk_gp.core.validation import validate_count, validate_integer
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.path_sketch import PathSketch
 from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.gradient_demand import is_gradient_dropped, is_gradient_joint
 from epk_gp.kernels.tagged_points import as_points, requires_graph, same_points, squeeze_repeated
 from epk_gp.kernels.values import inverse_norms_of
 
@@ -60,6 +61,8 @@ def sketched_values(
         ValueError: A cosine is asked for at a point whose features are zero.
     """
     same = y is x or (x.shape == y.shape and same_points(x, y))
+    if same and (requires_graph(x) or requires_graph(y)):  # equal points of two tensors have two gradients
+        same = is_gradient_joint(x, y)
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], matrices.shape)
     left = _roots(config, x, matrices, batch, scale)
     right = left if same else _roots(config, y, matrices, batch, scale)
@@ -137,8 +140,10 @@ class _DifferentiableFeatures(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None, None]:
-        """Differentiate, at the points whose features are used only."""
+        """Differentiate, at the points whose features are used only; a gradient that is thrown away is NaN."""
         (x,) = ctx.saved_tensors
+        if is_gradient_dropped(ctx.next_functions[0][0], x):  # a slice of points that were joined with others
+            return torch.full_like(x, torch.nan), None, None, None
         result = torch.zeros_like(x)
         rows = (weights != 0).flatten(1).any(1).nonzero().squeeze(1)
         if len(rows):

@@ -8,6 +8,7 @@ from epk_gp.kernels.batching import batch_of_blocks, batch_of_diagonals
 from epk_gp.kernels.blocks import block, diagonal_blocks
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.derivatives import ValuesOfPairs, with_derivatives
+from epk_gp.kernels.gradient_demand import is_gradient_joint
 from epk_gp.kernels.output_structure import diagonals
 from epk_gp.kernels.tagged_points import requires_graph
 
@@ -44,8 +45,13 @@ def kernel_values(
         ones = torch.ones_like(_inverse_norms(config, x.detach(), matrices))
         rows = (x * y)[..., 0] if requires_graph(x) or requires_graph(y) else None
         return ones if rows is None else ones + rows.repeat_interleave(config.structure.rows_per_point, -1) * 0
+    has_graph = requires_graph(x) or requires_graph(y)
+    if same and has_graph and is_gradient_joint(x, y):  # the matrix has the diagonal, and one gradient is enough
+        values = _raw_values(config, x, y, matrices, diag=False)
+        norms = inverse_norms_of(values.diagonal(dim1=-2, dim2=-1), config.structure.rows_per_point)
+        return cosine_of(values, norms, norms, same_points=True)
     left = _inverse_norms(config, x, matrices)
-    right = left if same else _inverse_norms(config, y, matrices)
+    right = left if same and not has_graph else _inverse_norms(config, y, matrices)
     values = _raw_values(config, x, y, matrices, diag=diag)
     if diag:
         return values * left * right

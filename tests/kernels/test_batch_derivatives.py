@@ -16,6 +16,7 @@ from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.model import FunctionalModel
 from epk_gp.gram import input_derivatives
 from epk_gp.kernels.epk import EPKKernel
+from epk_gp.kernels.gradient_demand import is_gradient_joint
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close, make_run, mixed
@@ -362,3 +363,30 @@ def test_points_that_were_computed_get_their_gradient(trajectory, change):
     kernel_of(trajectory, "trace").forward(tagged, mixed(2)).sum().backward()
     assert x.grad.isfinite().all()
     assert x.grad.abs().max() > 0
+
+
+def test_slices_of_a_joint_tensor_have_one_gradient_if_they_are_the_same_part():
+    joint = torch.cat([2 * torch.ones(3, 2, requires_grad=True), torch.ones(3, 2)])
+    first = joint[:3]
+    assert is_gradient_joint(first, first)
+    assert is_gradient_joint(first, joint[:3])
+    assert is_gradient_joint(torch.cat([first, torch.zeros(3, 1)], 1), torch.cat([joint[:3], torch.zeros(3, 1)], 1))
+    assert is_gradient_joint(first.expand(2, 3, 2), joint[:3].expand(2, 3, 2))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, joint: joint[3:],
+        lambda x, joint: joint.detach()[:3],
+        lambda x, joint: joint[:3] + 0,
+        lambda x, joint: joint[:3].flip(0),
+        lambda x, joint: x.detach().clone().requires_grad_(),
+    ],
+    ids=["another slice", "detached", "computed", "in another order", "another leaf"],
+)
+def test_equal_points_of_other_places_have_a_gradient_of_their_own(other):
+    x = torch.ones(3, 2, requires_grad=True)
+    joint = torch.cat([x, torch.ones(3, 2, requires_grad=True)])
+    assert torch.equal(joint[:3], other(x, joint))
+    assert not is_gradient_joint(joint[:3], other(x, joint))

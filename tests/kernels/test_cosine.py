@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import gradcheck
 
 import epk_gp as epk
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.precomputed import epk_gram
 from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
@@ -105,6 +106,40 @@ def test_a_diagonal_of_cosines_does_not_move_with_the_points(trajectory):
     ):
         (gradient,) = torch.autograd.grad(values.sum(), x)
         assert torch.equal(gradient, torch.zeros_like(gradient)) == is_zero
+
+
+@pytest.mark.parametrize("features", [None, 5])
+@pytest.mark.parametrize("other_side", ["stands still", "is another tensor"])
+def test_equal_points_of_two_tensors_have_a_gradient_each(features, other_side):
+    case = make_case("tanh", steps=1)
+    kernel = EPKKernel(case.trajectory, "trace", "logits", normalize="cosine", features=features, nodes=2)
+    x = case.test[:3].flatten(1).clone().requires_grad_()
+    y = x.detach().clone().requires_grad_(other_side == "is another tensor")
+    inputs = (x, y) if y.requires_grad else (x,)
+    weights = torch.arange(9.0, dtype=torch.float64).reshape(3, 3)  # not symmetric
+    found = torch.autograd.grad((weights * kernel(x, y).to_dense()).sum(), inputs)
+    apart = 1e-9 * torch.randn_like(x)  # so little that values, but not gradients, are taken for those of other points
+    expected = torch.autograd.grad((weights * kernel(x, y + apart).to_dense()).sum(), inputs)
+    for gradient, of_others in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, of_others, rtol=1e-6, atol=1e-6)
+
+
+def test_slices_of_a_joint_tensor_are_differentiated_once_for_a_matrix_of_cosines(trajectory, monkeypatch):
+    """GPyTorch hands over the inducing points as two slices of what it joined them with."""
+    sizes, original = [], PathKernel.pairs_input_gradients
+    monkeypatch.setattr(
+        PathKernel,
+        "pairs_input_gradients",
+        lambda kernel, pairs, *arguments: sizes.append(1) or original(kernel, pairs, *arguments),
+    )
+    kernel = EPKKernel(trajectory, "trace", normalize="cosine")
+    learned, weights = mixed(3).requires_grad_(), torch.arange(9.0, dtype=torch.float64).reshape(3, 3)
+    joint = torch.cat([learned, mixed(2)])
+    (weights * kernel.forward(joint[:3], joint[:3])).sum().backward()
+    assert sizes == [1]
+    whole = learned.detach().requires_grad_()
+    (weights * kernel.forward(whole, whole)).sum().backward()
+    assert_close(learned.grad, whole.grad, 1e4)
 
 
 def dead_run():

@@ -121,6 +121,22 @@ def test_only_points_whose_features_are_used_are_differentiated(run, monkeypatch
     assert torch.equal(x.grad[2:], torch.zeros(4, D, dtype=torch.float64))
 
 
+def test_points_that_were_joined_with_learned_ones_are_not_differentiated(run, monkeypatch) -> None:
+    """SVGP joins each batch of data with its inducing points."""
+    sizes, original = [], PathSketch.input_gradients
+    monkeypatch.setattr(
+        PathSketch,
+        "input_gradients",
+        lambda sketch, points, weights: sizes.append(len(points)) or original(sketch, points, weights),
+    )
+    learned, data = torch.randn(2, D, dtype=torch.float64, requires_grad=True), torch.randn(6, D, dtype=torch.float64)
+    joint, kernel = torch.cat([learned, data]), sketched(run, "trace")
+    kernel(joint[:2], joint[2:]).to_dense().sum().backward()
+    assert sizes == [2]
+    (expected,) = torch.autograd.grad(kernel(learned, data).to_dense().sum(), learned)
+    assert_close(learned.grad, expected, 1e4)
+
+
 def test_batches_of_points_have_their_own_matrices(run, unchecked) -> None:
     x = mixed(2, 4)
     for outputs in MODES:
