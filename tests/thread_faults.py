@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thread_calls import CALLS, NAMES, Shared, share
-from thread_tools import THREADS, at_once, content, switching_often
+from thread_tools import SECONDS, THREADS, at_once, content, switching_often
 
 
 @dataclass
@@ -59,7 +59,8 @@ def count_faults(
             return found
 
         with switching_often():
-            results = at_once([lambda number=number: task(number) for number in range(count)])  # type: ignore[misc]
+            tasks = [lambda number=number: task(number) for number in range(count)]  # type: ignore[misc]
+            results = at_once(tasks, seconds=max(SECONDS, 10 * len(calls)))  # a thread has a result after all its calls
     for result in results:
         if isinstance(result, BaseException):
             faults += [f"{name}: {result!r}"] * len(calls)

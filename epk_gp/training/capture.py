@@ -23,7 +23,7 @@ class CapturedForward:
     Attributes:
         inputs: The rows that the network was called with, packed.
         modes: Which modules were in training mode.
-        random_state: State of the random numbers on the CPU before the pass; None if it drew none.
+        random_state: State of the random numbers on the CPU before the pass; None if it is the same after it.
         device_random_state: The same of the accelerator.
         statistics: The moving statistics before the pass.
         statistics_after: Those after it.

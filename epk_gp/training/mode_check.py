@@ -1,10 +1,11 @@
-"""Whether a network in training mode computes something else than in evaluation mode, and which statistics it moves."""
+"""What a network does in training mode: whether it draws, or computes something else, and which statistics it moves."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -12,6 +13,7 @@ from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.forward_fingerprint import perturbed_initial
 from epk_gp.core.kept_activations import quiet_checkpoints
 from epk_gp.core.model import FunctionalModel, random_state_kept
+from epk_gp.training.own_random_numbers import draws_random_numbers
 
 # What a network raises on inputs that it cannot take; the validation of its outputs reports that.
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
@@ -32,6 +34,29 @@ class ModeCheck:
         rows = X if model.signature.graph is not None else X[:_NUM_ROWS]  # dropout may leave a few nodes as they are
         self._model, self._state, self._X = model, state, rows.clone()
         self._found: dict[bytes, bool] = {}
+        self._drawing: set[bytes] = set()  # modes in which a pass drew random numbers
+
+    def draw(self, modes: Bool[Tensor, " modules"], state: Float[Tensor, " PQ"], X: Shaped[Tensor, "n ..."]) -> bool:
+        """Return whether the network draws random numbers in these modes, once it has: in this or an earlier pass.
+
+        That torch's generator has moved during a pass does not say so: another thread may have drawn.
+
+        Args:
+            modes: The modes of a pass.
+            state: The weights and moving statistics at its start.
+            X: Its inputs.
+        """
+        key = modes.numpy().tobytes()
+        if key in self._drawing:
+            return True
+        model, module = self._model, self._module(modes)
+        params = model.unflatten(state.clone())  # a pass may move the statistics
+        call = _call_with(module, {**_other_buffers(module, params), **params})
+        with torch.enable_grad(), disable_fused_attention(), quiet_checkpoints():
+            if not draws_random_numbers(lambda: model.signature.call(call, X)):
+                return False
+        self._drawing.add(key)
+        return True
 
     def matter(self, modes: Bool[Tensor, " modules"]) -> bool:
         """Return whether the network computes something else in these modes than in evaluation mode."""
@@ -44,18 +69,11 @@ class ModeCheck:
 
     def _differs(self, modes: Tensor) -> bool:
         model, P = self._model, self._model.num_weights
-        module = copy.deepcopy(model.module)
-        for part, mode in zip(module.modules(), modes.tolist(), strict=True):
-            part.training = mode
+        module = self._module(modes)
         for w in (self._state[:P], perturbed_initial(self._state[:P])):
             params = model.unflatten(torch.cat([w, self._state[P:]]))
-            buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
             moving = {name: value.clone() for name, value in params.items()}
-            named = {**buffers, **moving}
-
-            def call(*args: Tensor, named: dict[str, Tensor] = named, **kwargs: Tensor) -> Any:
-                return functional_call(module, named, args, kwargs)
-
+            call = _call_with(module, {**_other_buffers(module, params), **moving})
             with torch.no_grad(), random_state_kept(model.spec.device), disable_fused_attention(), quiet_checkpoints():
                 try:
                     returned = model.signature.call(call, self._X)
@@ -65,6 +83,22 @@ class ModeCheck:
             if _differ(returned, expected) or any(not torch.equal(moving[n], params[n]) for n in model.statistics):
                 return True
         return False
+
+    def _module(self, modes: Tensor) -> nn.Module:
+        """Return a copy of the network in some modes."""
+        module = copy.deepcopy(self._model.module)
+        for part, mode in zip(module.modules(), modes.tolist(), strict=True):
+            part.training = mode
+        return module
+
+
+def _call_with(module: nn.Module, named: dict[str, Tensor]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: functional_call(module, named, args, kwargs)
+
+
+def _other_buffers(module: nn.Module, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the buffers that are not among the parameters and statistics."""
+    return {name: value.clone() for name, value in module.named_buffers() if name not in params}
 
 
 def moving_statistics(net: nn.Module, model: FunctionalModel, X: Shaped[Tensor, "M ..."]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""Random numbers of one thread's own, for code that draws from torch's global generator."""
+"""What one thread draws from torch's global generator, which all threads share: drawn elsewhere, or looked at."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
@@ -24,6 +24,41 @@ def draw_from(generator: torch.Generator) -> Iterator[None]:
     """
     with _ENTERED, _Redirection(generator):
         yield
+
+
+def draws_random_numbers(call: Callable[[], object]) -> bool:
+    """Return whether a call draws random numbers of torch in this thread, whatever other threads draw meanwhile.
+
+    It is stopped before it draws any. Where that cannot be seen, the answer is yes: for an operation that is none of
+    torch's own, and for a call that fails.
+    """
+    observer = _Observer()
+    try:
+        with _ENTERED, observer:
+            call()
+    except Exception:
+        return True
+    return observer.has_drawn  # the call may have caught the error
+
+
+class _DrawError(Exception):
+    """Stops a call that is about to draw a random number."""
+
+
+@final
+class _Observer(TorchDispatchMode):
+    """Stop at the first operation that draws a random number, or may do so."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call, or stop."""
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+            self.has_drawn = True
+            raise _DrawError
+        return func(*args, **(kwargs or {}))
 
 
 @final

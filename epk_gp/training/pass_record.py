@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.core.fingerprint import tensor_bytes
@@ -48,7 +48,12 @@ class PassRecords:
         return cls(setup.training_data, modes, reads_targets, model.signature.graph is not None)
 
     def step(
-        self, index: int, lr: float, announced: Sequence[AnnouncedBatch], statistics: tuple[Tensor, Tensor] | None
+        self,
+        index: int,
+        lr: float,
+        announced: Sequence[AnnouncedBatch],
+        start: Float[Tensor, " P"],
+        statistics: tuple[Tensor, Tensor] | None,
     ) -> Step:
         """Return the record of a step: its batches, their weights, and its forward passes if they do not follow.
 
@@ -56,6 +61,7 @@ class PassRecords:
             index: Number of the step.
             lr: Its learning rate.
             announced: Its batches.
+            start: The weights before the step.
             statistics: The moving statistics at the start and at the end of the step.
 
         Raises:
@@ -68,7 +74,7 @@ class PassRecords:
             c = stated_weights(batch, self.data.loss, self.data.targets)
             stated.append(c)
             samples = batch.samples(len(self.data.inputs))
-            forwards = batch.forwards
+            forwards = [self._with_own_draws(forward, start) for forward in batch.forwards]
             if self.takes_graph:
                 forwards = [of_nodes(index, forward, samples) for forward in forwards]
             sizes = [len(forward.inputs) for forward in forwards] or [len(samples)]
@@ -87,6 +93,15 @@ class PassRecords:
         return join_batches(
             index, lr, announced, None if is_stated else weights, [] if is_plain else passes, len(self.data.inputs)
         )
+
+    def _with_own_draws(self, forward: CapturedForward, start: Float[Tensor, " P"]) -> CapturedForward:
+        """Leave out the random state of a pass that drew nothing: another thread has moved the generator."""
+        if forward.random_state is None and forward.device_random_state is None:
+            return forward
+        state = torch.cat([start, forward.statistics.to(start)])
+        if self.modes.draw(forward.modes, state, forward.inputs):
+            return forward
+        return replace(forward, random_state=None, device_random_state=None)
 
     def _record(
         self, index: int, forward: CapturedForward, rows: Int64[Tensor, " n"], c: Tensor

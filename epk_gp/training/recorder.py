@@ -345,7 +345,7 @@ class Recorder:
         last, statistics = self._history.last, self._observer.statistics(index)
         around = None if statistics is None or last.statistics is None else (last.statistics, statistics)
         try:
-            step = self._passes.step(index, made.parts[0].lr, made.announced, around)
+            step = self._passes.step(index, made.parts[0].lr, made.announced, last.end, around)
         except StepMismatchError:
             raise
         except ValueError as error:
