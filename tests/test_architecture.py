@@ -16,6 +16,7 @@ RANK = {
     "storage": 1,
     "autodiff": 1,
     "datasets": 1,
+    "distributed": 2,
     "training": 2,
     "callbacks": 3,
     "quadrature": 2,

@@ -6,6 +6,7 @@ from typing import TypedDict, Unpack
 
 import torch
 
+from epk_gp.core.executors import SupportsSubmit, validate_executor
 from epk_gp.core.validation import validate_memory_budget
 
 MEMORY_BUDGET = 1 << 30
@@ -26,23 +27,30 @@ class ComputeOptions:
         checkpoint: Folder for partial sums. A call that was killed, made again with the same arguments and number of
             threads, resumes from there and returns the same bytes. Delete the folder when the result is safe.
         accumulate: `torch.float64` to sum steps in float64 where the points, and so all products, are float32.
+        executor: Whose workers compute: a `concurrent.futures.Executor`, a `dask.distributed.Client`, or another with
+            their `submit`. Pieces follow from the problem, never from the workers, so that any number of workers of one
+            thread gives the bytes of None under one thread. They see the checkpoint's folder; without one, a temporary
+            folder of this machine.
     """
 
     memory_budget: int = MEMORY_BUDGET
     progress: bool = False
     checkpoint: str | os.PathLike[str] | None = None
     accumulate: torch.dtype | None = None
+    executor: SupportsSubmit | None = None
 
     def __post_init__(self) -> None:
         """Raise if a field cannot be used.
 
         Raises:
-            TypeError: The memory budget is not a whole number.
+            TypeError: The memory budget is not a whole number, or the executor has no `submit`.
             ValueError: The memory budget is below 1 MiB, or `accumulate` is another dtype than float64.
         """
         validate_memory_budget(self.memory_budget)
         if self.accumulate not in (None, torch.float32, torch.float64):
             raise ValueError(f"accumulate must be torch.float64 or None: got {self.accumulate}.")
+        if self.executor is not None:
+            validate_executor(self.executor)
 
     def require_unset(self, call: str, *names: str) -> None:
         """Raise if a field is set that has no meaning for a call.
@@ -62,6 +70,7 @@ class ComputeSettings(TypedDict, total=False):
     progress: bool
     checkpoint: str | os.PathLike[str] | None
     accumulate: torch.dtype | None
+    executor: SupportsSubmit | None
 
 
 def parse_options(call: str, unsupported: tuple[str, ...] = (), **settings: Unpack[ComputeSettings]) -> ComputeOptions:

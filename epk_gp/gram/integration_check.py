@@ -1,8 +1,10 @@
 """Whether the integrals that an adaptive rule's nodes come from did what they were asked for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
+import torch
 from torch import Tensor
 
 from epk_gp.core.certificate import warn_uncertified
@@ -32,6 +34,27 @@ class IntegrationCheck:
             count, residual = has_it.sum(), (integral.residual * has_it).nan_to_num(0.0).amax()
             if status in self._found:
                 count, residual = count + self._found[status][0], residual.maximum(self._found[status][1])
+            self._found[status] = (count, residual)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the counts as tensors: numbers of integrals, and of each status its number and largest residual."""
+        rows = [(int(count), float(residual)) for count, residual in self._found.values()]
+        return {
+            "integrals": torch.tensor(self.total, dtype=torch.int64),
+            "integrals.status": torch.tensor([int(status) for status in self._found], dtype=torch.int64),
+            "integrals.count": torch.tensor([count for count, _ in rows], dtype=torch.int64),
+            "integrals.residual": torch.tensor([residual for _, residual in rows], dtype=torch.float64),
+        }
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add the counts of a piece that was computed elsewhere (`state`)."""
+        self.total += int(state["integrals"])
+        found = (state[f"integrals.{name}"] for name in ("status", "count", "residual"))
+        for number, count, residual in zip(*found, strict=True):
+            status = QuadratureStatus(int(number))
+            if status in self._found:
+                before = self._found[status]
+                count, residual = count.to(before[0]) + before[0], residual.to(before[1]).maximum(before[1])
             self._found[status] = (count, residual)
 
     def warn(self) -> None:

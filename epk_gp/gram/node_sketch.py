@@ -1,16 +1,10 @@
 """Sketched features of points at the nodes of a path, one fixed block of points after the other."""
 
-import pickle
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-import numpy as np
 import torch
 from jaxtyping import Float, Shaped
-from numpy.typing import NDArray
 from torch import Tensor
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
@@ -157,52 +151,3 @@ def node_products(
 def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, "n K"]:
     parts = [jacobian.pointwise_products(jacobian).diagonal(dim1=1, dim2=2) for jacobian in jacobians]
     return torch.stack(parts).sum(0)
-
-
-def compute_pieces(
-    sketch: NodeSketch, pieces: Iterator[Shaped[Tensor, "n ..."]], executor: Executor | None, ahead: int
-) -> Iterator[Float[Tensor, "n K k"]]:
-    """Compute the features of pieces of the points, in their order.
-
-    Args:
-        sketch: What is computed.
-        pieces: The points.
-        executor: Computes pieces; None computes them here.
-        ahead: Pieces that may wait for a worker, or to be fetched.
-    """
-    if executor is None:
-        yield from (sketch.piece(X) for X in pieces)
-        return
-    shares_memory = isinstance(executor, ThreadPoolExecutor)
-    content = b"" if shares_memory else pickle.dumps(sketch)
-    waiting: deque[Future[Tensor] | Future[NDArray[np.generic]]] = deque()
-    try:
-        for X in pieces:
-            if shares_memory:
-                waiting.append(executor.submit(sketch.piece, X))
-            else:
-                waiting.append(executor.submit(_piece_elsewhere, content, X.cpu().numpy()))
-            if len(waiting) >= ahead:
-                yield _fetch(waiting.popleft(), sketch)
-        while waiting:
-            yield _fetch(waiting.popleft(), sketch)
-    finally:
-        for future in waiting:
-            future.cancel()
-
-
-def _fetch(future: "Future[Tensor] | Future[NDArray[np.generic]]", sketch: NodeSketch) -> Tensor:
-    return torch.as_tensor(future.result()).to(sketch.states[0].device)
-
-
-def _piece_elsewhere(content: bytes, X: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Compute a piece in another process, which keeps the network from one piece to the next."""
-    sketch = _unpickled(content)
-    result: NDArray[np.generic] = sketch.piece(torch.from_numpy(X).to(sketch.states[0].device)).cpu().numpy()
-    return result
-
-
-@lru_cache(maxsize=1)
-def _unpickled(content: bytes) -> NodeSketch:
-    sketch: NodeSketch = pickle.loads(content)
-    return sketch

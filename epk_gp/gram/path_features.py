@@ -1,7 +1,6 @@
 """Features of points whose inner products are the path kernel's values in expectation, with their error."""
 
-from concurrent.futures import Executor
-from typing import Any, Unpack, final
+from typing import Unpack, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -43,7 +42,6 @@ def path_features(
     head: Head | None = None,
     is_train: bool | Bool[Tensor, " n"] = False,
     num_probe: int = NUM_PROBE,
-    executor: Executor | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "n k"]:
     """Sketch the path kernel: k numbers for each point, whatever the number of steps, outputs and weights.
@@ -71,8 +69,8 @@ def path_features(
         is_train: Which points are training copies; one for all, or (n,). Those are taken at the start of the step that
             a node falls into.
         num_probe: Points, evenly spaced among all, whose cosine kernel is compared with the exact one; 0 compares none.
-        executor: Computes pieces of the points: threads or processes (`concurrent.futures`).
-        options: `memory_budget`, `progress` and `checkpoint`, see `ComputeOptions`. A checkpoint holds finished pieces.
+        options: `memory_budget`, `progress`, `checkpoint` and `executor`, see `ComputeOptions`. A checkpoint holds
+            finished pieces.
 
     Returns:
         The features, in the dtype of X (of the weights, for integers). Their attribute `error` holds a `SketchError`;
@@ -84,10 +82,9 @@ def path_features(
     """
     parsed = parse_options("path_features", ("accumulate",), **options)
     validate_count(num_probe, "num_probe", minimum=0)
-    _validate_executor(executor)
     sketch = trace_sketch(trajectory, num_features, nodes=nodes, seed=seed, head=head)
     points = Points(parse_inputs(trajectory, X), is_train)
-    features = sketch.features(points, parsed, executor)[:, 0]
+    features = sketch.features(points, parsed)[:, 0]
     error = measure_sketch_error(sketch, points, features, num_probe, parsed)
     result = features.as_subclass(PathFeatures)
     result.error = error
@@ -115,11 +112,3 @@ def trace_sketch(
     sketch = PathSketch(trajectory, nodes, chosen, coefficients, int(num_features), int(seed))
     vars(sketch)["run"] = run
     return sketch
-
-
-def _validate_executor(executor: Any) -> None:
-    if executor is not None and not isinstance(executor, Executor):
-        raise TypeError(
-            f"executor must be a concurrent.futures.Executor: got {type(executor).__name__}. Make one with "
-            "ThreadPoolExecutor(2)."
-        )

@@ -1,27 +1,30 @@
 """The sketch of a path kernel: k numbers for a point, whose inner products are the kernel's values in expectation."""
 
 import warnings
-from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.planning import with_plan
+from epk_gp.autodiff.planning import plan_for, with_plan
 from epk_gp.autodiff.sketches import draw_signs, seeded_generator
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, flat_state
+from epk_gp.distributed.job import Place
+from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
 from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
-from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, compute_pieces, node_products
+from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, node_products
 from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.stored import require_same_run
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,21 +69,18 @@ class PathSketch:
         vars(other).update({name: vars(self)[name] for name in ("run", "training_run") if name in vars(self)})
         return other
 
-    def features(
-        self, points: Points, options: ComputeOptions = ComputeOptions(), executor: Executor | None = None
-    ) -> Float[Tensor, "n K k"]:
+    def features(self, points: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "n K k"]:
         """Compute the features of points.
 
         Args:
             points: n points, already checked against the run.
-            options: `memory_budget`, `progress` and `checkpoint`.
-            executor: Computes pieces of the points.
+            options: `memory_budget`, `progress`, `checkpoint` and `executor`.
         """
         model = self.trajectory.model_for(points.X)
         had_dense_plan = model.cache.needs_dense_plan
 
         def compute(net: PlannedModel) -> Tensor:
-            return self._features(net, points, options, executor)
+            return self._features(net, points, options)
 
         features = with_plan(self.trajectory, model, compute)
         if model.cache.needs_dense_plan and not had_dense_plan:
@@ -161,38 +161,38 @@ class PathSketch:
             for rows in indices.split(sketch.product_rows(points.X[:1], options.memory_budget))
         ]
 
-    def _features(
-        self, net: PlannedModel, points: Points, options: ComputeOptions, executor: Executor | None
-    ) -> Tensor:
+    def _features(self, net: PlannedModel, points: Points, options: ComputeOptions) -> Tensor:
         spec, K, k = net.model.spec, self.coefficients.shape[1], self.num_features
         result = torch.empty(len(points), K, k, dtype=spec.dtype, device=spec.device)
-        sums = self._open_partial_sums(net, points, options)
+        pieces = FeaturePieces(self, points, net.model.cache.needs_dense_plan)
         with tqdm(total=len(points), desc="points", disable=not options.progress) as bar:
-            for is_train in (True, False):
-                rows = points.copies(is_train)
-                if not len(rows):
-                    continue
-                sketch = self._of_copy(net, is_train)
-                X = spec.cast(points.X)
-                size = PIECE_BLOCKS * sketch.block_rows(X[rows[:1]])
-                pieces = rows.split(size)
-                names = [f"{is_train:d}-{number}" for number in range(len(pieces))]
-                missing = []
-                for name, piece in zip(names, pieces, strict=True):
-                    stored = {} if sums is None else sums.load(name)[0]
-                    if stored:
-                        result[piece] = stored["features"].to(result)
-                        bar.update(len(piece))
-                    else:
-                        missing.append((name, piece))
-                ahead = max(2, options.memory_budget // (size * K * k * result.itemsize))
-                computed = compute_pieces(sketch, (X[piece] for _, piece in missing), executor, ahead)
-                for (name, piece), features in zip(missing, computed, strict=True):
-                    if sums is not None:
-                        sums.save(name, {"features": features}, 1)
-                    result[piece] = features
-                    bar.update(len(piece))
+            for rows, features in zip(pieces.rows.values(), self._computed(net, pieces, options), strict=True):
+                result[rows] = features.to(result)
+                bar.update(len(rows))
         return result
+
+    def _computed(self, net: PlannedModel, pieces: "FeaturePieces", options: ComputeOptions) -> Iterator[Tensor]:
+        """Compute the features of pieces of the points, in their order."""
+        named = [Piece(f"{is_train}-{number}", (is_train, number)) for is_train, number in pieces.rows]
+        if (executor := options.executor) is not None:
+            with threads_of_workers(executor), scratch_folder(options.checkpoint) as folder:
+                sums = PartialSums(folder, self._identity(net, pieces.points))
+                largest = max(map(len, pieces.rows.values()), default=0)
+                num_bytes = largest * self.coefficients.shape[1] * self.num_features * net.itemsize
+                for piece, result in zip(named, computed_pieces(pieces, named, executor, sums, num_bytes), strict=True):
+                    yield result["features"]
+                    if options.checkpoint is None:
+                        sums.remove(piece.name)
+            return
+        checkpoint = options.checkpoint
+        kept = None if checkpoint is None else PartialSums(checkpoint, self._identity(net, pieces.points))
+        for piece in named:
+            stored = {} if kept is None else kept.load(piece.name)[0]
+            if not stored:
+                stored = pieces.piece(piece.place)
+                if kept is not None:
+                    kept.save(piece.name, stored, 1)
+            yield stored["features"]
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
@@ -202,14 +202,60 @@ class PathSketch:
         key = (self.seed, self.run.digest)
         return NodeSketch(net, states, self.head, coefficients.to(reference), self.num_features, key)
 
-    def _open_partial_sums(self, net: PlannedModel, points: Points, options: ComputeOptions) -> PartialSums | None:
-        if options.checkpoint is None:
-            return None
-        identity = fingerprint(
+    def _identity(self, net: PlannedModel, points: Points) -> str:
+        return fingerprint(
             self.run.digest, self.head, self.coefficients, self.num_features, self.seed, net.plan,
             points.X, points.is_train,
         )  # fmt: skip
-        return PartialSums(options.checkpoint, identity)
+
+
+@dataclass(frozen=True, eq=False)
+class FeaturePieces:
+    """Features as pieces for workers: some blocks of points, of one copy.
+
+    Attributes:
+        sketch: What is computed.
+        points: The points.
+        needs_dense_plan: Which of the network's plans the pieces are computed with.
+    """
+
+    sketch: PathSketch
+    points: Points
+    needs_dense_plan: bool
+
+    def check(self) -> None:
+        """Raise if the run on disk is not the one that the owner of the job opened."""
+        require_same_run(self.sketch.trajectory)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, without what is found out again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Compute the features of the points of a piece."""
+        X = self._net.model.spec.cast(self.points.X[self.rows[place]])
+        return {"features": self._sketches[bool(place[0])].piece(X)}
+
+    @cached_property
+    def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
+        """Which points each piece has: of training copies first."""
+        found: dict[Place, Tensor] = {}
+        for is_train, sketch in self._sketches.items():
+            rows = self.points.copies(is_train)
+            size = PIECE_BLOCKS * sketch.block_rows(self._net.model.spec.cast(self.points.X[rows[:1]]))
+            found |= {(int(is_train), number): part for number, part in enumerate(rows.split(size))}
+        return found
+
+    @cached_property
+    def _sketches(self) -> dict[bool, NodeSketch]:
+        copies = (is_train for is_train in (True, False) if len(self.points.copies(is_train)))
+        return {is_train: self.sketch._of_copy(self._net, is_train) for is_train in copies}
+
+    @cached_property
+    def _net(self) -> PlannedModel:
+        model = self.sketch.trajectory.model_for(self.points.X)
+        model.cache.needs_dense_plan |= self.needs_dense_plan
+        return plan_for(self.sketch.trajectory, model)
 
 
 def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes 1 C"]:

@@ -1,54 +1,39 @@
-"""A Gram block as tiles: their sizes follow from the memory budget, and each is summed over all steps in turn."""
+"""A Gram block from its tiles, each summed over ranges of steps: here one after another, or by workers."""
 
-from itertools import product
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.memory_plan import MAX_STEP_BATCH
 from epk_gp.core.points import Points
-from epk_gp.gram.accumulation import CopyBatch, add_steps, step_batches
-from epk_gp.gram.accumulator import GramAccumulator, scatter_block, transpose_block
+from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
+from epk_gp.gram.accumulation import step_batches
+from epk_gp.gram.accumulator import scatter_block, transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.huge_pages import empty_huge_pages
-from epk_gp.gram.nodes import feature_bytes, jacobians_at_nodes, shared_nodes
+from epk_gp.gram.nodes import jacobians_at_nodes, shared_nodes
+from epk_gp.gram.tile_parts import GramPieces, Tile, step_ranges, sum_range, tile_points, tiles_of
 from epk_gp.storage.partial_sums import PartialSums
 
 
 def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor, "K N ..."]:
-    """Fill a class-major block copy by copy and tile by tile (`ExecutionContext.block_shape`)."""
-    same = a is b
-    size = tile_points(context)
-    sums = _open_partial_sums(context, a, b)
-    combinations = [
-        (x_is_train, y_is_train)
-        for x_is_train, y_is_train in product((True, False), repeat=2)
-        if not (same and y_is_train and not x_is_train)  # the mirror image of another combination
-        and len(a.copies(x_is_train))
-        and len(b.copies(y_is_train))
-    ]
-    plan_fingerprint = fingerprint(context.net.plan, size)  # partial sums of another plan are other sums
-    if len(combinations) == 1 and max(len(a), len(b)) <= size:
-        ((x_is_train, y_is_train),) = combinations
-        x, y = CopyBatch(a.X, x_is_train), CopyBatch(b.X, y_is_train)
-        return _tile(context, sums, f"{plan_fingerprint}-{x_is_train:d}{y_is_train:d}-0-0", x, y, is_symmetric=same)
+    """Fill a class-major block tile by tile (`ExecutionContext.block_shape`)."""
+    tiles = tiles_of(a, b, tile_points(context))
+    executor = context.options.executor
+    totals = _totals_here(context, a, b, tiles) if executor is None else _by_workers(executor, context, a, b, tiles)
+    if len(tiles) == 1 and (len(tiles[0].rows), len(tiles[0].columns)) == (len(a), len(b)):
+        (total,) = totals
+        return total
     shape = context.block_shape(len(a), len(b))
     result = empty_huge_pages(shape, context.reference.new_empty(0, dtype=sum_dtype(context)))
-    for x_is_train, y_is_train in combinations:
-        rows, columns = a.copies(x_is_train).split(size), b.copies(y_is_train).split(size)
-        mirrored = same and x_is_train == y_is_train
-        for (i, n), (j, m) in product(enumerate(rows), enumerate(columns)):
-            if mirrored and j < i:
-                continue
-            name = f"{plan_fingerprint}-{x_is_train:d}{y_is_train:d}-{i}-{j}"
-            x, y = CopyBatch(a.X[n], x_is_train), CopyBatch(b.X[m], y_is_train)
-            tile = _tile(context, sums, name, x, y, is_symmetric=mirrored and i == j)
-            scatter_block(tile, result, n, m)
-            if same and (x_is_train != y_is_train or i != j):
-                scatter_block(transpose_block(tile), result, m, n)
+    for tile, total in zip(tiles, totals, strict=True):
+        scatter_block(total, result, tile.rows, tile.columns)
+        if tile.is_mirrored:
+            scatter_block(transpose_block(total), result, tile.columns, tile.rows)
     return result
 
 
@@ -76,13 +61,8 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
     return result
 
 
-def tile_points(context: ExecutionContext) -> int:
-    """Count the points on each side of a tile."""
-    return context.memory.tile_points(context.num_sums, feature_bytes(context))
-
-
 def sum_dtype(context: ExecutionContext) -> torch.dtype:
-    """Return the dtype in which blocks of steps are summed."""
+    """Return the dtype in which ranges of steps are summed."""
     return context.options.accumulate or context.reference.dtype
 
 
@@ -94,49 +74,88 @@ def sum_over_layers(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _open_partial_sums(context: ExecutionContext, a: Points, b: Points) -> PartialSums | None:
+def _totals_here(context: ExecutionContext, a: Points, b: Points, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+    """Sum tile by tile, from where a checkpoint has it."""
     folder = context.options.checkpoint
-    if folder is None:
-        return None
-    identity = fingerprint(
+    sums = None if folder is None else PartialSums(folder, _identity(context, a, b))
+    steps, prefix = context.steps, _prefix(context)
+    ranges = step_ranges(len(steps))
+    for tile in tiles:
+        name = _name(prefix, tile)
+        total, done = _stored_total(context, sums, name)
+        initial = min(len(steps), ranges[done].start) if done < len(ranges) else len(steps)
+        with tqdm(total=len(steps), initial=initial, desc="steps", disable=not context.options.progress) as bar:
+            for number in range(done, len(ranges)):
+                part = sum_range(context, a, b, tile, steps[ranges[number]], bar)
+                total = _added(context, total, part)
+                if sums is not None and (sums.should_save or number + 1 == len(ranges)):
+                    sums.save(name, {"total": total}, number + 1)
+        yield _finished(tile, total)
+
+
+def _by_workers(
+    executor: SupportsSubmit, context: ExecutionContext, a: Points, b: Points, tiles: Sequence[Tile]
+) -> Iterator[Tensor]:
+    """Sum tile by tile what workers computed, in the order of `_totals_here`."""
+    checkpoint = context.options.checkpoint
+    with threads_of_workers(executor), scratch_folder(checkpoint) as folder:
+        sums, prefix = PartialSums(folder, _identity(context, a, b)), _prefix(context)
+        count = len(step_ranges(len(context.steps)))
+        stored = [_stored_total(context, sums, _name(prefix, tile)) for tile in tiles]
+        pieces = [
+            Piece(f"{_name(prefix, tile)}-{number}", (*tile.place, number))
+            for tile, (_, done) in zip(tiles, stored, strict=True)
+            for number in range(done, count)
+        ]
+        largest = max(len(tile.rows) * len(tile.columns) for tile in tiles) if tiles else 0
+        num_bytes = largest * context.num_sums * context.reference.itemsize
+        results = computed_pieces(GramPieces.of(context, a, b), pieces, executor, sums, num_bytes)
+        size, hidden = len(tiles) * count, not context.options.progress
+        with tqdm(total=size, initial=size - len(pieces), desc="pieces", disable=hidden) as bar:
+            for tile, (total, done) in zip(tiles, stored, strict=True):
+                name, used = _name(prefix, tile), list[str]()
+                for number in range(done, count):
+                    piece = next(results)
+                    total = _added(context, total, piece.pop("total").to(context.reference.device))
+                    context.integrations.merge(piece)
+                    used.append(f"{name}-{number}")
+                    is_last = number + 1 == count
+                    if checkpoint is None or is_last or sums.should_save:
+                        if checkpoint is not None:
+                            sums.save(name, {"total": total}, number + 1)
+                        while used:
+                            sums.remove(used.pop())
+                    bar.update()
+                yield _finished(tile, total)
+
+
+def _added(context: ExecutionContext, total: Tensor | None, part: Tensor) -> Tensor:
+    return part.to(sum_dtype(context)) if total is None else total.add_(part)
+
+
+def _finished(tile: Tile, total: Tensor | None) -> Tensor:
+    if total is None:
+        raise ValueError(f"checkpoint must hold the sum of tile {tile.place}: it is empty. Delete its folder.")
+    return transpose_block(total) if tile.is_turned else total
+
+
+def _stored_total(context: ExecutionContext, sums: PartialSums | None, name: str) -> tuple[Tensor | None, int]:
+    """Return what a checkpoint has of a tile, and how many ranges of steps that is."""
+    stored, done = ({}, 0) if sums is None else sums.load(name)
+    return (stored["total"].to(context.reference.device) if stored else None), done
+
+
+def _prefix(context: ExecutionContext) -> str:
+    return fingerprint(context.net.plan, tile_points(context))  # partial sums of another plan are other sums
+
+
+def _name(prefix: str, tile: Tile) -> str:
+    return f"{prefix}-{tile.x_is_train:d}{tile.y_is_train:d}-{tile.i}-{tile.j}"
+
+
+def _identity(context: ExecutionContext, a: Points, b: Points) -> str:
+    return fingerprint(
         context.trajectory.digest, context.head, context.rule, context.step_weights, context.is_per_class,
         context.options.memory_budget, sum_dtype(context), a is b, a.X, b.X, a.is_train, b.is_train,
         *(["trace"] if context.is_traced else []),
     )  # fmt: skip
-    return PartialSums(folder, identity)
-
-
-def _tile(
-    context: ExecutionContext, sums: PartialSums | None, name: str, x: CopyBatch, y: CopyBatch, *, is_symmetric: bool
-) -> Tensor:
-    """Sum a tile, class-major, with the training side on the right."""
-    if x.is_train and not y.is_train:
-        return transpose_block(_sum_tile(context, sums, name, y, x, is_symmetric=False))
-    return _sum_tile(context, sums, name, x, y, is_symmetric=is_symmetric)
-
-
-def _sum_tile(
-    context: ExecutionContext, sums: PartialSums | None, name: str, x: CopyBatch, y: CopyBatch, *, is_symmetric: bool
-) -> Tensor:
-    """Sum a tile over all steps, in blocks of steps from where a checkpoint has it."""
-    stored, done = ({}, 0) if sums is None else sums.load(name)
-    total = stored["total"].to(context.reference.device) if stored else None
-    steps, dtype = context.steps, sum_dtype(context)
-    sums_in_blocks = sums is not None or dtype is not context.reference.dtype
-    size = MAX_STEP_BATCH if sums_in_blocks else max(1, len(steps))
-    shape = context.block_shape(len(x), len(y))
-    num_traced = context.num_outputs if context.is_traced else 0
-    with tqdm(
-        total=len(steps), initial=min(done, len(steps)), desc="steps", disable=not context.options.progress
-    ) as bar:
-        for first in range(done, max(1, len(steps)), size):
-            tile = GramAccumulator(shape, context.reference, is_symmetric, num_traced)
-            for batch in step_batches(context, steps[first : first + size], max(len(x), len(y))):
-                add_steps(context, batch, tile, x, y)
-                bar.update(len(batch))
-            total = tile.result().to(dtype) if total is None else total.add_(tile.result())
-            if sums is not None and (sums.should_save or first + size >= len(steps)):
-                sums.save(name, {"total": total}, first + size)
-    if total is None:
-        raise ValueError(f"checkpoint must hold the sum of tile {name}: it is empty. Delete its folder.")
-    return total

@@ -30,7 +30,7 @@ class PartialSums:
         Raises:
             ValueError: The folder holds partial sums of another computation, or other files.
         """
-        self.folder = Path(folder)
+        self.folder, self.identity = Path(folder), fingerprint
         self.folder.mkdir(parents=True, exist_ok=True)
         manifest = self.folder / _MANIFEST
         if manifest.is_file():
@@ -52,13 +52,21 @@ class PartialSums:
         """Whether `SECONDS` have passed since the last save, so that an unfinished sum should be saved again."""
         return time.monotonic() - self._last_save >= SECONDS
 
+    def has(self, name: str) -> bool:
+        """Return whether a partial sum was saved."""
+        return self._file(name).is_file()
+
+    def remove(self, name: str) -> None:
+        """Delete a partial sum, if there is one."""
+        self._file(name).unlink(missing_ok=True)
+
     def load(self, name: str) -> tuple[dict[str, Tensor], int]:
         """Return a partial sum and its number of terms; no tensors and 0 if it was never saved.
 
         Raises:
             ValueError: The file is damaged.
         """
-        file = self.folder / f"{name}.safetensors"
+        file = self._file(name)
         if not file.is_file():
             return {}, 0
         try:
@@ -79,8 +87,11 @@ class PartialSums:
         """Replace a partial sum and its number of terms, atomically."""
         content = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         metadata = {"count": str(count), "checksum": _checksum(content, str(count))}
-        atomic_write(self.folder / f"{name}.safetensors", save(content, metadata))
+        atomic_write(self._file(name), save(content, metadata))
         self._last_save = time.monotonic()
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
 
 
 def _checksum(tensors: dict[str, Tensor], count: str) -> str:

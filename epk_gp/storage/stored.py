@@ -9,10 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients
 from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.chunks import RowReader, read_state, read_update
-from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.index import Chunk, read_journal, unchanged_file
 from epk_gp.storage.pass_verification import read_tables
 from epk_gp.storage.passes import ContentOnDisk, packed_steps
 from epk_gp.storage.schema import ChunkSchema
@@ -38,6 +39,10 @@ class StoredStates:
     name: str = "states"
     reader: RowReader = field(default_factory=RowReader, compare=False, repr=False)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, which is found from any working directory."""
+        return {**self.__dict__, "path": self.path.absolute()}
+
     def __len__(self) -> int:
         """Return the number of states, S + 1."""
         return self.chunks[-1].last + 1
@@ -52,6 +57,21 @@ class StoredStates:
             raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
         chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
         return read_state(self.path, self.schema, chunk, state, self.reader, name=self.name)
+
+
+def require_same_run(trajectory: Trajectory) -> None:
+    """Raise if the folder of a run on disk does not hold what it held when the trajectory was loaded.
+
+    Raises:
+        FileNotFoundError: The folder holds no run.
+        ValueError: It holds another run.
+    """
+    states = trajectory.trained.states
+    if isinstance(states, StoredStates) and read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
+        raise ValueError(
+            f"{states.path} must hold the run with digest {trajectory.digest[:12]}, here as where it was loaded: it "
+            "holds another. Copy the run anew."
+        )
 
 
 def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[Step]:
@@ -74,6 +94,10 @@ class StoredUpdates:
     readers: dict[str, RowReader] = field(
         default_factory=lambda: {name: RowReader() for name in FIELDS}, compare=False, repr=False
     )
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, which is found from any working directory."""
+        return {**self.__dict__, "path": self.path.absolute()}
 
     def __len__(self) -> int:
         """Return the number of steps, S."""

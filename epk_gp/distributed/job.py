@@ -1,0 +1,147 @@
+"""A computation in a folder: what every worker needs, written once; and the pieces that workers compute, as files."""
+
+import json
+import os
+import pickle
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import epk_gp
+from epk_gp.storage.atomic_files import atomic_write, checksum
+from epk_gp.storage.partial_sums import PartialSums
+
+JOB = "job.pickle"
+Place = tuple[int, ...]
+
+
+class Computation(Protocol):
+    """What is computed piece by piece. It is pickled once, and kept by each worker from one piece to the next."""
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Compute a piece; the result depends on nothing but the computation and the place."""
+
+    def check(self) -> None:
+        """Raise if a worker sees something else than the owner did: another copy of the run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A computation and the folder of its pieces.
+
+    Attributes:
+        computation: What is computed.
+        sums: The folder, which holds pieces of this computation only.
+    """
+
+    computation: Computation
+    sums: PartialSums
+
+
+# Computations of this process by their keys: threads of a pool find theirs here. Forked workers find a copy, and take
+# it for their own.
+_OWN: dict[str, Job] = {}
+_OWNER = os.getpid()
+
+
+def write_job(folder: Path, identity: str, job: Job) -> str:
+    """Write what workers need into the folder of the pieces, and return the key by which they ask for it.
+
+    Args:
+        folder: The folder.
+        identity: Fingerprint of everything on which the pieces depend.
+        job: The computation.
+
+    Raises:
+        TypeError: The computation cannot be sent to another process.
+    """
+    header = json.dumps({"versions": _versions(), "identity": identity}).encode()
+    content = header + b"\n" + _pickled(job.computation)
+    atomic_write(folder / JOB, content)
+    key = checksum(content)
+    _OWN[key] = job
+    return key
+
+
+def forget_job(key: str) -> None:
+    """Let go of a computation of this process."""
+    _OWN.pop(key, None)
+
+
+def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
+    """Compute a piece of a job and write its file: what a worker does.
+
+    A piece whose file is there already, because a worker died after it wrote it, is not computed again.
+
+    Args:
+        folder: Folder of the job.
+        key: Which job the folder must hold (`write_job`).
+        name: Name of the piece.
+        place: What is computed.
+
+    Raises:
+        FileNotFoundError: The worker does not see the folder.
+        ValueError: The folder holds another job, or one of another version of a package.
+    """
+    job = _OWN.get(key) if os.getpid() == _OWNER else None
+    job = job or _opened(folder, key)
+    if not job.sums.load(name)[0]:
+        job.sums.save(name, job.computation.piece(place), 1)
+
+
+@lru_cache(maxsize=2)
+def _opened(folder: str, key: str) -> Job:
+    """Read a job in a worker, which computes with one thread from then on: bytes depend on the number."""
+    torch.set_num_threads(1)
+    file = Path(folder) / JOB
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"every worker must see the folder of the pieces: {file} does not exist on {platform.node()}. Pass "
+            "checkpoint=, a folder on a file system that all workers share."
+        ) from error
+    if checksum(content) != key:
+        raise ValueError(
+            f"{file} must be what the job's owner wrote: it is damaged, or another job was started in this folder. "
+            "Give each job a folder of its own."
+        )
+    header, _, pickled = content.partition(b"\n")
+    described = json.loads(header)
+    if (own := _versions()) != (theirs := described["versions"]):
+        unlike = ", ".join(f"{name} {own[name]}, not {theirs[name]}" for name in own if own[name] != theirs[name])
+        raise ValueError(
+            f"a worker must have the versions of the job's owner: on {platform.node()} it has {unlike}. Install the "
+            "same versions on all workers."
+        )
+    computation: Computation = pickle.loads(pickled)
+    computation.check()
+    return Job(computation, PartialSums(folder, described["identity"]))
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions on which bytes, and the pickled form, depend."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"epk_gp": epk_gp.__version__, "torch": torch.__version__, "python": python}
+
+
+def _pickled(value: object) -> bytes:
+    dumps: Callable[[Any], bytes] = pickle.dumps
+    if find_spec("cloudpickle") is not None:
+        import cloudpickle  # noqa: PLC0415  comes with the extra 'distributed'
+
+        dumps = cloudpickle.dumps
+    try:
+        return dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"what workers compute must be picklable: {error}. Define the network's class and functions at the top "
+            "level of a module, or install epk-gp[distributed], whose cloudpickle takes others too."
+        ) from error

@@ -1,0 +1,138 @@
+"""Pieces of a computation, computed by an executor's workers and read in their order."""
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.core.executors import PendingResult, SupportsSubmit
+from epk_gp.distributed.job import Computation, Job, Place, compute_piece, forget_job, write_job
+from epk_gp.storage.partial_sums import PartialSums
+
+# Pieces that are submitted before the first of them is read, and bytes that their files may take: enough for some
+# hundred workers, or for a full disk to be rare.
+AHEAD, AHEAD_BYTES = 512, 8 << 30
+
+# How often a piece is submitted again whose workers died. A scheduler tries it several times itself.
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a computation: its name as a file, and what is computed."""
+
+    name: str
+    place: Place
+
+
+@contextmanager
+def scratch_folder(checkpoint: Any) -> Iterator[Path]:
+    """Give the folder of the pieces: the checkpoint, or one of its own, which is removed when all is done.
+
+    After an error the folder is kept, and the error says where it is.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="epk_gp-")) if checkpoint is None else Path(checkpoint)
+    try:
+        yield folder
+    except Exception as error:
+        error.add_note(f"What was computed is kept: pass checkpoint={str(folder)!r} to go on from there.")
+        raise
+    if checkpoint is None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def threads_of_workers(executor: SupportsSubmit) -> Iterator[None]:
+    """Compute here as workers do, with one thread; threads of this process compute as it does itself."""
+    before = torch.get_num_threads()
+    if not isinstance(executor, ThreadPoolExecutor):
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def computed_pieces(
+    computation: Computation,
+    pieces: Sequence[Piece],
+    executor: SupportsSubmit,
+    sums: PartialSums,
+    num_bytes: int,
+) -> Iterator[dict[str, Tensor]]:
+    """Have workers compute pieces, and give their results in the order of the pieces.
+
+    Pieces whose files are in the folder are not computed again. The caller removes files that it needs no more.
+
+    Args:
+        computation: What is computed.
+        pieces: Its pieces.
+        executor: Who computes them.
+        sums: Folder of the pieces.
+        num_bytes: Of a piece.
+
+    Raises:
+        RuntimeError: Workers died again and again over one piece, or the executor is of no more use.
+    """
+    job = Job(computation, sums)
+    key = write_job(sums.folder, sums.identity, job)
+    waiting: deque[tuple[Piece, PendingResult | None]] = deque()
+    rest, ahead = iter(pieces), max(2, min(AHEAD, AHEAD_BYTES // max(1, num_bytes)))
+    try:
+        while True:
+            while len(waiting) < ahead and (piece := next(rest, None)) is not None:
+                is_there = sums.has(piece.name)
+                waiting.append((piece, None if is_there else _submit(executor, sums, key, piece)))
+            if not waiting:
+                return
+            piece, pending = waiting.popleft()
+            if pending is not None:
+                _wait(executor, sums, key, piece, pending)
+            result, _ = sums.load(piece.name)
+            if not result:
+                raise RuntimeError(
+                    f"workers must write into the folder that this process reads: {sums.folder} has no piece "
+                    f"{piece.name}, which a worker has computed. Pass checkpoint=, a folder that all share."
+                )
+            yield result
+    finally:
+        for _, pending in waiting:
+            if pending is not None:
+                pending.cancel()
+        forget_job(key)
+
+
+def _submit(executor: SupportsSubmit, sums: PartialSums, key: str, piece: Piece) -> PendingResult:
+    arguments = (compute_piece, str(sums.folder.absolute()), key, piece.name, piece.place)
+    if type(executor).__module__.partition(".")[0] == "distributed":  # a Dask client: the call has an effect
+        return executor.submit(*arguments, pure=False)  # type: ignore[call-arg]
+    return executor.submit(*arguments)
+
+
+def _wait(executor: SupportsSubmit, sums: PartialSums, key: str, piece: Piece, pending: PendingResult) -> None:
+    """Wait for a piece; submit it again if the workers that computed it died."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            pending.result()
+        except BrokenExecutor as error:
+            raise RuntimeError(
+                "a worker process died, and with it the pool: killed, or out of memory. Make a new pool, with fewer "
+                "workers if memory was short, and call again with the same checkpoint."
+            ) from error
+        except Exception as error:
+            # Dask's error, whose class is not imported: a piece on which several workers died
+            if type(error).__name__ != "KilledWorker" or attempt == _ATTEMPTS - 1:
+                raise
+            tqdm.write(f"workers died over piece {piece.name}: it is submitted again")
+            pending = _submit(executor, sums, key, piece)
+        else:
+            return

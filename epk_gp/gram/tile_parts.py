@@ -1,0 +1,186 @@
+"""How a Gram block is divided: into tiles of points, and each tile's sum into ranges of steps."""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.head import Head
+from epk_gp.core.memory_plan import MAX_STEP_BATCH
+from epk_gp.core.points import Points
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.distributed.job import Place
+from epk_gp.gram.accumulation import CopyBatch, Steps, add_steps, step_batches
+from epk_gp.gram.accumulator import GramAccumulator
+from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.nodes import feature_bytes
+from epk_gp.quadrature.rules import Rule
+from epk_gp.storage.stored import require_same_run
+
+# Ranges of steps into which a tile's sum is divided, at most: they are what workers share where points are few.
+MAX_RANGES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """A tile of a block: some points of one copy on either side.
+
+    Attributes:
+        x_is_train: Whether the points on the left are training copies.
+        y_is_train: The same of the right.
+        i: Number of the part on the left.
+        j: Number of the part on the right.
+        rows: Indices of the points on the left.
+        columns: Indices of the points on the right.
+        is_symmetric: Both sides are the same points.
+        is_mirrored: Its transpose is another tile of the block, which is not listed.
+    """
+
+    x_is_train: bool
+    y_is_train: bool
+    i: int
+    j: int
+    rows: Int64[Tensor, " n"]
+    columns: Int64[Tensor, " m"]
+    is_symmetric: bool
+    is_mirrored: bool
+
+    @property
+    def place(self) -> Place:
+        """Return what tells the tile from others of the block."""
+        return int(self.x_is_train), int(self.y_is_train), self.i, self.j
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether its transpose is computed, which has the training side on the right."""
+        return self.x_is_train and not self.y_is_train
+
+
+def tile_points(context: ExecutionContext) -> int:
+    """Count the points on each side of a tile."""
+    return context.memory.tile_points(context.num_sums, feature_bytes(context))
+
+
+def tiles_of(a: Points, b: Points, size: int) -> list[Tile]:
+    """Divide a block into tiles, copy by copy.
+
+    Args:
+        a: The points on the left.
+        b: Those on the right; the same object as a for a symmetric block.
+        size: Points on each side of a tile.
+    """
+    same, tiles = a is b, []
+    for x_is_train, y_is_train in product((True, False), repeat=2):
+        if same and y_is_train and not x_is_train:
+            continue  # the mirror image of another combination
+        mirrored = same and x_is_train == y_is_train
+        rows, columns = a.copies(x_is_train).split(size), b.copies(y_is_train).split(size)
+        for (i, n), (j, m) in product(enumerate(rows), enumerate(columns)):
+            if len(n) and len(m) and not (mirrored and j < i):
+                is_symmetric = mirrored and i == j
+                tiles.append(Tile(x_is_train, y_is_train, i, j, n, m, is_symmetric, same and not is_symmetric))
+    return tiles
+
+
+def step_ranges(num_steps: int) -> list[slice]:
+    """Divide steps into ranges of equal length, which are summed one by one: at least one, at most `MAX_RANGES`."""
+    length = MAX_STEP_BATCH * max(1, -(-num_steps // (MAX_STEP_BATCH * MAX_RANGES)))
+    return [slice(first, first + length) for first in range(0, max(1, num_steps), length)]
+
+
+def sum_range(
+    context: ExecutionContext, a: Points, b: Points, tile: Tile, steps: Steps, bar: "tqdm[Any] | None" = None
+) -> Float[Tensor, "K n ..."]:
+    """Sum some steps of a tile, class-major, with the training side on the right (`Tile.is_turned`)."""
+    x, y = _batch(a, tile.rows, tile.x_is_train), _batch(b, tile.columns, tile.y_is_train)
+    if tile.is_turned:
+        x, y = y, x
+    num_traced = context.num_outputs if context.is_traced else 0
+    total = GramAccumulator(context.block_shape(len(x), len(y)), context.reference, tile.is_symmetric, num_traced)
+    for batch in step_batches(context, steps, max(len(x), len(y))):
+        add_steps(context, batch, total, x, y)
+        if bar is not None:
+            bar.update(len(batch))
+    return total.result()
+
+
+def _batch(points: Points, indices: Tensor, is_train: bool) -> CopyBatch:
+    whole = len(indices) == len(points)  # in their order
+    return CopyBatch(points.X if whole else points.X[indices], is_train)
+
+
+@dataclass(frozen=True, eq=False)
+class GramPieces:
+    """A Gram block as pieces for workers: a tile, and a range of its steps.
+
+    Attributes:
+        trajectory: The run.
+        head: Whether f is the logits or their log-softmax.
+        rule: Quadrature rule.
+        step_weights: eta_s of each of the S steps.
+        is_per_class: Only pairs of equal classes are wanted.
+        is_traced: Only their sum is wanted.
+        options: How to compute, without an executor.
+        needs_dense_plan: Which of the network's plans the pieces are computed with.
+        a: The points on the left.
+        b: Those on the right.
+    """
+
+    trajectory: Trajectory
+    head: Head
+    rule: Rule
+    step_weights: tuple[float, ...]
+    is_per_class: bool
+    is_traced: bool
+    options: ComputeOptions
+    needs_dense_plan: bool
+    a: Points
+    b: Points
+
+    @classmethod
+    def of(cls, context: ExecutionContext, a: Points, b: Points) -> "GramPieces":
+        """Return the pieces of a block."""
+        options = replace(context.options, executor=None, progress=False, checkpoint=None)
+        return cls(
+            context.trajectory, context.head, context.rule, context.step_weights, context.is_per_class,
+            context.is_traced, options, context.net.model.cache.needs_dense_plan, a, b,
+        )  # fmt: skip
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, without what is found out again."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    def check(self) -> None:
+        """Raise if the run on disk is not the one that the owner of the job opened."""
+        require_same_run(self.trajectory)
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Sum a range of the steps of a tile."""
+        context = self._context()
+        *of_tile, number = place
+        steps = context.steps[step_ranges(len(context.steps))[number]]
+        total = sum_range(context, self.a, self.b, self._tiles[tuple(of_tile)], steps)
+        return {"total": total, **context.integrations.state()}
+
+    @cached_property
+    def _tiles(self) -> dict[Place, Tile]:
+        return {tile.place: tile for tile in tiles_of(self.a, self.b, tile_points(self._context()))}
+
+    def _context(self) -> ExecutionContext:
+        return ExecutionContext(
+            self.trajectory, self._net, self.head, self.rule, self.step_weights, self.is_per_class, self.options,
+            self.is_traced,
+        )  # fmt: skip
+
+    @cached_property
+    def _net(self) -> PlannedModel:
+        model = self.trajectory.model_for(self.a.X)
+        model.cache.needs_dense_plan |= self.needs_dense_plan
+        return plan_for(self.trajectory, model)
