@@ -4,29 +4,21 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Unpack
 
-import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
+from epk_gp.kernel_machine.attribution_pass import AttributionPass, Groupings, run_pass
 from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerms, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
-from epk_gp.kernel_machine.certification import IntegrationRecord, sum_tolerance, warn_if_uncertified
-from epk_gp.kernel_machine.collector import Collector, TermSizes
-from epk_gp.kernel_machine.contributions import Contribution
+from epk_gp.kernel_machine.certification import sum_tolerance, warn_if_uncertified
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, parse_problem
-from epk_gp.kernel_machine.progress import PassProgress
-from epk_gp.kernel_machine.step_residuals import StepResiduals
-from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
 from epk_gp.quadrature.rules import Rule, adaptive
-from epk_gp.storage.partial_sums import PartialSums
 
 
 def attribute(
@@ -53,7 +45,7 @@ def attribute(
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
-        options: `memory_budget`, `progress` and `checkpoint`; see `ComputeOptions`.
+        options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
         All terms, in the dtype of X.
@@ -151,7 +143,7 @@ def _attribute(
     results = with_plan(
         trajectory,
         trajectory.model_for(X),
-        lambda net: _split(make_problem(net, kernel, X, classes, options), groupings, splits_statistics),
+        lambda net: _split(make_problem(net, kernel, X, classes, options), tuple(groupings), splits_statistics),
     )
     if results:  # all are sums of the same terms
         warn_if_uncertified("the attribution", results[0])
@@ -159,40 +151,18 @@ def _attribute(
 
 
 def _split(
-    problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]], splits_statistics: bool
+    problem: AttributionProblem, groupings: Groupings, splits_statistics: bool
 ) -> tuple[GroupedAttribution, ...]:
-    trajectory, X, kernel, folder = problem.trajectory, problem.X, problem.kernel, problem.options.checkpoint
+    trajectory, X, kernel = problem.trajectory, problem.X, problem.kernel
     initial = problem.select_outputs(network_outputs(trajectory, X, state=0, head=kernel.head))
     network = problem.select_outputs(network_outputs(trajectory, X, state=-1, head=kernel.head))
-    collectors = [Collector(problem, axes, initial) for axes in groupings]
-    sizes = TermSizes(initial)
-
-    def emit(term: Contribution) -> None:
-        sizes.add(term)
-        for collector in collectors:
-            collector.add(term)
-
-    # parameters are kept apart only where a grouping asks for them
-    is_whole = not any(collector.sizes["parameter"] for collector in collectors)
-    is_factored = is_whole and trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
-    is_factored &= trajectory.unexplained is None
-    points = vanilla_gd_points(problem) if is_factored else problem.memory.adjoint_points(problem.num_outputs)
-    name = f"sums-{fingerprint(problem.net.plan, is_factored, points)}"  # partial sums of another plan are other sums
-    sums = [total for collector in collectors for total in collector.sums] + sizes.sums
-    stored = None if folder is None else PartialSums(folder, _identity(problem, groupings))
-    progress = PassProgress(stored, sums, IntegrationRecord(kernel.rule, trajectory.num_steps), name)
-    residuals = StepResiduals(problem, initial, keeps=not is_factored)
-    if is_factored:
-        vanilla_gd_pass(problem, emit, progress, points_per_block=points)
-    else:
-        count = len(trajectory.model.names)
-        groups = torch.zeros(count, dtype=torch.int64) if is_whole else torch.arange(count)
-        splits_statistics &= any(collector.splits_samples for collector in collectors)
-        adjoint_pass(problem, groups, emit, progress, PassOptions(points, residuals, splits_statistics))
-    record, steps = progress.record, max(1, trajectory.num_steps)
-    mismatches, dtype = residuals.mismatches, residuals.mismatches.dtype
+    found = run_pass(AttributionPass(problem, groupings, splits_statistics), initial)
+    collectors, sizes, progress, mismatches = (
+        found.sums.collectors, found.sums.sizes, found.progress, found.residuals.mismatches
+    )  # fmt: skip
+    record, steps, dtype = progress.record, max(1, trajectory.num_steps), mismatches.dtype
     tolerance = sum_tolerance(kernel.rule, dtype, collectors[0].size_of_terms(initial, network), steps)
-    if is_factored:  # there it is what the other terms leave: it must be rounding, or the sum misses the outputs
+    if found.is_factored:  # there it is what the other terms leave: it must be rounding, or the sum misses the outputs
         for collector in collectors:
             collector.drop_unexplained_above(tolerance)
     return tuple(
@@ -217,13 +187,3 @@ def _split(
         )
         for collector in collectors
     )
-
-
-def _identity(problem: AttributionProblem, groupings: Sequence[tuple[Axis, ...]]) -> str:
-    axes = [axis for grouping in groupings for axis in grouping]
-    kinds = [[axis.kind for axis in grouping] for grouping in groupings]
-    kernel = problem.kernel
-    return fingerprint(
-        kernel.trajectory.digest, kernel.head, kernel.rule, problem.options.memory_budget, kinds, problem.X,
-        problem.classes, *(axis.group for axis in axes), [axis.names for axis in axes],
-    )  # fmt: skip

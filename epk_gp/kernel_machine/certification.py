@@ -60,6 +60,12 @@ class IntegrationRecord:
         counts = torch.bincount(integral.status, minlength=len(QuadratureStatus)).tolist()
         self.statuses.update({status: counts[status] for status in QuadratureStatus if counts[status]})
 
+    def merge(self, other: "IntegrationRecord") -> None:
+        """Add what the integrals of other points left."""
+        self.max_residual = larger(self.max_residual, other.max_residual)
+        self.residual_ratio = larger(self.residual_ratio, other.residual_ratio)
+        self.statuses.update(other.statuses)
+
     def state(self) -> dict[str, Tensor]:
         """Return the record as tensors, for a checkpoint."""
         counts = (float(self.statuses[status]) for status in QuadratureStatus)

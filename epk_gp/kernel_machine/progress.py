@@ -1,6 +1,8 @@
 """How far a pass over the run is: its sums, its certificate and its adjoint; on disk if that is asked for."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,8 +54,19 @@ class PassProgress:
         self.evaluations += float(integral.evaluations.sum())
         if self.checkpoint is None or not (is_last or self.checkpoint.should_save):
             return
-        state = {f"sum.{number}": total for number, total in enumerate(self.sums)}
-        state |= self.record.state() | {"evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
+        state = self.state()
         if adjoint_state is not None:
             state["carried"] = adjoint_state
         self.checkpoint.save(self.name, state, self.done)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return sums and certificate as tensors."""
+        state = {f"sum.{number}": total for number, total in enumerate(self.sums)}
+        return state | self.record.state() | {"evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add the certificate and the evaluations of points that another pass went through (`state`)."""
+        other = replace(self.record, statuses=Counter())
+        other.load(state)
+        self.record.merge(other)
+        self.evaluations += float(state["evaluations"])

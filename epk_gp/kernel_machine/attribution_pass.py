@@ -1,0 +1,252 @@
+"""One pass over a run that splits predictions along several groupings at once: here, or by workers, block by block."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.executors import SupportsSubmit
+from epk_gp.core.fingerprint import fingerprint
+from epk_gp.core.trajectory import network_outputs
+from epk_gp.distributed.job import Place
+from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
+from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.certification import IntegrationRecord
+from epk_gp.kernel_machine.collector import Collector, TermSizes
+from epk_gp.kernel_machine.contributions import Contribution
+from epk_gp.kernel_machine.problem import AttributionProblem, make_problem
+from epk_gp.kernel_machine.progress import PassProgress
+from epk_gp.kernel_machine.step_residuals import StepResiduals
+from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
+from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.stored import require_same_run
+
+Groupings = tuple[tuple[Axis, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionPass:
+    """What a pass adds up, and how it divides its work.
+
+    Attributes:
+        problem: The predictions.
+        groupings: The axes of each result.
+        splits_statistics: Split what the moving statistics add over the samples.
+    """
+
+    problem: AttributionProblem
+    groupings: Groupings
+    splits_statistics: bool
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether no grouping asks for single parameters, so that they need not be kept apart."""
+        return not any(axis.kind == "parameter" for axes in self.groupings for axis in axes)
+
+    @cached_property
+    def is_factored(self) -> bool:
+        """Whether contributions are computed from layers' factors: of plain gradient descent."""
+        trajectory = self.problem.trajectory
+        is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
+        return self.is_whole and is_plain and trajectory.unexplained is None
+
+    @cached_property
+    def points_per_block(self) -> int:
+        """Number of points that go through the run together."""
+        if self.is_factored:
+            return vanilla_gd_points(self.problem)
+        return self.problem.memory.adjoint_points(self.problem.num_outputs)
+
+    @cached_property
+    def blocks(self) -> list[Int64[Tensor, " rows"]]:
+        """The points of each block."""
+        X = self.problem.X
+        return list(torch.arange(len(X), device=X.device).split(self.points_per_block))
+
+    def residuals(self, initial: Float[Tensor, "n K"]) -> StepResiduals:
+        """Replay the run, and compare its steps with the recorded ones."""
+        return StepResiduals(self.problem, initial, keeps=not self.is_factored)
+
+    def run(self, sums: "TermSums", progress: PassProgress, residuals: StepResiduals) -> None:
+        """Go through the run block by block, and add every term to the sums."""
+        if self.is_factored:
+            vanilla_gd_pass(self.problem, sums.add, progress, points_per_block=self.points_per_block)
+            return
+        count = len(self.problem.trajectory.model.names)
+        groups = torch.zeros(count, dtype=torch.int64) if self.is_whole else torch.arange(count)
+        splits = self.splits_statistics and any(collector.splits_samples for collector in sums.collectors)
+        adjoint_pass(self.problem, groups, sums.add, progress, PassOptions(self.points_per_block, residuals, splits))
+
+
+@dataclass(frozen=True, eq=False)
+class TermSums:
+    """The sums of all groupings, and the sizes of their terms."""
+
+    collectors: list[Collector]
+    sizes: TermSizes
+
+    @classmethod
+    def of(cls, problem: AttributionProblem, groupings: Groupings, initial: Float[Tensor, "n K"]) -> "TermSums":
+        """Start sums at zero."""
+        return cls([Collector(problem, axes, initial) for axes in groupings], TermSizes(initial))
+
+    @property
+    def tensors(self) -> list[Float[Tensor, "n K ..."]]:
+        """What terms are added to, in a fixed order."""
+        return [total for collector in self.collectors for total in collector.sums] + self.sizes.sums
+
+    def add(self, term: Contribution) -> None:
+        """Add one term to every sum."""
+        self.sizes.add(term)
+        for collector in self.collectors:
+            collector.add(term)
+
+
+@dataclass(frozen=True, eq=False)
+class PassResult:
+    """What a pass has found.
+
+    Attributes:
+        sums: The sums.
+        progress: Its certificate and number of evaluations.
+        residuals: The comparison of replayed with recorded steps.
+        is_factored: As `AttributionPass.is_factored`.
+    """
+
+    sums: TermSums
+    progress: PassProgress
+    residuals: StepResiduals
+    is_factored: bool
+
+
+def run_pass(work: AttributionPass, initial: Float[Tensor, "n K"]) -> PassResult:
+    """Go through the run, here or by the workers of an executor.
+
+    Args:
+        work: What is to be done.
+        initial: The predictions at the initial weights.
+    """
+    problem = work.problem
+    options, rule, steps = problem.options, problem.kernel.rule, problem.trajectory.num_steps
+    sums, record = TermSums.of(problem, work.groupings, initial), IntegrationRecord(rule, steps)
+    with nullcontext() if options.executor is None else threads_of_workers(options.executor):
+        # partial sums of another plan are other sums
+        name = f"sums-{fingerprint(problem.net.plan, work.is_factored, work.points_per_block)}"
+        identity = _identity(work)
+    if options.executor is not None:
+        progress = PassProgress(None, sums.tensors, record)
+        _by_workers(options.executor, work, sums, progress, (name, identity))
+        return PassResult(sums, progress, work.residuals(initial), work.is_factored)
+    stored = None if options.checkpoint is None else PartialSums(options.checkpoint, identity)
+    progress, residuals = PassProgress(stored, sums.tensors, record, name), work.residuals(initial)
+    work.run(sums, progress, residuals)
+    return PassResult(sums, progress, residuals, work.is_factored)
+
+
+def _by_workers(
+    executor: SupportsSubmit, work: AttributionPass, sums: TermSums, progress: PassProgress, names: tuple[str, str]
+) -> None:
+    """Have workers go through the run with a block of points each, and put their sums together."""
+    options, (name, identity) = work.problem.options, names
+    pieces = [Piece(f"{name}-{number}", (number,)) for number in range(len(work.blocks))]
+    num_bytes = sum(total[: work.points_per_block].nbytes for total in sums.tensors)
+    with threads_of_workers(executor), scratch_folder(options.checkpoint) as folder:
+        partial = PartialSums(folder, identity)
+        results = computed_pieces(AttributionPieces.of(work), pieces, executor, partial, num_bytes)
+        with tqdm(total=len(pieces), desc="pieces", disable=not options.progress) as bar:
+            for piece, rows, result in zip(pieces, work.blocks, results, strict=True):
+                for number, total in enumerate(sums.tensors):
+                    total[rows] = result[f"sum.{number}"].to(total)
+                progress.merge(result)
+                if options.checkpoint is None:
+                    partial.remove(piece.name)
+                bar.update()
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionPieces:
+    """An attribution as pieces for workers: a block of points, carried through the whole run.
+
+    Attributes:
+        kernel: The run's path kernel.
+        X: All inputs.
+        classes: One output per input, or None for all.
+        options: How to compute, without an executor.
+        groupings: The axes of each result.
+        splits_statistics: Split what the moving statistics add over the samples.
+        needs_dense_plan: Which of the network's plans the pieces are computed with.
+    """
+
+    kernel: PathKernel
+    X: Shaped[Tensor, "n ..."]
+    classes: Int64[Tensor, " n"] | None
+    options: ComputeOptions
+    groupings: Groupings
+    splits_statistics: bool
+    needs_dense_plan: bool
+
+    @classmethod
+    def of(cls, work: AttributionPass) -> "AttributionPieces":
+        """Return the pieces of a pass."""
+        problem = work.problem
+        options = replace(problem.options, executor=None, progress=False, checkpoint=None)
+        is_dense = problem.net.model.cache.needs_dense_plan
+        return cls(
+            problem.kernel, problem.X, problem.classes, options, work.groupings, work.splits_statistics, is_dense
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, without what is found out again."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    def check(self) -> None:
+        """Raise if the run on disk is not the one that the owner of the job opened."""
+        require_same_run(self.kernel.trajectory)
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Sum the terms of the points of a block."""
+        whole, (number,) = self._pass, place
+        rows = whole.blocks[number]
+        problem = replace(whole.problem, X=self.X[rows], classes=None if self.classes is None else self.classes[rows])
+        work = replace(whole, problem=problem)
+        vars(work)["points_per_block"] = whole.points_per_block
+        outputs = network_outputs(problem.trajectory, problem.X, state=0, head=self.kernel.head)
+        initial = problem.select_outputs(outputs)
+        sums = TermSums.of(problem, self.groupings, initial)
+        record = IntegrationRecord(self.kernel.rule, problem.trajectory.num_steps)
+        progress = PassProgress(None, sums.tensors, record)
+        work.run(sums, progress, self._residuals)
+        return progress.state()
+
+    @cached_property
+    def _pass(self) -> AttributionPass:
+        trajectory = self.kernel.trajectory
+        model = trajectory.model_for(self.X)
+        model.cache.needs_dense_plan |= self.needs_dense_plan
+        problem = make_problem(plan_for(trajectory, model), self.kernel, self.X, self.classes, self.options)
+        return AttributionPass(problem, self.groupings, self.splits_statistics)
+
+    @cached_property
+    def _residuals(self) -> StepResiduals:
+        problem = self._pass.problem
+        outputs = network_outputs(problem.trajectory, self.X[:1], state=0, head=self.kernel.head)
+        return self._pass.residuals(outputs)
+
+
+def _identity(work: AttributionPass) -> str:
+    axes = [axis for grouping in work.groupings for axis in grouping]
+    kinds: Sequence[Sequence[str]] = [[axis.kind for axis in grouping] for grouping in work.groupings]
+    problem = work.problem
+    return fingerprint(
+        problem.trajectory.digest, problem.kernel.head, problem.kernel.rule, problem.options.memory_budget, kinds,
+        problem.X, problem.classes, *(axis.group for axis in axes), [axis.names for axis in axes],
+    )  # fmt: skip
