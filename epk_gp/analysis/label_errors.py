@@ -88,7 +88,7 @@ def label_errors(
     judged = labelled_points(trajectory, labels, points)
     if len(judged) < 2:
         raise ValueError("points are judged from each other, so there must be at least 2: got 1.")
-    parsed = parse_options("label_errors", ("checkpoint", "accumulate"), **options)
+    parsed = parse_options("label_errors", ("checkpoint", "accumulate", "executor"), **options)
     with torch.no_grad():
         process = fit_labels(trajectory, labels, settings, judged, parsed)
         mean, _ = process.leave_one_out()

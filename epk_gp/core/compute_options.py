@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -51,6 +51,14 @@ class ComputeOptions:
             raise ValueError(f"accumulate must be torch.float64 or None: got {self.accumulate}.")
         if self.executor is not None:
             validate_executor(self.executor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ComputeOptions":
+        """Return the options themselves, which do not change: kernels are copied, executors cannot be."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the pickled form, without the executor, which belongs to this process."""
+        return {**self.__dict__, "executor": None}
 
     def require_unset(self, call: str, *names: str) -> None:
         """Raise if a field is set that has no meaning for a call.

@@ -35,7 +35,7 @@ from epk_gp.kernels.cache import BlockCache
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
 _PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "options")
-_UNSUPPORTED = ("checkpoint", "accumulate")
+_UNSUPPORTED = ("checkpoint", "accumulate", "executor")
 
 
 @dataclass(frozen=True, eq=False)

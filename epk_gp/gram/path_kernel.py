@@ -239,7 +239,7 @@ def gram_block(
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: See `PathKernel`.
         step_weights: eta_s >= 0; the learning rates by default.
-        options: `memory_budget`, `progress`, `checkpoint` and `accumulate`; see `ComputeOptions`.
+        options: `memory_budget`, `progress`, `checkpoint`, `accumulate` and `executor`; see `ComputeOptions`.
 
     Returns:
         The block, not flattened, in the dtype of the points or of `accumulate`. It may be a view of memory in the order
@@ -285,9 +285,9 @@ def gram_diagonal_blocks(
 ) -> Float[Tensor, "N C C"]:
     """Compute each point's C x C kernel with itself, gram_block[n, :, n, :], at a cost linear in N.
 
-    Arguments, errors: as `gram_block`; `checkpoint` and `accumulate` have no meaning here.
+    Arguments, errors: as `gram_block`; `checkpoint`, `accumulate` and `executor` have no meaning here.
     """
-    parsed = parse_options("gram_diagonal_blocks", ("checkpoint", "accumulate"), **options)
+    parsed = parse_options("gram_diagonal_blocks", ("checkpoint", "accumulate", "executor"), **options)
     return PathKernel(trajectory, head, rule, step_weights=step_weights).diagonal_blocks(a, parsed)
 
 

@@ -70,7 +70,7 @@ def thin_path(
     Raises:
         TypeError, ValueError: k is not a whole number in 1 .. S, or the network cannot take the points.
     """
-    parsed = parse_options("thin_path", ("checkpoint", "accumulate"), **options)
+    parsed = parse_options("thin_path", ("checkpoint", "accumulate", "executor"), **options)
     X = parse_inputs(trajectory, X)
     validate_count(every, "every")
     validate_count(num_probe, "num_probe")

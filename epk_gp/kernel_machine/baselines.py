@@ -103,7 +103,7 @@ def chen_machine(
     Raises:
         ValueError: A loss derivative changes sign along the run; log_softmax without cross entropy.
     """
-    parsed = parse_options("chen_machine", ("checkpoint", "accumulate"), **options)
+    parsed = parse_options("chen_machine", ("checkpoint", "accumulate", "executor"), **options)
     X = parse_inputs(trajectory, X)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     block, signs = None, None
@@ -145,7 +145,7 @@ def domingos_machine(
     Returns:
         Path kernel, coefficients (n, C, M, C) and error.
     """
-    parsed = parse_options("domingos_machine", ("checkpoint", "accumulate"), **options)
+    parsed = parse_options("domingos_machine", ("checkpoint", "accumulate", "executor"), **options)
     X = parse_inputs(trajectory, X)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     block, weighted = None, None

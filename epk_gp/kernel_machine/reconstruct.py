@@ -116,7 +116,7 @@ def reconstruct(
     Raises:
         TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
     """
-    parsed = parse_options("reconstruct", ("checkpoint", "accumulate"), **options)
+    parsed = parse_options("reconstruct", ("checkpoint", "accumulate", "executor"), **options)
     kernel = PathKernel(trajectory, head, rule)
     X = kernel.parse_inputs(X)
     result = with_plan(trajectory, trajectory.model_for(X), lambda net: _reconstruct(net, kernel, X, parsed))
