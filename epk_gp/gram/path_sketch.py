@@ -123,25 +123,8 @@ class PathSketch:
         Returns:
             The products, and those of each of the n and of the m points with itself.
         """
-        K, model = self.coefficients.shape[1], self.trajectory.model_for(a.X)
-
-        def compute(net: PlannedModel) -> tuple[Tensor, Tensor, Tensor]:
-            spec = net.model.spec
-            result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
-            squares = [result.new_empty(len(points), K) for points in (a, b)]
-            left = self._parts(net, a, options)
-            right = left if a is b else self._parts(net, b, options)
-            pairs = [(i, j) for i in range(len(left)) for j in range(i + 1 if a is b else len(right))]
-            for i, j in tqdm(pairs, desc="tiles", disable=not options.progress):
-                (own, n), (other, m) = left[i], right[j]
-                X = a.X[n]
-                block, squares[0][n], squares[1][m] = node_products(own, X, other, X if a is b and i == j else b.X[m])
-                result[:, n[:, None], m] = block
-                if a is b and i != j:
-                    result[:, m[:, None], n] = block.mT
-            return result, squares[0], squares[1]
-
-        return with_plan(self.trajectory, model, compute)
+        model = self.trajectory.model_for(a.X)
+        return with_plan(self.trajectory, model, lambda net: self._products(net, a, b, options))
 
     def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
         """Count the multiplications that a value of `products` costs: for points like these, at all nodes."""
@@ -150,49 +133,60 @@ class PathSketch:
             self.trajectory, model, lambda net: self._of_copy(net, is_train=False).multiplications_per_pair(X)
         )
 
-    def _parts(self, net: PlannedModel, points: Points, options: ComputeOptions) -> list[tuple[NodeSketch, Tensor]]:
-        """Split points by copy, and so that the layer Jacobians of a part fit into the budget."""
-        return [
-            (sketch, rows)
-            for is_train in (True, False)
-            for indices in [points.copies(is_train)]
-            if len(indices)
-            for sketch in [self._of_copy(net, is_train)]
-            for rows in indices.split(sketch.product_rows(points.X[:1], options.memory_budget))
-        ]
+    def _products(
+        self, net: PlannedModel, a: Points, b: Points, options: ComputeOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        K, spec, same = self.coefficients.shape[1], net.model.spec, a is b
+        result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
+        of_a, of_b = (result.new_empty(len(points), K) for points in (a, b))
+        pieces = ProductPieces(self, a, b, options.memory_budget, net.model.cache.needs_dense_plan)
+        largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
+        computed = self._computed(net, pieces, options, largest**2 * K * net.itemsize)
+        for (i, j), found in zip(
+            tqdm(pieces.places, desc="tiles", disable=not options.progress), computed, strict=True
+        ):
+            (n, m), block = (pieces.rows[i], pieces.columns[j]), found["block"].to(result)
+            result[:, n[:, None], m] = block
+            of_a[n], of_b[m] = found["left"].to(result), found["right"].to(result)
+            if same and i != j:
+                result[:, m[:, None], n] = block.mT
+        return result, of_a, of_b
 
     def _features(self, net: PlannedModel, points: Points, options: ComputeOptions) -> Tensor:
         spec, K, k = net.model.spec, self.coefficients.shape[1], self.num_features
         result = torch.empty(len(points), K, k, dtype=spec.dtype, device=spec.device)
         pieces = FeaturePieces(self, points, net.model.cache.needs_dense_plan)
+        num_bytes = max(map(len, pieces.rows.values()), default=0) * K * k * net.itemsize
         with tqdm(total=len(points), desc="points", disable=not options.progress) as bar:
-            for rows, features in zip(pieces.rows.values(), self._computed(net, pieces, options), strict=True):
-                result[rows] = features.to(result)
+            computed = self._computed(net, pieces, options, num_bytes)
+            for rows, found in zip(pieces.rows.values(), computed, strict=True):
+                result[rows] = found["features"].to(result)
                 bar.update(len(rows))
         return result
 
-    def _computed(self, net: PlannedModel, pieces: "FeaturePieces", options: ComputeOptions) -> Iterator[Tensor]:
-        """Compute the features of pieces of the points, in their order."""
-        named = [Piece(f"{is_train}-{number}", (is_train, number)) for is_train, number in pieces.rows]
+    def _computed(
+        self, net: PlannedModel, pieces: "FeaturePieces | ProductPieces", options: ComputeOptions, num_bytes: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Compute pieces here or by workers, and give them in their order."""
+        named = [Piece("-".join(map(str, place)), place) for place in pieces.places]
+        checkpoint = options.checkpoint
         if (executor := options.executor) is not None:
-            with threads_of_workers(executor), scratch_folder(options.checkpoint) as folder:
-                sums = PartialSums(folder, self._identity(net, pieces.points))
-                largest = max(map(len, pieces.rows.values()), default=0)
-                num_bytes = largest * self.coefficients.shape[1] * self.num_features * net.itemsize
-                for piece, result in zip(named, computed_pieces(pieces, named, executor, sums, num_bytes), strict=True):
-                    yield result["features"]
-                    if options.checkpoint is None:
+            with threads_of_workers(executor), scratch_folder(checkpoint) as folder:
+                sums = PartialSums(folder, self._identity(net, pieces))
+                found = computed_pieces(pieces, named, executor, sums, num_bytes)
+                for piece, result in zip(named, found, strict=True):
+                    yield result
+                    if checkpoint is None:
                         sums.remove(piece.name)
             return
-        checkpoint = options.checkpoint
-        kept = None if checkpoint is None else PartialSums(checkpoint, self._identity(net, pieces.points))
+        kept = None if checkpoint is None else PartialSums(checkpoint, self._identity(net, pieces))
         for piece in named:
             stored = {} if kept is None else kept.load(piece.name)[0]
             if not stored:
                 stored = pieces.piece(piece.place)
                 if kept is not None:
                     kept.save(piece.name, stored, 1)
-            yield stored["features"]
+            yield stored
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
@@ -202,11 +196,10 @@ class PathSketch:
         key = (self.seed, self.run.digest)
         return NodeSketch(net, states, self.head, coefficients.to(reference), self.num_features, key)
 
-    def _identity(self, net: PlannedModel, points: Points) -> str:
+    def _identity(self, net: PlannedModel, pieces: "FeaturePieces | ProductPieces") -> str:
         return fingerprint(
-            self.run.digest, self.head, self.coefficients, self.num_features, self.seed, net.plan,
-            points.X, points.is_train,
-        )  # fmt: skip
+            self.run.digest, self.head, self.coefficients, self.num_features, self.seed, net.plan, *pieces.identity
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +229,16 @@ class FeaturePieces:
         X = self._net.model.spec.cast(self.points.X[self.rows[place]])
         return {"features": self._sketches[bool(place[0])].piece(X)}
 
+    @property
+    def identity(self) -> list[object]:
+        """What tells the points from others."""
+        return [self.points.X, self.points.is_train]
+
+    @property
+    def places(self) -> list[Place]:
+        """The pieces in their order."""
+        return list(self.rows)
+
     @cached_property
     def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
         """Which points each piece has: of training copies first."""
@@ -256,6 +259,86 @@ class FeaturePieces:
         model = self.sketch.trajectory.model_for(self.points.X)
         model.cache.needs_dense_plan |= self.needs_dense_plan
         return plan_for(self.sketch.trajectory, model)
+
+
+@dataclass(frozen=True, eq=False)
+class ProductPieces:
+    """Products as pieces for workers: some points of one copy on either side.
+
+    Attributes:
+        sketch: What is computed.
+        a: The points on the left.
+        b: Those on the right; the same object as a for a symmetric block.
+        memory_budget: Bytes for the layer Jacobians and products of a piece.
+        needs_dense_plan: Which of the network's plans the pieces are computed with.
+    """
+
+    sketch: PathSketch
+    a: Points
+    b: Points
+    memory_budget: int
+    needs_dense_plan: bool
+
+    def check(self) -> None:
+        """Raise if the run on disk is not the one that the owner of the job opened."""
+        require_same_run(self.sketch.trajectory)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, without what is found out again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Compute the products of the points of a piece, and those of each point with itself."""
+        i, j = place
+        (own, n), (other, m) = self._left[i], self._right[j]
+        X = self.a.X[n]
+        Y = X if self.a is self.b and i == j else self.b.X[m]
+        block, left, right = node_products(own, X, other, Y)
+        return {"block": block, "left": left, "right": right}
+
+    @property
+    def identity(self) -> list[object]:
+        """What tells the points from others."""
+        a, b = self.a, self.b
+        return ["products", self.memory_budget, a is b, a.X, b.X, a.is_train, b.is_train]
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The pieces in their order; of a symmetric block, those on and above the diagonal."""
+        same = self.a is self.b
+        return [(i, j) for i in range(len(self.rows)) for j in range(i if same else 0, len(self.columns))]
+
+    @cached_property
+    def rows(self) -> list[Int64[Tensor, " rows"]]:
+        """The points of each part on the left."""
+        return [rows for _, rows in self._left]
+
+    @cached_property
+    def columns(self) -> list[Int64[Tensor, " columns"]]:
+        """The points of each part on the right."""
+        return [rows for _, rows in self._right]
+
+    @cached_property
+    def _left(self) -> list[tuple[NodeSketch, Tensor]]:
+        return self._parts(self.a)
+
+    @cached_property
+    def _right(self) -> list[tuple[NodeSketch, Tensor]]:
+        return self._left if self.a is self.b else self._parts(self.b)
+
+    def _parts(self, points: Points) -> list[tuple[NodeSketch, Tensor]]:
+        """Split points by copy, and so that the layer Jacobians of a part fit into the budget."""
+        model = self.sketch.trajectory.model_for(self.a.X)
+        model.cache.needs_dense_plan |= self.needs_dense_plan
+        net = plan_for(self.sketch.trajectory, model)
+        return [
+            (sketch, rows)
+            for is_train in (True, False)
+            for indices in [points.copies(is_train)]
+            if len(indices)
+            for sketch in [self.sketch._of_copy(net, is_train)]
+            for rows in indices.split(sketch.product_rows(points.X[:1], self.memory_budget))
+        ]
 
 
 def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes 1 C"]:
