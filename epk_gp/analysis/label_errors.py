@@ -75,7 +75,7 @@ def label_errors(
         points: Indices of the training points to judge, from each other; all by default.
         seed: Seed of the sketch.
         power: As in `UncertainClassifier`.
-        options: `memory_budget` and `progress`; see `ComputeOptions`.
+        options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -88,7 +88,7 @@ def label_errors(
     judged = labelled_points(trajectory, labels, points)
     if len(judged) < 2:
         raise ValueError("points are judged from each other, so there must be at least 2: got 1.")
-    parsed = parse_options("label_errors", ("checkpoint", "accumulate", "executor"), **options)
+    parsed = parse_options("label_errors", ("checkpoint", "accumulate"), **options)
     with torch.no_grad():
         process = fit_labels(trajectory, labels, settings, judged, parsed)
         mean, _ = process.leave_one_out()

@@ -47,6 +47,7 @@ class InputFeatures:
             num_probe=0,
             memory_budget=self.options.memory_budget,
             progress=self.options.progress,
+            executor=self.options.executor,
         )
         z = torch.nn.functional.normalize(z)
         if self.lengthscale is not None:

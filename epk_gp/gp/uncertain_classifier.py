@@ -35,7 +35,8 @@ from epk_gp.kernels.cache import BlockCache
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
 _PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "options")
-_UNSUPPORTED = ("checkpoint", "accumulate", "executor")
+_UNSUPPORTED = ("checkpoint", "accumulate")
+_OPTIONS = ("memory_budget", "progress", "executor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +111,7 @@ class UncertainClassifier:
         seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
         power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
             features, whose noise grows with the power.
-        options: `memory_budget` and `progress`; see `ComputeOptions`.
+        options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
 
     Attributes:
         classes_: The names of the classes, or 0 .. C - 1.
@@ -309,11 +310,11 @@ class UncertainClassifier:
         Raises:
             ValueError: There is no such argument.
         """
-        known = self.get_params().keys() | {"memory_budget", "progress"}
+        known = self.get_params().keys() | set(_OPTIONS)
         for name, value in params.items():
             if name not in known:
                 raise ValueError(f"a parameter must be one of {sorted(known)}: got {name!r}.")
-            if name in ("memory_budget", "progress"):
+            if name in _OPTIONS:
                 self.options[name] = value  # type: ignore[literal-required]  # one of its fields
             else:
                 setattr(self, name, value)

@@ -142,9 +142,8 @@ class PathSketch:
         pieces = ProductPieces(self, a, b, options.memory_budget, net.model.cache.needs_dense_plan)
         largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
         computed = self._computed(net, pieces, options, largest**2 * K * net.itemsize)
-        for (i, j), found in zip(
-            tqdm(pieces.places, desc="tiles", disable=not options.progress), computed, strict=True
-        ):
+        bar = tqdm(pieces.places, desc="tiles", disable=not options.progress)
+        for (i, j), found in zip(bar, computed, strict=True):
             (n, m), block = (pieces.rows[i], pieces.columns[j]), found["block"].to(result)
             result[:, n[:, None], m] = block
             of_a[n], of_b[m] = found["left"].to(result), found["right"].to(result)
@@ -294,7 +293,7 @@ class ProductPieces:
         X = self.a.X[n]
         Y = X if self.a is self.b and i == j else self.b.X[m]
         block, left, right = node_products(own, X, other, Y)
-        return {"block": block, "left": left, "right": right}
+        return {"block": block, "left": left, "right": right.clone() if right is left else right}
 
     @property
     def identity(self) -> list[object]:
