@@ -88,15 +88,15 @@ class MemoryPlan:
     def tile_points(self, num_output_pairs: int, feature_bytes: int) -> int:
         """Count the points on each side of a square tile of a Gram block.
 
-        Half of the budget holds, for each pair of points, three sums of products of outputs (total, deferred sum,
-        scratch) and one of inputs. A quarter holds, for each point, a forward and backward pass, and three sets of
+        Half of the budget holds, for each pair of points, four sums of products of outputs (of all ranges of steps, and
+        of one: total, deferred sum, scratch) and one of inputs. A quarter holds, for each point, a forward and backward pass, and three sets of
         layer Jacobians (left side, right side, average).
 
         Args:
             num_output_pairs: Pairs of outputs in the tile.
             feature_bytes: Of the layer Jacobians of one point.
         """
-        per_pair = self.itemsize * (3 * num_output_pairs + 1)
+        per_pair = self.itemsize * (4 * num_output_pairs + 1)
         per_point = (self.plan.num_outputs + 3) * self._activation_bytes + 3 * feature_bytes
         return max(1, min(int((self.budget / 2 / per_pair) ** 0.5), int(self.budget / 4 / per_point)))
 

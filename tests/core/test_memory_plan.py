@@ -53,10 +53,10 @@ def test_a_size_is_at_least_one_and_grows_with_the_budget(name: str) -> None:
 @pytest.mark.parametrize("budget", [1 << 20, 1 << 26, 1 << 30])
 def test_a_tile_takes_half_of_the_budget_and_its_points_a_quarter(budget: int) -> None:
     n = SIZES["tile_points"](memory_of(budget))
-    assert n**2 * 8 * (3 * 9 + 1) <= budget / 2
+    assert n**2 * 8 * (4 * 9 + 1) <= budget / 2
     assert n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) <= budget / 4
     n += 1  # the negative control: one more point does not fit
-    assert n**2 * 8 * (3 * 9 + 1) > budget / 2 or n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) > budget / 4
+    assert n**2 * 8 * (4 * 9 + 1) > budget / 2 or n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) > budget / 4
 
 
 def test_more_weights_leave_room_for_fewer_adjoints() -> None:

@@ -110,7 +110,7 @@ def test_a_trace_has_no_tensor_with_all_outputs_of_all_pairs(
                 getattr(kernel, name)(a, b)
         assert largest["trace_block"].numel == 300 * 300
         assert largest["block_per_class"].numel >= 3 * 300 * 300  # the negative control
-        assert tiles == [1, 3]  # sums per pair of points, from which the memory plan derives the size of a tile
+        assert set(tiles) == {1, 3}  # sums per pair of points, from which the memory plan derives the size of a tile
 
 
 def test_gram_over_both_copies_is_a_kernel(case: Case) -> None:
