@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -179,10 +180,11 @@ class PathSketch:
                 sums = PartialSums(folder, self._identity(net, pieces.points))
                 largest = max(map(len, pieces.rows.values()), default=0)
                 num_bytes = largest * self.coefficients.shape[1] * self.num_features * net.itemsize
-                for piece, result in zip(named, computed_pieces(pieces, named, executor, sums, num_bytes), strict=True):
-                    yield result["features"]
-                    if options.checkpoint is None:
-                        sums.remove(piece.name)
+                with closing(computed_pieces(pieces, named, executor, sums, num_bytes)) as results:
+                    for piece, result in zip(named, results, strict=True):
+                        yield result["features"]
+                        if options.checkpoint is None:
+                            sums.remove([piece.name])
             return
         checkpoint = options.checkpoint
         kept = None if checkpoint is None else PartialSums(checkpoint, self._identity(net, pieces.points))
