@@ -19,6 +19,7 @@ from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
 from epk_gp.storage.partial_sums import PartialSums
 
 RULE, SMALL = epk.gauss_legendre(2), 1 << 20
+OVER = "over"
 WIDTH, POINTS, STEPS = 40, 10, 18  # steps: ranges of 16 and 2
 
 
@@ -209,7 +210,7 @@ class Squares:
 
     Attributes:
         notes: Folder of the files.
-        seconds: That a piece takes.
+        seconds: That a piece takes, until there is a file `OVER` in the folder.
         fault: Called with the place before a piece is computed.
     """
 
@@ -225,13 +226,22 @@ class Squares:
         self._note(n, "begun")
         if self.fault is not None:
             self.fault(n)
-        time.sleep(self.seconds)
+        if not (Path(self.notes) / OVER).exists():
+            time.sleep(self.seconds)
         self._note(n, "done")
         return {"value": torch.tensor([n * n])}
 
     def _note(self, n: int, what: str) -> None:
+        first = Path(self.notes) / f"{os.getpid()}.worker"
+        if not first.exists():
+            first.touch()
         with (Path(self.notes) / f"{n}.txt").open("a") as stream:
             stream.write(f"{what} {os.getpid()}\n")
+
+    def processes(self, seconds: float) -> list[int]:
+        """All processes that began their first piece so long ago."""
+        files, now = Path(self.notes).glob("*.worker"), time.time()
+        return sorted(int(file.stem) for file in files if now - file.stat().st_mtime > seconds)
 
     def noted(self, n: int, what: str) -> list[int]:
         """The processes that have begun, or done, a piece."""
