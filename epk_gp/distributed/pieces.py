@@ -151,7 +151,8 @@ def _computed(
     finally:
         for _, pending in waiting:
             if pending is not None:
-                pending.cancel()
+                with suppress(Exception):  # a client that was closed cannot cancel: the error that ends the job counts
+                    pending.cancel()
 
 
 @contextmanager

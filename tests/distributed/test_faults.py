@@ -102,6 +102,22 @@ def test_a_result_that_was_given_up_is_an_error_of_the_executor(folder, work):
         squares(work, Closing(), folder, COUNT)
 
 
+def test_an_executor_that_cannot_cancel_does_not_hide_the_error(folder, work):
+    class Closed(Shuffled):
+        """Its results are given up, and it is gone when the rest is to be cancelled."""
+
+        def submit(self, function, *arguments):
+            pending = super().submit(function, *arguments)
+            pending.cancel = self.work
+            return pending
+
+        def work(self):
+            raise CancelledError
+
+    with pytest.raises(RuntimeError, match="executor must finish the pieces that it took"):
+        squares(work, Closed(), folder, COUNT)
+
+
 @pytest.mark.parametrize("executor", [2, ProcessPoolExecutor, "processes"])
 def test_what_is_no_executor_is_refused(executor, unchecked):
     with pytest.raises(TypeError, match=r"executor must have a method submit\(function, \*args\)"):
@@ -136,7 +152,9 @@ def test_a_full_disk_names_the_piece_and_the_folder(folder, written, monkeypatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("epk_gp.storage.partial_sums.atomic_write", full)
-    with pytest.raises(OSError, match=r"piece square-1 must be written to .*pieces by .*: No space left.*Make room") as e:
+    with pytest.raises(
+        OSError, match=r"piece square-1 must be written to .*pieces by .*: No space left.*Make room"
+    ) as e:
         as_worker(folder, written, 1)
     assert e.value.errno == errno.ENOSPC
     assert pickle.loads(pickle.dumps(e.value)).errno == errno.ENOSPC  # it travels to the owner
@@ -237,7 +255,9 @@ def test_an_error_keeps_a_temporary_folder_and_names_it(error):
     with pytest.raises(error) as caught, scratch_folder(None) as folder:
         raise error
     assert folder.is_dir()
-    assert caught.value.__notes__ == [f"What was computed is kept: pass checkpoint={str(folder)!r} to go on from there."]
+    assert caught.value.__notes__ == [
+        f"What was computed is kept: pass checkpoint={str(folder)!r} to go on from there."
+    ]
     folder.rmdir()
 
 
