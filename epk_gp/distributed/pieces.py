@@ -203,15 +203,21 @@ def _wait(executor: SupportsSubmit, sums: PartialSums, key: str, piece: Piece, p
         except BrokenExecutor as error:
             raise _dead_pool() from error
         except CancelledError as error:
-            raise RuntimeError(
-                f"executor must finish the pieces that it took: it gave up piece {piece.name}. It was shut down, or its "
-                "scheduler was closed or restarted. Make a new one, and call again with the same checkpoint."
-            ) from error
+            raise _gave_up(piece) from error
         except Exception as error:
-            # Dask's error, whose class is not imported: a piece on which several workers died
+            # Dask's errors, whose classes are not imported: it is gone; or several workers died over a piece
+            if type(error).__name__ in ("CommClosedError", "ClosedClientError"):
+                raise _gave_up(piece) from error
             if type(error).__name__ != "KilledWorker" or attempt == _ATTEMPTS - 1:
                 raise
             tqdm.write(f"workers died over piece {piece.name}: it is submitted again")
             pending = _submit(executor, sums, key, piece)
         else:
             return
+
+
+def _gave_up(piece: Piece) -> RuntimeError:
+    return RuntimeError(
+        f"executor must finish the pieces that it took: it gave up piece {piece.name}. It was shut down, or its "
+        "scheduler was closed or restarted. Make a new one, and call again with the same checkpoint."
+    )

@@ -93,11 +93,16 @@ def test_a_pool_that_was_shut_down_is_refused(folder, work):
         squares(work, pool, folder, COUNT)
 
 
-def test_a_result_that_was_given_up_is_an_error_of_the_executor(folder, work):
+@pytest.mark.parametrize("lost", ["result", "connection"])
+def test_a_result_that_was_given_up_is_an_error_of_the_executor(lost, folder, work):
+    class CommClosedError(OSError):
+        """Of Dask, by its name."""
+
     class Closing(Shuffled):
         def work(self):
-            raise CancelledError
+            raise error
 
+    error = CommClosedError("in <TCP>") if lost == "connection" else CancelledError()
     with pytest.raises(RuntimeError, match=r"executor must finish the pieces that it took: it gave up piece square-0"):
         squares(work, Closing(), folder, COUNT)
 
