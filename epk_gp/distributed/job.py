@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ JOB = "job.pickle"
 Place = tuple[int, ...]
 
 
+@runtime_checkable
 class Computation(Protocol):
     """What is computed piece by piece. It is pickled once, and kept by each worker from one piece to the next."""
 
@@ -45,10 +46,9 @@ class Job:
     sums: PartialSums
 
 
-# Computations of this process by their keys: threads of a pool find theirs here. Forked workers find a copy, and take
-# it for their own.
-_OWN: dict[str, Job] = {}
-_OWNER = os.getpid()
+# Computations by process and key: threads of a pool find theirs here. A forked worker finds a copy of what its parent
+# had, which is not its own.
+_OWN: dict[tuple[int, str], Job] = {}
 
 
 def write_job(folder: Path, identity: str, job: Job) -> str:
@@ -66,13 +66,13 @@ def write_job(folder: Path, identity: str, job: Job) -> str:
     content = header + b"\n" + _pickled(job.computation)
     atomic_write(folder / JOB, content)
     key = checksum(content)
-    _OWN[key] = job
+    _OWN[os.getpid(), key] = job
     return key
 
 
 def forget_job(key: str) -> None:
     """Let go of a computation of this process."""
-    _OWN.pop(key, None)
+    _OWN.pop((os.getpid(), key), None)
 
 
 def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
@@ -88,12 +88,21 @@ def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
 
     Raises:
         FileNotFoundError: The worker does not see the folder.
+        OSError: The piece cannot be written.
         ValueError: The folder holds another job, or one of another version of a package.
     """
-    job = _OWN.get(key) if os.getpid() == _OWNER else None
-    job = job or _opened(folder, key)
-    if not job.sums.load(name)[0]:
-        job.sums.save(name, job.computation.piece(place), 1)
+    job = _OWN.get((os.getpid(), key)) or _opened(folder, key)
+    if job.sums.load(name)[0]:
+        return
+    result = job.computation.piece(place)
+    try:
+        job.sums.save(name, result, 1)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"piece {name} must be written to {folder} by {platform.node()}: {error.strerror or error}. Make room "
+            "there, and call again with this folder as the checkpoint.",
+        ) from error
 
 
 @lru_cache(maxsize=2)

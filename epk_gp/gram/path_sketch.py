@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -172,11 +173,11 @@ class PathSketch:
         if (executor := options.executor) is not None:
             with threads_of_workers(executor), scratch_folder(checkpoint) as folder:
                 sums = PartialSums(folder, self._identity(net, pieces))
-                found = computed_pieces(pieces, named, executor, sums, num_bytes)
-                for piece, result in zip(named, found, strict=True):
-                    yield result
-                    if checkpoint is None:
-                        sums.remove(piece.name)
+                with closing(computed_pieces(pieces, named, executor, sums, num_bytes)) as results:
+                    for piece, result in zip(named, results, strict=True):
+                        yield result
+                        if checkpoint is None:
+                            sums.remove([piece.name])
             return
         kept = None if checkpoint is None else PartialSums(checkpoint, self._identity(net, pieces))
         for piece in named:

@@ -1,6 +1,7 @@
 """A Gram block from its tiles, each summed over ranges of steps: here one after another, or by workers."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import torch
 from jaxtyping import Float
@@ -84,12 +85,19 @@ def _totals_here(context: ExecutionContext, a: Points, b: Points, tiles: Sequenc
         name = _name(prefix, tile)
         total, done = _stored_total(context, sums, name)
         initial = min(len(steps), ranges[done].start) if done < len(ranges) else len(steps)
+        used = list[str]()
         with tqdm(total=len(steps), initial=initial, desc="steps", disable=not context.options.progress) as bar:
             for number in range(done, len(ranges)):
-                part = sum_range(context, a, b, tile, steps[ranges[number]], bar)
+                part = None if sums is None else _part_of_worker(context, sums, f"{name}-{number}")
+                if part is None:
+                    part = sum_range(context, a, b, tile, steps[ranges[number]], bar)
+                else:
+                    used.append(f"{name}-{number}")
+                    bar.update(len(steps[ranges[number]]))
                 total = _added(context, total, part)
                 if sums is not None and (sums.should_save or number + 1 == len(ranges)):
                     sums.save(name, {"total": total}, number + 1)
+                    sums.remove(used)
         yield _finished(tile, total)
 
 
@@ -111,22 +119,33 @@ def _by_workers(
         num_bytes = largest * context.num_sums * context.reference.itemsize
         results = computed_pieces(GramPieces.of(context, a, b), pieces, executor, sums, num_bytes)
         size, hidden = len(tiles) * count, not context.options.progress
-        with tqdm(total=size, initial=size - len(pieces), desc="pieces", disable=hidden) as bar:
+        bar = tqdm(total=size, initial=size - len(pieces), desc="pieces", disable=hidden)
+        with closing(results), bar:
             for tile, (total, done) in zip(tiles, stored, strict=True):
                 name, used = _name(prefix, tile), list[str]()
                 for number in range(done, count):
-                    piece = next(results)
-                    total = _added(context, total, piece.pop("total").to(context.reference.device))
-                    context.integrations.merge(piece)
+                    total = _added(context, total, _merged(context, next(results)))
                     used.append(f"{name}-{number}")
                     is_last = number + 1 == count
                     if checkpoint is None or is_last or sums.should_save:
                         if checkpoint is not None:
                             sums.save(name, {"total": total}, number + 1)
-                        while used:
-                            sums.remove(used.pop())
+                        sums.remove(used)
+                        used.clear()
                     bar.update()
                 yield _finished(tile, total)
+
+
+def _part_of_worker(context: ExecutionContext, sums: PartialSums, name: str) -> Tensor | None:
+    """Return what a worker computed, which an earlier call had."""
+    piece, _ = sums.load(name)
+    return _merged(context, piece) if piece else None
+
+
+def _merged(context: ExecutionContext, piece: dict[str, Tensor]) -> Tensor:
+    """Return the sum of a piece, and count its integrals."""
+    context.integrations.merge(piece)
+    return piece["total"].to(context.reference.device)
 
 
 def _added(context: ExecutionContext, total: Tensor | None, part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """One pass over a run that splits predictions along several groupings at once: here, or by workers, block by block."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
+from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder, threads_of_workers
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis
@@ -142,14 +142,24 @@ def run_pass(work: AttributionPass, initial: Float[Tensor, "n K"]) -> PassResult
         # partial sums of another plan are other sums
         name = f"sums-{fingerprint(problem.net.plan, work.is_factored, work.points_per_block)}"
         identity = _identity(work)
-    if options.executor is not None:
-        progress = PassProgress(None, sums.tensors, record)
-        _by_workers(options.executor, work, sums, progress, (name, identity))
-        return PassResult(sums, progress, work.residuals(initial), work.is_factored)
     stored = None if options.checkpoint is None else PartialSums(options.checkpoint, identity)
+    executor = options.executor if stored is None else _who_goes_on(work, stored, name)
+    if executor is not None:
+        progress = PassProgress(None, sums.tensors, record)
+        _by_workers(executor, work, sums, progress, (name, identity))
+        return PassResult(sums, progress, work.residuals(initial), work.is_factored)
     progress, residuals = PassProgress(stored, sums.tensors, record, name), work.residuals(initial)
     work.run(sums, progress, residuals)
     return PassResult(sums, progress, residuals, work.is_factored)
+
+
+def _who_goes_on(work: AttributionPass, stored: PartialSums, name: str) -> SupportsSubmit | None:
+    """Return who computes what a checkpoint lacks: block by block where workers have begun, else as was asked."""
+    work_items = len(work.blocks) * work.problem.trajectory.num_steps
+    if stored.has(name) and stored.load(name)[1] == work_items:
+        return None  # all is there, from a call without workers
+    has_pieces = any(stored.has(f"{name}-{number}") for number in range(len(work.blocks)))
+    return Here() if has_pieces and work.problem.options.executor is None else work.problem.options.executor
 
 
 def _by_workers(
@@ -162,13 +172,14 @@ def _by_workers(
     with threads_of_workers(executor), scratch_folder(options.checkpoint) as folder:
         partial = PartialSums(folder, identity)
         results = computed_pieces(AttributionPieces.of(work), pieces, executor, partial, num_bytes)
-        with tqdm(total=len(pieces), desc="pieces", disable=not options.progress) as bar:
+        bar = tqdm(total=len(pieces), desc="pieces", disable=not options.progress)
+        with closing(results), bar:
             for piece, rows, result in zip(pieces, work.blocks, results, strict=True):
                 for number, total in enumerate(sums.tensors):
                     total[rows] = result[f"sum.{number}"].to(total)
                 progress.merge(result)
                 if options.checkpoint is None:
-                    partial.remove(piece.name)
+                    partial.remove([piece.name])
                 bar.update()
 
 

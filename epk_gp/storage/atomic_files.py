@@ -232,7 +232,7 @@ def _check_header_length(start: bytes, size: int, where: str) -> None:
         )
 
 
-def atomic_write(file: Path, content: bytes, *, sync: bool = True) -> None:
+def atomic_write(file: Path, content: bytes, *, sync: bool = True, writer: str = "") -> None:
     """Write a file such that it exists with its full content or not at all, whatever interrupts the write.
 
     The content is written under another name (`.part`), synchronised, and renamed.
@@ -241,8 +241,9 @@ def atomic_write(file: Path, content: bytes, *, sync: bool = True) -> None:
         file: The file.
         content: Its bytes.
         sync: Also synchronise the folder, which makes the new name durable; False if the caller does so later.
+        writer: Who writes, where several may write the same file at once: it becomes part of the other name.
     """
-    partial = file.with_name(file.name + ".part")
+    partial = file.with_name(f"{file.name}{writer and '.'}{writer}.part")
     try:
         with partial.open("wb") as stream:
             stream.write(content)

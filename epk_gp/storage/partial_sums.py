@@ -3,7 +3,9 @@
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import save
@@ -56,9 +58,15 @@ class PartialSums:
         """Return whether a partial sum was saved."""
         return self._file(name).is_file()
 
-    def remove(self, name: str) -> None:
-        """Delete a partial sum, if there is one."""
-        self._file(name).unlink(missing_ok=True)
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete partial sums, where they are."""
+        for name in names:
+            self._file(name).unlink(missing_ok=True)
+
+    def remove_torn(self) -> None:
+        """Delete what writers that were killed left of their last sums."""
+        for file in self.folder.glob("*.part"):
+            file.unlink(missing_ok=True)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], int]:
         """Return a partial sum and its number of terms; no tensors and 0 if it was never saved.
@@ -87,7 +95,8 @@ class PartialSums:
         """Replace a partial sum and its number of terms, atomically."""
         content = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
         metadata = {"count": str(count), "checksum": _checksum(content, str(count))}
-        atomic_write(self._file(name), save(content, metadata))
+        # a worker that was taken for dead may still write the same sum
+        atomic_write(self._file(name), save(content, metadata), writer=uuid4().hex[:8])
         self._last_save = time.monotonic()
 
     def _file(self, name: str) -> Path:

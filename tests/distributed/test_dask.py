@@ -1,0 +1,128 @@
+"""Dask: the bytes of a call without workers, whatever dies meanwhile."""
+
+import multiprocessing.forkserver
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from distributed_cases import CALLS, OVER, Squares, record, same, squares
+
+dask = pytest.importorskip("dask", reason="comes with epk-gp[distributed]")
+distributed = pytest.importorskip("distributed", reason="comes with epk-gp[distributed]")
+
+pytestmark = [
+    pytest.mark.slow,
+    # a cluster whose workers are killed leaves sockets and processes to the garbage collector
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+def new_cluster(**options):
+    return distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, dashboard_address=":0", silence_logs=50, **options
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_restarts():
+    """Workers are forks of a clean process that has imported all: a new interpreter takes seconds for that."""
+    multiprocessing.set_forkserver_preload(["epk_gp.gram.path_features", "distributed_cases", "distributed"])
+    multiprocessing.forkserver.ensure_running()
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def client():
+    with new_cluster() as cluster, distributed.Client(cluster) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", ["block", "adaptive", "momentum", "features"])
+def test_dask_gives_the_bytes_of_none(name, client):
+    call = CALLS[name]
+    run = record(call.kind, call.steps)
+    assert same(call(run, executor=client), call(run))
+
+
+class Killer(threading.Thread):
+    """Kills a worker at random, in the middle of its pieces, until there were enough.
+
+    Not in its first moments: a nanny whose worker dies before it has said that it is up closes itself.
+    """
+
+    def __init__(self, work, kills):
+        super().__init__(daemon=True)
+        self.work, self.random, self.left, self.killed = work, random.Random(0), kills, []
+
+    def run(self):
+        while self.left:
+            time.sleep(self.random.uniform(0.02, 0.1))
+            alive = [pid for pid in self.work.processes(0.3) if pid not in self.killed]
+            if alive:
+                self.killed.append(self.random.choice(alive))
+                with suppress(ProcessLookupError):  # a nanny may have ended it itself
+                    os.kill(self.killed[-1], signal.SIGKILL)
+                    self.left -= 1
+        (Path(self.work.notes) / OVER).touch()
+
+
+def test_fifty_kills_change_nothing_and_cost_a_piece_each(tmp_path):
+    (tmp_path / "notes").mkdir()
+    work, kills, count = Squares(str(tmp_path / "notes"), seconds=0.02), 50, 1500
+    with new_cluster() as cluster, distributed.Client(cluster) as client:
+        killer = Killer(work, kills)
+        killer.start()
+        found = squares(work, client, tmp_path / "pieces", count)
+        assert not killer.left, f"the job was over after {len(killer.killed)} kills"
+    assert found == [n * n for n in range(count)]
+    begun = [work.noted(n, "begun") for n in range(count)]
+    done = [work.noted(n, "done") for n in range(count)]
+    for processes in begun:  # a piece is computed again only after a kill of the worker that had it
+        assert len(processes) - 1 == len(set(processes) & set(killer.killed)) or len(processes) == 1
+    assert max(map(len, done)) <= 2
+    assert sum(map(len, begun)) <= count + kills
+
+
+def stopped_during_a_job(tmp_path, stop):
+    """Start a job, stop something once three pieces are there, and return the job's error."""
+    (tmp_path / "notes").mkdir()
+    work = Squares(str(tmp_path / "notes"), seconds=0.02)
+    cluster = new_cluster()
+    client = distributed.Client(cluster, timeout=3)
+
+    def wait_and_stop():
+        while not work.noted(3, "done"):
+            time.sleep(0.02)
+        stop(cluster, client)
+
+    thread = threading.Thread(target=wait_and_stop, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="Make a new one, and call again with the same checkpoint"):
+            squares(work, client, tmp_path / "pieces", 400)
+        (tmp_path / "notes" / OVER).touch()
+    finally:
+        thread.join(20)
+        client.close(timeout=3)
+        cluster.close(timeout=5)
+    with new_cluster() as cluster, distributed.Client(cluster) as client:
+        assert squares(work, client, tmp_path / "pieces", 400) == [n * n for n in range(400)]
+
+
+def test_a_closed_scheduler_is_an_error_and_the_job_goes_on_with_another(tmp_path):
+    stopped_during_a_job(tmp_path, lambda cluster, client: cluster.close(timeout=5))
+
+
+def test_a_restarted_scheduler_is_an_error_and_the_job_goes_on_with_another(tmp_path):
+    stopped_during_a_job(tmp_path, lambda cluster, client: client.restart(wait_for_workers=False))
+
+
+def test_a_closed_client_is_an_error_and_the_job_goes_on_with_another(tmp_path):
+    stopped_during_a_job(tmp_path, lambda cluster, client: client.close(timeout=3))

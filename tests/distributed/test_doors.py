@@ -1,0 +1,51 @@
+"""Which calls take an executor, and that objects that hold one are copied and stored without it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from distributed_cases import RULE, Shuffled, inputs, mixed, record
+
+import epk_gp as epk
+from epk_gp.gram.thinning import thin_path
+
+
+@pytest.fixture(scope="module")
+def run():
+    return record("plain", 3)
+
+
+REFUSED = {
+    "reconstruct": lambda run, **o: epk.reconstruct(run, inputs(2), **o),
+    "thin_path": lambda run, **o: thin_path(run, 2, inputs(2), **o),
+    "label_errors": lambda run, **o: epk.label_errors(run, **o),
+    "UncertainClassifier": lambda run, **o: epk.UncertainClassifier(run, **o),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_calls_without_pieces_refuse_an_executor(name, run):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'executor'"):
+        REFUSED[name](run, executor=Shuffled())
+
+
+def test_a_kernel_with_an_executor_has_the_same_values_and_can_be_copied(run):
+    executor, X = Shuffled(), mixed(4).X
+    kernel, plain = epk.EPKKernel(run, rule=RULE, executor=executor), epk.EPKKernel(run, rule=RULE)
+    expected = plain(X).to_dense()
+    assert torch.equal(kernel(X).to_dense(), expected)
+    assert executor.order
+    assert torch.equal(copy.deepcopy(kernel)(X).to_dense(), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(kernel))(X).to_dense(), expected)
+
+
+def test_a_process_with_an_executor_has_the_same_posterior_and_can_be_copied(run):
+    executor, X = Shuffled(), inputs(3)
+    expected = epk.LogitGP(run, rule=RULE).logit_posterior(X)
+    gp = epk.LogitGP(run, rule=RULE, executor=executor)
+    for one in (gp, copy.deepcopy(gp), pickle.loads(pickle.dumps(gp))):
+        posterior = one.logit_posterior(X)
+        assert torch.equal(posterior.mean, expected.mean)
+        assert torch.equal(posterior.covariance, expected.covariance)
+    assert executor.order

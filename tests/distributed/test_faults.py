@@ -1,0 +1,337 @@
+"""Faults of workers, pools and folders: one line says what happened, and what was computed is kept."""
+
+import errno
+import functools
+import pickle
+import threading
+from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
+
+import pytest
+import torch
+from distributed_cases import (
+    CALLS,
+    SMALL,
+    Shuffled,
+    Squares,
+    StopError,
+    Stopping,
+    exit_at,
+    inputs,
+    make_net,
+    mixed,
+    record,
+    same,
+    squares,
+)
+from torch import nn
+
+import epk_gp as epk
+from epk_gp.distributed import job
+from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder
+from epk_gp.gram.tile_parts import GramPieces
+from epk_gp.kernel_machine.attribution_pass import AttributionPieces
+from epk_gp.storage import atomic_files
+from epk_gp.storage.partial_sums import PartialSums
+
+COUNT = 6
+RESULT = [n * n for n in range(COUNT)]
+EVERY = pytest.mark.parametrize(
+    "name", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("attribute", "momentum", "features"))]
+)
+
+
+@functools.lru_cache
+def run_for(name):
+    return record(CALLS[name].kind, CALLS[name].steps)
+
+
+@functools.lru_cache
+def alone(name):
+    return CALLS[name](run_for(name))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "pieces"
+
+
+@pytest.fixture
+def work(tmp_path):
+    (tmp_path / "notes").mkdir()
+    return Squares(str(tmp_path / "notes"))
+
+
+def as_worker(folder, key, n):
+    """Compute a piece as another process would."""
+    job._opened.cache_clear()
+    job.compute_piece(str(folder), key, f"square-{n}", (n,))
+
+
+@pytest.fixture
+def written(folder, work):
+    """A folder with a job whose owner is another process, and its key."""
+    sums = PartialSums(folder, "squares")
+    key = job.write_job(folder, "squares", job.Job(work, sums))
+    job.forget_job(key)
+    return key
+
+
+def test_a_killed_worker_ends_the_pool_and_costs_the_piece_in_hand(folder, work, fresh_processes):
+    faulty = Squares(work.notes, fault=exit_at)
+    with pytest.raises(RuntimeError, match=r"a worker process died, and with it the pool.*same checkpoint"):
+        squares(faulty, fresh_processes, folder, COUNT)
+    with pytest.raises(RuntimeError, match="a worker process died, and with it the pool"):  # now submit refuses
+        squares(faulty, fresh_processes, folder, COUNT)
+    assert squares(work, Here(), folder, COUNT) == RESULT
+    assert [len(work.noted(n, "done")) for n in range(COUNT)] == [1] * COUNT
+
+
+def test_a_pool_that_was_shut_down_is_refused(folder, work):
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    with pytest.raises(RuntimeError, match=r"executor must take the pieces of a job: its submit raised RuntimeError"):
+        squares(work, pool, folder, COUNT)
+
+
+@pytest.mark.parametrize("lost", ["result", "connection"])
+def test_a_result_that_was_given_up_is_an_error_of_the_executor(lost, folder, work):
+    class CommClosedError(OSError):
+        """Of Dask, by its name."""
+
+    class Closing(Shuffled):
+        def work(self):
+            raise error
+
+    error = CommClosedError("in <TCP>") if lost == "connection" else CancelledError()
+    with pytest.raises(RuntimeError, match=r"executor must finish the pieces that it took: it gave up piece square-0"):
+        squares(work, Closing(), folder, COUNT)
+
+
+def test_an_executor_that_cannot_cancel_does_not_hide_the_error(folder, work):
+    class Closed(Shuffled):
+        """Its results are given up, and it is gone when the rest is to be cancelled."""
+
+        def submit(self, function, *arguments):
+            pending = super().submit(function, *arguments)
+            pending.cancel = self.work
+            return pending
+
+        def work(self):
+            raise CancelledError
+
+    with pytest.raises(RuntimeError, match="executor must finish the pieces that it took"):
+        squares(work, Closed(), folder, COUNT)
+
+
+@pytest.mark.parametrize("executor", [2, ProcessPoolExecutor, "processes"])
+def test_what_is_no_executor_is_refused(executor, unchecked):
+    with pytest.raises(TypeError, match=r"executor must have a method submit\(function, \*args\)"):
+        epk.gram_block(run_for("block"), mixed(2), mixed(2), executor=executor)
+
+
+def test_a_worker_says_that_it_does_not_see_the_folder(folder, written):
+    with pytest.raises(FileNotFoundError, match=r"every worker must see the folder of the pieces: .*checkpoint="):
+        as_worker(folder.with_name("elsewhere"), written, 0)
+    assert not folder.with_name("elsewhere").exists()
+
+
+def test_a_damaged_job_is_not_computed(folder, written):
+    file = folder / job.JOB
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"must be what the job's owner wrote: it is damaged, or another job"):
+        as_worker(folder, written, 0)
+
+
+def test_a_worker_of_another_version_refuses_the_job_before_it_is_unpickled(folder, written, monkeypatch):
+    other = {**job._versions(), "torch": "1.0"}
+    monkeypatch.setattr(job, "_versions", lambda: other)
+    monkeypatch.setattr(pickle, "loads", lambda content: pytest.fail("was unpickled"))
+    with pytest.raises(ValueError, match=r"a worker must have the versions of the job's owner: .*torch 1\.0, not "):
+        as_worker(folder, written, 0)
+
+
+def test_a_full_disk_names_the_piece_and_the_folder(folder, written, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("epk_gp.storage.partial_sums.atomic_write", full)
+    with pytest.raises(
+        OSError, match=r"piece square-1 must be written to .*pieces by .*: No space left.*Make room"
+    ) as e:
+        as_worker(folder, written, 1)
+    assert e.value.errno == errno.ENOSPC
+    assert pickle.loads(pickle.dumps(e.value)).errno == errno.ENOSPC  # it travels to the owner
+
+
+def test_a_damaged_piece_is_never_used(folder, work):
+    with pytest.raises(StopError):
+        squares(work, Stopping(3, "result"), folder, COUNT)
+    assert len(list(folder.glob("square-*"))) == 3
+    piece = next(folder.glob("square-*"))
+    content = bytearray(piece.read_bytes())
+    content[-1] ^= 1
+    piece.write_bytes(content)
+    with pytest.raises(ValueError, match=r"square-\d\.safetensors must be a partial sum.*it is damaged.*Delete it"):
+        squares(work, Shuffled(), folder, COUNT)
+    piece.unlink()
+    assert squares(work, Shuffled(), folder, COUNT) == RESULT
+
+
+def test_a_folder_serves_one_job_at_a_time(folder, work):
+    sums = PartialSums(folder, "squares")
+    first = computed_pieces(work, [Piece("square-3", (3,))], Here(), sums, 8)
+    assert int(next(first)["value"]) == 9
+    with pytest.raises(BlockingIOError, match="a checkpoint must serve one job at a time: another computes into"):
+        squares(work, Here(), folder, COUNT)
+    first.close()
+    assert squares(work, Here(), folder, COUNT) == RESULT
+
+
+def test_two_writers_of_one_piece_leave_it_whole(tmp_path, monkeypatch):
+    """A scheduler takes a slow worker for dead: it and its successor write the same bytes at once."""
+    sums = PartialSums(tmp_path / "sums", "x")
+    value, sync, nested = torch.arange(5), atomic_files.os.fsync, []
+
+    def slow(handle):
+        if not nested:
+            nested.append(True)
+            sums.save("piece", {"value": value}, 1)
+        sync(handle)
+
+    monkeypatch.setattr(atomic_files.os, "fsync", slow)
+    sums.save("piece", {"value": value}, 1)
+    assert torch.equal(sums.load("piece")[0]["value"], value)
+    assert not list((tmp_path / "sums").glob("*.part"))
+
+
+def test_what_killed_writers_left_is_removed(folder, work):
+    PartialSums(folder, "squares")
+    (folder / "square-1.safetensors.0123.part").write_bytes(b"torn")
+    assert squares(work, Here(), folder, COUNT) == RESULT
+    assert not list(folder.glob("*.part"))
+
+
+class Locked(nn.Module):
+    """A network that no process can send to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.lock = nn.Linear(4, 3), threading.Lock()
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def __deepcopy__(self, memo):
+        other = Locked()
+        other.load_state_dict(self.state_dict())
+        return other.to(self.layer.weight.dtype)
+
+
+def test_a_network_that_cannot_be_pickled_is_refused_with_advice(processes):
+    net = Locked().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = epk.train(net, inputs(6), torch.arange(6) % 3, optimizer=optimizer, steps=2)
+    with pytest.raises(TypeError, match=r"what workers compute must be picklable: .*lock.* Define the network's class"):
+        epk.gram_block(run, mixed(2), mixed(2), executor=processes)
+
+
+def test_another_copy_of_the_run_is_refused(tmp_path, folder):
+    record("plain", 3, path=tmp_path / "run")
+    run = epk.load_trajectory(tmp_path / "run", make_net())
+    (tmp_path / "run").rename(tmp_path / "old")
+    record("momentum", 3, path=tmp_path / "run")
+
+    class Elsewhere(Shuffled):
+        """Workers that read the job, as other processes do."""
+
+        def submit(self, function, *arguments):
+            job.forget_job(arguments[1])
+            job._opened.cache_clear()
+            return super().submit(function, *arguments)
+
+    with pytest.raises(ValueError, match=r"must hold the run with digest .*, here as where it was loaded: it holds an"):
+        epk.gram_block(run, mixed(2), mixed(2), rule=epk.left_endpoint(), executor=Elsewhere(), checkpoint=folder)
+
+
+@pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
+def test_an_error_keeps_a_temporary_folder_and_names_it(error):
+    with pytest.raises(error) as caught, scratch_folder(None) as folder:
+        raise error
+    assert folder.is_dir()
+    assert caught.value.__notes__ == [
+        f"What was computed is kept: pass checkpoint={str(folder)!r} to go on from there."
+    ]
+    folder.rmdir()
+
+
+def test_success_and_a_reader_that_stops_remove_a_temporary_folder():
+    with scratch_folder(None) as first:
+        pass
+    with pytest.raises(GeneratorExit), scratch_folder(None) as second:
+        raise GeneratorExit
+    assert not first.exists()
+    assert not second.exists()
+
+
+@EVERY
+@pytest.mark.parametrize("where", ["submit", "result"])
+@pytest.mark.parametrize("then", ["none", "shuffled"])
+def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, monkeypatch):
+    call, computed = CALLS[name], []
+    for kind in (GramPieces, AttributionPieces):
+        count_calls(kind, computed, monkeypatch)
+    with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
+        call(run_for(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
+    assert f"pass checkpoint={str(tmp_path / 'pieces')!r}" in stopped.value.__notes__[0]
+    before = len(computed)
+    executor = None if then == "none" else Shuffled()
+    assert same(call(run_for(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
+    assert len(computed) == len(set(computed))
+    assert before == (0 if name == "features" else 2)
+
+
+def count_calls(kind, computed, monkeypatch):
+    piece = kind.piece
+
+    def counted(self, place):
+        computed.append(place)
+        return piece(self, place)
+
+    monkeypatch.setattr(kind, "piece", counted)
+
+
+@EVERY
+def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypatch):
+    call, saves = CALLS[name], []
+    save = PartialSums.save
+
+    def cut(self, *arguments):
+        save(self, *arguments)
+        saves.append(arguments[0])
+        if len(saves) == 2:
+            raise StopError
+
+    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)
+    monkeypatch.setattr(PartialSums, "save", cut)
+    with pytest.raises(StopError):
+        call(run_for(name), checkpoint=tmp_path / "pieces")
+    executor = Shuffled()
+    assert same(call(run_for(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
+    whole = Shuffled()
+    call(run_for(name), executor=whole)
+    missing = len(whole.order) - (0 if name in ("attribute", "momentum") else 2)
+    assert len(executor.order) == missing
+    again = Shuffled()
+    assert same(call(run_for(name), executor=again, checkpoint=tmp_path / "pieces"), alone(name))
+    assert not again.order
+
+
+def test_budgets_are_of_the_identity(tmp_path):
+    run = run_for("block")
+    epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=tmp_path / "pieces")
+    with pytest.raises(ValueError, match="must be of this very computation"):
+        epk.gram_block(
+            run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=tmp_path / "pieces", memory_budget=SMALL
+        )

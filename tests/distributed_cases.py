@@ -1,0 +1,273 @@
+"""What the tests of executors share, importable by workers: small runs, long calls, executors and a computation."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import epk_gp as epk
+from epk_gp.distributed.pieces import Piece, computed_pieces
+from epk_gp.gram.path_kernel import gram_block_per_class
+from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
+from epk_gp.storage.partial_sums import PartialSums
+
+RULE, SMALL = epk.gauss_legendre(2), 1 << 20
+OVER = "over"
+WIDTH, POINTS, STEPS = 40, 10, 18  # steps: ranges of 16 and 2
+
+
+def make_net(extra: nn.Module | None = None, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Linear(4, WIDTH), *([] if extra is None else [extra]), nn.Tanh(), nn.Linear(WIDTH, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def record(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64, path: Path | None = None) -> Any:
+    """A run of 10 points: "plain", "momentum", "adam", "dropout" or "batch_norm"."""
+    extra = {"dropout": nn.Dropout(0.3), "batch_norm": nn.BatchNorm1d(WIDTH)}.get(kind)
+    net = make_net(extra, dtype)
+    optimizers = {
+        "adam": lambda: torch.optim.Adam(net.parameters(), lr=0.01),
+        "momentum": lambda: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+    }
+    optimizer = optimizers.get(kind, lambda: torch.optim.SGD(net.parameters(), lr=0.1))()
+    X = inputs(POINTS, 2).to(dtype)
+    y = torch.arange(POINTS) % 3
+    return epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=5, path=path)
+
+
+def inputs(count: int, seed: int = 3) -> Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mixed(count: int, dtype: torch.dtype = torch.float64) -> epk.Points:
+    return epk.Points(inputs(count).to(dtype), torch.arange(count) % 3 > 0)
+
+
+def values(result: Any) -> list[Tensor]:
+    """The numbers of a result, in a fixed order."""
+    if isinstance(result, Tensor):
+        return [result.as_subclass(Tensor)]
+    if isinstance(result, tuple):
+        return [value for part in result for value in values(part)]
+    of_fields = (value for _, value in sorted(vars(result).items()))
+    return [value if isinstance(value, Tensor) else torch.tensor(value) for value in of_fields
+            if isinstance(value, Tensor | float | int)]  # fmt: skip
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two results have the same bytes."""
+    pairs = list(zip(values(one), values(other), strict=True))
+    assert pairs
+    return all(a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b) for a, b in pairs)
+
+
+def bytes_of(value: Tensor) -> bytes:
+    return value.detach().contiguous().numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A long call: its name, the run that it needs, and what is called."""
+
+    name: str
+    kind: str
+    compute: Callable[..., Any]
+    dtype: torch.dtype = torch.float64
+    steps: int = STEPS
+
+    def __call__(self, run: Any, **options: Any) -> Any:
+        return self.compute(run, **options)
+
+
+def _tiles(run: Any, **options: Any) -> Tensor:
+    both = mixed(100)
+    return epk.gram_block(run, both, both, rule=epk.left_endpoint(), memory_budget=SMALL, **options)
+
+
+def _symmetric(run: Any, **options: Any) -> Tensor:
+    both = mixed(9, run.inputs.dtype)
+    return epk.gram_block(run, both, both, rule=RULE, **options)
+
+
+def _adaptive(run: Any, **options: Any) -> Tensor:
+    return epk.gram_block(run, mixed(4), mixed(3), rule=epk.adaptive(tol=1e-6), **options)
+
+
+def _attribute(run: Any, **options: Any) -> Any:
+    return epk.attribute(run, inputs(12), rule=RULE, memory_budget=SMALL, **options)
+
+
+def _classes(run: Any, **options: Any) -> Any:
+    return epk.attribute(run, inputs(24), rule=RULE, classes=torch.arange(24) % 3, memory_budget=SMALL, **options)
+
+
+def _many(run: Any, **options: Any) -> Any:
+    groupings = [(by_sample(run), by_layer(run)), (by_label(run),), (by_step(run),)]
+    return attribute_many(run, inputs(12), groupings, rule=RULE, memory_budget=SMALL, **options)
+
+
+def _trace(run: Any, **options: Any) -> Tensor:
+    parsed = epk.core.compute_options.ComputeOptions(**options)
+    return epk.gram.path_kernel.PathKernel(run, "logits", RULE).trace_block(mixed(5), mixed(4), parsed)
+
+
+CALLS = {
+    call.name: call
+    for call in (
+        Call("block", "plain", lambda run, **o: epk.gram_block(run, mixed(5), mixed(4), rule=RULE, **o)),
+        Call("symmetric", "plain", _symmetric),
+        Call("per_class", "momentum", lambda run, **o: gram_block_per_class(run, mixed(5), mixed(4), rule=RULE, **o)),
+        Call("trace", "plain", _trace),
+        Call("tiles", "plain", _tiles, steps=2),
+        Call("adaptive", "plain", _adaptive, steps=17),
+        Call("float32", "plain", lambda run, **o: _symmetric(run, accumulate=torch.float64, **o), torch.float32),
+        Call("attribute", "plain", _attribute, steps=3),
+        Call("classes", "momentum", _classes, steps=3),
+        Call("momentum", "momentum", _attribute, steps=3),
+        Call("adam", "adam", _attribute, steps=3),
+        Call("dropout", "dropout", _attribute, steps=3),
+        Call("batch_norm", "batch_norm", _attribute, steps=3),
+        Call("many", "momentum", _many, steps=3),
+        Call("many_plain", "plain", _many, steps=3),
+        Call("features", "plain", lambda run, **o: epk.path_features(run, inputs(2100), 16, nodes=4, num_probe=0, **o)),
+    )
+}
+
+
+class Pending:
+    """A result of `Shuffled`."""
+
+    def __init__(self, pool: "Shuffled", call: Callable[[], Any], place: Any) -> None:
+        self.pool, self.call, self.place, self.found = pool, call, place, list[Any]()
+
+    def result(self) -> Any:
+        if not self.found:
+            self.pool.work()
+        return self.found[0]
+
+    def cancel(self) -> bool:
+        return True
+
+
+class Shuffled:
+    """An executor that works when a result is asked for: on all calls at once, in a random order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random, self.waiting, self.order = random.Random(seed), list[Pending](), list[Any]()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Pending:
+        self.waiting.append(Pending(self, lambda: function(*args), args[-1]))
+        return self.waiting[-1]
+
+    def work(self) -> None:
+        self.random.shuffle(self.waiting)
+        while self.waiting:
+            pending = self.waiting.pop()
+            self.order.append(pending.place)
+            pending.found.append(pending.call())
+
+
+class StopError(Exception):
+    """What stands for a fault."""
+
+
+class Stopping(Shuffled):
+    """An executor that fails after some pieces: when a piece is submitted, or when its result is asked for."""
+
+    def __init__(self, after: int, where: str) -> None:
+        super().__init__()
+        self.left, self.where = after, where
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Pending:
+        def call(*args: Any) -> Any:
+            self.count("result")
+            return function(*args)
+
+        self.count("submit")
+        pending = super().submit(call, *args)
+        if self.where == "submit":
+            pending.result()
+        return pending
+
+    def count(self, where: str) -> None:
+        if where == self.where:
+            self.left -= 1
+            if self.left < 0:
+                raise StopError(f"stopped in {where}")
+
+
+@dataclass(frozen=True)
+class Squares:
+    """A computation for tests of faults: place (n,) gives n^2. Each computation is noted in a file of its piece.
+
+    Attributes:
+        notes: Folder of the files.
+        seconds: That a piece takes, until there is a file `OVER` in the folder.
+        fault: Called with the place before a piece is computed.
+    """
+
+    notes: str
+    seconds: float = 0.0
+    fault: Callable[[int], None] | None = field(default=None)
+
+    def check(self) -> None:
+        """Nothing is on disk."""
+
+    def piece(self, place: tuple[int, ...]) -> dict[str, Tensor]:
+        (n,) = place
+        self._note(n, "begun")
+        if self.fault is not None:
+            self.fault(n)
+        if not (Path(self.notes) / OVER).exists():
+            time.sleep(self.seconds)
+        self._note(n, "done")
+        return {"value": torch.tensor([n * n])}
+
+    def _note(self, n: int, what: str) -> None:
+        first = Path(self.notes) / f"{os.getpid()}.worker"
+        if not first.exists():
+            first.touch()
+        with (Path(self.notes) / f"{n}.txt").open("a") as stream:
+            stream.write(f"{what} {os.getpid()}\n")
+
+    def processes(self, seconds: float) -> list[int]:
+        """All processes that began their first piece so long ago."""
+        files, now = Path(self.notes).glob("*.worker"), time.time()
+        return sorted(int(file.stem) for file in files if now - file.stat().st_mtime > seconds)
+
+    def noted(self, n: int, what: str) -> list[int]:
+        """The processes that have begun, or done, a piece."""
+        file = Path(self.notes) / f"{n}.txt"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [int(line.split()[1]) for line in lines if line.startswith(what)]
+
+
+class Empty:
+    """A computation of nothing, for measurements of what a piece costs besides."""
+
+    def check(self) -> None:
+        """Nothing is on disk."""
+
+    def piece(self, place: tuple[int, ...]) -> dict[str, Tensor]:
+        return {"value": torch.tensor(place)}
+
+
+def squares(computation: Any, executor: Any, folder: Path, count: int) -> list[int]:
+    """Compute the squares of the first numbers."""
+    pieces = [Piece(f"square-{n}", (n,)) for n in range(count)]
+    sums = PartialSums(folder, "squares")
+    return [int(part["value"]) for part in computed_pieces(computation, pieces, executor, sums, 8)]
+
+
+def exit_at(n: int) -> None:
+    """End the worker in the middle of the third piece, as a kill does."""
+    if n == 2:
+        os._exit(1)
