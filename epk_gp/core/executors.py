@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 
+@runtime_checkable
 class PendingResult(Protocol):
     """What `submit` returns: `concurrent.futures.Future`, or the future of another library."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ JOB = "job.pickle"
 Place = tuple[int, ...]
 
 
+@runtime_checkable
 class Computation(Protocol):
     """What is computed piece by piece. It is pickled once, and kept by each worker from one piece to the next."""
 
