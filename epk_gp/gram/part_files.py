@@ -43,7 +43,7 @@ class StoredSums(Mapping[Place, Float[Tensor, "K n ..."]]):
         if name not in self.checksums:
             raise KeyError(place)
         with open_tensors(self.file, str(self.file)) as tensors:
-            return _verified(tensors, name, self)
+            return _verified(tensors, name, self.checksums[name], self.file)
 
     def __iter__(self) -> Iterator[Place]:
         """Go through the places of the pieces."""
@@ -66,8 +66,8 @@ def write_gram_part(file: Path, part: GramPart) -> None:
     tensors = {_name(place): total for place, total in part.sums.items()}
     tensors |= {_INTEGRALS + name: value for name, value in part.integrals.items()}
     for side, points in (("rows", part.a), ("columns", part.b)):
-        tensors[f"{side}.inputs"] = points.X
-        tensors[f"{side}.is_train"] = points.mask
+        tensors[f"{side}.inputs"] = points.X.clone()  # both sides may be the same points
+        tensors[f"{side}.is_train"] = points.mask.clone()
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     share = None if part.share is None else [part.share.number, part.share.count]
     record = json.dumps(
@@ -100,7 +100,8 @@ def read_gram_part(file: Path) -> GramPart:
                 raise _damaged(file)
             record = json.loads(metadata["record"])
             sums = StoredSums(file, record["checksums"])
-            read = {name: _verified(tensors, name, sums) for name in sums.checksums if not name.startswith(_SUM)}
+            small = {name: value for name, value in sums.checksums.items() if not name.startswith(_SUM)}
+            read = {name: _verified(tensors, name, expected, file) for name, expected in small.items()}
         a, b = (Points(read[f"{side}.inputs"], read[f"{side}.is_train"]) for side in ("rows", "columns"))
         integrals = {name.removeprefix(_INTEGRALS): t for name, t in read.items() if name.startswith(_INTEGRALS)}
         description: dict[str, Any] = record["description"]
@@ -110,11 +111,11 @@ def read_gram_part(file: Path) -> GramPart:
         raise _damaged(file) from error
 
 
-def _verified(tensors: Any, name: str, sums: StoredSums) -> Tensor:
+def _verified(tensors: Any, name: str, expected: str, file: Path) -> Tensor:
     """Read a tensor of an open file, and compare its checksum."""
     value: Tensor = tensors.get_tensor(name)
-    if fingerprint_tensors(value) != sums.checksums[name]:
-        raise _damaged(sums.file)
+    if fingerprint_tensors(value) != expected:
+        raise _damaged(file)
     return value
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.manifest import open_run
+from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.gram.block_parts import Share, StepInterval, reduce_gram_parts
 from epk_gp.gram.part_files import read_gram_part, write_gram_part
 from epk_gp.gram.path_kernel import PathKernel, gram_block_part
@@ -50,8 +51,8 @@ def made(forty: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trajectory_and_points(forty: Path) -> tuple[epk.Trajectory, epk.Points, epk.Points]:
     trajectory = open_run(forty, None)
-    both = torch.arange(24) % 3 == 0
-    return trajectory, epk.Points(trajectory.inputs, both), epk.Points(trajectory.inputs[:7], is_train=True)
+    both = torch.arange(8) % 3 == 0
+    return trajectory, epk.Points(trajectory.inputs[:8], both), epk.Points(trajectory.inputs[:5], is_train=True)
 
 
 @pytest.mark.parametrize("parts", [("a", "b"), ("b", "a"), ("1", "c", "3"), ("a", "c", "3")], ids="".join)
@@ -61,7 +62,8 @@ def test_parts_are_reduced_to_the_bytes_of_the_whole_block(made, tmp_path, parts
     assert got.read_bytes() == expected.read_bytes()
     one, other = (json.loads((folder / "gram.json").read_text()) for folder in (made / "whole", tmp_path))
     assert other["results"] == one["results"]
-    assert one["config"].items() - other["config"].items() == {("workers", None), ("scheduler", None)}
+    shared = one["config"].keys() - {"workers", "scheduler"}
+    assert all(other["config"][name] == one["config"][name] for name in shared)
     assert len(other["config"]["parts"]) == len(parts)
 
 
@@ -167,12 +169,14 @@ def test_a_part_that_was_killed_resumes(forty, made, tmp_path, monkeypatch):
     assert all(torch.equal(again[place], once[place]) for place in once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 5, 12])
-def test_shares_of_a_block_of_many_tiles_are_reduced_to_the_same_bytes(forty, tmp_path, number):
+def test_shares_of_a_block_of_many_tiles_are_reduced_to_the_same_bytes(forty, tmp_path, monkeypatch, number):
     """Points of both copies, tiles of which shares hold some, and products of float32 that are summed in float64."""
+    monkeypatch.setattr(MemoryPlan, "tile_points", lambda *arguments: 3)
     trajectory, a, b = trajectory_and_points(forty)
     a, b = (epk.Points(points.X.float(), points.is_train) for points in (a, b))
-    options = epk.ComputeOptions(memory_budget=1 << 20, accumulate=torch.float64)
+    options = epk.ComputeOptions(accumulate=torch.float64)
     kernel = PathKernel(trajectory, rule=epk.gauss_legendre(2))
     parts = [kernel.block_part(a, b, Share(k, number), options) for k in range(1, number + 1)]
     assert len(parts[0].layout.tiles) > 3
@@ -203,11 +207,12 @@ def test_parts_of_a_symmetric_block_are_reduced_to_the_same_bytes(forty, tmp_pat
         reduce_gram_parts([parts[0], other])
 
 
+@pytest.mark.slow
 def test_what_an_adaptive_rule_could_not_integrate_is_said_when_parts_are_reduced(forty):
     trajectory, a, b = trajectory_and_points(forty)
     rule = epk.adaptive(1e-15, max_evaluations=4)
     parts = [gram_block_part(trajectory, a, b, Share(k, 2), rule=rule) for k in (1, 2)]
-    with pytest.warns(epk.CertificateWarning, match="of 960 integrals|of 1280 integrals|integrals of a point"):
+    with pytest.warns(epk.CertificateWarning, match="of 200 integrals of a point over a step did not"):
         reduce_gram_parts(parts)
 
 

@@ -33,7 +33,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return asked
 
 
-@pytest.mark.parametrize("command", ASKED)
+@pytest.mark.parametrize("command", ["gram", pytest.param("attribute", marks=pytest.mark.slow)])
 def test_workers_compute_the_bytes_of_one_process(recorded, tmp_path, threads, command):
     for name, options in (("one", ()), ("two", ("--workers", 2))):
         assert run(command, recorded, "--out", tmp_path / name, *ASKED[command], *options) == 0
