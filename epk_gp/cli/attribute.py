@@ -11,6 +11,7 @@ from epk_gp.cli.data import PointSource, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype, ExplainedOutputs, HeadName
 from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, parse_rule, torch_dtype
+from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.head import resolve_head
 from epk_gp.core.trajectory import network_outputs
@@ -39,6 +40,8 @@ def attribute(
     network: str | None,
     dtype: Dtype | None,
     seed: int | None,
+    workers: int | None,
+    scheduler: str | None,
     quiet: bool,
 ) -> None:
     """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps.
@@ -46,6 +49,7 @@ def attribute(
     A command that was killed resumes from its partial sums when it is run again.
     """
     timer, quadrature = Stopwatch(), parse_rule(rule)
+    require_one_executor(workers, scheduler)
     trajectory = open_run(run, network)
     head_name = resolve_head(None if head is None else head.value, trajectory.loss, trajectory.num_outputs)
     source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
@@ -53,7 +57,7 @@ def attribute(
     X, folder = chosen.X, make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
-    with warnings.catch_warnings():
+    with open_executor(workers, scheduler) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         parts, by_range = attribute_many(
             trajectory,
@@ -65,6 +69,7 @@ def attribute(
             checkpoint=folder / PARTIAL,
             memory_budget=memory_bytes(memory),
             progress=not quiet,
+            executor=executor,
         )
     breakdown = prediction_breakdown(parts, by_range, predicted)
     arrays = {"initial": parts.initial, "samples": parts.values, "decay": parts.decay.squeeze(2), "total": parts.total}
@@ -86,6 +91,7 @@ def attribute(
         "top": top,
     }
     config |= {"outputs": outputs.value, "seed": seed, "points": str(chosen)}
+    config |= {"workers": workers, "scheduler": scheduler}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
     num_outputs = trajectory.num_outputs if outputs is ExplainedOutputs.every else 1
     drawn = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""

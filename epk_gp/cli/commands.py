@@ -25,11 +25,13 @@ from epk_gp.cli.options import (
     RuleOption,
     RunDtype,
     RunFolder,
+    Scheduler,
     Seed,
     SeedOfPoints,
     Side,
     TargetsName,
     VerifiedHeads,
+    Workers,
     count,
     number,
 )
@@ -213,6 +215,8 @@ def attribute(
     network: Network = None,
     dtype: RunDtype = None,
     seed: SeedOfPoints = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
     quiet: Quiet = False,
 ) -> None:
     """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps.
@@ -239,6 +243,18 @@ def gram(
     num_columns: Annotated[
         int | None, typer.Option(help="Largest number of points along the columns.", callback=count())
     ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A:B",
+            help="Write the part of the sum over the steps A <= s < B only, for epk-gp reduce; A and B are 0, the "
+            "number of steps, or where a range of steps begins.",
+        ),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="Write the K-th of N parts only, K from 1, for epk-gp reduce."),
+    ] = None,
     head: HeadOption = None,
     rule: RuleOption = "gauss-legendre:4",
     memory: Memory = 1.0,
@@ -246,12 +262,31 @@ def gram(
     network: Network = None,
     dtype: RunDtype = None,
     seed: SeedOfPoints = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
     quiet: Quiet = False,
 ) -> None:
     """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
 
-    A command that was killed resumes from its partial sums when it is run again.
+    A command that was killed resumes from its partial sums when it is run again. With --part, or --steps, several
+    commands on as many machines compute a part each, and epk-gp reduce adds the parts.
     """
+
+
+@command("Add the parts of a block that epk-gp gram wrote.")
+def reduce(
+    parts: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PARTS...",
+            help="The files that epk-gp gram --part or --steps wrote, or the folders that hold them.",
+            show_default=False,
+        ),
+    ],
+    out: Out = Path("gram"),
+    quiet: Quiet = False,
+) -> None:
+    """Add all parts of a block of the kernel, and write what epk-gp gram writes in one go, to the same bytes."""
 
 
 @command(

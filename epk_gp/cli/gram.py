@@ -1,20 +1,29 @@
 """`epk-gp gram`: a block of the exact path kernel between two sets of points."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 import typer
+from jaxtyping import Float
+from torch import Tensor
 
 from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype, HeadName, Side
-from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, parse_rule, torch_dtype
+from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, parse_part, parse_rule, torch_dtype
+from epk_gp.cli.workers import open_executor, require_one_executor
+from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.head import resolve_head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.path_kernel import gram_block
+from epk_gp.gram.block_parts import Share, StepInterval
+from epk_gp.gram.part_files import write_gram_part
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
+
+# Names of the files of parts, as `epk-gp reduce` finds them in a folder
+PART_FILES = ("part-*-of-*.safetensors", "steps-*-*.safetensors")
 
 
 def gram(
@@ -25,6 +34,8 @@ def gram(
     columns: Side,
     num_rows: int | None,
     num_columns: int | None,
+    steps: str | None,
+    part: str | None,
     head: HeadName | None,
     rule: str,
     memory: float,
@@ -32,13 +43,16 @@ def gram(
     network: str | None,
     dtype: Dtype | None,
     seed: int | None,
+    workers: int | None,
+    scheduler: str | None,
     quiet: bool,
 ) -> None:
-    """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
+    """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C), or a part of it.
 
     A command that was killed resumes from its partial sums when it is run again.
     """
-    timer, quadrature = Stopwatch(), parse_rule(rule)
+    timer, quadrature, which = Stopwatch(), parse_rule(rule), parse_part(steps, part)
+    require_one_executor(workers, scheduler)
     if points is not None and rows is Side.train and columns is Side.train:
         raise ValueError("--points must have a side: got --rows train and --columns train. Make one of them test.")
     trajectory = open_run(run, network)
@@ -48,34 +62,64 @@ def gram(
     folder = make_folder(out)
     typer.echo(f"rows: {a_is}")
     typer.echo(f"columns: {b_is}")
-    partial = folder / PARTIAL
-    K = gram_block(
-        trajectory,
-        a,
-        b,
-        head=head_name,
-        rule=quadrature,
-        checkpoint=partial,
-        memory_budget=memory_bytes(memory),
-        progress=not quiet,
-    )
-    metadata = {"head": head_name, "rule": quadrature.name, "digest": trajectory.digest, "axes": "N C M C"}
-    arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X}
-    arrays["row_is_train"], arrays["column_is_train"] = (torch.full((len(p),), bool(p.is_train)) for p in (a, b))
-    write_arrays(folder / "gram.safetensors", arrays, metadata)
-    shutil.rmtree(partial)
-    results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(K.abs().max())}
     config: dict[str, object] = {
-        "run": run,
+        "run": str(run),
         "rows": rows.value,
         "columns": columns.value,
         "head": head_name,
         "rule": rule,
     }
-    config |= {"dtype": str(K.dtype), "seed": seed, "row_points": a_is, "column_points": b_is}
-    write_json(folder / "gram.json", "gram", config, results, timer)
+    config |= {"dtype": str(a.X.dtype), "seed": seed, "row_points": a_is, "column_points": b_is}
+    kernel, budget = PathKernel(trajectory, head_name, quadrature), memory_bytes(memory)
+    partial = folder / (PARTIAL if which is None else f"{PARTIAL}-{_name(which)}")
+    options = ComputeOptions(budget, progress=not quiet, checkpoint=partial)
+    if which is None:
+        with open_executor(workers, scheduler) as executor:
+            K = kernel.block(a, b, replace(options, executor=executor))
+        metadata = {"head": head_name, "rule": quadrature.name, "digest": trajectory.digest}
+        config |= {"workers": workers, "scheduler": scheduler}
+        write_block(folder, K, (a, b), metadata, ("gram", config, timer))
+    else:
+        with open_executor(workers, scheduler) as executor:
+            computed = kernel.block_part(a, b, which, replace(options, executor=executor))
+        file = folder / f"{_name(which)}.safetensors"
+        write_gram_part(file, replace(computed, notes={"config": config}))
+        pieces = f"{len(computed.sums)} of {len(computed.layout.places)} pieces of the block"
+        typer.echo(f"written to {folder}: {file.name}, {pieces} ({timer.total:.1f} s)")
+    shutil.rmtree(partial)
+
+
+def write_block(
+    folder: Path,
+    K: Float[Tensor, "N C M C"],
+    points: tuple[Points, Points],
+    metadata: dict[str, str],
+    described: tuple[str, dict[str, object], Stopwatch],
+) -> None:
+    """Write a block of the kernel: gram.safetensors and gram.json.
+
+    Args:
+        folder: The folder.
+        K: The block.
+        points: The points along the rows, and along the columns.
+        metadata: Head, rule and digest of the run.
+        described: Name of the command, its options, and its timer.
+    """
+    (a, b), (command, config, timer) = points, described
+    arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X}
+    arrays["row_is_train"], arrays["column_is_train"] = (p.mask for p in points)
+    write_arrays(folder / "gram.safetensors", arrays, {**metadata, "axes": "N C M C"})
+    results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(K.abs().max())}
+    write_json(folder / "gram.json", command, config, results, timer)
     typer.echo(f"block of shape {tuple(K.shape)}, {K.dtype}, largest entry {results['largest']:.4g}")
     typer.echo(f"written to {folder}: gram.safetensors, gram.json ({timer.total:.1f} s)")
+
+
+def _name(which: StepInterval | Share) -> str:
+    """Return the name of a part's file."""
+    if isinstance(which, StepInterval):
+        return f"steps-{which.first}-{which.last}"
+    return f"part-{which.number:0{len(str(which.count))}d}-of-{which.count}"
 
 
 def _points(source: PointSource, trajectory: Trajectory, side: Side, count: int | None) -> tuple[Points, str]:

@@ -180,6 +180,19 @@ RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by d
 Memory = Annotated[
     float, typer.Option(help="Memory for the computation, GiB, at least 0.001.", callback=number(0.001, below=1e6))
 ]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        help="Compute in this many processes of one thread each; by default in this process.", callback=count(1, 4096)
+    ),
+]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Compute on the workers of a Dask scheduler: its address, as tcp://host:8786, or its scheduler file.",
+    ),
+]
 Features = Annotated[
     str | None,
     typer.Option(

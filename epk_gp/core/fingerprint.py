@@ -53,8 +53,13 @@ def fingerprint_data(
     inputs: Shaped[Tensor, "M ..."], targets: Shaped[Tensor, "M ..."], *graph: Shaped[Tensor, "..."]
 ) -> str:
     """Hash the shapes, dtypes and entries of the training data, and of the tensors of a graph."""
+    return fingerprint_tensors(inputs, targets, *graph)
+
+
+def fingerprint_tensors(*tensors: Shaped[Tensor, "..."]) -> str:
+    """Hash the shapes, dtypes and entries of tensors; the number of threads does not count."""
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for tensor in (inputs, targets, *graph):
+    for tensor in tensors:
         hasher.update(repr((tuple(tensor.shape), str(tensor.dtype))).encode())
         hasher.update(tensor_bytes(tensor))
     return hasher.hexdigest()

@@ -50,6 +50,13 @@ class Points:
         """Count the points."""
         return len(self.X)
 
+    @property
+    def mask(self) -> Bool[Tensor, " n"]:
+        """Whether each point is a training copy."""
+        if isinstance(self.is_train, bool):
+            return torch.full((len(self),), self.is_train, device=self.X.device)
+        return self.is_train
+
     def copies(self, is_train: bool) -> Tensor:
         """List the indices of the points of one copy."""
         if isinstance(self.is_train, bool):

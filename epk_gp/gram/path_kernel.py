@@ -15,6 +15,7 @@ from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.points import Points, validate_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
+from epk_gp.gram.block_parts import GramPart, Share, StepInterval, gram_part
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.set_pairs import SetPairs
@@ -87,6 +88,12 @@ class PathKernel:
         """
         return self._evaluate(a, b, options, is_per_class=True, is_traced=True)[0]
 
+    def block_part(
+        self, a: Points, b: Points, which: StepInterval | Share, options: ComputeOptions = ComputeOptions()
+    ) -> GramPart:
+        """Compute a part of what `block` computes; see `gram_block_part`."""
+        return self._with_context(a, b, options, lambda context: gram_part(context, a, b, which))
+
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
         options.require_unset("diagonal_blocks", "checkpoint", "accumulate")
@@ -156,18 +163,34 @@ class PathKernel:
         self, a: Points, b: Points, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
     ) -> Tensor:
         """Compute a class-major block."""
-        self._validate(a, b)
-        model = self.trajectory.model_for(a.X)
-        if options.accumulate not in (None, model.spec.dtype, torch.float64):
-            raise ValueError(f"accumulate must be torch.float64 or None: got {options.accumulate}.")
 
-        def compute(net: PlannedModel) -> Tensor:
-            context = self._context(net, options, is_per_class=is_per_class, is_traced=is_traced)
+        def compute(context: ExecutionContext) -> Tensor:
             block = gram_tiles(context, a, b)
             context.integrations.warn()
             return block
 
-        return with_plan(self.trajectory, model, compute)
+        return self._with_context(a, b, options, compute, is_per_class=is_per_class, is_traced=is_traced)
+
+    def _with_context(
+        self,
+        a: Points,
+        b: Points,
+        options: ComputeOptions,
+        compute: Callable[[ExecutionContext], T],
+        *,
+        is_per_class: bool = False,
+        is_traced: bool = False,
+    ) -> T:
+        """Compute between two sets of points."""
+        self._validate(a, b)
+        model = self.trajectory.model_for(a.X)
+        if options.accumulate not in (None, model.spec.dtype, torch.float64):
+            raise ValueError(f"accumulate must be torch.float64 or None: got {options.accumulate}.")
+        return with_plan(
+            self.trajectory,
+            model,
+            lambda net: compute(self._context(net, options, is_per_class=is_per_class, is_traced=is_traced)),
+        )
 
     def parse_inputs(self, X: Inputs, name: str = "X") -> Shaped[Tensor, "n ..."]:
         """Return inputs as one tensor, after checking that the kernel can be evaluated at them.
@@ -252,6 +275,41 @@ def gram_block(
     return PathKernel(trajectory, head, rule, step_weights=step_weights).block(
         a, b, parse_options("gram_block", **options)
     )
+
+
+def gram_block_part(
+    trajectory: Trajectory,
+    a: Points,
+    b: Points,
+    which: StepInterval | Share,
+    *,
+    head: Head | None = None,
+    rule: Rule = gauss_legendre(4),
+    step_weights: Float[Tensor, " S"] | None = None,
+    **options: Unpack[ComputeSettings],
+) -> GramPart:
+    """Compute a part of what `gram_block` computes.
+
+    Several processes, on machines that share nothing, compute one part each and write it to a file (`write_gram_part`
+    of `epk_gp.gram.part_files`). `epk_gp.gram.block_parts.reduce_gram_parts` adds all of them, to the bytes that
+    `gram_block` returns with the same number of threads.
+
+    Args:
+        trajectory: Training run with S steps.
+        a: N points, each a training or a test copy.
+        b: M points.
+        which: The steps of the part, `StepInterval(0, 64)`, or its share of the work, `Share(3, 16)`.
+        head: As of `gram_block`, and the same for all parts. So are the arguments that follow.
+        rule: See `PathKernel`.
+        step_weights: eta_s >= 0; the learning rates by default.
+        options: As of `gram_block`. With a checkpoint, a call that was killed resumes.
+
+    Raises:
+        TypeError, ValueError: As of `gram_block`; or the steps do not begin and end where ranges of steps do, or there
+            are more shares than pieces.
+    """
+    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights)
+    return kernel.block_part(a, b, which, parse_options("gram_block_part", **options))
 
 
 def gram_block_per_class(

@@ -26,11 +26,25 @@ def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor,
     tiles = tiles_of(a, b, tile_points(context))
     executor = context.options.executor
     totals = _totals_here(context, a, b, tiles) if executor is None else _by_workers(executor, context, a, b, tiles)
-    if len(tiles) == 1 and (len(tiles[0].rows), len(tiles[0].columns)) == (len(a), len(b)):
+    reference = context.reference.new_empty(0, dtype=sum_dtype(context))
+    return assembled(tiles, totals, context.block_shape(len(a), len(b)), reference)
+
+
+def assembled(
+    tiles: Sequence[Tile], totals: Iterator[Tensor], shape: tuple[int, ...], reference: Float[Tensor, " 0"]
+) -> Float[Tensor, "K N ..."]:
+    """Put a class-major block together from its tiles.
+
+    Args:
+        tiles: The tiles.
+        totals: Their sums over all steps.
+        shape: Shape of the block (`ExecutionContext.block_shape`).
+        reference: An empty tensor of the block's dtype and device.
+    """
+    if len(tiles) == 1 and (len(tiles[0].rows), len(tiles[0].columns)) == (shape[1], shape[-1]):
         (total,) = totals
         return total
-    shape = context.block_shape(len(a), len(b))
-    result = empty_huge_pages(shape, context.reference.new_empty(0, dtype=sum_dtype(context)))
+    result = empty_huge_pages(shape, reference)
     for tile, total in zip(tiles, totals, strict=True):
         scatter_block(total, result, tile.rows, tile.columns)
         if tile.is_mirrored:

@@ -13,16 +13,16 @@ import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.parsing import parse_rule
 
-COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "uncertainty", "audit")
+COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "reduce", "uncertainty", "audit")
 
 
 # they compute nothing and draw nothing
-NOT_MEANT = {(command, option) for command in ("info", "export") for option in ("--seed", "--dtype")}
+NOT_MEANT = {(command, option) for command in ("info", "export", "reduce") for option in ("--seed", "--dtype")}
 NOT_MEANT |= {("audit", "--dtype")}  # its table is text
 
 
 @pytest.mark.parametrize(
-    "command", ["", "demo", "record", "info", "verify", "attribute", "gram", "uncertainty", "audit"]
+    "command", ["", "demo", "record", "info", "verify", "attribute", "gram", "reduce", "uncertainty", "audit"]
 )
 def test_every_command_explains_itself(capsys, command):
     assert run(*command.split(), "--help") == 0

@@ -1,0 +1,128 @@
+"""Workers of commands: processes of this machine (--workers), or those of a Dask scheduler (--scheduler)."""
+
+import multiprocessing
+import re
+from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from epk_gp.core.executors import SupportsSubmit
+from epk_gp.distributed import pieces
+from epk_gp.storage.atomic_files import MAX_JSON_BYTES, parse_json, read_bytes
+
+TIMEOUT = 30  # seconds in which a scheduler must answer
+
+
+def require_one_executor(workers: int | None, scheduler: str | None) -> None:
+    """Raise if a command is to compute in two places.
+
+    Raises:
+        ValueError: Both options are given.
+    """
+    if workers is not None and scheduler is not None:
+        raise ValueError(
+            f"--workers and --scheduler must not stand together: got {workers} and {scheduler}. Pass one of them."
+        )
+
+
+@contextmanager
+def open_executor(workers: int | None, scheduler: str | None) -> Iterator[SupportsSubmit | None]:
+    """Give what computes for a command: None for this process.
+
+    Processes of this machine are a pool of the standard library: it needs no further package, and opens no port, behind
+    which other users of the machine could have their code executed, as a Dask cluster does. They are spawned: a process
+    that has used PyTorch's threads cannot be forked safely.
+
+    Args:
+        workers: Number of processes of this machine.
+        scheduler: Address or scheduler file of a Dask scheduler.
+
+    Raises:
+        ImportError: Dask is not installed.
+        FileNotFoundError: There is no such scheduler file.
+        ConnectionError: The scheduler does not answer.
+        ChildProcessError: Workers died, or cannot go on.
+        ValueError: Both are given, or the address is none.
+    """
+    require_one_executor(workers, scheduler)
+    if workers is None and scheduler is None:
+        yield None
+        return
+    executor: Any = _connect(scheduler) if scheduler is not None else _pool(workers)
+    try:
+        yield executor
+    except Exception as error:
+        if isinstance(error.__cause__, BrokenExecutor):
+            raise ChildProcessError(
+                "workers must live until all is computed: one of them died, killed or out of memory. Run the same "
+                "command again, which resumes from what was computed; with fewer --workers or less --memory if memory "
+                "was short."
+            ) from error
+        if _is_of_workers(error):
+            raise ChildProcessError(
+                f"workers must compute all pieces: {str(error).rstrip('.')}. Run the same command again, which resumes "
+                "from what was computed."
+            ) from error
+        raise
+    finally:
+        if scheduler is not None:
+            executor.close()
+        else:
+            executor.shutdown(cancel_futures=True)
+
+
+def _pool(workers: int | None) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _connect(scheduler: str) -> Any:
+    """Return a client of a Dask scheduler."""
+    try:
+        from distributed import Client  # noqa: PLC0415  comes with the extra 'distributed', and takes a second
+    except ImportError as error:
+        raise ImportError("--scheduler needs Dask: pip install epk-gp[distributed].") from error
+    address = _address(scheduler)
+    try:
+        client: Any = Client(address, timeout=TIMEOUT, set_as_default=False)  # type: ignore[no-untyped-call]
+    except (OSError, TimeoutError) as error:
+        raise ConnectionError(
+            f"--scheduler must be a running Dask scheduler: {address} did not answer within {TIMEOUT} seconds. Start "
+            "it with dask scheduler."
+        ) from error
+    if not client.scheduler_info()["workers"]:
+        typer.echo(f"epk-gp: warning: the scheduler {scheduler} has no workers yet: pieces wait for them", err=True)
+    return client
+
+
+def _address(scheduler: str) -> str:
+    """Return the address that an option gives, or the scheduler file that it names."""
+    file, address = Path(scheduler), scheduler
+    if file.suffix == ".json" or file.exists():
+        if not file.is_file():  # Dask would wait for it
+            raise FileNotFoundError(
+                "--scheduler must be the address of a Dask scheduler, or its scheduler file: "
+                f"{file} does not exist. Start it with dask scheduler --scheduler-file {file}."
+            )
+        message = f"--scheduler must name a scheduler file that dask scheduler --scheduler-file wrote: {file}"
+        content = parse_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
+        address = str(content.get("address")) if isinstance(content, dict) else "none"
+    if not re.fullmatch(r"((tcp|tls|ws|wss|ucx)://)?[^/]+:[0-9]{1,5}", address):
+        raise ValueError(
+            "--scheduler must be the address of a Dask scheduler, as tcp://host:8786, or its scheduler file: got "
+            f"{address!r}."
+        )
+    return address
+
+
+def _is_of_workers(error: Exception) -> bool:
+    """Whether an error is about workers, rather than about what they compute."""
+    if type(error).__module__.partition(".")[0] == "distributed":
+        return True
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return isinstance(error, RuntimeError) and last is not None and last.tb_frame.f_globals is vars(pieces)

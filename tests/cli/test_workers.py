@@ -1,0 +1,162 @@
+"""--workers and --scheduler: whose processes compute, and what is said where they cannot."""
+
+import os
+import sys
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from commands import refused, run
+from epk_gp.cli import workers
+from epk_gp.distributed import pieces
+
+ASKED = {
+    "gram": ("--num-rows", 2, "--num-columns", 3, "--quiet"),
+    "attribute": ("--num-points", 2, "--outputs", "predicted", "--quiet"),
+}
+FILES = {"gram": "gram.safetensors", "attribute": "attribution.safetensors"}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Threads of this process in place of new processes; the numbers of workers that were asked for."""
+    asked: list[int | None] = []
+
+    def pool(count):
+        asked.append(count)
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(workers, "_pool", pool)
+    return asked
+
+
+@pytest.mark.parametrize("command", ["gram", pytest.param("attribute", marks=pytest.mark.slow)])
+def test_workers_compute_the_bytes_of_one_process(recorded, tmp_path, threads, command):
+    for name, options in (("one", ()), ("two", ("--workers", 2))):
+        assert run(command, recorded, "--out", tmp_path / name, *ASKED[command], *options) == 0
+    assert threads == [2]
+    one, two = (tmp_path / name / FILES[command] for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    assert not (tmp_path / "two" / "partial").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ASKED)
+def test_processes_compute_the_bytes_of_one_process(recorded, tmp_path, command):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert run(command, recorded, "--out", tmp_path / "one", *ASKED[command]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert run(command, recorded, "--out", tmp_path / "two", *ASKED[command], "--workers", 2) == 0
+    one, two = (load_file(tmp_path / name / FILES[command]) for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_a_dask_scheduler_s_workers_compute_a_part(recorded, tmp_path, capsys):
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        client.write_scheduler_file(str(tmp_path / "scheduler.json"))
+        where = ("--scheduler", tmp_path / "scheduler.json")
+        for name, options in (("whole", ()), ("part", (*where, "--part", "1/1"))):
+            assert run("gram", recorded, "--out", tmp_path / name, *ASKED["gram"], *options) == 0
+    assert run("reduce", tmp_path / "part", "--out", tmp_path / "reduced", "--quiet") == 0
+    whole, reduced = (tmp_path / name / "gram.safetensors" for name in ("whole", "reduced"))
+    assert whole.read_bytes() == reduced.read_bytes()
+
+
+def test_the_pool_is_spawned_and_closed():
+    with workers.open_executor(1, None) as executor:
+        assert isinstance(executor, ProcessPoolExecutor)
+        assert executor._mp_context.get_start_method() == "spawn"
+    with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+        executor.submit(os.getpid)
+    with workers.open_executor(None, None) as executor:
+        assert executor is None
+
+
+@pytest.mark.parametrize("command", ASKED)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--workers", 0), "--workers must be at least 1: got 0."),
+        (("--workers", 5000), "--workers must be at most 4096: got 5000."),
+        (("--workers", 2, "--scheduler", "tcp://h:1"), "--workers and --scheduler must not stand together: got 2 and"),
+        (("--scheduler", "nowhere.json"), "nowhere.json does not exist. Start it with dask scheduler --scheduler-file"),
+        (
+            ("--scheduler", "local"),
+            "must be the address of a Dask scheduler, as tcp://host:8786, or its scheduler file",
+        ),
+        (("--scheduler", "http://h:1"), "as tcp://host:8786, or its scheduler file: got 'http://h:1'."),
+        (("--scheduler", "empty.json"), "as tcp://host:8786, or its scheduler file: got 'None'."),
+        (("--scheduler", "list.json"), "as tcp://host:8786, or its scheduler file: got 'none'."),
+        (("--scheduler", "text.json"), "a scheduler file that dask scheduler --scheduler-file wrote: text.json: "),
+    ],
+    ids=lambda value: str(value[-1]).replace("/", "_") if isinstance(value, tuple) else "",
+)
+def test_workers_that_cannot_be_had_are_refused(recorded, tmp_path, monkeypatch, capsys, command, options, message):
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("empty", "{}"), ("list", "[1]"), ("text", "tcp://h:1")):
+        Path(f"{name}.json").write_text(content)
+    assert message in refused(capsys, command, recorded, "--out", "out", *ASKED[command], *options)
+
+
+def test_a_scheduler_that_does_not_answer_is_an_error(recorded, tmp_path, monkeypatch, capsys):
+    distributed = pytest.importorskip("distributed")
+
+    def silent(address, **options):
+        raise OSError(f"Timed out trying to connect to {address} after {options['timeout']} s")
+
+    monkeypatch.setattr(distributed, "Client", silent)
+    line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--scheduler", "tcp://h:8786")
+    assert "--scheduler must be a running Dask scheduler: tcp://h:8786 did not answer within 30 seconds." in line
+
+
+def test_a_scheduler_without_dask_is_an_error(recorded, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--scheduler", "tcp://h:8786")
+    assert line.endswith("--scheduler needs Dask: pip install epk-gp[distributed].")
+
+
+def test_a_worker_that_dies_ends_the_command_with_one_line_and_it_resumes(
+    recorded, tmp_path, threads, monkeypatch, capsys
+):
+    asked = ("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "compute_piece", _die)
+        line = refused(capsys, *asked)
+    assert "one of them died, killed or out of memory. Run the same command again, which resumes" in line
+    assert (tmp_path / "partial").exists()
+    assert run(*asked) == 0
+    assert not (tmp_path / "partial").exists()
+
+
+def test_workers_that_write_elsewhere_end_the_command_with_one_line(recorded, tmp_path, threads, monkeypatch, capsys):
+    monkeypatch.setattr(pieces, "compute_piece", lambda *arguments: None)
+    line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
+    assert "workers must compute all pieces: workers must write into the folder that this process reads" in line
+
+
+def test_other_errors_of_workers_are_as_without_them(recorded, tmp_path, threads, monkeypatch):
+    """The negative control: a defect keeps its traceback."""
+
+    def fail(*arguments):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(pieces, "compute_piece", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        run("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
+
+
+def _die(*arguments: object) -> None:
+    raise BrokenExecutor("a process in the pool was terminated abruptly")
