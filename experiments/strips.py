@@ -1,4 +1,4 @@
-"""Pictures of large tables: a method a line, a dot for every trained network, a bar for their mean if all are there."""
+"""Pictures of large tables: a method a line, a dot for every trained network, a bar for the mean."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from epk_gp.plots import PALETTE
 
 Row = dict[str, Any]
 DECADE = 10
-NETWORK = ("data", "network", "num_train", "share", "kind")  # entries that say which networks a row is about
-BARS = "a bar is the mean of the dots, of methods with all dots of a column"
+NETWORK = ("data", "network", "num_train", "share", "kind", "seeds")  # entries that say what a row is about
+BARS = "a bar is the mean of what all methods have"
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,13 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
         x, y = zip(*dots, strict=True) if dots else ((), ())
         ax.plot(x, y, "o", color=PALETTE[k], markersize=3, alpha=0.8, label=name)
     found = [value for row in table for value in panel.values(row)]
-    for method in _complete(table, panel, methods):
-        values = [value for row in table if row["method"] == method for value in panel.values(row)]
-        place = methods.index(method)
-        ax.plot([sum(values) / len(values)] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.6)
+    common = _common(table, panel)
+    for place, method in enumerate(methods):
+        values = [
+            value for row in table if row["method"] == method and _network(row) in common for value in panel.values(row)
+        ]
+        if values:
+            ax.plot([sum(values) / len(values)] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.6)
     ax.set_title(panel.title, fontsize="small")
     ax.tick_params(axis="x", labelsize="small")
     if panel.log and found and max(found) > DECADE * min(found) > 0:
@@ -79,12 +82,14 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
     ax.set_axisbelow(True)
 
 
-def _complete(table: Sequence[Row], panel: Panel, methods: list[str]) -> list[str]:
-    """List the methods that have all networks and seeds of a panel: means of the others are not comparable."""
-    seeds: dict[str, dict[tuple[Any, ...], int]] = {method: {} for method in methods}
+def _common(table: Sequence[Row], panel: Panel) -> set[tuple[Any, ...]]:
+    """Return the networks, with their numbers of seeds, that all methods of a panel have: others make means unequal."""
+    networks: dict[str, set[tuple[Any, ...]]] = {}
     for row in table:
         if panel.values(row):
-            seeds[row["method"]][tuple(row.get(name) for name in NETWORK)] = row["seeds"]
-    networks = {network for found in seeds.values() for network in found}
-    wanted = {network: max(found.get(network, 0) for found in seeds.values()) for network in networks}
-    return [method for method in methods if wanted and seeds[method] == wanted]
+            networks.setdefault(row["method"], set()).add(_network(row))
+    return set.intersection(*networks.values()) if networks else set()
+
+
+def _network(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in NETWORK)
