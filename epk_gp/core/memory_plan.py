@@ -89,8 +89,8 @@ class MemoryPlan:
         """Count the points on each side of a square tile of a Gram block.
 
         Half of the budget holds, for each pair of points, four sums of products of outputs (of all ranges of steps, and
-        of one: total, deferred sum, scratch) and one of inputs. A quarter holds, for each point, a forward and backward pass, and three sets of
-        layer Jacobians (left side, right side, average).
+        of one: total, deferred sum, scratch) and one of inputs. A quarter holds, for each point, a forward and backward
+        pass, and three sets of layer Jacobians (left side, right side, average).
 
         Args:
             num_output_pairs: Pairs of outputs in the tile.
