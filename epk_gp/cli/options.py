@@ -197,7 +197,7 @@ Features = Annotated[
     str | None,
     typer.Option(
         help="Sketched features of each point, or exact for the kernel matrix itself; by default exact up to 5000 "
-        "training points, and 4096 features above."
+        "training points if the matrix takes at most 10^13 multiplications, and 4096 features else."
     ),
 ]
 Nodes = Annotated[

@@ -79,10 +79,8 @@ class NodeSketch:
         """Return the number of points whose layer Jacobians at a node take an eighth of a budget of bytes."""
         jacobians = next(self.jacobians(X[:1], _PRODUCTS))
         by_points = budget // (8 * sum(jacobian.nbytes for jacobian in jacobians))
-        by_pairs = int(
-            (budget / (6 * self.net.itemsize * self.coefficients.shape[1])) ** 0.5
-        )  # three blocks in half of it
-        return max(1, min(by_points, by_pairs))
+        bytes_per_pair = 3 * self.net.itemsize * self.coefficients.shape[1]  # three blocks, in half of the budget
+        return max(1, min(by_points, int((budget / 2 / bytes_per_pair) ** 0.5)))
 
     def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
         """Count the multiplications of a pair of points in `node_products`."""

@@ -135,6 +135,24 @@ def test_a_saved_classifier_says_the_same(model, points, tmp_path):
     ]
 
 
+def test_the_kernel_is_squared_where_it_is_exact_and_to_the_power_that_is_asked_for(run, points, tmp_path):
+    """Of a sketch the default is the kernel itself; a saved process keeps its power."""
+
+    def kernel_of(model):
+        return model.process_.kernel if hasattr(model.process_, "kernel") else model.process_.features
+
+    for features, power, expected in (("exact", None, 2), ("exact", 1, 1), (64, None, 1), (64, 3, 3)):
+        model = epk.UncertainClassifier(run, nodes=2, features=features, power=power).fit(*gaussians(20, 1))
+        folder = tmp_path / f"{features}-{power}"
+        model.save(folder)
+        read = epk.UncertainClassifier.load(folder, make_net())
+        assert kernel_of(model).power == kernel_of(read).power == expected
+        assert read.power == power
+        assert_close(read.predict_proba(points[0]), model.predict_proba(points[0]), rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match="power must be"):
+        epk.UncertainClassifier(run, power=0).fit(*gaussians(20, 1))
+
+
 def test_a_classifier_that_was_read_cannot_be_fitted(model, points, tmp_path):
     model.save(tmp_path)
     read = epk.UncertainClassifier.load(tmp_path, make_net())

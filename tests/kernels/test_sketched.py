@@ -107,32 +107,32 @@ def test_derivatives_in_the_points_are_those_of_the_features(run, outputs, norma
     assert torch.autograd.gradcheck(values, x, fast_mode=True)
 
 
-def test_only_points_whose_features_are_used_are_differentiated(run, monkeypatch) -> None:
-    """A posterior joins the test points with all training points."""
+@pytest.fixture
+def differentiated(monkeypatch):
+    """The numbers of points whose features are differentiated, call by call."""
     sizes, original = [], PathSketch.input_gradients
     monkeypatch.setattr(
         PathSketch,
         "input_gradients",
         lambda sketch, points, weights: sizes.append(len(points)) or original(sketch, points, weights),
     )
+    return sizes
+
+
+def test_only_points_whose_features_are_used_are_differentiated(run, differentiated) -> None:
+    """A posterior joins the test points with all training points."""
     x = torch.randn(6, D, dtype=torch.float64, requires_grad=True)
     sketched(run, "trace")(x).to_dense()[:2, :2].sum().backward()
-    assert sizes == [2]
+    assert differentiated == [2]
     assert torch.equal(x.grad[2:], torch.zeros(4, D, dtype=torch.float64))
 
 
-def test_points_that_were_joined_with_learned_ones_are_not_differentiated(run, monkeypatch) -> None:
+def test_points_that_were_joined_with_learned_ones_are_not_differentiated(run, differentiated) -> None:
     """SVGP joins each batch of data with its inducing points."""
-    sizes, original = [], PathSketch.input_gradients
-    monkeypatch.setattr(
-        PathSketch,
-        "input_gradients",
-        lambda sketch, points, weights: sizes.append(len(points)) or original(sketch, points, weights),
-    )
     learned, data = torch.randn(2, D, dtype=torch.float64, requires_grad=True), torch.randn(6, D, dtype=torch.float64)
     joint, kernel = torch.cat([learned, data]), sketched(run, "trace")
     kernel(joint[:2], joint[2:]).to_dense().sum().backward()
-    assert sizes == [2]
+    assert differentiated == [2]
     (expected,) = torch.autograd.grad(kernel(learned, data).to_dense().sum(), learned)
     assert_close(learned.grad, expected, 1e4)
 
