@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.distributed.pieces import Piece, computed_pieces
-from epk_gp.gram.path_kernel import gram_block_per_class
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
 from epk_gp.storage.partial_sums import PartialSums
@@ -109,6 +109,10 @@ def _classes(run: Any, **options: Any) -> Any:
     return epk.attribute(run, inputs(24), rule=RULE, classes=torch.arange(24) % 3, memory_budget=SMALL, **options)
 
 
+def _reconstruct(run: Any, count: int = 300, **options: Any) -> Any:
+    return epk.reconstruct(run, inputs(count), rule=epk.adaptive(tol=1e-6), memory_budget=SMALL, **options)
+
+
 def _many(run: Any, **options: Any) -> Any:
     groupings = [(by_sample(run), by_layer(run)), (by_label(run),), (by_step(run),)]
     return attribute_many(run, inputs(12), groupings, rule=RULE, memory_budget=SMALL, **options)
@@ -137,6 +141,9 @@ CALLS = {
         Call("batch_norm", "batch_norm", _attribute, steps=3),
         Call("many", "momentum", _many, steps=3),
         Call("many_plain", "plain", _many, steps=3),
+        Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o)),
+        Call("reconstruct", "plain", lambda run, **o: _reconstruct(run, 10, **o)),
+        Call("reconstruct_momentum", "momentum", _reconstruct, steps=2),
         Call("features", "plain", lambda run, **o: epk.path_features(run, inputs(2100), 16, nodes=4, num_probe=0, **o)),
     )
 }

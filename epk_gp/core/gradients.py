@@ -48,7 +48,15 @@ class ReplayedStep:
     statistics_error: float = 0.0
 
 
-def replayed_steps(trajectory: Trajectory, model: FunctionalModel, reference: Tensor) -> Iterator[ReplayedStep]:
+def has_memory(trajectory: Trajectory) -> bool:
+    """Whether a step follows from earlier steps too, beside the weights before it: of momentum, or of an average."""
+    updates = (trajectory.updates[s] for s in range(trajectory.num_steps))
+    return trajectory.average is not None or any(bool(u.momentum_lr.any() and u.beta.any()) for u in updates)
+
+
+def replayed_steps(
+    trajectory: Trajectory, model: FunctionalModel, reference: Tensor, steps: slice = slice(None)
+) -> Iterator[ReplayedStep]:
     """Replay a run: yield each step with the update that the update rule predicts.
 
     The updates are computed from the training gradients, not from the difference of the recorded weights.
@@ -57,12 +65,13 @@ def replayed_steps(trajectory: Trajectory, model: FunctionalModel, reference: Te
         trajectory: The run; of an average the run that it is made of.
         model: Its network in the dtype of the computation.
         reference: Tensor whose dtype and device the computation has.
+        steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
     """
     trajectory = trajectory.trained
     momentum = torch.zeros_like(flat_weights(trajectory, 0, reference))
     own_momentum = momentum  # in the precision of the training
     run = RunReplay(trajectory, model, reference)
-    for step in trajectory.steps:
+    for step in trajectory.steps[steps]:
         w, before = flat_weights(trajectory, step.index, reference), momentum
         update = trajectory.updates[step.index]
         g, error = run.gradient(step)

@@ -236,6 +236,14 @@ def integration_points(budget: int, nodes_per_step: int, input_bytes: int, outpu
     return max(1, budget // (2 * nodes_per_step * (2 * input_bytes + 8 * output_bytes)))
 
 
+def panel_points(num_points: int, input_bytes: int) -> int:
+    """Count the points of a panel, which a worker carries through a whole run: 1 MiB of inputs, or more for 64 panels.
+
+    Smaller ones would cost more than the points: each panel needs the gradients of all training steps once more.
+    """
+    return max(1, (1 << 20) // max(1, input_bytes), -(-num_points // 64))
+
+
 def single_machine_samples(budget: int, num_outputs: int, itemsize: int, num_points: int) -> int:
     """Count the training points whose C x C blocks with all points fill a quarter of the budget."""
     return max(1, budget // (4 * num_outputs**2 * itemsize * num_points))

@@ -65,7 +65,11 @@ def write_job(folder: Path, identity: str, job: Job) -> str:
     header = json.dumps({"versions": _versions(), "identity": identity}).encode()
     content = header + b"\n" + _pickled(job.computation)
     atomic_write(folder / JOB, content)
-    key = checksum(content)
+    return keep_job(job, checksum(content))
+
+
+def keep_job(job: Job, key: str) -> str:
+    """Keep a computation for the pieces that this process computes itself."""
     _OWN[os.getpid(), key] = job
     return key
 

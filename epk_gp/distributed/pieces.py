@@ -5,10 +5,11 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from filelock import FileLock, Timeout
@@ -16,8 +17,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
+from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.executors import PendingResult, SupportsSubmit
-from epk_gp.distributed.job import Computation, Job, Place, compute_piece, forget_job, write_job
+from epk_gp.distributed.job import Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
 from epk_gp.storage.partial_sums import PartialSums
 
 # Pieces that are submitted before the first of them is read, and bytes that their files may take: enough for some
@@ -94,6 +96,32 @@ def threads_of_workers(executor: SupportsSubmit) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def results_of(
+    computation: Computation, pieces: Sequence[Piece], options: ComputeOptions, identity: str, num_bytes: int
+) -> Generator[dict[str, Tensor], None, None]:
+    """Compute pieces, by workers or here, and give their results in the order of the pieces.
+
+    Args:
+        computation: What is computed.
+        pieces: Its pieces.
+        options: Whose workers compute, and where the pieces are kept. Pieces lie in a folder in any case.
+        identity: Fingerprint of everything on which the pieces depend.
+        num_bytes: Of a piece.
+
+    Raises:
+        BlockingIOError, RuntimeError: See `computed_pieces`.
+        ValueError: The checkpoint belongs to another computation.
+    """
+    executor, checkpoint = options.executor, options.checkpoint
+    with nullcontext() if executor is None else threads_of_workers(executor), scratch_folder(checkpoint) as folder:
+        sums = PartialSums(folder, identity)
+        with closing(computed_pieces(computation, pieces, executor or Here(), sums, num_bytes)) as results:
+            for piece, result in zip(pieces, results, strict=True):
+                yield result
+                if checkpoint is None:
+                    sums.remove([piece.name])
+
+
 def computed_pieces(
     computation: Computation,
     pieces: Sequence[Piece],
@@ -118,7 +146,8 @@ def computed_pieces(
     """
     with _only_owner(sums.folder):
         sums.remove_torn()
-        key = write_job(sums.folder, sums.identity, Job(computation, sums))
+        job = Job(computation, sums)  # without workers it is sent nowhere, and need not be picklable
+        key = keep_job(job, uuid4().hex) if isinstance(executor, Here) else write_job(sums.folder, sums.identity, job)
         try:
             yield from _computed(pieces, executor, sums, key, num_bytes)
         finally:

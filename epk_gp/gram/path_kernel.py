@@ -17,9 +17,10 @@ from epk_gp.core.points import Points, validate_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
 from epk_gp.gram.block_parts import GramPart, Share, StepInterval, gram_part
 from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.diagonal import gram_diagonal
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.set_pairs import SetPairs
-from epk_gp.gram.tiles import gram_diagonal, gram_tiles
+from epk_gp.gram.tiles import gram_tiles
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class PathKernel:
 
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
-        options.require_unset("diagonal_blocks", "checkpoint", "accumulate")
+        options.require_unset("diagonal_blocks", "accumulate")
         self._validate(a, a)
         model = self.trajectory.model_for(a.X)
 
@@ -343,9 +344,9 @@ def gram_diagonal_blocks(
 ) -> Float[Tensor, "N C C"]:
     """Compute each point's C x C kernel with itself, gram_block[n, :, n, :], at a cost linear in N.
 
-    Arguments, errors: as `gram_block`; `checkpoint`, `accumulate` and `executor` have no meaning here.
+    Arguments, errors: as `gram_block`; `accumulate` has no meaning here.
     """
-    parsed = parse_options("gram_diagonal_blocks", ("checkpoint", "accumulate", "executor"), **options)
+    parsed = parse_options("gram_diagonal_blocks", ("accumulate",), **options)
     return PathKernel(trajectory, head, rule, step_weights=step_weights).diagonal_blocks(a, parsed)
 
 

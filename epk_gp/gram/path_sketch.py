@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -20,11 +19,10 @@ from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
+from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
 from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, node_products
 from epk_gp.gram.path_nodes import nodes_trajectory
-from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.stored import require_same_run
 
 
@@ -169,24 +167,10 @@ class PathSketch:
     ) -> Iterator[dict[str, Tensor]]:
         """Compute pieces here or by workers, and give them in their order."""
         named = [Piece("-".join(map(str, place)), place) for place in pieces.places]
-        checkpoint = options.checkpoint
-        if (executor := options.executor) is not None:
-            with threads_of_workers(executor), scratch_folder(checkpoint) as folder:
-                sums = PartialSums(folder, self._identity(net, pieces))
-                with closing(computed_pieces(pieces, named, executor, sums, num_bytes)) as results:
-                    for piece, result in zip(named, results, strict=True):
-                        yield result
-                        if checkpoint is None:
-                            sums.remove([piece.name])
-            return
-        kept = None if checkpoint is None else PartialSums(checkpoint, self._identity(net, pieces))
-        for piece in named:
-            stored = {} if kept is None else kept.load(piece.name)[0]
-            if not stored:
-                stored = pieces.piece(piece.place)
-                if kept is not None:
-                    kept.save(piece.name, stored, 1)
-            yield stored
+        if options.executor is None and options.checkpoint is None:
+            yield from map(pieces.piece, pieces.places)
+        else:
+            yield from results_of(pieces, named, options, self._identity(net, pieces), num_bytes)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run

@@ -12,11 +12,9 @@ from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.points import Points
 from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
-from epk_gp.gram.accumulation import step_batches
 from epk_gp.gram.accumulator import scatter_block, transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.huge_pages import empty_huge_pages
-from epk_gp.gram.nodes import jacobians_at_nodes, shared_nodes
 from epk_gp.gram.tile_parts import GramPieces, Tile, step_ranges, sum_range, tile_points, tiles_of
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -52,41 +50,9 @@ def assembled(
     return result
 
 
-def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"]:
-    """Compute the blocks of points with themselves."""
-    C = context.num_outputs
-    result = context.reference.new_zeros(len(a), C, C)
-    for is_train in (True, False):
-        for rows in a.copies(is_train).split(tile_points(context)):
-            if not len(rows):
-                continue
-            X, total = a.X[rows], result.new_zeros(len(rows), C, C)
-            with tqdm(total=len(context.steps), desc="steps", disable=not context.options.progress) as bar:
-                for batch in step_batches(context, context.steps, len(rows)):
-                    nodes = [
-                        (s, t, eta * weight)
-                        for s, eta in batch
-                        for t, weight in ([(0.0, 1.0)] if is_train else shared_nodes(context, s, X))
-                    ]
-                    at_nodes = jacobians_at_nodes(context, [(s, t) for s, t, _ in nodes], X)
-                    for jacobians, (*_, weight) in zip(at_nodes, nodes, strict=True):
-                        total += weight * sum_over_layers([j.pointwise_products(j) for j in jacobians])
-                    bar.update(len(batch))
-            result[rows] = total
-    return result
-
-
 def sum_dtype(context: ExecutionContext) -> torch.dtype:
     """Return the dtype in which ranges of steps are summed."""
     return context.options.accumulate or context.reference.dtype
-
-
-def sum_over_layers(parts: list[Tensor]) -> Tensor:
-    """Add the shares of all layers, in the memory of the first."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.add_(part)
-    return total
 
 
 def _totals_here(context: ExecutionContext, a: Points, b: Points, tiles: Sequence[Tile]) -> Iterator[Tensor]:

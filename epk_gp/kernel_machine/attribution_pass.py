@@ -16,7 +16,7 @@ from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder, threads_of_workers
+from epk_gp.distributed.pieces import Here, Piece, results_of, threads_of_workers
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis
@@ -169,18 +169,13 @@ def _by_workers(
     options, (name, identity) = work.problem.options, names
     pieces = [Piece(f"{name}-{number}", (number,)) for number in range(len(work.blocks))]
     num_bytes = sum(total[: work.points_per_block].nbytes for total in sums.tensors)
-    with threads_of_workers(executor), scratch_folder(options.checkpoint) as folder:
-        partial = PartialSums(folder, identity)
-        results = computed_pieces(AttributionPieces.of(work), pieces, executor, partial, num_bytes)
-        bar = tqdm(total=len(pieces), desc="pieces", disable=not options.progress)
-        with closing(results), bar:
-            for piece, rows, result in zip(pieces, work.blocks, results, strict=True):
-                for number, total in enumerate(sums.tensors):
-                    total[rows] = result[f"sum.{number}"].to(total)
-                progress.merge(result)
-                if options.checkpoint is None:
-                    partial.remove([piece.name])
-                bar.update()
+    results = results_of(AttributionPieces.of(work), pieces, replace(options, executor=executor), identity, num_bytes)
+    with closing(results), tqdm(total=len(pieces), desc="pieces", disable=not options.progress) as bar:
+        for rows, result in zip(work.blocks, results, strict=True):
+            for number, total in enumerate(sums.tensors):
+                total[rows] = result[f"sum.{number}"].to(total)
+            progress.merge(result)
+            bar.update()
 
 
 @dataclass(frozen=True, eq=False)

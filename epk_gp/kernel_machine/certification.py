@@ -115,6 +115,21 @@ class StepMismatches:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
         return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, self.dtype)
 
+    def merge(self, other: "StepMismatches") -> None:
+        """Add the differences of later steps, or of the same ones."""
+        self.largest = larger(self.largest, other.largest)
+        if other.worst_step >= 0 and (self.worst_step < 0 or not other.ratio <= self.ratio):
+            self.ratio, self.worst_step = larger(self.ratio, other.ratio), other.worst_step
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the differences as a tensor, for a file."""
+        return {"mismatches": torch.tensor([self.largest, self.ratio, self.worst_step], dtype=torch.float64)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take the differences from a file."""
+        self.largest, self.ratio, worst_step = state["mismatches"].tolist()
+        self.worst_step = int(worst_step)
+
 
 def _tolerance(rule: Rule) -> float:
     return rule.tol if isinstance(rule, AdaptiveRule) else _FIXED_RULE_TOLERANCE

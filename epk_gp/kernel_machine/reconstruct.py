@@ -1,34 +1,26 @@
 """The network as an ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Unpack
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
-from epk_gp.core.averaging import PredictedPath
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.gradients import ReplayedStep, replayed_steps
 from epk_gp.core.head import Head
 from epk_gp.core.input_layout import Inputs
-from epk_gp.core.memory_plan import integration_points
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained, network_outputs
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import (
-    IntegrationRecord,
-    StepMismatches,
     coarsest_dtype,
     describe_findings,
     sum_tolerance,
     warn_if_uncertified,
 )
-from epk_gp.quadrature.adaptive import integrate
+from epk_gp.kernel_machine.reconstruction_pass import sum_over_steps
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.quadrature.status import QuadratureStatus
 
@@ -108,7 +100,8 @@ def reconstruct(
         X: n inputs, of the structure of the training inputs.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
-        options: `memory_budget` (beside it, one gradient of the training data) and `progress`; see `ComputeOptions`.
+        options: `memory_budget` (beside it, one gradient of the training data), `progress`, `checkpoint` and
+            `executor`; see `ComputeOptions`.
 
     Returns:
         Outputs and certificate, in the dtype of X.
@@ -116,7 +109,7 @@ def reconstruct(
     Raises:
         TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
     """
-    parsed = parse_options("reconstruct", ("checkpoint", "accumulate", "executor"), **options)
+    parsed = parse_options("reconstruct", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule)
     X = kernel.parse_inputs(X)
     result = with_plan(trajectory, trajectory.model_for(X), lambda net: _reconstruct(net, kernel, X, parsed))
@@ -125,62 +118,24 @@ def reconstruct(
 
 
 def _reconstruct(net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> Reconstruction:
-    trajectory, head, rule = kernel.trajectory, kernel.head, kernel.rule
+    trajectory, head = kernel.trajectory, kernel.head
     initial = network_outputs(trajectory, X, state=0, head=head)
     network = network_outputs(trajectory, X, state=-1, head=head)
-    total = torch.zeros_like(initial, dtype=torch.float64)
-    residuals = torch.zeros_like(total[:, 0])
-    dtype, steps = coarsest_dtype(trajectory, initial), max(1, trajectory.num_steps)
-    record, mismatches = IntegrationRecord(rule, steps), StepMismatches(dtype)
-    evaluations, terms = 0.0, initial.abs().double() + network.abs()
-    size = integration_points(options.memory_budget, rule.typical_nodes, X[0].nbytes, initial[0].nbytes)
-    blocks = torch.arange(len(X), device=X.device).split(size)
-    replay, path = replayed_steps(trajectory, net.model, X), PredictedPath(trajectory)
-    for replayed in tqdm(replay, desc="steps", total=trajectory.num_steps, disable=not options.progress):
-        # half of the budget; the other half is the block's
-        is_amplified = mismatches.add(trajectory, net.model, replayed)
-        if is_amplified:  # the rounding is a part of the sum
-            replayed = replace(replayed, d=flat_weights(trajectory.trained, replayed.step.index + 1, X) - replayed.w)
-        segment = _replayed_segment(net, kernel, path, replayed, options.memory_budget // 2)
-        for rows in blocks:
-            integral = integrate(segment, X[rows], rule, trajectory.num_steps)
-            total[rows] += integral.total
-            residuals[rows] += integral.residual
-            terms[rows] += integral.total.abs()
-            record.add(integral)
-            evaluations += float(integral.evaluations.sum()) / len(X)
-    outputs = (initial + total).to(initial.dtype)
+    sums, steps = sum_over_steps(net, kernel, X, options), max(1, trajectory.num_steps)
+    outputs = (initial + sums.total).to(initial.dtype)
+    terms = initial.abs().double() + network.abs() + sums.sizes
     return Reconstruction(
         outputs=outputs,
         network=network,
         initial=initial,
         max_error=float((outputs - network).abs().max()),
-        max_residual=record.max_residual,
-        total_residual=float(residuals.max()),
-        evaluations=evaluations / steps,
-        max_step_mismatch=mismatches.largest,
-        residual_ratio=record.residual_ratio,
-        mismatch_ratio=mismatches.ratio,
-        worst_step=mismatches.worst_step,
-        error_tolerance=sum_tolerance(rule, dtype, terms, steps),
-        statuses=dict(record.statuses),
+        max_residual=sums.record.max_residual,
+        total_residual=float(sums.residuals.max()),
+        evaluations=sums.evaluations / len(X) / steps,
+        max_step_mismatch=sums.mismatches.largest,
+        residual_ratio=sums.record.residual_ratio,
+        mismatch_ratio=sums.mismatches.ratio,
+        worst_step=sums.mismatches.worst_step,
+        error_tolerance=sum_tolerance(kernel.rule, coarsest_dtype(trajectory, initial), terms, steps),
+        statuses=dict(sums.record.statuses),
     )
-
-
-def _replayed_segment(
-    net: PlannedModel, kernel: PathKernel, path: PredictedPath, replayed: ReplayedStep, memory_budget: int
-) -> WeightSegment:
-    """Return a replayed step as a segment of the path: statistics move as recorded.
-
-    The weights move as update rule and gradients say. Where the run accepts steps that these do not explain, and where
-    a preconditioner amplifies their rounding, they move as recorded, so that the sum holds what is unexplained too; by
-    how much is in the certificate.
-    """
-    trajectory, P, index = kernel.trajectory, net.model.num_weights, replayed.step.index
-    w, d = path.step(index, replayed.w, replayed.d)
-    if leaves_unexplained(trajectory):
-        d = flat_weights(trajectory, index + 1, w) - w
-    if net.model.statistics:
-        start, end = (flat_state(trajectory, s, w)[P:] for s in (index, index + 1))
-        w, d = torch.cat([w[:P], start]), torch.cat([d, end - start])
-    return WeightSegment(net, w, d, kernel.head, memory_budget)

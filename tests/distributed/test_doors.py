@@ -17,7 +17,6 @@ def run():
 
 
 REFUSED = {
-    "reconstruct": lambda run, **o: epk.reconstruct(run, inputs(2), **o),
     "thin_path": lambda run, **o: thin_path(run, 2, inputs(2), **o),
 }
 

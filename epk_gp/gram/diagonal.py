@@ -1,0 +1,97 @@
+"""The kernel of points with themselves, at a cost linear in their number: here, or by workers."""
+
+from contextlib import closing
+
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.core.fingerprint import fingerprint
+from epk_gp.core.points import Points
+from epk_gp.distributed.job import Place
+from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.gram.accumulation import Steps, step_batches
+from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.nodes import jacobians_at_nodes, shared_nodes
+from epk_gp.gram.tile_parts import GramPieces, step_ranges, tile_points
+
+
+def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"]:
+    """Compute the blocks of points with themselves."""
+    C, options = context.num_outputs, context.options
+    result = context.reference.new_zeros(len(a), C, C)
+    pieces, hidden = DiagonalPieces.of(context, a, a), not options.progress
+    rows = diagonal_rows(context, a)
+    ranges = step_ranges(len(context.steps))
+    if options.executor is None and options.checkpoint is None:
+        with tqdm(total=len(rows) * len(context.steps), desc="steps", disable=hidden) as bar:
+            for (is_train, _), indices in rows.items():
+                for steps in (context.steps[steps] for steps in ranges):
+                    result[indices] += diagonal_of(context, steps, a.X[indices], is_train=bool(is_train))
+                    bar.update(len(steps))
+        return result
+    places = [(*part, number) for part in rows for number in range(len(ranges))]
+    named = [Piece("-".join(["diagonal", *map(str, place)]), place) for place in places]
+    num_bytes = max(map(len, rows.values()), default=0) * C**2 * context.reference.itemsize
+    results = results_of(pieces, named, options, _identity(context, a), num_bytes)
+    with closing(results), tqdm(total=len(named), desc="pieces", disable=hidden) as bar:
+        for place, found in zip(places, results, strict=True):
+            context.integrations.merge(found)
+            result[rows[place[:2]]] += found["total"].to(result)
+            bar.update()
+    return result
+
+
+class DiagonalPieces(GramPieces):
+    """The kernel of points with themselves as pieces for workers: some points of one copy, and a range of steps."""
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Sum a range of the steps of some points."""
+        context, (is_train, part, number) = self._context(), place
+        indices = diagonal_rows(context, self.a)[is_train, part]
+        steps = context.steps[step_ranges(len(context.steps))[number]]
+        total = diagonal_of(context, steps, self.a.X[indices], is_train=bool(is_train))
+        return {"total": total, **context.integrations.state()}
+
+
+def diagonal_rows(context: ExecutionContext, a: Points) -> dict[Place, Int64[Tensor, " rows"]]:
+    """Divide points into parts of one copy that are computed together."""
+    size = tile_points(context)
+    return {
+        (int(is_train), number): rows
+        for is_train in (True, False)
+        for number, rows in enumerate(a.copies(is_train).split(size))
+        if len(rows)
+    }
+
+
+def diagonal_of(
+    context: ExecutionContext, steps: Steps, X: Shaped[Tensor, "n ..."], *, is_train: bool
+) -> Float[Tensor, "n C C"]:
+    """Sum the blocks of some points with themselves over some steps."""
+    total = context.reference.new_zeros(len(X), context.num_outputs, context.num_outputs)
+    for batch in step_batches(context, steps, len(X)):
+        nodes = [
+            (s, t, eta * weight)
+            for s, eta in batch
+            for t, weight in ([(0.0, 1.0)] if is_train else shared_nodes(context, s, X))
+        ]
+        at_nodes = jacobians_at_nodes(context, [(s, t) for s, t, _ in nodes], X)
+        for jacobians, (*_, weight) in zip(at_nodes, nodes, strict=True):
+            total += weight * sum_over_layers([j.pointwise_products(j) for j in jacobians])
+    return total
+
+
+def sum_over_layers(parts: list[Tensor]) -> Tensor:
+    """Add the shares of all layers, in the memory of the first."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total
+
+
+def _identity(context: ExecutionContext, a: Points) -> str:
+    return fingerprint(
+        "diagonal", context.trajectory.digest, context.head, context.rule, context.step_weights, context.net.plan,
+        context.options.memory_budget, a.X, a.is_train,
+    )  # fmt: skip
