@@ -142,7 +142,7 @@ CALLS = {
         Call("many", "momentum", _many, steps=3),
         Call("many_plain", "plain", _many, steps=3),
         Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o)),
-        Call("reconstruct", "plain", lambda run, **o: _reconstruct(run, 10, **o)),
+        Call("reconstruct", "plain", lambda run, **o: _reconstruct(run, 10, **o), steps=34),
         Call("reconstruct_momentum", "momentum", _reconstruct, steps=2),
         Call("features", "plain", lambda run, **o: epk.path_features(run, inputs(2100), 16, nodes=4, num_probe=0, **o)),
     )

@@ -28,15 +28,24 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.distributed import job
 from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder
+from epk_gp.gram.diagonal import DiagonalPieces
 from epk_gp.gram.tile_parts import GramPieces
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
+from epk_gp.kernel_machine.reconstruction_pass import ReconstructionPieces
 from epk_gp.storage import atomic_files
 from epk_gp.storage.partial_sums import PartialSums
 
 COUNT = 6
 RESULT = [n * n for n in range(COUNT)]
 EVERY = pytest.mark.parametrize(
-    "name", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("attribute", "momentum", "features"))]
+    "name",
+    [
+        "block",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("attribute", "momentum", "features", "diagonal", "reconstruct")
+        ),
+    ],
 )
 
 
@@ -280,7 +289,7 @@ def test_success_and_a_reader_that_stops_remove_a_temporary_folder():
 @pytest.mark.parametrize("then", ["none", "shuffled"])
 def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, monkeypatch):
     call, computed = CALLS[name], []
-    for kind in (GramPieces, AttributionPieces):
+    for kind in (GramPieces, DiagonalPieces, AttributionPieces, ReconstructionPieces):
         count_calls(kind, computed, monkeypatch)
     with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
         call(run_for(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
