@@ -96,7 +96,7 @@ def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
         ValueError: The folder holds another job, or one of another version of a package.
     """
     job = _OWN.get((os.getpid(), key)) or _opened(folder, key)
-    if job.sums.load(name)[0]:
+    if job.sums.has(name):
         return
     result = job.computation.piece(place)
     try:

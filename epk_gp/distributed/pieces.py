@@ -1,6 +1,7 @@
 """Pieces of a computation, computed by an executor's workers and read in their order."""
 
 import shutil
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,6 +29,9 @@ AHEAD, AHEAD_BYTES = 512, 8 << 30
 
 # How often a piece is submitted again whose workers died. A scheduler tries it several times itself.
 _ATTEMPTS = 5
+
+# Seconds after which a piece that is waited for is looked after: whether there are workers at all.
+_PATIENCE = 10.0
 
 # Held by the owner of a job, and seconds until another gives up: a virus scanner may hold it for a moment on Windows.
 _LOCK, _LOCK_SECONDS = "job.lock", 0.5
@@ -205,7 +209,7 @@ def _only_owner(folder: Path) -> Iterator[None]:
 def _submit(executor: SupportsSubmit, sums: PartialSums, key: str, piece: Piece) -> PendingResult:
     arguments = (compute_piece, str(sums.folder.absolute()), key, piece.name, piece.place)
     try:
-        if type(executor).__module__.partition(".")[0] == "distributed":  # a Dask client: the call has an effect
+        if _is_dask(executor):  # the call has an effect
             return executor.submit(*arguments, pure=False)  # type: ignore[call-arg]
         return executor.submit(*arguments)
     except BrokenExecutor as error:
@@ -228,7 +232,7 @@ def _wait(executor: SupportsSubmit, sums: PartialSums, key: str, piece: Piece, p
     """Wait for a piece; submit it again if the workers that computed it died."""
     for attempt in range(_ATTEMPTS):
         try:
-            pending.result()
+            _result(executor, pending)
         except BrokenExecutor as error:
             raise _dead_pool() from error
         except CancelledError as error:
@@ -239,10 +243,39 @@ def _wait(executor: SupportsSubmit, sums: PartialSums, key: str, piece: Piece, p
                 raise _gave_up(piece) from error
             if type(error).__name__ != "KilledWorker" or attempt == _ATTEMPTS - 1:
                 raise
-            tqdm.write(f"workers died over piece {piece.name}: it is submitted again")
+            _say(f"workers died over piece {piece.name}: it is submitted again")
             pending = _submit(executor, sums, key, piece)
         else:
             return
+
+
+def _result(executor: SupportsSubmit, pending: PendingResult) -> None:
+    """Wait for a call to end; say so once if a scheduler has no workers, for which it would wait without a word."""
+    if not _is_dask(executor):
+        pending.result()
+        return
+    client: Any = executor
+    future: Any = pending
+    is_silent = True
+    while True:
+        try:
+            future.result(timeout=_PATIENCE)
+        except TimeoutError:
+            if future.done():  # the call's own error
+                raise
+            if is_silent and not client.nthreads():
+                _say("the scheduler has no workers: the job waits until it has some. Start workers, or stop the job.")
+                is_silent = False
+        else:
+            return
+
+
+def _is_dask(executor: SupportsSubmit) -> bool:
+    return type(executor).__module__.partition(".")[0] == "distributed"
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
 
 
 def _gave_up(piece: Piece) -> RuntimeError:

@@ -116,6 +116,60 @@ def test_a_result_that_was_given_up_is_an_error_of_the_executor(lost, folder, wo
         squares(work, Closing(), folder, COUNT)
 
 
+class Client(Shuffled):
+    """What a Dask client is like whose scheduler has lost its workers: a result comes when there are new ones."""
+
+    __module__ = "distributed.client"
+
+    def __init__(self):
+        super().__init__()
+        self.waits = 0
+
+    def submit(self, function, *args, pure):
+        assert not pure
+        pending = super().submit(function, *args)
+        pending.done = lambda: bool(pending.found)
+        arrived = pending.result
+        pending.result = lambda timeout: self.result(arrived)
+        return pending
+
+    def result(self, arrived):
+        self.waits += 1
+        if self.waits <= 3:
+            raise TimeoutError
+        return arrived()
+
+    def nthreads(self):
+        return {"tcp://10.0.0.1": 1} if self.waits == 1 else {}
+
+
+def test_a_scheduler_without_workers_is_said_once_and_waited_for(folder, work, capsys):
+    assert squares(work, Client(), folder, COUNT) == RESULT
+    output = capsys.readouterr()
+    assert output.err.count("the scheduler has no workers: the job waits until it has some") == 1
+    assert not output.out
+
+
+class ThreadClient(ThreadPoolExecutor):
+    """What a Dask client is like whose worker is a thread."""
+
+    __module__ = "distributed.client"
+
+    def submit(self, function, *args, pure):
+        return super().submit(function, *args)
+
+
+def test_a_time_limit_in_a_piece_is_the_error_of_the_job(folder, tmp_path):
+    (tmp_path / "notes").mkdir()
+    work = Squares(str(tmp_path / "notes"), fault=no_answer)
+    with ThreadClient(1) as client, pytest.raises(TimeoutError, match="a disk that does not answer"):
+        squares(work, client, folder, COUNT)
+
+
+def no_answer(n):
+    raise TimeoutError("a disk that does not answer")
+
+
 def test_an_executor_that_cannot_cancel_does_not_hide_the_error(folder, work):
     class Closed(Shuffled):
         """Its results are given up, and it is gone when the rest is to be cancelled."""
