@@ -57,7 +57,7 @@ def attribute(
     X, folder = chosen.X, make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
-    with open_executor(workers, scheduler) as executor, warnings.catch_warnings():
+    with open_executor(workers, scheduler, resumes=True) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         parts, by_range = attribute_many(
             trajectory,

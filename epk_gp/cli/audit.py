@@ -9,6 +9,7 @@ from torch import Tensor
 from epk_gp.analysis.label_errors import LabelErrors, label_errors
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features
+from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.gp.class_data import training_labels
 from epk_gp.plots.score_figures import draw_suspicious_labels
 from epk_gp.provenance import Stopwatch, write_json
@@ -25,22 +26,27 @@ def audit(
     nodes: int | None,
     memory: float,
     network: str | None,
+    workers: int | None,
+    scheduler: str | None,
     seed: int,
     quiet: bool,
 ) -> None:
     """Write the table of all training labels, print and draw its first rows."""
+    require_one_executor(workers, scheduler)
     timer, asked = Stopwatch(), parse_features(features)
     trajectory = open_run(run, network)
     labels = training_labels(trajectory, "audit")
     folder = make_folder(out)
-    found = label_errors(
-        trajectory,
-        nodes=nodes,
-        features=asked,
-        seed=seed,
-        memory_budget=memory_bytes(memory),
-        progress=not quiet,
-    )
+    with open_executor(workers, scheduler) as executor:
+        found = label_errors(
+            trajectory,
+            nodes=nodes,
+            features=asked,
+            seed=seed,
+            memory_budget=memory_bytes(memory),
+            progress=not quiet,
+            executor=executor,
+        )
     rows = _rows(found, labels)
     with (folder / "labels.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, _COLUMNS)
@@ -49,6 +55,7 @@ def audit(
     draw_suspicious_labels(folder / "audit.png", found, trajectory.inputs, labels, top)
     others = int((found.predicted != labels[found.points]).sum())
     config = {"run": run, "top": top, "features": features, "nodes": nodes, "seed": seed}
+    config |= {"workers": workers, "scheduler": scheduler}
     results = {"num_points": len(rows), "another_class_expected": others, "first": rows[:top]}
     write_json(folder / "audit.json", "audit", config, results, timer)
     for line in _table(rows[:top]):

@@ -177,6 +177,8 @@ def verify(
     points: PointsFile = None,
     network: Network = None,
     dtype: RunDtype = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
     out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
     seed: SeedOfPoints = None,
     quiet: Quiet = False,
@@ -362,6 +364,8 @@ def uncertainty(
     dtype: Annotated[
         Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
     ] = Dtype.float64,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -383,6 +387,8 @@ def audit(
     nodes: Nodes = None,
     memory: Memory = 1.0,
     network: Network = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:

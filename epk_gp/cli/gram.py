@@ -74,13 +74,13 @@ def gram(
     partial = folder / (PARTIAL if which is None else f"{PARTIAL}-{_name(which)}")
     options = ComputeOptions(budget, progress=not quiet, checkpoint=partial)
     if which is None:
-        with open_executor(workers, scheduler) as executor:
+        with open_executor(workers, scheduler, resumes=True) as executor:
             K = kernel.block(a, b, replace(options, executor=executor))
         metadata = {"head": head_name, "rule": quadrature.name, "digest": trajectory.digest}
         config |= {"workers": workers, "scheduler": scheduler}
         write_block(folder, K, (a, b), metadata, ("gram", config, timer))
     else:
-        with open_executor(workers, scheduler) as executor:
+        with open_executor(workers, scheduler, resumes=True) as executor:
             computed = kernel.block_part(a, b, which, replace(options, executor=executor))
         file = folder / f"{_name(which)}.safetensors"
         write_gram_part(file, replace(computed, notes={"config": config}))

@@ -14,6 +14,7 @@ from epk_gp.cli.labelled import LabelledPoints, halves, read_labelled, without_l
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, require_outside, torch_dtype
+from epk_gp.cli.workers import open_executor
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.class_data import count_seen, training_labels
 from epk_gp.gp.label_process import SketchedLabelProcess
@@ -38,6 +39,8 @@ class ScoreOptions:
     num_samples: int
     network: str | None
     dtype: Dtype
+    workers: int | None
+    scheduler: str | None
     seed: int
     quiet: bool
 
@@ -64,22 +67,24 @@ def write_scores(asked: ScoreOptions) -> None:
     validation, points = _read(asked, trajectory)
     folder = make_folder(asked.out)
     typer.echo(f"scoring {points}, with {validation} as validation points")
-    model = UncertainClassifier(
-        trajectory,
-        nodes=asked.nodes,
-        features=features,
-        seed=asked.seed,
-        memory_budget=memory_bytes(asked.memory),
-        progress=not asked.quiet,
-    )
-    model.fit(validation.X, validation.labels)
-    timer.lap("fit")
-    if asked.save_model is not None:
-        model.save(asked.save_model)
-    scored = _score(model, points, asked)
-    timer.lap("score")
-    ordinary = torch.as_tensor(model.uncertainty(validation.X, 2).out_of_distribution)
-    results = _describe_model(model) | _compare(scored, ordinary, asked.alpha)
+    with open_executor(asked.workers, asked.scheduler) as executor:
+        model = UncertainClassifier(
+            trajectory,
+            nodes=asked.nodes,
+            features=features,
+            seed=asked.seed,
+            memory_budget=memory_bytes(asked.memory),
+            progress=not asked.quiet,
+            executor=executor,
+        )
+        model.fit(validation.X, validation.labels)
+        timer.lap("fit")
+        if asked.save_model is not None:
+            model.save(asked.save_model)
+        scored = _score(model, points, asked)
+        timer.lap("score")
+        ordinary = torch.as_tensor(model.uncertainty(validation.X, 2).out_of_distribution)
+        results = _describe_model(model) | _compare(scored, ordinary, asked.alpha)
     write_npz(folder / "scores.npz", _arrays(scored, torch_dtype(asked.dtype)))
     drawn = ScoredPoints(
         X=points.X,
@@ -92,6 +97,7 @@ def write_scores(asked: ScoreOptions) -> None:
     )
     draw_scores(folder / "scores.png", drawn, ordinary)
     config = {name: getattr(asked, name) for name in ("run", "alpha", "features", "nodes", "num_samples", "seed")}
+    config |= {"workers": asked.workers, "scheduler": asked.scheduler}
     config |= {"validation": str(validation), "points": str(points), "dtype": asked.dtype.value}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
     for line in _lines(results, asked.alpha):

@@ -14,6 +14,7 @@ from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName
 from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
 from epk_gp.cli.scores import ScoreOptions, write_scores
 from epk_gp.cli.summaries import describe_map, fitted_numbers, map_numbers
+from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.models import LogitGP
@@ -50,6 +51,8 @@ def uncertainty(
     points: Path | None,
     network: str | None,
     dtype: Dtype,
+    workers: int | None,
+    scheduler: str | None,
     seed: int,
     quiet: bool,
 ) -> None:
@@ -57,6 +60,7 @@ def uncertainty(
 
     The GP has the exact path kernel, in float64; its uncertainty is written at points and over a plane.
     """
+    require_one_executor(workers, scheduler)
     if validation is not None:
         options = ScoreOptions(
             run=run,
@@ -71,6 +75,8 @@ def uncertainty(
             num_samples=num_samples,
             network=network,
             dtype=dtype,
+            workers=workers,
+            scheduler=scheduler,
             seed=seed,
             quiet=quiet,
         )
@@ -93,13 +99,16 @@ def uncertainty(
     X, folder = asked.X, make_folder(out)
     typer.echo(f"predicting at {asked} and on a map of {grid} x {grid} nodes")
     chosen = draw_rows(trajectory.num_points, num_condition, seed).tolist()
-    gp = LogitGP(trajectory, outputs.value, targets=targets.value, points=chosen, rule=quadrature)
-    losses = gp.fit(fit_steps, progress=not quiet)
-    generator = torch.Generator().manual_seed(seed)
-    u = softmax_uncertainty(gp.logit_posterior(X, progress=not quiet), num_samples, generator)
-    m = uncertainty_on_plane(
-        gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
-    )
+    with open_executor(workers, scheduler) as executor:
+        gp = LogitGP(
+            trajectory, outputs.value, targets=targets.value, points=chosen, rule=quadrature, executor=executor
+        )
+        losses = gp.fit(fit_steps, progress=not quiet)
+        generator = torch.Generator().manual_seed(seed)
+        u = softmax_uncertainty(gp.logit_posterior(X, progress=not quiet), num_samples, generator)
+        m = uncertainty_on_plane(
+            gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
+        )
     draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane.value])
     metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
     arrays = _map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}
@@ -116,7 +125,14 @@ def uncertainty(
         "seed": seed,
     }
     config |= {"plane": plane.value, "grid": grid, "margin": margin, "num_samples": num_samples}
-    config |= {"fit_steps": fit_steps, "rule": rule, "dtype": dtype.value, "points": str(asked)}
+    config |= {
+        "workers": workers,
+        "scheduler": scheduler,
+        "fit_steps": fit_steps,
+        "rule": rule,
+        "dtype": dtype.value,
+        "points": str(asked),
+    }
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
     typer.echo(f"GP on {len(chosen)} training points: outputscale {results['outputscale']}, noise {results['noise']}")
     typer.echo(describe_map(m))

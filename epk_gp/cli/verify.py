@@ -11,6 +11,7 @@ from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype, VerifiedHeads
 from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
 from epk_gp.cli.summaries import certificate
+from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory
@@ -40,6 +41,8 @@ def verify(
     points: Path | None,
     network: str | None,
     dtype: Dtype | None,
+    workers: int | None,
+    scheduler: str | None,
     out: Path | None,
     seed: int | None,
     quiet: bool,
@@ -52,6 +55,7 @@ def verify(
         raise ValueError("--all-points must stand without --num-points, which would be ignored. Pass one of them.")
     if num_points is None and points is None and not all_points:
         num_points = _NUM_POINTS
+    require_one_executor(workers, scheduler)
     timer, quadrature = Stopwatch(), parse_rule(rule)
     trajectory = open_run(run, network)
     source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
@@ -63,9 +67,12 @@ def verify(
     folder = None if out is None else make_folder(out)
     more = "" if len(X) == chosen.available else " (--all-points takes all, in proportionally more time)"
     typer.echo(f"verifying at {chosen}{more}")
-    with warnings.catch_warnings():
+    with open_executor(workers, scheduler) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
-        results = {name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet) for name in heads}
+        results = {
+            name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet, executor=executor)
+            for name in heads
+        }
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
     typer.echo(_table(results))
     errors = torch.tensor([result.max_error for result in results.values()], dtype=torch.float64)

@@ -30,7 +30,9 @@ def require_one_executor(workers: int | None, scheduler: str | None) -> None:
 
 
 @contextmanager
-def open_executor(workers: int | None, scheduler: str | None) -> Iterator[SupportsSubmit | None]:
+def open_executor(
+    workers: int | None, scheduler: str | None, *, resumes: bool = False
+) -> Iterator[SupportsSubmit | None]:
     """Give what computes for a command: None for this process.
 
     Processes of this machine are a pool of the standard library: it needs no further package, and opens no port, behind
@@ -40,6 +42,7 @@ def open_executor(workers: int | None, scheduler: str | None) -> Iterator[Suppor
     Args:
         workers: Number of processes of this machine.
         scheduler: Address or scheduler file of a Dask scheduler.
+        resumes: Whether the same command resumes from what was computed before an error.
 
     Raises:
         ImportError: Dask is not installed.
@@ -52,21 +55,18 @@ def open_executor(workers: int | None, scheduler: str | None) -> Iterator[Suppor
     if workers is None and scheduler is None:
         yield None
         return
+    again = "Run the same command again" + (", which resumes from what was computed" if resumes else "")
     executor: Any = _connect(scheduler) if scheduler is not None else _pool(workers)
     try:
         yield executor
     except Exception as error:
         if isinstance(error.__cause__, BrokenExecutor):
             raise ChildProcessError(
-                "workers must live until all is computed: one of them died, killed or out of memory. Run the same "
-                "command again, which resumes from what was computed; with fewer --workers or less --memory if memory "
-                "was short."
+                "workers must live until all is computed: one of them died, killed or out of memory. "
+                f"{again}; with fewer --workers or less --memory if memory was short."
             ) from error
         if _is_of_workers(error):
-            raise ChildProcessError(
-                f"workers must compute all pieces: {str(error).rstrip('.')}. Run the same command again, which resumes "
-                "from what was computed."
-            ) from error
+            raise ChildProcessError(f"workers must compute all pieces: {str(error).rstrip('.')}. {again}.") from error
         raise
     finally:
         if scheduler is not None:

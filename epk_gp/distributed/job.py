@@ -119,7 +119,8 @@ def _opened(folder: str, key: str) -> Job:
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"every worker must see the folder of the pieces: {file} does not exist on {platform.node()}. Pass "
-            "checkpoint=, a folder on a file system that all workers share."
+            "checkpoint=, a folder on a file system that all workers share; where the call takes none, name one in the "
+            "environment variable TMPDIR."
         ) from error
     if checksum(content) != key:
         raise ValueError(

@@ -58,7 +58,10 @@ def scratch_folder(checkpoint: Any) -> Iterator[Path]:
         _remove(folder, checkpoint)
         raise
     except BaseException as error:
-        error.add_note(f"What was computed is kept: pass checkpoint={str(folder)!r} to go on from there.")
+        error.add_note(
+            f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to go on from there, where the call "
+            "takes one; or delete it."
+        )
         raise
     _remove(folder, checkpoint)
 
@@ -178,7 +181,8 @@ def _computed(
             if not result:
                 raise RuntimeError(
                     f"workers must write into the folder that this process reads: {sums.folder} has no piece "
-                    f"{piece.name}, which a worker has computed. Pass checkpoint=, a folder that all share."
+                    f"{piece.name}, which a worker has computed. Pass checkpoint=, a folder that all share, or name "
+                    "one in the environment variable TMPDIR."
                 )
             yield result
     finally:

@@ -1,5 +1,6 @@
 """--workers and --scheduler: whose processes compute, and what is said where they cannot."""
 
+import json
 import os
 import sys
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -16,6 +17,11 @@ from epk_gp.distributed import pieces
 ASKED = {
     "gram": ("--num-rows", 2, "--num-columns", 3, "--quiet"),
     "attribute": ("--num-points", 2, "--outputs", "predicted", "--quiet"),
+}
+OTHERS = {
+    "verify": ("--num-points", 2),
+    "uncertainty": ("--num-condition", 5, "--grid", 3, "--fit-steps", 2),
+    "audit": ("--top", 3),
 }
 FILES = {"gram": "gram.safetensors", "attribute": "attribution.safetensors"}
 
@@ -41,6 +47,16 @@ def test_workers_compute_the_bytes_of_one_process(recorded, tmp_path, threads, c
     one, two = (tmp_path / name / FILES[command] for name in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
     assert not (tmp_path / "two" / "partial").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", OTHERS)
+def test_workers_of_other_commands_give_the_numbers_of_one_process(recorded, tmp_path, threads, command):
+    for folder, more in (("one", ()), ("two", ("--workers", 2))):
+        assert run(command, recorded, "--out", tmp_path / folder, *OTHERS[command], "--quiet", *more) == 0
+    assert threads == [2]
+    one, two = (json.loads((tmp_path / folder / f"{command}.json").read_text()) for folder in ("one", "two"))
+    assert one["results"] == two["results"]
 
 
 @pytest.mark.slow

@@ -324,7 +324,8 @@ def test_an_error_keeps_a_temporary_folder_and_names_it(error):
         raise error
     assert folder.is_dir()
     assert caught.value.__notes__ == [
-        f"What was computed is kept: pass checkpoint={str(folder)!r} to go on from there."
+        f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to go on from there, where the call "
+        "takes one; or delete it."
     ]
     folder.rmdir()
 
@@ -347,7 +348,7 @@ def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, mon
         count_calls(kind, computed, monkeypatch)
     with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
         call(run_for(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
-    assert f"pass checkpoint={str(tmp_path / 'pieces')!r}" in stopped.value.__notes__[0]
+    assert f"kept in {str(tmp_path / 'pieces')!r}: pass it as checkpoint=" in stopped.value.__notes__[0]
     before = len(computed)
     executor = None if then == "none" else Shuffled()
     assert same(call(run_for(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
