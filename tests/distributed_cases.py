@@ -109,6 +109,11 @@ def _classes(run: Any, **options: Any) -> Any:
     return epk.attribute(run, inputs(24), rule=RULE, classes=torch.arange(24) % 3, memory_budget=SMALL, **options)
 
 
+def _posterior(run: Any, **options: Any) -> Any:
+    posterior = epk.LogitGP(run, rule=RULE, **options).logit_posterior(inputs(6))
+    return posterior.mean, posterior.covariance
+
+
 def _reconstruct(run: Any, count: int = 300, **options: Any) -> Any:
     return epk.reconstruct(run, inputs(count), rule=epk.adaptive(tol=1e-6), memory_budget=SMALL, **options)
 
@@ -141,6 +146,7 @@ CALLS = {
         Call("batch_norm", "batch_norm", _attribute, steps=3),
         Call("many", "momentum", _many, steps=3),
         Call("many_plain", "plain", _many, steps=3),
+        Call("posterior", "plain", _posterior),
         Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o)),
         Call("reconstruct", "plain", lambda run, **o: _reconstruct(run, 10, **o), steps=34),
         Call("reconstruct_momentum", "momentum", _reconstruct, steps=2),

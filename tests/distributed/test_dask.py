@@ -45,7 +45,7 @@ def client():
         yield client
 
 
-@pytest.mark.parametrize("name", ["block", "adaptive", "momentum", "features"])
+@pytest.mark.parametrize("name", list(CALLS))
 def test_dask_gives_the_bytes_of_none(name, client):
     call = CALLS[name]
     run = record(call.kind, call.steps)
