@@ -245,8 +245,14 @@ def _wait(executor: SupportsSubmit, sums: PartialSums, key: str, piece: Piece, p
             # Dask's errors, whose classes are not imported: it is gone; or several workers died over a piece
             if type(error).__name__ in ("CommClosedError", "ClosedClientError"):
                 raise _gave_up(piece) from error
-            if type(error).__name__ != "KilledWorker" or attempt == _ATTEMPTS - 1:
+            if type(error).__name__ != "KilledWorker":
                 raise
+            if attempt == _ATTEMPTS - 1:
+                raise RuntimeError(
+                    f"workers must live through a piece: several died over {piece.name}, {_ATTEMPTS} times; killed, or "
+                    "out of memory. Give workers more memory and call again with the same checkpoint, or pass a "
+                    "smaller memory_budget and a new checkpoint."
+                ) from error
             _say(f"workers died over piece {piece.name}: it is submitted again")
             pending = _submit(executor, sums, key, piece)
         else:

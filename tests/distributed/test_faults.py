@@ -170,6 +170,30 @@ def no_answer(n):
     raise TimeoutError("a disk that does not answer")
 
 
+class KilledWorker(Exception):  # noqa: N818
+    """The name of Dask's error."""
+
+
+@pytest.mark.parametrize("deaths", [2, 5])
+def test_a_piece_over_which_workers_die_is_tried_again_but_not_for_ever(deaths, folder, work, capsys):
+    class Dying(Shuffled):
+        left = deaths
+
+        def work(self):
+            self.left -= 1
+            if self.left >= 0:
+                raise KilledWorker
+            super().work()
+
+    executor = Dying()
+    if deaths == 2:
+        assert squares(work, executor, folder, COUNT) == RESULT
+    else:
+        with pytest.raises(RuntimeError, match=r"several died over square-0, 5 times.*a smaller memory_budget"):
+            squares(work, executor, folder, COUNT)
+    assert capsys.readouterr().err.count("it is submitted again") == min(deaths, 4)
+
+
 def test_an_executor_that_cannot_cancel_does_not_hide_the_error(folder, work):
     class Closed(Shuffled):
         """Its results are given up, and it is gone when the rest is to be cancelled."""
