@@ -89,9 +89,14 @@ def tiles_of(a: Points, b: Points, size: int) -> list[Tile]:
     return tiles
 
 
-def step_ranges(num_steps: int) -> list[slice]:
-    """Divide steps into ranges of equal length, which are summed one by one: at least one, at most `MAX_RANGES`."""
-    length = MAX_STEP_BATCH * max(1, -(-num_steps // (MAX_STEP_BATCH * MAX_RANGES)))
+def step_ranges(num_steps: int, most: int = MAX_RANGES) -> list[slice]:
+    """Divide steps into ranges of equal length, which are summed one by one: at least one, and not many.
+
+    Args:
+        num_steps: Number of steps.
+        most: Largest number of ranges.
+    """
+    length = MAX_STEP_BATCH * max(1, -(-num_steps // (MAX_STEP_BATCH * max(1, most))))
     return [slice(first, first + length) for first in range(0, max(1, num_steps), length)]
 
 

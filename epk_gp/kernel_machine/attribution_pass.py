@@ -1,9 +1,11 @@
 """One pass over a run that splits predictions along several groupings at once: here, or by workers, block by block."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -18,6 +20,7 @@ from epk_gp.core.trajectory import network_outputs
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Here, Piece, results_of, threads_of_workers
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.tile_parts import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certification import IntegrationRecord
@@ -72,19 +75,58 @@ class AttributionPass:
         X = self.problem.X
         return list(torch.arange(len(X), device=X.device).split(self.points_per_block))
 
+    @cached_property
+    def ranges(self) -> list[slice]:
+        """The steps of each range that is summed by itself.
+
+        Adjoints go through the whole run. Without them, points that make few blocks are given several ranges, so that
+        workers share the steps; as many as keep the sums of all within the memory budget.
+        """
+        steps, budget = self.problem.trajectory.num_steps, self.problem.options.memory_budget
+        if not self.is_factored:
+            return [slice(0, steps)]
+        one = TermSums.of(self.problem, self.groupings, self.problem.X.new_zeros(1, self.problem.num_outputs))
+        num_bytes = self.points_per_block * sum(total.nbytes for total in one.tensors)
+        return step_ranges(steps, min(MAX_RANGES // len(self.blocks), budget // num_bytes))
+
+    @property
+    def new_record(self) -> IntegrationRecord:
+        """Where the integrals are counted."""
+        return IntegrationRecord(self.problem.kernel.rule, self.problem.trajectory.num_steps)
+
     def residuals(self, initial: Float[Tensor, "n K"]) -> StepResiduals:
         """Replay the run, and compare its steps with the recorded ones."""
         return StepResiduals(self.problem, initial, keeps=not self.is_factored)
 
-    def run(self, sums: "TermSums", progress: PassProgress, residuals: StepResiduals) -> None:
-        """Go through the run block by block, and add every term to the sums."""
+    def part(self, place: Place, residuals: StepResiduals | None, bar: "tqdm[Any] | None" = None) -> PassProgress:
+        """Sum the terms of a range of steps at the points of a block.
+
+        Args:
+            place: Which block, and which range.
+            residuals: What the steps leave unexplained; None where contributions are factored.
+            bar: A progress bar of steps.
+        """
+        (number, of_steps), whole = place, self.problem
+        rows = self.blocks[number]
+        classes = None if whole.classes is None else whole.classes[rows]
+        problem = replace(whole, X=whole.X[rows], classes=classes)
+        outputs = network_outputs(problem.trajectory, problem.X, state=0, head=problem.kernel.head)
+        sums = TermSums.of(problem, self.groupings, problem.select_outputs(outputs))
+        progress = PassProgress(None, sums.tensors, self.new_record, bar=bar)
         if self.is_factored:
-            vanilla_gd_pass(self.problem, sums.add, progress, points_per_block=self.points_per_block)
-            return
-        count = len(self.problem.trajectory.model.names)
+            vanilla_gd_pass(problem, self.ranges[of_steps], sums.add, progress, self.points_per_block)
+        elif residuals is not None:
+            self.pass_adjoints(problem, sums, progress, residuals)
+        return progress
+
+    def pass_adjoints(
+        self, problem: AttributionProblem, sums: "TermSums", progress: PassProgress, residuals: StepResiduals
+    ) -> None:
+        """Go through the run from its last step, block by block, and add every term to the sums."""
+        count = len(problem.trajectory.model.names)
         groups = torch.zeros(count, dtype=torch.int64) if self.is_whole else torch.arange(count)
         splits = self.splits_statistics and any(collector.splits_samples for collector in sums.collectors)
-        adjoint_pass(self.problem, groups, sums.add, progress, PassOptions(self.points_per_block, residuals, splits))
+        adjoint_pass(problem, groups, sums.add, progress, PassOptions(self.points_per_block, residuals, splits))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,22 +177,24 @@ def run_pass(work: AttributionPass, initial: Float[Tensor, "n K"]) -> PassResult
         work: What is to be done.
         initial: The predictions at the initial weights.
     """
-    problem = work.problem
-    options, rule, steps = problem.options, problem.kernel.rule, problem.trajectory.num_steps
-    sums, record = TermSums.of(problem, work.groupings, initial), IntegrationRecord(rule, steps)
+    options, sums = work.problem.options, TermSums.of(work.problem, work.groupings, initial)
     with nullcontext() if options.executor is None else threads_of_workers(options.executor):
         # partial sums of another plan are other sums
-        name = f"sums-{fingerprint(problem.net.plan, work.is_factored, work.points_per_block)}"
+        name = f"sums-{fingerprint(work.problem.net.plan, work.is_factored, work.points_per_block)}"
         identity = _identity(work)
     stored = None if options.checkpoint is None else PartialSums(options.checkpoint, identity)
+    if work.is_factored:
+        progress = PassProgress(None, sums.tensors, work.new_record)
+        _add_blocks(work, progress, stored, options.executor, (name, identity))
+        return PassResult(sums, progress, work.residuals(initial), is_factored=True)
     executor = options.executor if stored is None else _who_goes_on(work, stored, name)
     if executor is not None:
-        progress = PassProgress(None, sums.tensors, record)
-        _by_workers(executor, work, sums, progress, (name, identity))
-        return PassResult(sums, progress, work.residuals(initial), work.is_factored)
-    progress, residuals = PassProgress(stored, sums.tensors, record, name), work.residuals(initial)
-    work.run(sums, progress, residuals)
-    return PassResult(sums, progress, residuals, work.is_factored)
+        progress = PassProgress(None, sums.tensors, work.new_record)
+        _add_blocks(work, progress, stored, executor, (name, identity))
+        return PassResult(sums, progress, work.residuals(initial), is_factored=False)
+    progress, residuals = PassProgress(stored, sums.tensors, work.new_record, name), work.residuals(initial)
+    work.pass_adjoints(work.problem, sums, progress, residuals)
+    return PassResult(sums, progress, residuals, is_factored=False)
 
 
 def _who_goes_on(work: AttributionPass, stored: PartialSums, name: str) -> SupportsSubmit | None:
@@ -162,25 +206,70 @@ def _who_goes_on(work: AttributionPass, stored: PartialSums, name: str) -> Suppo
     return Here() if has_pieces and work.problem.options.executor is None else work.problem.options.executor
 
 
-def _by_workers(
-    executor: SupportsSubmit, work: AttributionPass, sums: TermSums, progress: PassProgress, names: tuple[str, str]
+def _add_blocks(
+    work: AttributionPass,
+    progress: PassProgress,
+    stored: PartialSums | None,
+    executor: SupportsSubmit | None,
+    names: tuple[str, str],
 ) -> None:
-    """Have workers go through the run with a block of points each, and put their sums together."""
-    options, (name, identity) = work.problem.options, names
-    pieces = [Piece(f"{name}-{number}", (number,)) for number in range(len(work.blocks))]
-    num_bytes = sum(total[: work.points_per_block].nbytes for total in sums.tensors)
-    results = results_of(AttributionPieces.of(work), pieces, replace(options, executor=executor), identity, num_bytes)
-    with closing(results), tqdm(total=len(pieces), desc="pieces", disable=not options.progress) as bar:
-        for rows, result in zip(work.blocks, results, strict=True):
-            for number, total in enumerate(sums.tensors):
-                total[rows] = result[f"sum.{number}"].to(total)
-            progress.merge(result)
-            bar.update()
+    """Add the sums of all blocks of points, range by range: of workers, or from where a checkpoint has them, or here.
+
+    Args:
+        work: What is to be done.
+        progress: The sums of all points.
+        stored: The checkpoint.
+        executor: Whose workers compute; None for none.
+        names: The name of the sums on disk, and their identity.
+    """
+    options, count, (name, identity) = work.problem.options, len(work.ranges), names
+    done = [0 if stored is None else stored.count(f"{name}-{block}") for block in range(len(work.blocks))]
+    # a piece that is all of a block has the block's name, and is its sum on disk
+    pieces = [
+        Piece(f"{name}-{block}" if count == 1 else f"{name}-{block}-{number}", (block, number))
+        for block, first in enumerate(done)
+        for number in range(first, count)
+    ]
+    if executor is None:
+        parts = _parts_here(work, pieces, stored)
+    else:
+        num_bytes = sum(total[: work.points_per_block].nbytes for total in progress.sums)
+        own = replace(options, executor=executor)
+        parts = results_of(AttributionPieces.of(work), pieces, own, identity, num_bytes)
+    waiting, is_hidden = deque(pieces), executor is None or not options.progress
+    with closing(parts), tqdm(total=len(pieces), desc="pieces", disable=is_hidden) as bar:
+        for block, rows in enumerate(work.blocks):
+            span, used = slice(int(rows[0]), int(rows[-1]) + 1), list[str]()
+            total = PassProgress(None, [x[span] for x in progress.sums], work.new_record)
+            if stored is not None and done[block]:
+                total.add(stored.load(f"{name}-{block}")[0])
+            for number in range(done[block] + 1, count + 1):
+                total.add(next(parts))
+                used.append(waiting.popleft().name)
+                bar.update()
+                is_kept = count == 1 and executor is not None
+                if stored is not None and not is_kept and (number == count or stored.should_save):
+                    stored.save(f"{name}-{block}", total.state(), number)
+                    stored.remove(used if count > 1 else [])
+                    used.clear()
+            progress.merge(total.state())
+
+
+def _parts_here(
+    work: AttributionPass, pieces: Sequence[Piece], stored: PartialSums | None
+) -> Generator[dict[str, Tensor], None, None]:
+    """Compute pieces one after another, but for those that workers of an earlier call have computed."""
+    S = work.problem.trajectory.num_steps
+    left = sum(len(range(S)[work.ranges[piece.place[1]]]) for piece in pieces)
+    with tqdm(total=left, desc="steps", disable=not work.problem.options.progress) as bar:
+        for piece in pieces:
+            found = {} if stored is None else stored.load(piece.name)[0]
+            yield found or work.part(piece.place, None, bar).state()
 
 
 @dataclass(frozen=True, eq=False)
 class AttributionPieces:
-    """An attribution as pieces for workers: a block of points, carried through the whole run.
+    """An attribution as pieces for workers: a block of points, and a range of steps.
 
     Attributes:
         kernel: The run's path kernel.
@@ -219,19 +308,9 @@ class AttributionPieces:
         require_same_run(self.kernel.trajectory)
 
     def piece(self, place: Place) -> dict[str, Tensor]:
-        """Sum the terms of the points of a block."""
-        whole, (number,) = self._pass, place
-        rows = whole.blocks[number]
-        problem = replace(whole.problem, X=self.X[rows], classes=None if self.classes is None else self.classes[rows])
-        work = replace(whole, problem=problem)
-        vars(work)["points_per_block"] = whole.points_per_block
-        outputs = network_outputs(problem.trajectory, problem.X, state=0, head=self.kernel.head)
-        initial = problem.select_outputs(outputs)
-        sums = TermSums.of(problem, self.groupings, initial)
-        record = IntegrationRecord(self.kernel.rule, problem.trajectory.num_steps)
-        progress = PassProgress(None, sums.tensors, record)
-        work.run(sums, progress, self._residuals)
-        return progress.state()
+        """Sum the terms of a range of steps at the points of a block."""
+        work = self._pass
+        return work.part(place, None if work.is_factored else self._residuals).state()
 
     @cached_property
     def _pass(self) -> AttributionPass:

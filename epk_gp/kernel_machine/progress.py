@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from epk_gp.kernel_machine.certification import IntegrationRecord
 from epk_gp.quadrature.adaptive import Integral
@@ -20,6 +22,7 @@ class PassProgress:
         sums: What the pass adds to; filled with what the checkpoint holds.
         record: What the integrals left; continued from the checkpoint.
         name: Name of the sums on disk; it must tell ways of dividing the work apart.
+        bar: A progress bar of steps.
 
     Attributes:
         done: Number of work items that the sums hold.
@@ -33,8 +36,9 @@ class PassProgress:
         sums: Sequence[Tensor],
         record: IntegrationRecord,
         name: str = "sums",
+        bar: "tqdm[Any] | None" = None,
     ) -> None:
-        self.checkpoint, self.sums, self.name = checkpoint, sums, name
+        self.checkpoint, self.sums, self.name, self.bar = checkpoint, sums, name, bar
         self.adjoint_state: Tensor | None = None
         self.record, self.evaluations = record, 0.0
         stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(name)
@@ -52,6 +56,8 @@ class PassProgress:
         self.adjoint_state = adjoint_state
         self.record.add(integral)
         self.evaluations += float(integral.evaluations.sum())
+        if self.bar is not None:
+            self.bar.update()
         if self.checkpoint is None or not (is_last or self.checkpoint.should_save):
             return
         state = self.state()
@@ -63,6 +69,12 @@ class PassProgress:
         """Return sums and certificate as tensors."""
         state = {f"sum.{number}": total for number, total in enumerate(self.sums)}
         return state | self.record.state() | {"evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
+
+    def add(self, state: Mapping[str, Tensor]) -> None:
+        """Add what other steps add to the same sums, and its certificate (`state`)."""
+        for number, total in enumerate(self.sums):
+            total += state[f"sum.{number}"].to(total)
+        self.merge(state)
 
     def merge(self, state: Mapping[str, Tensor]) -> None:
         """Add the certificate and the evaluations of points that another pass went through (`state`)."""

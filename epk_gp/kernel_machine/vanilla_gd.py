@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, weighted_loss
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
@@ -59,38 +58,36 @@ def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     return float(u.lr[0]) * float(u.grad_scale[0])
 
 
-def vanilla_gd_pass(problem: AttributionProblem, emit: Emit, progress: PassProgress, *, points_per_block: int) -> None:
-    """Go through the run and emit every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>, as `adjoint_pass`.
+def vanilla_gd_pass(
+    problem: AttributionProblem, steps: slice, emit: Emit, progress: PassProgress, points_per_block: int
+) -> None:
+    """Go through steps of a run and emit every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>.
 
     In less than float64 the rounding of a step is what its integral leaves over the samples' contributions.
+
+    Args:
+        problem: The predictions, at points that are computed together.
+        steps: Which steps.
+        emit: Called with every contribution.
+        progress: How far the pass is.
+        points_per_block: Largest number of points that are computed together.
 
     Raises:
         ValueError: The run's steps are not those of plain gradient descent.
     """
-    trajectory = problem.trajectory
+    trajectory, rows = problem.trajectory, torch.arange(len(problem.X), device=problem.X.device)
     validate_vanilla_gd(trajectory, "factored contributions")
-    blocks = torch.arange(len(problem.X), device=problem.X.device).split(points_per_block)
-    work_items = len(blocks) * trajectory.num_steps
-    first = progress.done // len(blocks)
-    steps = tqdm(
-        trajectory.steps[first:],
-        desc="steps",
-        total=trajectory.num_steps,
-        initial=first,
-        disable=not problem.options.progress,
-    )
-    for step in steps:
-        for rows in blocks[progress.done % len(blocks) :]:
-            integral, batches = integrate_step(problem, step, rows, points_per_block)
-            samples_per_block = problem.memory.vanilla_gd_samples(points_per_block, len(rows), problem.num_outputs)
-            rest = problem.select_outputs(integral.total, rows).clone()
-            emit(WeightsContribution(step.index, rows, rest.clone()))
-            for term in _sample_terms(problem, step, rows, batches, samples_per_block):
-                emit(term)
-                rest -= term.values.sum(dim=(2, 3))
-            if leaves_residuals(trajectory, rest):
-                emit(UnexplainedContribution(step.index, rows, rest.unsqueeze(2)))
-            progress.advance(integral, None, is_last=progress.done + 1 == work_items)
+    samples_per_block = problem.memory.vanilla_gd_samples(points_per_block, len(rows), problem.num_outputs)
+    for step in trajectory.steps[steps]:
+        integral, batches = integrate_step(problem, step, rows, points_per_block)
+        rest = problem.select_outputs(integral.total, rows).clone()
+        emit(WeightsContribution(step.index, rows, rest.clone()))
+        for term in _sample_terms(problem, step, rows, batches, samples_per_block):
+            emit(term)
+            rest -= term.values.sum(dim=(2, 3))
+        if leaves_residuals(trajectory, rest):
+            emit(UnexplainedContribution(step.index, rows, rest.unsqueeze(2)))
+        progress.advance(integral, None, is_last=False)
 
 
 def vanilla_gd_points(problem: AttributionProblem) -> int:
