@@ -27,7 +27,6 @@ from unittest import mock
 
 import torch
 import typer
-from problems import epk_problems
 from processes import Worker, current_python
 from safetensors.torch import save_file
 from simulated_workers import Costs, SimulatedWorkers, Work
@@ -35,10 +34,13 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.distributed import pieces
 from epk_gp.distributed.pieces import Here, Piece, computed_pieces
 from epk_gp.gram import tiles
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.tile_parts import WHOLE, step_ranges
 from epk_gp.storage.partial_sums import PartialSums
+from problems import epk_problems
 
 app = typer.Typer(help=__doc__, add_completion=False)
 OUTPUTS, WIDTH = 3, 64
@@ -89,6 +91,7 @@ def simulate(
     only: Annotated[str, typer.Option(help="Names of the jobs that are simulated.")] = "map,all training points",
     samples: Annotated[int, typer.Option(help="Pieces of each kind whose seconds are measured.")] = 3,
     memory: Annotated[int, typer.Option(help="Memory budget, MiB.")] = 1024,
+    disk: Annotated[int, typer.Option(help="Free space in the folder of the pieces, GiB.")] = 1_000,
     door: Annotated[float, typer.Option(help="Owner's seconds for an empty piece; 0: they are measured.")] = 0.0,
 ) -> None:
     """Run whole jobs with the pieces, window, order and sums that real ones have, and with measured durations."""
@@ -101,23 +104,35 @@ def simulate(
         if job.name not in only.split(","):
             continue
         a, b = job.points()
-        layout = Layout(job, tile_side(kernel, options))
+        layout = Layout(job, tile_side(kernel, options), len(step_ranges(steps)))
         kernels = measure_kernels(run, layout, options, samples)
         read = seconds_per_byte(layout.num_bytes)
-        typer.echo(f"\n{job.name}: {points:,} points x {job.num_columns or points:,}, {steps} steps; tiles of {layout.side} points")
+        costs = Costs(kernels, door, read)
+        typer.echo(
+            f"\n{job.name}: {points:,} points x {job.num_columns or points:,}, {steps} steps; tiles of {layout.side} "
+            "points"
+        )
         for kind, seconds in kernels.items():
             listed = ", ".join(f"{value:.2f}" for value in seconds)
             typer.echo(f"  a piece of {' x '.join(kind)} copies: {layout.num_bytes / 2**20:.0f} MiB, {listed} s")
         typer.echo(f"  the owner reads one in {read * layout.num_bytes:.3f} s\n")
-        typer.echo("| workers | hours | efficiency | bound by | peak of files, GiB | with stragglers | owner, us a piece |")
+        typer.echo(
+            "| workers | hours | efficiency | bound by | peak of files, GiB | with stragglers | owner, us a piece |"
+        )
         typer.echo("| --- | --- | --- | --- | --- | --- | --- |")
         for count in map(int, workers.split(",")):
             plain, slowed = (
-                simulated(kernel, (a, b), options, SimulatedWorkers(Costs(kernels, door, read), layout.work, count, slow))
+                simulated(kernel, (a, b), options, SimulatedWorkers(costs, layout.work, count, slow), disk << 30)
                 for slow in (0, -(-count // 100) if count > 1 else 0)
             )
             typer.echo(line(*plain, slowed[0]))
-        typer.echo(f"\n{plain[0].num_pieces:,} pieces; peak memory of this process so far {peak_gib():.2f} GiB")
+        last = plain[0]
+        typer.echo(
+            f"\n{last.num_pieces:,} pieces of up to {last.longest:.1f} s, {last.work_seconds / 3600:.3g} hours of "
+            "work; "
+            f"critical path, a piece and the owner's reading of all: {last.critical_path:.0f} s; "
+            f"peak memory of this process so far {peak_gib():.2f} GiB"
+        )
 
 
 def line(workers: SimulatedWorkers, seconds: float, slowed: SimulatedWorkers) -> str:
@@ -132,15 +147,23 @@ def line(workers: SimulatedWorkers, seconds: float, slowed: SimulatedWorkers) ->
 
 
 def simulated(
-    kernel: PathKernel, points: tuple[epk.Points, epk.Points], options: ComputeOptions, workers: SimulatedWorkers
+    kernel: PathKernel,
+    points: tuple[epk.Points, epk.Points],
+    options: ComputeOptions,
+    workers: SimulatedWorkers,
+    disk: int,
 ) -> tuple[SimulatedWorkers, float]:
     """Compute a block of the scalar kernel by simulated workers; no block is made of the sums of its tiles.
 
     Returns:
         The workers, and the real seconds that all took.
     """
-    begun = time.perf_counter()
-    with mock.patch.object(tiles, "PartialSums", workers.sums), mock.patch.object(tiles, "assembled", drained):
+    begun, ahead = time.perf_counter(), pieces.num_ahead
+    with (
+        mock.patch.object(tiles, "PartialSums", workers.sums),
+        mock.patch.object(tiles, "assembled", drained),
+        mock.patch.object(pieces, "num_ahead", lambda num_bytes, _: ahead(num_bytes, disk)),
+    ):
         kernel.trace_block(*points, replace(options, executor=workers))
     return workers, time.perf_counter() - begun
 
@@ -159,17 +182,20 @@ class Layout:
     Attributes:
         job: The job.
         side: Points on each side of a tile.
+        num_ranges: Ranges of steps.
     """
 
     job: Job
     side: int
+    num_ranges: int
 
     def work(self, place: tuple[int, ...]) -> Work:
         """Return what a place costs."""
         x, y, i, j, *_ = place
         n, m = self._length(self._count(x), i), self._length(self._columns(y), j)
         kind = self.kind(bool(x), bool(y), is_symmetric=not self.job.num_columns and x == y and i == j)
-        return Work(kind, n * m / (self.side * self.right), 8 * n * m)
+        ranges = self.num_ranges if place[-1] == WHOLE else 1  # a whole tile's file is written once: a little less
+        return Work(kind, ranges * n * m / (self.side * self.right), 8 * n * m)
 
     @property
     def right(self) -> int:
@@ -192,7 +218,7 @@ class Layout:
         if self.job.num_columns:
             return [(False, True, False)]
         both = [(x, y, False) for x, y in ((True, True), (True, False), (False, False))]
-        return both + [(True, True, True), (False, False, True)]
+        return [*both, (True, True, True), (False, False, True)]
 
     def _count(self, is_train: int) -> int:
         return self.job.num_train if is_train else self.job.num_rows - self.job.num_train
@@ -280,10 +306,10 @@ class Empty:
 def empty_pieces(executor: Any, count: int) -> tuple[float, float]:
     """Have empty pieces computed; return the seconds of each by the clock, and of the owner's processor."""
     with tempfile.TemporaryDirectory() as folder:
-        sums, pieces = PartialSums(folder, "empty"), [Piece(f"piece-{n}", (n,)) for n in range(count)]
-        next(iter(computed_pieces(Empty(), pieces[:1], executor, sums, 1)))
+        sums, listed = PartialSums(folder, "empty"), [Piece(f"piece-{n}", (n,)) for n in range(count)]
+        next(iter(computed_pieces(Empty(), listed[:1], executor, sums, 1)))
         before, owned = time.perf_counter(), time.process_time()
-        for piece, _ in zip(pieces, computed_pieces(Empty(), pieces, executor, sums, 1), strict=True):
+        for piece, _ in zip(listed, computed_pieces(Empty(), listed, executor, sums, 1), strict=True):
             sums.remove([piece.name])
         return (time.perf_counter() - before) / count, (time.process_time() - owned) / count
 
@@ -360,7 +386,8 @@ def compare(executor: Executor, count: int, rounds: int, steps: int, budget: int
     ratios = [x / y for x, y in zip(seconds[False], seconds[True], strict=True)]
     typer.echo(
         f"problem a, {steps} steps, {budget >> 20} MiB: one process {1e3 * one:.0f} ms, {count} workers "
-        f"{1e3 * many:.0f} ms, {one / many:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f} in {rounds} rounds)"
+        f"{1e3 * many:.0f} ms, {one / many:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f} in {rounds} "
+        "rounds)"
     )
 
 
@@ -406,8 +433,10 @@ def grid(
         X = torch.randn(num_train, 2, generator=draws, dtype=torch.float64)
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
-        optimizer, loss = torch.optim.SGD(net.parameters(), lr=0.1), epk.mse()
-        epk.train(net, X, X.sin().sum(1, keepdim=True), loss, optimizer=optimizer, steps=steps, path=folder / "run")
+        optimizer, loss = torch.optim.SGD(net.parameters(), lr=0.1), nn.MSELoss()
+        epk.train(
+            net, X, X.sin().sum(1, keepdim=True), loss=loss, optimizer=optimizer, steps=steps, path=folder / "run"
+        )
         (folder / "grid_network.py").write_text(NETWORK)
         save_file({"inputs": on_grid(points)}, folder / "grid.safetensors")
         command = [

@@ -141,6 +141,11 @@ class SimulatedWorkers:
         """What no order of pieces can beat: the workers' time, the owner's, and that of a single piece."""
         return {"workers": self.work_seconds / self.capacity, "owner": self.read_seconds, "one piece": self.longest}
 
+    @property
+    def critical_path(self) -> float:
+        """Seconds of the job with as many workers as pieces."""
+        return self.longest + self.read_seconds
+
     def _pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.read_seconds += seconds
