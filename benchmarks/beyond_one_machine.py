@@ -440,12 +440,12 @@ def grid(
         (folder / "grid_network.py").write_text(NETWORK)
         save_file({"inputs": on_grid(points)}, folder / "grid.safetensors")
         command = [
-            *("-m", "epk_gp", "gram", "run", "--out", "map", "--points", "grid.safetensors", "--columns", "train"),
+            *("gram", "run", "--out", "map", "--points", "grid.safetensors", "--columns", "train"),
             *("--network", "grid_network:make", "--workers", str(workers), "--memory", str(memory), "--quiet"),
         ]  # fmt: skip
-        typer.echo(f"epk-gp {' '.join(command[2:])}")
+        typer.echo(f"epk-gp {' '.join(command)}")
         begun = time.perf_counter()
-        peaks = watched([sys.executable, *command], folder)
+        peaks = watched([str(Path(sys.executable).with_name("epk-gp")), *command], folder)
         seconds, size = time.perf_counter() - begun, (folder / "map" / "gram.safetensors").stat().st_size
     owner, *others = peaks
     typer.echo(

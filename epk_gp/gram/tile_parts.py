@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.aligned import aligned
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import MAX_STEP_BATCH
@@ -152,7 +153,7 @@ def sum_range(
 
 def _batch(points: Points, indices: Tensor, is_train: bool) -> CopyBatch:
     whole = len(indices) == len(points)  # in their order
-    return CopyBatch(points.X if whole else points.X[indices], is_train)
+    return CopyBatch(aligned(points.X) if whole else points.X[indices], is_train)
 
 
 @dataclass(frozen=True)
