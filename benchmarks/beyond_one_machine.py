@@ -9,17 +9,11 @@ executor is compared.
 """
 
 import itertools
-import multiprocessing
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,22 +21,22 @@ from unittest import mock
 
 import torch
 import typer
-from processes import Worker, current_python
-from safetensors.torch import save_file
+from map_by_workers import grid
+from pools import compare, compare_versions, dask, empty_pieces, pool, seconds_of_owner
 from simulated_workers import Costs, SimulatedWorkers, Work
 from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.distributed import pieces
-from epk_gp.distributed.pieces import Here, Piece, computed_pieces
+from epk_gp.distributed.pieces import Here
 from epk_gp.gram import tiles
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tile_parts import WHOLE, step_ranges
 from epk_gp.storage.partial_sums import PartialSums
-from problems import epk_problems
 
 app = typer.Typer(help=__doc__, add_completion=False)
+app.command()(grid)
 OUTPUTS, WIDTH = 3, 64
 RANGE = 16  # steps of a piece
 
@@ -169,10 +163,10 @@ def simulated(
 
 
 def drained(tiles: list[Any], totals: Iterator[Tensor], shape: tuple[int, ...], reference: Tensor) -> Tensor:
-    """Let all tiles be summed, and return an empty block."""
+    """Let all tiles be summed, and return a block of zeros that takes no memory."""
     for _ in zip(tiles, totals, strict=True):
         pass
-    return reference.new_empty(1, 0, 0)
+    return reference.new_zeros(()).expand(shape)
 
 
 @dataclass(frozen=True)
@@ -249,7 +243,7 @@ def measure_kernels(
 
 @dataclass(frozen=True)
 class Timed:
-    """An executor that computes here, and measures."""
+    """An executor that computes here, and measures the processor's time, so that other processes do not count."""
 
     seconds: list[float]
 
@@ -257,9 +251,9 @@ class Timed:
         """Measure a call when its result is asked for."""
 
         def call() -> Any:
-            before = time.perf_counter()
+            before = time.process_time()
             result = function(*args)
-            self.seconds.append(time.perf_counter() - before)
+            self.seconds.append(time.process_time() - before)
             return result
 
         return Here().submit(call)
@@ -271,7 +265,7 @@ def tile_side(kernel: PathKernel, options: ComputeOptions) -> int:
 
     def noted(context: Any, *_: Any) -> Tensor:
         found.append(tiles.tile_points(context))
-        return context.reference.new_empty(1, 0, 0)
+        return context.reference.new_empty(1, 1, 1)
 
     points = epk.Points(torch.zeros(1, 2, dtype=torch.float64), is_train=False)
     with mock.patch("epk_gp.gram.path_kernel.gram_tiles", noted):
@@ -286,57 +280,10 @@ def seconds_per_byte(num_bytes: int, repeats: int = 5) -> float:
         total, found = torch.zeros(1, 1, num_bytes // 8, dtype=torch.float64), []
         sums.save("piece", {"total": torch.ones_like(total)}, 1)
         for _ in range(repeats):
-            before = time.perf_counter()
+            before = time.process_time()
             total.add_(sums.load("piece")[0]["total"])
-            found.append((time.perf_counter() - before) / num_bytes)
+            found.append((time.process_time() - before) / num_bytes)
     return statistics.median(found)
-
-
-class Empty:
-    """A computation of nothing."""
-
-    def check(self) -> None:
-        """Nothing is on disk."""
-
-    def piece(self, place: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return the place."""
-        return {"value": torch.tensor(place)}
-
-
-def empty_pieces(executor: Any, count: int) -> tuple[float, float]:
-    """Have empty pieces computed; return the seconds of each by the clock, and of the owner's processor."""
-    with tempfile.TemporaryDirectory() as folder:
-        sums, listed = PartialSums(folder, "empty"), [Piece(f"piece-{n}", (n,)) for n in range(count)]
-        next(iter(computed_pieces(Empty(), listed[:1], executor, sums, 1)))
-        before, owned = time.perf_counter(), time.process_time()
-        for piece, _ in zip(listed, computed_pieces(Empty(), listed, executor, sums, 1), strict=True):
-            sums.remove([piece.name])
-        return (time.perf_counter() - before) / count, (time.process_time() - owned) / count
-
-
-@contextmanager
-def pool(count: int) -> Iterator[Executor]:
-    """Give a pool of spawned processes."""
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as executor:
-        yield executor
-
-
-@contextmanager
-def dask(count: int) -> Iterator[Any]:
-    """Give a client of a Dask cluster on this machine, whose scheduler is in this process."""
-    from distributed import Client, LocalCluster  # noqa: PLC0415  comes with the extra 'distributed'
-
-    with (
-        LocalCluster(n_workers=count, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
-
-
-def seconds_of_owner(count: int = 500) -> float:
-    """Measure the processor time of a job's owner and its scheduler for an empty piece."""
-    with dask(1) as client:
-        return empty_pieces(client, count)[1]
 
 
 @app.command()
@@ -359,148 +306,6 @@ def processes(
         typer.echo(f"{name}: an empty piece takes {1e3 * wall:.2f} ms, of the owner's processor {1e3 * owned:.2f} ms")
     if before:
         compare_versions(Path(before), rounds)
-
-
-def compare(executor: Executor, count: int, rounds: int, steps: int, budget: int) -> None:
-    """Let this process and the workers take turns on problem a's whole block, in float64."""
-    problem = replace(next(p for p in epk_problems() if p.name.startswith("a, ") and p.dtype == "float64"), steps=steps)
-    arrays = {name: torch.from_numpy(value) for name, value in problem.arrays().items()}
-    net = nn.Sequential(nn.Linear(*problem.widths[:2]), nn.ReLU(), nn.Linear(*problem.widths[1:])).double()
-    net.load_state_dict({name: arrays[name] for name in net.state_dict()})
-    labels = torch.arange(problem.m) % problem.widths[-1]
-    run = epk.train(net, arrays["Y"], labels, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=steps)
-    a, b = epk.Points(arrays["X"], is_train=False), epk.Points(arrays["Y"], is_train=True)
-    rule, seconds = epk.gauss_legendre(problem.nodes), dict[bool, list[float]]({False: [], True: []})
-    results = {}
-    for number in range(rounds + 1):  # the first round is not timed: it makes the workers warm
-        for by_workers in (False, True) if number % 2 else (True, False):
-            begun = time.perf_counter()
-            results[by_workers] = epk.gram_block(
-                run, a, b, head="logits", rule=rule, memory_budget=budget, executor=executor if by_workers else None
-            )
-            if number:
-                seconds[by_workers].append(time.perf_counter() - begun)
-    if not torch.equal(results[False], results[True]):
-        raise RuntimeError("workers must return the bytes of this process: they did not.")
-    one, many = statistics.median(seconds[False]), statistics.median(seconds[True])
-    ratios = [x / y for x, y in zip(seconds[False], seconds[True], strict=True)]
-    typer.echo(
-        f"problem a, {steps} steps, {budget >> 20} MiB: one process {1e3 * one:.0f} ms, {count} workers "
-        f"{1e3 * many:.0f} ms, {one / many:.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f} in {rounds} "
-        "rounds)"
-    )
-
-
-def compare_versions(before: Path, rounds: int) -> None:
-    """Let this version and another take turns on problem a's whole block, without an executor, in processes."""
-    problem = next(p for p in epk_problems() if p.name.startswith("a, ") and p.dtype == "float64")
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
-        contenders = {}
-        try:
-            for name, path in (("this version", Path(__file__).parents[1]), ("the other", before)):
-                os.environ["PYTHONPATH"] = str(path)
-                description = problem.description(threads=1)
-                contenders[name] = Worker(current_python(), "epk_gp_block.py", description, Path(folder), name)
-            for number in range(2 * rounds):
-                for name in sorted(contenders, reverse=bool(number % 2)):
-                    contenders[name].take_turn(60.0)
-        finally:
-            for worker in contenders.values():
-                worker.close()
-    this, other = (contenders[name].seconds for name in ("this version", "the other"))
-    ratios = [x / y for x, y in zip(this, other, strict=True)]
-    typer.echo(
-        f"without an executor: {1e3 * statistics.median(this):.1f} ms, before {1e3 * statistics.median(other):.1f} ms; "
-        f"median ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-    )
-
-
-@app.command()
-def grid(
-    points: Annotated[int, typer.Option(help="Grid points.")] = 100_000,
-    num_train: Annotated[int, typer.Option(help="Training points.")] = 1_000,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 100,
-    workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
-    memory: Annotated[float, typer.Option(help="Memory budget of a worker, GiB.")] = 0.25,
-) -> None:
-    """Compute the kernel between a grid's points and all training points by one command, and watch its processes.
-
-    The network has one output, so that a value of the kernel is one number.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        draws = torch.Generator().manual_seed(0)
-        X = torch.randn(num_train, 2, generator=draws, dtype=torch.float64)
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
-        optimizer, loss = torch.optim.SGD(net.parameters(), lr=0.1), nn.MSELoss()
-        epk.train(
-            net, X, X.sin().sum(1, keepdim=True), loss=loss, optimizer=optimizer, steps=steps, path=folder / "run"
-        )
-        (folder / "grid_network.py").write_text(NETWORK)
-        save_file({"inputs": on_grid(points)}, folder / "grid.safetensors")
-        command = [
-            *("gram", "run", "--out", "map", "--points", "grid.safetensors", "--columns", "train"),
-            *("--network", "grid_network:make", "--workers", str(workers), "--memory", str(memory), "--quiet"),
-        ]  # fmt: skip
-        typer.echo(f"epk-gp {' '.join(command)}")
-        begun = time.perf_counter()
-        peaks = watched([str(Path(sys.executable).with_name("epk-gp")), *command], folder)
-        seconds, size = time.perf_counter() - begun, (folder / "map" / "gram.safetensors").stat().st_size
-    owner, *others = peaks
-    typer.echo(
-        f"{points:,} grid points x {num_train:,} training points x {steps} steps: {seconds:.1f} s, a file of "
-        f"{size / 2**20:.0f} MiB"
-    )
-    typer.echo(f"peak memory: owner {owner:.0f} MiB; workers {', '.join(f'{peak:.0f}' for peak in others)} MiB")
-
-
-NETWORK = f"""from torch import nn
-
-
-def make():
-    return nn.Sequential(nn.Linear(2, {WIDTH}), nn.Tanh(), nn.Linear({WIDTH}, 1)).double()
-"""
-
-
-def on_grid(points: int) -> Tensor:
-    """Return points of a square grid, row by row."""
-    side = -(-points // max(1, round(points**0.5)))
-    first = torch.linspace(-3, 3, side, dtype=torch.float64)
-    second = torch.linspace(-3, 3, -(-points // side), dtype=torch.float64)
-    return torch.cartesian_prod(second, first)[:points].contiguous()
-
-
-def watched(command: list[str], folder: Path) -> list[float]:
-    """Run a command, and return the peak memory in MiB of its process, and of each process that it started."""
-    peaks = dict[int, float]()
-    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    while process.poll() is None:
-        for number in (process.pid, *children(process.pid)):
-            peaks[number] = peak_mib(number) or peaks.get(number, 0.0)
-        time.sleep(0.02)
-    if process.returncode:
-        raise RuntimeError(f"the command must succeed: it ended with {process.returncode}.")
-    owner = peaks.pop(process.pid)
-    return [owner, *sorted((peak for peak in peaks.values() if peak > 50), reverse=True)]  # not the resource tracker
-
-
-def children(number: int) -> list[int]:
-    """List the processes that a process started."""
-    file = Path(f"/proc/{number}/task/{number}/children")
-    try:
-        return [int(child) for child in file.read_text().split()]
-    except OSError:
-        return []
-
-
-def peak_mib(number: int) -> float:
-    """Return the peak memory of a process, 0 if it has gone."""
-    try:
-        status = Path(f"/proc/{number}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((int(entry.split()[1]) / 1024 for entry in status if entry.startswith("VmHWM")), 0.0)
 
 
 def record(steps: int) -> epk.Trajectory:
