@@ -1,15 +1,18 @@
 """Simulated workers: a job's own code, with kernels and files replaced by what they were measured to cost."""
 
 import heapq
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from epk_gp.storage.partial_sums import PartialSums
 
 SLOW = 5.0  # how many times longer a straggler takes
 
@@ -169,20 +172,20 @@ class _Pending:
         return True
 
 
-@dataclass(frozen=True)
-class SimulatedSums:
-    """The folder of a simulated job: files of which nothing is kept but the number of bytes.
+class SimulatedSums(PartialSums):
+    """The folder of a simulated job: files of which nothing is kept but the number of bytes."""
 
-    Attributes:
-        workers: Who write them.
-        folder: A folder that exists, for the job itself.
-        identity: As of `PartialSums`.
-    """
-
-    workers: SimulatedWorkers
-    folder: Path
-    identity: str
     should_save = False
+
+    def __init__(self, workers: SimulatedWorkers, folder: str | os.PathLike[str], fingerprint: str) -> None:
+        """Take a folder that exists, for the job itself.
+
+        Args:
+            workers: Who write the files.
+            folder: The folder.
+            fingerprint: As of `PartialSums`.
+        """
+        self.workers, self.folder, self.identity = workers, Path(folder), fingerprint
 
     def has(self, name: str) -> bool:
         """Nothing is there when a job begins."""
@@ -196,7 +199,7 @@ class SimulatedSums:
         """Return a piece, or nothing of a tile that has not begun."""
         return (self.workers.read(name), 1) if self.workers.has(name) else ({}, 0)
 
-    def remove(self, names: list[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Delete pieces."""
         for name in names:
             self.workers.remove(name)

@@ -49,6 +49,7 @@ def test_an_uncertainty_map_is_timed(load, capsys):
     assert "9 grid points x 6 training points x 1 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_job_of_many_workers_is_simulated(load, capsys):
     load("beyond_one_machine").simulate(
         points=300, steps=20, workers="1,4", only="map,all pairs", samples=1, memory=1, disk=1, door=0.002
