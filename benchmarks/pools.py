@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import typer
 from processes import Worker, current_python
@@ -105,11 +106,12 @@ def compare_versions(before: Path, rounds: int) -> None:
     """Let this version and another take turns on problem a's whole block, without an executor, in processes."""
     problem = next(p for p in epk_problems() if p.name.startswith("a, ") and p.dtype == "float64")
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
-        contenders = {}
+        contenders, arrays = {}, f"{folder}/arrays.npz"
+        np.savez(arrays, **problem.arrays())
         try:
             for name, path in (("this version", Path(__file__).parents[1]), ("the other", before)):
                 os.environ["PYTHONPATH"] = str(path)
-                description = problem.description(threads=1)
+                description = problem.description(arrays=arrays)
                 contenders[name] = Worker(current_python(), "epk_gp_block.py", description, Path(folder), name)
             for number in range(2 * rounds):
                 for name in sorted(contenders, reverse=bool(number % 2)):
