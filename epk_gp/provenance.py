@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 import epk_gp
+from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.storage.schema import SAFETENSORS_DTYPES
 
 
 @dataclass
@@ -69,17 +70,24 @@ def provenance(timer: Stopwatch) -> dict[str, object]:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write named arrays as safetensors, with metadata: the same bytes whenever both are the same."""
-    plain = {name: value.detach().cpu().contiguous() for name, value in arrays.items()}
-    content = memoryview(save(plain, metadata=dict(metadata)))
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(bytes(content[8:start]))
-    header["__metadata__"] = dict(sorted(metadata.items()))  # safetensors writes them in a random order
+    """Write named arrays as safetensors, with metadata: the same bytes whenever both are the same.
+
+    Arrays are written one by one from where they lie: a large result needs its own memory only once. (safetensors makes
+    two copies of it, and writes metadata in a random order.)
+    """
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    names, end = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name)), 0  # each at a multiple of its items
+    for name in names:
+        value, start = arrays[name], end
+        end = start + value.numel() * value.itemsize
+        dtype = SAFETENSORS_DTYPES[value.dtype]
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        for part in (len(text).to_bytes(8, "little"), text, content[start:]):
-            file.write(part)
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(tensor_bytes(arrays[name]))
 
 
 def write_npz(path: Path, arrays: Mapping[str, Tensor]) -> None:

@@ -12,10 +12,10 @@ ROOT = Path(epk_gp.__file__).parent
 RANK = {
     "core": 0,
     "_moved": 0,
-    "provenance": 0,
     "storage": 1,
     "autodiff": 1,
     "datasets": 1,
+    "provenance": 2,
     "distributed": 2,
     "training": 2,
     "callbacks": 3,

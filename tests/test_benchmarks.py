@@ -47,3 +47,29 @@ def test_a_posterior_is_timed_beside_its_kernel(load, monkeypatch, capsys):
 def test_an_uncertainty_map_is_timed(load, capsys):
     load("uncertainty_grid").main(grid=3, num_train=6, steps=1, outputs="independent", nodes=1, as_json=False)
     assert "9 grid points x 6 training points x 1 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_job_of_many_workers_is_simulated(load, capsys):
+    load("beyond_one_machine").simulate(
+        points=300, steps=20, workers="1,4", only="map,all pairs", samples=1, memory=1, disk=1, door=0.002
+    )
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith(("| 1 |", "| 4 |"))]
+    one, four, *_ = [float(line[1]) for line in lines]
+    assert len(lines) == 2 * 2
+    assert 2 < one / four <= 4
+
+
+@pytest.mark.slow
+def test_processes_are_timed_on_a_whole_block(load, capsys):
+    benchmark = load("pools")
+    with benchmark.pool(1) as executor:
+        benchmark.compare(executor, 1, rounds=1, steps=1, budget=1 << 28)
+    assert "problem a, 1 steps, 256 MiB: one process" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_a_map_by_workers_is_watched(load, capsys):
+    load("map_by_workers").grid(points=60, num_train=10, steps=3, workers=1, memory=0.25)
+    assert "60 grid points x 10 training points x 3 steps" in capsys.readouterr().out

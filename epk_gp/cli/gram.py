@@ -4,6 +4,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import typer
 from jaxtyping import Float
 from torch import Tensor
@@ -109,7 +110,8 @@ def write_block(
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X}
     arrays["row_is_train"], arrays["column_is_train"] = (p.mask for p in points)
     write_arrays(folder / "gram.safetensors", arrays, {**metadata, "axes": "N C M C"})
-    results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(K.abs().max())}
+    low, high = K.aminmax()  # K.abs() would take the memory of K once more
+    results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": float(torch.maximum(-low, high))}
     write_json(folder / "gram.json", command, config, results, timer)
     typer.echo(f"block of shape {tuple(K.shape)}, {K.dtype}, largest entry {results['largest']:.4g}")
     typer.echo(f"written to {folder}: gram.safetensors, gram.json ({timer.total:.1f} s)")

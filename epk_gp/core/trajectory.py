@@ -9,6 +9,7 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
 from epk_gp.core import losses
+from epk_gp.core.aligned import aligned
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.head import Head, apply_head, resolve_head
@@ -299,13 +300,13 @@ def leaves_unexplained(trajectory: Trajectory) -> bool:
 def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
     """Read a state's flat weights in the dtype and on the device of a computation on `reference`."""
     spec = trajectory.model.spec_for(reference)
-    return trajectory.states[state].to(dtype=spec.dtype, device=spec.device)
+    return aligned(trajectory.states[state].to(dtype=spec.dtype, device=spec.device))
 
 
 def flat_state(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " PQ"]:
     """Read a state of the path, P weights and then Q moving statistics, as `flat_weights` reads the weights."""
     spec = trajectory.model.spec_for(reference)
-    return _joined(trajectory, state).to(dtype=spec.dtype, device=spec.device)
+    return aligned(_joined(trajectory, state).to(dtype=spec.dtype, device=spec.device))
 
 
 def _joined(trajectory: Trajectory, state: int) -> Tensor:

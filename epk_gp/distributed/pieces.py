@@ -4,7 +4,7 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -23,9 +23,10 @@ from epk_gp.core.executors import PendingResult, SupportsSubmit
 from epk_gp.distributed.job import Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
 from epk_gp.storage.partial_sums import PartialSums
 
-# Pieces that are submitted before the first of them is read, and bytes that their files may take: enough for some
-# hundred workers, or for a full disk to be rare.
-AHEAD, AHEAD_BYTES = 512, 8 << 30
+# Pieces that are submitted before the first of them is read, at most, and bytes that their files may take: so many, or
+# the share of what is free in the folder if that is more. A piece takes none before a worker has computed it, so that
+# few workers hold few. 1,000 workers need some 2,000 pieces, or they wait for each straggler.
+AHEAD, AHEAD_BYTES, AHEAD_SHARE = 4096, 8 << 30, 0.25
 
 # How often a piece is submitted again whose workers died. A scheduler tries it several times itself.
 _ATTEMPTS = 5
@@ -131,7 +132,7 @@ def results_of(
 
 def computed_pieces(
     computation: Computation,
-    pieces: Sequence[Piece],
+    pieces: Iterable[Piece],
     executor: SupportsSubmit,
     sums: PartialSums,
     num_bytes: int,
@@ -162,10 +163,10 @@ def computed_pieces(
 
 
 def _computed(
-    pieces: Sequence[Piece], executor: SupportsSubmit, sums: PartialSums, key: str, num_bytes: int
+    pieces: Iterable[Piece], executor: SupportsSubmit, sums: PartialSums, key: str, num_bytes: int
 ) -> Generator[dict[str, Tensor], None, None]:
     waiting: deque[tuple[Piece, PendingResult | None]] = deque()
-    rest, ahead = iter(pieces), max(2, min(AHEAD, AHEAD_BYTES // max(1, num_bytes)))
+    rest, ahead = iter(pieces), num_ahead(num_bytes, shutil.disk_usage(sums.folder).free)
     try:
         while True:
             while len(waiting) < ahead and (piece := next(rest, None)) is not None:
@@ -190,6 +191,16 @@ def _computed(
             if pending is not None:
                 with suppress(Exception):  # a client that was closed cannot cancel: the error that ends the job counts
                     pending.cancel()
+
+
+def num_ahead(num_bytes: int, free: int) -> int:
+    """Count the pieces that are submitted before the first of them is read.
+
+    Args:
+        num_bytes: Of a piece.
+        free: Bytes that are free in their folder.
+    """
+    return max(2, min(AHEAD, max(AHEAD_BYTES, int(AHEAD_SHARE * free)) // max(1, num_bytes)))
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, th
 from epk_gp.gram.accumulator import transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.integration_check import IntegrationCheck
-from epk_gp.gram.tile_parts import GramPieces, Tile, step_ranges, tile_points, tiles_of
-from epk_gp.gram.tiles import assembled, sum_dtype
+from epk_gp.gram.tile_parts import GramPieces, Tile, step_ranges, sum_dtype, tile_points, tiles_of
+from epk_gp.gram.tiles import assembled
 from epk_gp.storage.atomic_files import checksum
 from epk_gp.storage.partial_sums import PartialSums
 

@@ -1,16 +1,19 @@
 """How a Gram block is divided: into tiles of points, and each tile's sum into ranges of steps."""
 
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.aligned import aligned
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import MAX_STEP_BATCH
@@ -22,10 +25,14 @@ from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.nodes import feature_bytes
 from epk_gp.quadrature.rules import Rule
+from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.stored import require_same_run
 
 # Ranges of steps into which a tile's sum is divided, at most: they are what workers share where points are few.
 MAX_RANGES = 64
+
+# Place of a piece that is a whole tile, in place of the number of a range of steps.
+WHOLE = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +96,39 @@ def tiles_of(a: Points, b: Points, size: int) -> list[Tile]:
     return tiles
 
 
+def tile_name(prefix: str, tile: Tile) -> str:
+    """Name the partial sum of a tile.
+
+    Args:
+        prefix: Of all tiles of a block.
+        tile: The tile.
+    """
+    return f"{prefix}-{tile.x_is_train:d}{tile.y_is_train:d}-{tile.i}-{tile.j}"
+
+
+def sum_dtype(context: ExecutionContext) -> torch.dtype:
+    """Return the dtype in which ranges of steps are summed."""
+    return context.options.accumulate or context.reference.dtype
+
+
+def add_range(
+    context: ExecutionContext, total: Float[Tensor, "K n ..."] | None, part: Float[Tensor, "K n ..."]
+) -> Float[Tensor, "K n ..."]:
+    """Add the sum of a range of steps to that of all ranges before it, in its memory; None before the first one."""
+    return part.to(sum_dtype(context)) if total is None else total.add_(part)
+
+
+def require_total(tile: Tile, total: Float[Tensor, "K n ..."] | None) -> Float[Tensor, "K n ..."]:
+    """Return the sum of a tile over all steps.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if total is None:
+        raise ValueError(f"checkpoint must hold the sum of tile {tile.place}: it is empty. Delete its folder.")
+    return total
+
+
 def step_ranges(num_steps: int, most: int = MAX_RANGES) -> list[slice]:
     """Divide steps into ranges of equal length, which are summed one by one: at least one, and not many.
 
@@ -118,12 +158,27 @@ def sum_range(
 
 def _batch(points: Points, indices: Tensor, is_train: bool) -> CopyBatch:
     whole = len(indices) == len(points)  # in their order
-    return CopyBatch(points.X if whole else points.X[indices], is_train)
+    return CopyBatch(aligned(points.X) if whole else points.X[indices], is_train)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where workers keep what they have of a tile before it is whole: another one goes on from there.
+
+    Attributes:
+        folder: Folder of partial sums.
+        identity: Their identity.
+        prefix: Of their names.
+    """
+
+    folder: str
+    identity: str
+    prefix: str
 
 
 @dataclass(frozen=True, eq=False)
 class GramPieces:
-    """A Gram block as pieces for workers: a tile, and a range of its steps.
+    """A Gram block as pieces for workers: a tile, and a range of its steps, or all of them (`WHOLE`).
 
     Attributes:
         trajectory: The run.
@@ -136,6 +191,7 @@ class GramPieces:
         needs_dense_plan: Which of the network's plans the pieces are computed with.
         a: The points on the left.
         b: Those on the right.
+        progress: Where whole tiles grow; None if each piece is a range of steps.
     """
 
     trajectory: Trajectory
@@ -148,14 +204,15 @@ class GramPieces:
     needs_dense_plan: bool
     a: Points
     b: Points
+    progress: Progress | None = None
 
     @classmethod
-    def of(cls, context: ExecutionContext, a: Points, b: Points) -> "GramPieces":
+    def of(cls, context: ExecutionContext, a: Points, b: Points, progress: Progress | None = None) -> "GramPieces":
         """Return the pieces of a block."""
         options = replace(context.options, executor=None, progress=False, checkpoint=None)
         return cls(
             context.trajectory, context.head, context.rule, context.step_weights, context.is_per_class,
-            context.is_traced, options, context.net.model.cache.needs_dense_plan, a, b,
+            context.is_traced, options, context.net.model.cache.needs_dense_plan, a, b, progress,
         )  # fmt: skip
 
     def __getstate__(self) -> dict[str, object]:
@@ -167,12 +224,33 @@ class GramPieces:
         require_same_run(self.trajectory)
 
     def piece(self, place: Place) -> dict[str, Tensor]:
-        """Sum a range of the steps of a tile."""
+        """Sum a range of the steps of a tile, or all of them."""
         context = self._context()
         *of_tile, number = place
-        steps = context.steps[step_ranges(len(context.steps))[number]]
-        total = sum_range(context, self.a, self.b, self._tiles[tuple(of_tile)], steps)
+        tile, steps = self._tiles[tuple(of_tile)], context.steps
+        if number == WHOLE:
+            total = self._whole(context, tile)
+        else:
+            total = sum_range(context, self.a, self.b, tile, steps[step_ranges(len(steps))[number]])
         return {"total": total, **context.integrations.state()}
+
+    def _whole(self, context: ExecutionContext, tile: Tile) -> Tensor:
+        """Sum range by range, from where another worker was."""
+        if self.progress is None:
+            raise ValueError("whole tiles must have a folder in which they grow: progress is None.")
+        sums, name = PartialSums(self.progress.folder, self.progress.identity), tile_name(self.progress.prefix, tile)
+        stored, done = sums.load(name)
+        total = stored["total"].to(context.reference.device) if stored else None
+        if "integrals" in stored:
+            context.integrations.merge(stored)
+        steps = context.steps
+        ranges = step_ranges(len(steps))
+        for number in range(done, len(ranges)):
+            total = add_range(context, total, sum_range(context, self.a, self.b, tile, steps[ranges[number]]))
+            if sums.should_save and number + 1 < len(ranges):
+                with suppress(OSError):  # a full disk ends the job when the piece is written, not here
+                    sums.save(name, {"total": total, **context.integrations.state()}, number + 1)
+        return require_total(tile, total)
 
     @cached_property
     def _tiles(self) -> dict[Place, Tile]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -15,8 +15,28 @@ from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, th
 from epk_gp.gram.accumulator import scatter_block, transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.huge_pages import empty_huge_pages
-from epk_gp.gram.tile_parts import GramPieces, Tile, step_ranges, sum_range, tile_points, tiles_of
+from epk_gp.gram.tile_parts import (
+    WHOLE,
+    GramPieces,
+    Progress,
+    Tile,
+    add_range,
+    require_total,
+    step_ranges,
+    sum_dtype,
+    sum_range,
+    tile_name,
+    tile_points,
+    tiles_of,
+)
 from epk_gp.storage.partial_sums import PartialSums
+
+# Tiles from which on each is one piece. The owner of a job reads all pieces, one by one; that takes 3 to 4 % of the
+# time in which a worker computes a range of steps, so that 30 workers keep it busy. For 10^6 x 60,000 points and 1,000
+# steps it takes 8 hours for sums of ranges, and 8 minutes for those of tiles (benchmarks/beyond_one_machine.py).
+WHOLE_TILES = 64
+
+OF_WORKER = "-whole"  # ends the name of a tile's sum that a worker has finished
 
 
 def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor, "K N ..."]:
@@ -50,11 +70,6 @@ def assembled(
     return result
 
 
-def sum_dtype(context: ExecutionContext) -> torch.dtype:
-    """Return the dtype in which ranges of steps are summed."""
-    return context.options.accumulate or context.reference.dtype
-
-
 def _totals_here(context: ExecutionContext, a: Points, b: Points, tiles: Sequence[Tile]) -> Iterator[Tensor]:
     """Sum tile by tile, from where a checkpoint has it."""
     folder = context.options.checkpoint
@@ -62,7 +77,7 @@ def _totals_here(context: ExecutionContext, a: Points, b: Points, tiles: Sequenc
     steps, prefix = context.steps, _prefix(context)
     ranges = step_ranges(len(steps))
     for tile in tiles:
-        name = _name(prefix, tile)
+        name = tile_name(prefix, tile)
         total, done = _stored_total(context, sums, name)
         initial = min(len(steps), ranges[done].start) if done < len(ranges) else len(steps)
         used = list[str]()
@@ -74,7 +89,7 @@ def _totals_here(context: ExecutionContext, a: Points, b: Points, tiles: Sequenc
                 else:
                     used.append(f"{name}-{number}")
                     bar.update(len(steps[ranges[number]]))
-                total = _added(context, total, part)
+                total = add_range(context, total, part)
                 if sums is not None and (sums.should_save or number + 1 == len(ranges)):
                     sums.save(name, {"total": total}, number + 1)
                     sums.remove(used)
@@ -88,32 +103,73 @@ def _by_workers(
     checkpoint = context.options.checkpoint
     with threads_of_workers(executor), scratch_folder(checkpoint) as folder:
         sums, prefix = PartialSums(folder, _identity(context, a, b)), _prefix(context)
-        count = len(step_ranges(len(context.steps)))
-        stored = [_stored_total(context, sums, _name(prefix, tile)) for tile in tiles]
-        pieces = [
-            Piece(f"{_name(prefix, tile)}-{number}", (*tile.place, number))
-            for tile, (_, done) in zip(tiles, stored, strict=True)
-            for number in range(done, count)
-        ]
+        pieces = TilePieces(prefix, len(step_ranges(len(context.steps))), is_whole=len(tiles) >= WHOLE_TILES)
+        done = [pieces.num_done(sums, tile) for tile in tiles]
         largest = max(len(tile.rows) * len(tile.columns) for tile in tiles) if tiles else 0
         num_bytes = largest * context.num_sums * context.reference.itemsize
-        results = computed_pieces(GramPieces.of(context, a, b), pieces, executor, sums, num_bytes)
-        size, hidden = len(tiles) * count, not context.options.progress
-        bar = tqdm(total=size, initial=size - len(pieces), desc="pieces", disable=hidden)
-        with closing(results), bar:
-            for tile, (total, done) in zip(tiles, stored, strict=True):
-                name, used = _name(prefix, tile), list[str]()
-                for number in range(done, count):
-                    total = _added(context, total, _merged(context, next(results)))
-                    used.append(f"{name}-{number}")
-                    is_last = number + 1 == count
-                    if checkpoint is None or is_last or sums.should_save:
-                        if checkpoint is not None:
-                            sums.save(name, {"total": total}, number + 1)
+        progress = Progress(str(sums.folder.absolute()), sums.identity, prefix) if pieces.is_whole else None
+        # one by one: they are millions
+        listed = (piece for tile, first in zip(tiles, done, strict=True) for piece in pieces.of(tile, first))
+        results = computed_pieces(GramPieces.of(context, a, b, progress), listed, executor, sums, num_bytes)
+        size, initial = len(tiles) * pieces.per_tile, sum(map(pieces.num_finished, done))
+        with (
+            closing(results),
+            tqdm(total=size, initial=initial, desc="pieces", disable=not context.options.progress) as bar,
+        ):
+            for tile, first in zip(tiles, done, strict=True):
+                name, used = tile_name(prefix, tile), list[str]()
+                total, _ = _stored_total(context, sums, name) if pieces.num_finished(first) else (None, 0)
+                for number, piece in enumerate(pieces.of(tile, first), first + 1):
+                    total = add_range(context, total, _merged(context, next(results)))
+                    used.append(piece.name)
+                    if checkpoint is None:
+                        sums.remove(used)
+                        used.clear()
+                    elif not pieces.is_whole and (number == pieces.count or sums.should_save):
+                        sums.save(name, {"total": total}, number)
                         sums.remove(used)
                         used.clear()
                     bar.update()
+                if pieces.is_whole and first < pieces.count:
+                    sums.remove([name])  # what it grew from
                 yield _finished(tile, total)
+
+
+@dataclass(frozen=True)
+class TilePieces:
+    """The pieces of tiles.
+
+    Attributes:
+        prefix: Of their names.
+        count: Number of ranges of steps.
+        is_whole: Each tile is one piece.
+    """
+
+    prefix: str
+    count: int
+    is_whole: bool
+
+    @property
+    def per_tile(self) -> int:
+        """Pieces of a tile."""
+        return 1 if self.is_whole else self.count
+
+    def num_done(self, sums: PartialSums, tile: Tile) -> int:
+        """Count the ranges of steps of which a folder has the sum."""
+        name = tile_name(self.prefix, tile)
+        return self.count if sums.has(name + OF_WORKER) else sums.count(name)
+
+    def num_finished(self, done: int) -> int:
+        """Count the pieces of a tile that are finished when some ranges of its steps are."""
+        return done // self.count if self.is_whole else done
+
+    def of(self, tile: Tile, done: int) -> Iterator[Piece]:
+        """List the pieces of a tile that are left when some ranges of its steps are done."""
+        name = tile_name(self.prefix, tile)
+        if not self.is_whole:
+            yield from (Piece(f"{name}-{number}", (*tile.place, number)) for number in range(done, self.count))
+        elif done < self.count:
+            yield Piece(name + OF_WORKER, (*tile.place, WHOLE))
 
 
 def _part_of_worker(context: ExecutionContext, sums: PartialSums, name: str) -> Tensor | None:
@@ -128,28 +184,23 @@ def _merged(context: ExecutionContext, piece: dict[str, Tensor]) -> Tensor:
     return piece["total"].to(context.reference.device)
 
 
-def _added(context: ExecutionContext, total: Tensor | None, part: Tensor) -> Tensor:
-    return part.to(sum_dtype(context)) if total is None else total.add_(part)
-
-
 def _finished(tile: Tile, total: Tensor | None) -> Tensor:
-    if total is None:
-        raise ValueError(f"checkpoint must hold the sum of tile {tile.place}: it is empty. Delete its folder.")
+    total = require_total(tile, total)
     return transpose_block(total) if tile.is_turned else total
 
 
 def _stored_total(context: ExecutionContext, sums: PartialSums | None, name: str) -> tuple[Tensor | None, int]:
     """Return what a checkpoint has of a tile, and how many ranges of steps that is."""
+    if sums is not None and (whole := _part_of_worker(context, sums, name + OF_WORKER)) is not None:
+        return whole, len(step_ranges(len(context.steps)))
     stored, done = ({}, 0) if sums is None else sums.load(name)
+    if "integrals" in stored:  # of a worker
+        context.integrations.merge(stored)
     return (stored["total"].to(context.reference.device) if stored else None), done
 
 
 def _prefix(context: ExecutionContext) -> str:
     return fingerprint(context.net.plan, tile_points(context))  # partial sums of another plan are other sums
-
-
-def _name(prefix: str, tile: Tile) -> str:
-    return f"{prefix}-{tile.x_is_train:d}{tile.y_is_train:d}-{tile.i}-{tile.j}"
 
 
 def _identity(context: ExecutionContext, a: Points, b: Points) -> str:

@@ -3,8 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from safetensors import SafetensorError
@@ -68,28 +70,32 @@ class PartialSums:
         for file in self.folder.glob("*.part"):
             file.unlink(missing_ok=True)
 
+    def count(self, name: str) -> int:
+        """Return the number of terms of a partial sum without reading its content; 0 if it was never saved.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        if not self.has(name):
+            return 0
+        with self._opened(name) as stored:
+            return int(stored.metadata()["count"])
+
     def load(self, name: str) -> tuple[dict[str, Tensor], int]:
         """Return a partial sum and its number of terms; no tensors and 0 if it was never saved.
 
         Raises:
             ValueError: The file is damaged.
         """
-        file = self._file(name)
-        if not file.is_file():
+        if not self.has(name):
             return {}, 0
-        try:
-            with open_tensors(file, str(file)) as stored:
-                metadata = stored.metadata()
-                # Copies: the next save replaces the file, which Windows refuses while tensors are mapped from it.
-                tensors = {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118
-                if metadata["checksum"] != _checksum(tensors, metadata["count"]):
-                    raise ValueError("its content does not have the checksum that it was saved with")
-                return tensors, int(metadata["count"])
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{file} must be a partial sum of this version: it is damaged, or older. Delete it, and its part "
-                "starts anew."
-            ) from error
+        with self._opened(name) as stored:
+            metadata = stored.metadata()
+            # Copies: the next save replaces the file, which Windows refuses while tensors are mapped from it.
+            tensors = {key: stored.get_tensor(key).clone() for key in stored.keys()}  # noqa: SIM118
+            if metadata["checksum"] != _checksum(tensors, metadata["count"]):
+                raise ValueError("its content does not have the checksum that it was saved with")
+            return tensors, int(metadata["count"])
 
     def save(self, name: str, tensors: dict[str, Tensor], count: int) -> None:
         """Replace a partial sum and its number of terms, atomically."""
@@ -98,6 +104,18 @@ class PartialSums:
         # a worker that was taken for dead may still write the same sum
         atomic_write(self._file(name), save(content, metadata), writer=uuid4().hex[:8])
         self._last_save = time.monotonic()
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        file = self._file(name)
+        try:
+            with open_tensors(file, str(file)) as stored:
+                yield stored
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file} must be a partial sum of this version: it is damaged, or older. Delete it, and its part "
+                "starts anew."
+            ) from error
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

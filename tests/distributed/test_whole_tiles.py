@@ -1,0 +1,195 @@
+"""Where there are many tiles, each is one piece: a worker sums all its steps, and another goes on if it dies."""
+
+import random
+from functools import lru_cache
+
+import pytest
+import torch
+from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, same
+
+import epk_gp as epk
+from epk_gp.core.aligned import BYTES
+from epk_gp.core.trajectory import flat_state
+from epk_gp.distributed import pieces
+from epk_gp.gram import tile_parts, tiles
+from epk_gp.storage.partial_sums import PartialSums
+
+TILES, RANGES = 3, 2  # training x training, training x test, test x test copies
+
+
+@lru_cache
+def run():
+    return record("plain")
+
+
+def block(**options):
+    points = mixed(45)
+    return epk.gram_block(run(), points, points, rule=epk.left_endpoint(), memory_budget=SMALL, **options)
+
+
+@lru_cache
+def alone():
+    return block()
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    monkeypatch.setattr(tiles, "WHOLE_TILES", TILES)
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """The ranges of steps that are summed, and a switch that stops after some of them."""
+    return CountedSums(tile_parts.sum_range, monkeypatch)
+
+
+class CountedSums:
+    def __init__(self, real, monkeypatch):
+        self.real, self.count, self.left = real, 0, 1 << 30
+        for module in (tile_parts, tiles):
+            monkeypatch.setattr(module, "sum_range", self)
+
+    def __call__(self, *arguments):
+        if self.left <= 0:
+            raise StopError("stopped in a tile")
+        self.count, self.left = self.count + 1, self.left - 1
+        return self.real(*arguments)
+
+
+@pytest.mark.usefixtures("whole")
+def test_whole_tiles_have_the_bytes_of_none_and_are_a_piece_each():
+    executor = Shuffled()
+    assert same(block(executor=executor), alone())
+    assert len(executor.order) == TILES
+
+
+def test_fewer_tiles_are_a_piece_for_each_range_of_steps():
+    executor = Shuffled()
+    block(executor=executor)
+    assert len(executor.order) == TILES * RANGES
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole")
+def test_whole_tiles_of_processes_have_the_bytes_of_none(processes):
+    assert same(block(executor=processes), alone())
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize("then", ["none", "shuffled"])
+def test_a_worker_goes_on_in_the_middle_of_a_tile(then, sums, tmp_path, monkeypatch):
+    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)  # every range is kept
+    sums.left = 3
+    with pytest.raises(StopError, match="stopped in a tile"):
+        block(executor=Shuffled(), checkpoint=tmp_path / "pieces")
+    sums.left = 1 << 30
+    executor = None if then == "none" else Shuffled()
+    assert same(block(executor=executor, checkpoint=tmp_path / "pieces"), alone())
+    assert sums.count == TILES * RANGES
+
+
+@pytest.mark.usefixtures("whole")
+def test_a_full_disk_in_the_middle_of_a_tile_is_no_error(monkeypatch):
+    save = PartialSums.save
+
+    def full(self, name, tensors, count):
+        if not name.endswith(tiles.OF_WORKER):
+            raise OSError(28, "No space left on device")
+        save(self, name, tensors, count)
+
+    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)
+    monkeypatch.setattr(PartialSums, "save", full)
+    assert same(block(executor=Shuffled()), alone())
+
+
+@pytest.mark.usefixtures("whole")
+def test_tiles_that_were_computed_without_workers_are_kept(sums, tmp_path):
+    sums.left = RANGES
+    with pytest.raises(StopError, match="stopped in a tile"):
+        block(checkpoint=tmp_path / "pieces")
+    sums.left = 1 << 30
+    for computed in (TILES * RANGES, TILES * RANGES):  # by workers; and nothing the second time
+        assert same(block(executor=Shuffled(), checkpoint=tmp_path / "pieces"), alone())
+        assert sums.count == computed
+
+
+@pytest.mark.parametrize("count", [TILES, TILES + 1])
+def test_sums_that_are_there_are_read_one_by_one(count, tmp_path, monkeypatch):
+    """The owner does not hold all tiles of a block at once, which is as large as they are."""
+    monkeypatch.setattr(tiles, "WHOLE_TILES", count)
+    block(executor=Shuffled(), checkpoint=tmp_path / "pieces")
+    events, load, finished = [], PartialSums.load, tiles._finished
+
+    def loaded(self, name):
+        found = load(self, name)
+        events.extend(["load"] if found[0] else [])
+        return found
+
+    monkeypatch.setattr(PartialSums, "load", loaded)
+    monkeypatch.setattr(tiles, "_finished", lambda *tile: (events.append("finish"), finished(*tile))[1])
+    assert same(block(executor=Shuffled(), checkpoint=tmp_path / "pieces"), alone())
+    assert events == ["load", "finish"] * TILES
+
+
+@pytest.mark.usefixtures("whole")
+def test_a_job_of_whole_tiles_that_was_stopped_is_gone_on_with(sums, tmp_path):
+    with pytest.raises(StopError, match="stopped in result"):
+        block(executor=Stopping(1, "result"), checkpoint=tmp_path / "pieces")
+    assert same(block(executor=Shuffled(), checkpoint=tmp_path / "pieces"), alone())
+    assert sums.count == TILES * RANGES
+
+
+def test_pieces_are_listed_one_by_one(monkeypatch):
+    """A job of millions of pieces holds no list of them."""
+    listed, real = [], pieces.computed_pieces
+
+    def computed(computation, given, *arguments):
+        def noted():
+            for piece in given:
+                listed.append(piece)
+                yield piece
+
+        return real(computation, noted(), *arguments)
+
+    monkeypatch.setattr(tiles, "computed_pieces", computed)
+    monkeypatch.setattr(pieces, "num_ahead", lambda *_: 2)
+    with pytest.raises(StopError, match="stopped in result"):
+        block(executor=Stopping(1, "result"))
+    assert len(listed) <= 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "free", "expected"),
+    [
+        (100 << 20, 1000 << 30, 2560),  # 1,000 workers and twice as many pieces
+        (100 << 20, 10 << 30, 81),  # 8 GiB, however little is free
+        (1 << 40, 1 << 30, 2),
+        (1, 1 << 50, 4096),
+        (0, 0, 4096),
+    ],
+)
+def test_pieces_ahead_follow_from_the_room_for_them(num_bytes, free, expected):
+    assert pieces.num_ahead(num_bytes, free) == expected
+
+
+def test_a_partial_sum_is_counted_without_being_read(tmp_path, monkeypatch):
+    sums = PartialSums(tmp_path / "sums", "a")
+    sums.save("there", {"total": torch.ones(3)}, 7)
+    monkeypatch.setattr("epk_gp.storage.partial_sums._checksum", None)
+    assert (sums.count("there"), sums.count("not there")) == (7, 0)
+    (tmp_path / "sums" / "there.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="must be a partial sum of this version"):
+        sums.count("there")
+
+
+@pytest.mark.parametrize("offset", [1, random.Random(0).randrange(2, 8)])
+def test_weights_begin_where_they_do_in_workers(offset):
+    """The last bits of a product depend on where in memory its factors begin."""
+    trajectory = run()
+    moved = [torch.cat([torch.zeros(offset, dtype=w.dtype), w])[offset:] for w in trajectory.states]
+    assert all(w.data_ptr() % BYTES for w in moved)
+    object.__setattr__(other := record("plain"), "states", tuple(moved))
+    for s, w in enumerate(trajectory.states):
+        state = flat_state(other, s, w)
+        assert state.data_ptr() % BYTES == 0
+        assert bytes_of(state) == bytes_of(w)
