@@ -85,7 +85,8 @@ class AttributionPass:
         steps, budget = self.problem.trajectory.num_steps, self.problem.options.memory_budget
         if not self.is_factored:
             return [slice(0, steps)]
-        one = TermSums.of(self.problem, self.groupings, self.problem.X.new_zeros(1, self.problem.num_outputs))
+        outputs = torch.empty(1, self.problem.num_outputs, dtype=self.problem.net.model.spec.dtype)
+        one = TermSums.of(self.problem, self.groupings, outputs)
         num_bytes = self.points_per_block * sum(total.nbytes for total in one.tensors)
         return step_ranges(steps, min(MAX_RANGES // len(self.blocks), budget // num_bytes))
 
