@@ -125,11 +125,20 @@ def computed_pieces(
             forget_job(key)
 
 
+def pieces_ahead(num_bytes: int) -> int:
+    """Count the pieces that are submitted before the first of them is read.
+
+    Args:
+        num_bytes: Of a piece.
+    """
+    return max(2, min(AHEAD, AHEAD_BYTES // max(1, num_bytes)))
+
+
 def _computed(
     pieces: Sequence[Piece], executor: SupportsSubmit, sums: PartialSums, key: str, num_bytes: int
 ) -> Generator[dict[str, Tensor], None, None]:
     waiting: deque[tuple[Piece, PendingResult | None]] = deque()
-    rest, ahead = iter(pieces), max(2, min(AHEAD, AHEAD_BYTES // max(1, num_bytes)))
+    rest, ahead = iter(pieces), pieces_ahead(num_bytes)
     try:
         while True:
             while len(waiting) < ahead and (piece := next(rest, None)) is not None:

@@ -3,11 +3,10 @@
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Protocol
 
 from jaxtyping import Float, Int64
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import plan_for
@@ -26,6 +25,13 @@ from epk_gp.storage.stored import require_same_run
 
 # Ranges of steps into which a tile's sum is divided, at most: they are what workers share where points are few.
 MAX_RANGES = 64
+
+
+class StepCounter(Protocol):
+    """What is told how many steps were added: a progress bar, or a clock."""
+
+    def update(self, n: float, /) -> object:
+        """Count n more steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +102,7 @@ def step_ranges(num_steps: int) -> list[slice]:
 
 
 def sum_range(
-    context: ExecutionContext, a: Points, b: Points, tile: Tile, steps: Steps, bar: "tqdm[Any] | None" = None
+    context: ExecutionContext, a: Points, b: Points, tile: Tile, steps: Steps, bar: StepCounter | None = None
 ) -> Float[Tensor, "K n ..."]:
     """Sum some steps of a tile, class-major, with the training side on the right (`Tile.is_turned`)."""
     x, y = _batch(a, tile.rows, tile.x_is_train), _batch(b, tile.columns, tile.y_is_train)
@@ -163,7 +169,7 @@ class GramPieces:
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum a range of the steps of a tile."""
-        context = self._context()
+        context = self.context()
         *of_tile, number = place
         steps = context.steps[step_ranges(len(context.steps))[number]]
         total = sum_range(context, self.a, self.b, self._tiles[tuple(of_tile)], steps)
@@ -171,9 +177,10 @@ class GramPieces:
 
     @cached_property
     def _tiles(self) -> dict[Place, Tile]:
-        return {tile.place: tile for tile in tiles_of(self.a, self.b, tile_points(self._context()))}
+        return {tile.place: tile for tile in tiles_of(self.a, self.b, tile_points(self.context()))}
 
-    def _context(self) -> ExecutionContext:
+    def context(self) -> ExecutionContext:
+        """Return the kernel while a piece is computed."""
         return ExecutionContext(
             self.trajectory, self._net, self.head, self.rule, self.step_weights, self.is_per_class, self.options,
             self.is_traced,
