@@ -25,6 +25,9 @@ _NARROW, _MANY = 0.02, 1000
 # An interval holds the sum with this probability, if times are spread as those of the sample are.
 PROBABILITY = 0.95
 
+# Steps of a part at least, where a piece has as many: the first of them is slower than the others.
+_MIN_PART = 2
+
 # Fractional parts of multiples of these are spread evenly, wherever one stops.
 _GOLDEN, _SILVER = 0.6180339887498949, 0.41421356237309515
 
@@ -129,9 +132,9 @@ class SampledCosts:
         """Half the width of the interval of the seconds; 0 if all pieces were measured."""
         if self.is_exact:
             return 0.0
-        spread = sum(cost.standard_error**2 for cost in self.kinds) ** 0.5
+        spread = float(sum(cost.standard_error**2 for cost in self.kinds) ** 0.5)
         factor = float(stdtrit(max(1, sum(cost.degrees for cost in self.kinds)), (1 + PROBABILITY) / 2))
-        return factor * spread + sum(cost.bias for cost in self.kinds)
+        return float(factor * spread + sum(cost.bias for cost in self.kinds))
 
 
 def sample_costs(
@@ -150,17 +153,17 @@ def sample_costs(
     """
     start = clock()
     samples = [_KindSample(kind) for kind in work.kinds if kind.pieces]
-    with tqdm(total=round(seconds, 1), desc="measuring", unit="s", disable=not progress) as bar:
+    with tqdm(total=100, desc="measuring", unit="%", disable=not progress) as bar:
         for family in _families(samples):
             _warm_up(work, family, clock, seconds / (LEAST_SAMPLES * len(samples)))
             for _ in range(LEAST_SAMPLES):
                 family[0].measure_part(work, clock)
-                _show(bar, clock() - start)
+                _show(bar, (clock() - start) / seconds)
         while (left := seconds - (clock() - start)) > 0 and not _is_certain(samples):
             unfinished = [sample for sample in samples if not sample.is_exact]
             if sum(_rest(sample, samples) for sample in unfinished) <= left:
                 for _ in _whole_pieces(unfinished, work, clock):
-                    _show(bar, clock() - start)
+                    _show(bar, (clock() - start) / seconds)
                     if clock() - start > 2 * seconds:  # what seemed to fit into the time does not
                         break
                 break
@@ -169,7 +172,7 @@ def sample_costs(
             if chosen is None or _cost(chosen, samples).rate * chosen.unit > left:
                 break
             chosen.measure_part(work, clock)
-            _show(bar, clock() - start)
+            _show(bar, (clock() - start) / seconds)
     return _result(samples, clock() - start)
 
 
@@ -293,12 +296,15 @@ def _warm_up(work: MeasurableWork, family: Sequence[_KindSample], clock: Clock, 
     taken = clock() - start
     for sample in family:
         if taken * sample.unit > room:
-            sample.unit = max(1, int(room / taken))
+            sample.unit = min(sample.unit, max(_MIN_PART, int(room / taken)))
 
 
 def _cost(sample: _KindSample, samples: Sequence[_KindSample]) -> KindCost:
     """Extrapolate to all pieces of a kind, from its own sample or from its family's."""
     kind, n = sample.kind, sample.num_measured
+    if sample.is_exact:
+        seconds = sum(sample.whole.values())
+        return KindCost(kind, seconds, 0.0, 0.0, 0.0, seconds / max(1, kind.num_steps), 0)
     if not n:
         return _cost_from_family(sample, samples)
     overhead, rate = fmean(sample.overheads), fmean(sample.rates)
@@ -347,5 +353,5 @@ def _gain(sample: _KindSample, samples: Sequence[_KindSample]) -> float:
     return cost.seconds / max(1, n) if n < LEAST_SAMPLES else cost.standard_error / n**0.5 + 0.01 * cost.seconds / n
 
 
-def _show(bar: "tqdm[Any]", elapsed: float) -> None:
-    bar.update(round(max(0.0, min(elapsed, bar.total or 0) - bar.n), 1))
+def _show(bar: "tqdm[Any]", share: float) -> None:
+    bar.update(max(0, min(100, int(100 * share)) - int(bar.n)))

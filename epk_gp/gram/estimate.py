@@ -163,10 +163,10 @@ class _BlockWork:
     def description(self) -> str:
         """Return how the block is divided, in words."""
         N, M, size = len(self.pieces.a), len(self.pieces.b), tile_points(self.context)
-        of = "" if self.which is None else f", of which {len(self.places)} are computed"
+        of = "" if self.which is None else f", {len(self.places)} of them in this part"
         return (
-            f"{N} x {M} points, {len(self.context.steps)} steps: {len(self.layout.tiles)} tiles of up to {size} points "
-            f"a side x {len(self.ranges)} ranges of steps = {len(self.layout.places)} pieces{of}"
+            f"{len(self.layout.places)}{of}: {N} x {M} points in tiles of up to {size} a side, {len(self.layout.tiles)} "
+            f"in all, x {len(self.context.steps)} steps in ranges, {len(self.ranges)} in all"
         )
 
     @cached_property

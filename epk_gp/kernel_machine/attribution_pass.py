@@ -225,21 +225,25 @@ class AttributionPieces:
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum the terms of the points of a block."""
-        whole, (number,) = self._pass, place
+        work, sums = self.of_block(*place)
+        record = IntegrationRecord(self.kernel.rule, work.problem.trajectory.num_steps)
+        progress = PassProgress(None, sums.tensors, record)
+        work.run(sums, progress, self._residuals)
+        return progress.state()
+
+    def of_block(self, number: int) -> tuple[AttributionPass, TermSums]:
+        """Return the pass of the points of a block, and their sums at zero."""
+        whole = self.whole
         rows = whole.blocks[number]
         problem = replace(whole.problem, X=self.X[rows], classes=None if self.classes is None else self.classes[rows])
         work = replace(whole, problem=problem)
         vars(work)["points_per_block"] = whole.points_per_block
         outputs = network_outputs(problem.trajectory, problem.X, state=0, head=self.kernel.head)
-        initial = problem.select_outputs(outputs)
-        sums = TermSums.of(problem, self.groupings, initial)
-        record = IntegrationRecord(self.kernel.rule, problem.trajectory.num_steps)
-        progress = PassProgress(None, sums.tensors, record)
-        work.run(sums, progress, self._residuals)
-        return progress.state()
+        return work, TermSums.of(problem, self.groupings, problem.select_outputs(outputs))
 
     @cached_property
-    def _pass(self) -> AttributionPass:
+    def whole(self) -> AttributionPass:
+        """The pass of all points."""
         trajectory = self.kernel.trajectory
         model = trajectory.model_for(self.X)
         model.cache.needs_dense_plan |= self.needs_dense_plan
@@ -248,9 +252,9 @@ class AttributionPieces:
 
     @cached_property
     def _residuals(self) -> StepResiduals:
-        problem = self._pass.problem
+        problem = self.whole.problem
         outputs = network_outputs(problem.trajectory, self.X[:1], state=0, head=self.kernel.head)
-        return self._pass.residuals(outputs)
+        return self.whole.residuals(outputs)
 
 
 def _identity(work: AttributionPass) -> str:
