@@ -261,9 +261,7 @@ def gram(
 def estimate(
     ctx: typer.Context,
     run: RunFolder,
-    what: Annotated[
-        EstimatedCommand, typer.Option(help="The command whose cost is asked for.")
-    ] = EstimatedCommand.gram,
+    what: Annotated[EstimatedCommand, typer.Option(help="The command that is meant.")] = EstimatedCommand.gram,
     out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
     seconds: MeasuringSeconds = 10.0,
     rows: RowsSide = Side.test,

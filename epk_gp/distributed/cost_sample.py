@@ -1,12 +1,14 @@
 """What the pieces of a computation cost: a few are measured, spread over it, and the sum of all is extrapolated."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from math import ceil, inf, isfinite
 from statistics import fmean, variance
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from scipy.special import stdtrit
 from tqdm.auto import tqdm
@@ -28,8 +30,8 @@ PROBABILITY = 0.95
 # Steps of a part at least, where a piece has as many: the first of them is slower than the others.
 _MIN_PART = 2
 
-# Fractional parts of multiples of these are spread evenly, wherever one stops.
-_GOLDEN, _SILVER = 0.6180339887498949, 0.41421356237309515
+# Fractional parts of its multiples are spread evenly, wherever one stops.
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class PieceKind:
         return float(max(self.sizes) * self.num_steps)
 
 
+@runtime_checkable
 class MeasurableWork(Protocol):
     """A computation whose pieces can be computed in parts, for measurements."""
 
@@ -125,7 +128,7 @@ class SampledCosts:
     @property
     def seconds(self) -> float:
         """Seconds of all pieces, one after another."""
-        return sum(cost.seconds for cost in self.kinds)
+        return sum((cost.seconds for cost in self.kinds), 0.0)
 
     @property
     def error(self) -> float:
@@ -186,7 +189,7 @@ class _KindSample:
     overheads: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     whole: dict[int, float] = field(default_factory=dict)
-    used: set[int] = field(default_factory=set)
+    used: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.unit = self.kind.unit
@@ -201,13 +204,12 @@ class _KindSample:
         return len(self.whole) == len(self.kind.pieces)
 
     @property
-    def num_parts(self) -> int:
-        """Parts of the longest piece."""
-        return ceil(max(count for _, count in self.kind.pieces) / self.unit)
-
-    @property
     def is_exhausted(self) -> bool:
-        return len(self.used) == sum(ceil(count / self.unit) for _, count in self.kind.pieces)
+        return len(self.used) == self._num_parts
+
+    @cached_property
+    def _num_parts(self) -> int:
+        return sum(max(1, ceil(count / self.unit)) for _, count in self.kind.pieces)
 
     def measure_part(self, work: MeasurableWork, clock: Clock) -> None:
         """Measure a part of a piece that was not measured before, if there is one."""
@@ -243,20 +245,16 @@ class _KindSample:
             self.whole[number] = end - times[0]
 
     def _spread(self) -> Iterator[tuple[int, int]]:
-        """List parts of pieces, each once, spread over the steps: the middle first, then early, late, and so on."""
-        pieces, parts = self.kind.pieces, self.num_parts
-        size = len(pieces) * parts
-        for k in range(size):
-            number = int((0.5 + k * _GOLDEN) % 1 * len(pieces))
-            spot = number * parts + int((0.5 + k * _SILVER) % 1 * ceil(pieces[number][1] / self.unit))
-            for _ in range(size):
-                number, part = divmod(spot, parts)
-                if spot not in self.used and part * self.unit < max(1, pieces[number][1]):
-                    break
-                spot = (spot + 1) % size
-            else:
-                return
-            self.used.add(spot)
+        """List parts of pieces, each once, spread evenly over the steps: the middle, early, late, and so on."""
+        ends = list(accumulate(count for _, count in self.kind.pieces))
+        for k in range(self._num_parts):
+            position = (0.5 + k * _GOLDEN) % 1 * ends[-1]
+            number = min(bisect_right(ends, position), len(ends) - 1)
+            part = int(position - ends[number] + self.kind.pieces[number][1]) // self.unit
+            while (number, part) in self.used:
+                is_last = (part + 1) * self.unit >= self.kind.pieces[number][1]
+                number, part = ((number + 1) % len(ends), 0) if is_last else (number, part + 1)
+            self.used.add((number, part))
             yield number, part
 
 
@@ -303,7 +301,7 @@ def _cost(sample: _KindSample, samples: Sequence[_KindSample]) -> KindCost:
     """Extrapolate to all pieces of a kind, from its own sample or from its family's."""
     kind, n = sample.kind, sample.num_measured
     if sample.is_exact:
-        seconds = sum(sample.whole.values())
+        seconds = sum(sample.whole.values(), 0.0)
         return KindCost(kind, seconds, 0.0, 0.0, 0.0, seconds / max(1, kind.num_steps), 0)
     if not n:
         return _cost_from_family(sample, samples)

@@ -114,22 +114,25 @@ class _BlockWork:
         context: The kernel, with its plan.
         layout: How the block is divided.
         which: The part that is computed.
+        places: The pieces that are computed.
     """
 
     pieces: GramPieces
     context: ExecutionContext
     layout: PieceLayout
     which: StepInterval | Share | None
+    places: list[Place]
 
     @classmethod
     def of(cls, context: ExecutionContext, a: Points, b: Points, which: StepInterval | Share | None) -> "_BlockWork":
-        """Divide a block."""
-        return cls(GramPieces.of(context, a, b), context, piece_layout(context, a, b), which)
+        """Divide a block.
 
-    @cached_property
-    def places(self) -> list[Place]:
-        """The pieces that are computed."""
-        return self.layout.places if self.which is None else self.which.places(self.layout)
+        Raises:
+            ValueError: There is no such part.
+        """
+        layout = piece_layout(context, a, b)
+        places = layout.places if which is None else which.places(layout)
+        return cls(GramPieces.of(context, a, b), context, layout, which, places)
 
     @cached_property
     def tiles(self) -> dict[Place, Tile]:
@@ -163,10 +166,10 @@ class _BlockWork:
     def description(self) -> str:
         """Return how the block is divided, in words."""
         N, M, size = len(self.pieces.a), len(self.pieces.b), tile_points(self.context)
-        of = "" if self.which is None else f", {len(self.places)} of them in this part"
+        of = "" if self.which is None else f"{len(self.places)} of "
         return (
-            f"{len(self.layout.places)}{of}: {N} x {M} points in tiles of up to {size} a side, {len(self.layout.tiles)} "
-            f"in all, x {len(self.context.steps)} steps in ranges, {len(self.ranges)} in all"
+            f"{of}{len(self.layout.places)} = {len(self.layout.tiles)} (tiles of up to {size} x {size} of {N} x {M} "
+            f"points) x {len(self.ranges)} (ranges of the {len(self.context.steps)} steps)"
         )
 
     @cached_property
@@ -185,11 +188,13 @@ class _BlockWork:
     def owner_bytes(self, workers: int | None) -> int:
         """Count the memory of the process that puts the block together, besides what computing takes.
 
-        It holds the result; if workers compute, also the piece that it reads, twice, and the sum of a tile.
+        It holds the result; if workers compute, also the piece that it reads, twice, and the sum of a tile. The budget
+        is none of these.
         """
-        reading = 0 if workers is None else 2 * self.piece_bytes
+        if workers is None:
+            return self.result_bytes
         total = self._total_bytes(self.piece_bytes) if len(self.layout.tiles) > 1 and self.which is None else 0
-        return self.result_bytes + reading + total
+        return self.result_bytes + 2 * self.piece_bytes + total
 
     def disk(self, workers: int | None) -> DiskEstimate:
         """Count the bytes of files."""
@@ -232,9 +237,9 @@ class _Ticks:
     context: ExecutionContext
     tick: Tick
 
-    def update(self, n: float, /) -> None:
+    def update(self, n: int, /) -> None:
         _synchronise(self.context)
-        self.tick(int(n))
+        self.tick(n)
 
 
 def _synchronise(context: ExecutionContext) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -27,10 +27,11 @@ from epk_gp.storage.stored import require_same_run
 MAX_RANGES = 64
 
 
+@runtime_checkable
 class StepCounter(Protocol):
     """What is told how many steps were added: a progress bar, or a clock."""
 
-    def update(self, n: float, /) -> object:
+    def update(self, n: int, /) -> object:
         """Count n more steps."""
 
 

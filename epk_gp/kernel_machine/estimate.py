@@ -170,8 +170,8 @@ class _PassWork:
         """Return how the attribution is divided, in words."""
         n, size, count = len(self.pieces.X), self.pieces.whole.points_per_block, len(self.pieces.whole.blocks)
         return (
-            f"{count}: {n} points in blocks of up to {size}, each with {self.pieces.whole.problem.num_outputs} outputs "
-            f"through all {self._num_steps} steps"
+            f"{count} (blocks of up to {size} of the {n} points, with {self.pieces.whole.problem.num_outputs} outputs "
+            f"each, through all {self._num_steps} steps)"
         )
 
     @cached_property
