@@ -154,7 +154,7 @@ class _PassWork:
         """Extrapolate the seconds of a replay of the whole run."""
         problem = self.pieces.whole.problem
         trajectory, model = problem.trajectory, problem.net.model
-        mismatches = StepMismatches(coarsest_dtype(trajectory, problem.X if problem.X.is_floating_point() else self._w))
+        mismatches = StepMismatches(coarsest_dtype(trajectory, self._reference))
         times = [clock()]
         for replayed in replayed_steps(trajectory, model, problem.X):
             mismatches.add(trajectory, model, replayed)
@@ -192,7 +192,7 @@ class _PassWork:
             keeps: Whether there is a checkpoint.
         """
         whole, at_once, scratch = self.pieces.whole, 0, 0
-        num_weights, itemsize = whole.problem.net.model.num_weights, self._w.itemsize
+        num_weights, itemsize = whole.problem.net.model.num_weights, self._reference.itemsize
         if workers is not None:
             count = len(whole.blocks)
             at_once = count if keeps else min(count, pieces_ahead(self.piece_bytes))
@@ -210,21 +210,22 @@ class _PassWork:
         return self.pieces.kernel.trajectory.num_steps
 
     @cached_property
-    def _w(self) -> Float[Tensor, " 0"]:
-        spec = self.pieces.whole.problem.net.model.spec
-        return torch.empty(0, dtype=spec.dtype, device=spec.device)
+    def _reference(self) -> Float[Tensor, "0 C"]:
+        """No outputs, of the computation's dtype and device."""
+        spec, C = self.pieces.whole.problem.net.model.spec, self.pieces.kernel.trajectory.num_outputs
+        return torch.empty(0, C, dtype=spec.dtype, device=spec.device)
 
     @cached_property
     def _residual(self) -> Tensor | None:
         """What a step leaves unexplained, if that is multiplied with the adjoints; the numbers do not matter."""
         whole = self.pieces.whole
-        if whole.is_factored or not leaves_residuals(whole.problem.trajectory, self._w):
+        if whole.is_factored or not leaves_residuals(whole.problem.trajectory, self._reference):
             return None
-        return self._w.new_zeros(whole.problem.net.model.num_weights)
+        return self._reference.new_zeros(whole.problem.net.model.num_weights)
 
     def _bytes_of(self, count: int) -> int:
         problem = self.pieces.whole.problem
-        initial = torch.empty(count, problem.num_outputs, dtype=self._w.dtype, device="meta")
+        initial = torch.empty(count, problem.num_outputs, dtype=self._reference.dtype, device="meta")
         return sum(total.nbytes for total in TermSums.of(problem, self.pieces.groupings, initial).tensors)
 
 

@@ -16,14 +16,14 @@ from epk_gp.gram.estimate import estimate_gram
 from epk_gp.gram.path_kernel import gram_block_part
 from epk_gp.gram.tile_parts import GramPieces
 
-BOTH = mixed(100)
+BOTH = epk.Points(inputs(68), torch.arange(68) % 2 > 0)  # tiles of 30 and 4 points of either copy
 BLOCKS: dict[str, tuple[epk.Points, epk.Points, dict[str, Any]]] = {
     "one_tile": (mixed(5), mixed(4), {}),
     "symmetric": (BOTH, BOTH, {"memory_budget": SMALL}),
-    "edges": (BOTH, epk.Points(inputs(70, 5), is_train=True), {"memory_budget": SMALL}),
+    "edges": (BOTH, epk.Points(inputs(36, 5), is_train=True), {"memory_budget": SMALL}),
     "float32": (
         epk.Points(BOTH.X.float(), BOTH.is_train),
-        epk.Points(inputs(70, 5).float(), is_train=False),
+        epk.Points(inputs(36, 5).float(), is_train=False),
         {"memory_budget": SMALL, "accumulate": torch.float64},
     ),
 }
@@ -37,8 +37,15 @@ def plain() -> epk.Trajectory:
 
 
 @pytest.fixture(scope="module")
+def short() -> epk.Trajectory:
+    """Two steps, which are one range."""
+    run: epk.Trajectory = record("plain", 2)
+    return run
+
+
+@pytest.fixture(scope="module")
 def single() -> epk.Trajectory:
-    run: epk.Trajectory = record("plain", dtype=torch.float32)
+    run: epk.Trajectory = record("plain", 2, torch.float32)
     return run
 
 
@@ -52,14 +59,13 @@ class Ticking:
         return float(next(self.seconds))
 
 
-def run_of(request: pytest.FixtureRequest, name: str) -> Any:
-    return request.getfixturevalue("single" if name == "float32" else "plain")
+RUNS = {"one_tile": "plain", "symmetric": "short", "edges": "short", "float32": "single"}
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("keeps", [False, True], ids=["no_checkpoint", "checkpoint"])
 def test_pieces_and_bytes_are_those_of_the_real_call(request, tmp_path, monkeypatch, name, keeps):
-    (a, b, options), run = BLOCKS[name], run_of(request, name)
+    (a, b, options), run = BLOCKS[name], request.getfixturevalue(RUNS[name])
     options = {**options, "rule": epk.left_endpoint(), "checkpoint": tmp_path / "pieces" if keeps else None}
     found = estimate_gram(run, a, b, workers=2, seconds=1e-3, clock=Ticking(), **options)
     assert list(tmp_path.iterdir()) == []
@@ -85,10 +91,9 @@ def test_pieces_and_bytes_are_those_of_the_real_call(request, tmp_path, monkeypa
 
 @pytest.mark.parametrize("which", [Share(2, 3), StepInterval(16, 18)], ids=str)
 def test_a_part_s_pieces_and_bytes_are_those_of_the_part(plain, which):
-    a, b, options = BLOCKS["edges"]
-    whole, found = (estimate_gram(plain, a, b, which=part, clock=Ticking(), **options, **SHORT)
-                    for part in (None, which))  # fmt: skip
-    part = gram_block_part(plain, a, b, which, rule=epk.left_endpoint(), **options)
+    a, b, _ = BLOCKS["one_tile"]
+    whole, found = (estimate_gram(plain, a, b, which=part, clock=Ticking(), **SHORT) for part in (None, which))
+    part = gram_block_part(plain, a, b, which, rule=epk.left_endpoint())
     assert found.num_pieces == len(part.sums) < whole.num_pieces
     assert found.disk.result == sum(total.nbytes for total in part.sums.values())
     assert found.description.startswith(f"{len(part.sums)} of {whole.num_pieces} = ")
@@ -150,27 +155,26 @@ def test_known_costs_of_tiles_are_found(plain, monkeypatch, name):
     assert not sampled.costs.is_exact
     low, high = sampled.work_interval
     assert low <= total <= high
-    assert high - low < 0.5 * total
+    assert high - low < total
     assert sampled.longest_piece == pytest.approx(longest, rel=0.3)
 
 
-def test_copies_and_sizes_are_kinds_of_their_own(plain):
-    found = estimate_gram(plain, BOTH, BOTH, memory_budget=SMALL, clock=Ticking(), **SHORT)
+def test_copies_and_sizes_are_kinds_of_their_own(short):
+    found = estimate_gram(short, BOTH, BOTH, memory_budget=SMALL, clock=Ticking(), **SHORT)
     names = {cost.kind.name.rpartition(",")[0] for cost in found.costs.kinds}
     assert names == {
         *(f"{left} x {right} copies" for left, right in (("training",) * 2, ("test", "training"), ("test",) * 2)),
         *(f"{copy} x {copy} copies, same points" for copy in ("training", "test")),
     }
     assert sum(len(cost.kind.pieces) for cost in found.costs.kinds) == found.num_pieces
-    assert all(sum(cost.kind.num_steps for cost in found.costs.kinds) == 18 * found.num_pieces / 2 for _ in "x")
+    assert sum(cost.kind.num_steps for cost in found.costs.kinds) == 2 * found.num_pieces
 
 
 @pytest.mark.parametrize("rule", [RULE, epk.adaptive(tol=1e-6)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kind", ["plain", "momentum"])
 def test_the_sample_of_a_real_run_computes_what_pieces_compute(rule, kind):
-    """Each call of the clock is a second, so that parts are measured, not pieces."""
-    found = estimate_gram(record(kind), mixed(5), mixed(4), rule=rule, seconds=200.0, clock=Ticking())
-    assert found.costs.num_measured > 3
+    found = estimate_gram(record(kind, 4), mixed(2), mixed(2), rule=rule, seconds=20.0, clock=Ticking())
+    assert found.costs.num_measured >= 3
     assert found.work_seconds > 0
 
 
