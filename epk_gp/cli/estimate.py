@@ -140,7 +140,7 @@ def _show(found: CostEstimate, written: int, peak: int) -> None:
         "time besides": f"{_time(found.setup_seconds)} of it before the first piece; the start of Python comes on top",
         "memory of a process": f"{peak_so_far}with its whole budget {_size(memory.limit)}",
         "memory of the result": f"{_size(peak)} more in the process that writes it",
-        "disk": f"{_size(written)} for the result, and until it is there {_size(disk.scratch)}",
+        "disk": f"{_size(written)} for the result, and at most {_size(disk.scratch)} beside it until it is there",
     }
     if disk.pieces_at_once:
         lines["disk"] += f" ({disk.pieces_at_once} pieces of {_size(disk.piece)} at a time)"

