@@ -19,7 +19,10 @@ from epk_gp import __version__
 # typer depends on click or brings a copy of it, as versions differ: the base class of both kinds of usage errors.
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _INTERRUPTED = 130  # 128 + SIGINT
-_ORDER = ("demo", "record", "info", "verify", "export", "attribute", "gram", "reduce", "uncertainty", "audit")
+_ORDER = (
+    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "gram", "reduce"),
+    *("uncertainty", "audit"),
+)
 
 
 class _LifeCycleOrder(TyperGroup):

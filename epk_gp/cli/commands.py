@@ -7,29 +7,41 @@ import typer
 
 from epk_gp.cli.app import command
 from epk_gp.cli.options import (
+    ColumnsSide,
     CompressionName,
     CoupledOutputs,
     Dtype,
+    EstimatedCommand,
+    Explained,
     ExplainedOutputs,
     Features,
     HeadOption,
     LossName,
+    MeasuringSeconds,
     Memory,
+    MissRate,
     Network,
     Nodes,
+    NumColumns,
+    NumExplained,
+    NumRows,
     OptimizerName,
     Out,
     PlaneName,
     PointsFile,
     Quiet,
+    RowsSide,
     RuleOption,
     RunDtype,
     RunFolder,
     Scheduler,
     Seed,
     SeedOfPoints,
+    ShareOfParts,
     Side,
+    StepsOfPart,
     TargetsName,
+    TopListed,
     VerifiedHeads,
     Workers,
     count,
@@ -199,19 +211,11 @@ def export(
 def attribute(
     run: RunFolder,
     out: Out = Path("attribution"),
-    num_points: Annotated[
-        int, typer.Option(help="Largest number of points that are explained; the first 6 are drawn.", callback=count())
-    ] = 6,
-    top: Annotated[
-        int, typer.Option(help="Training points listed and drawn of either sign, at most 50.", callback=count(1, 50))
-    ] = 8,
+    num_points: NumExplained = 6,
+    top: TopListed = 8,
     head: HeadOption = None,
     rule: RuleOption = "adaptive",
-    outputs: Annotated[
-        ExplainedOutputs,
-        Features,
-        typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
-    ] = ExplainedOutputs.every,
+    outputs: Explained = ExplainedOutputs.every,
     memory: Memory = 1.0,
     points: PointsFile = None,
     network: Network = None,
@@ -231,32 +235,12 @@ def attribute(
 def gram(
     run: RunFolder,
     out: Out = Path("gram"),
-    rows: Annotated[
-        Side,
-        typer.Option(
-            help="test: the points of --points, or the held-out points, or the training inputs of a run without any, "
-            "as test copies; train: training copies."
-        ),
-    ] = Side.test,
-    columns: Annotated[Side, typer.Option(help="The same for the columns.")] = Side.train,
-    num_rows: Annotated[
-        int | None, typer.Option(help="Largest number of points along the rows.", callback=count())
-    ] = None,
-    num_columns: Annotated[
-        int | None, typer.Option(help="Largest number of points along the columns.", callback=count())
-    ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A:B",
-            help="Write the part of the sum over the steps A <= s < B only, for epk-gp reduce; A and B are 0, the "
-            "number of steps, or where a range of steps begins.",
-        ),
-    ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option(metavar="K/N", help="Write the K-th of N parts only, K from 1, for epk-gp reduce."),
-    ] = None,
+    rows: RowsSide = Side.test,
+    columns: ColumnsSide = Side.train,
+    num_rows: NumRows = None,
+    num_columns: NumColumns = None,
+    steps: StepsOfPart = None,
+    part: ShareOfParts = None,
     head: HeadOption = None,
     rule: RuleOption = "gauss-legendre:4",
     memory: Memory = 1.0,
@@ -272,6 +256,38 @@ def gram(
 
     A command that was killed resumes from its partial sums when it is run again. With --part, or --steps, several
     commands on as many machines compute a part each, and epk-gp reduce adds the parts.
+    """
+
+
+@command("Say what gram or attribute will cost.", completed_by="epk_gp.cli.estimate")
+def estimate(
+    ctx: typer.Context,
+    run: RunFolder,
+    what: Annotated[EstimatedCommand, typer.Option(help="The command that is meant.")] = EstimatedCommand.gram,
+    out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
+    seconds: MeasuringSeconds = 10.0,
+    rows: RowsSide = Side.test,
+    columns: ColumnsSide = Side.train,
+    num_rows: NumRows = None,
+    num_columns: NumColumns = None,
+    steps: StepsOfPart = None,
+    part: ShareOfParts = None,
+    num_points: NumExplained = 6,
+    outputs: Explained = ExplainedOutputs.every,
+    head: HeadOption = None,
+    rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
+    memory: Memory = 1.0,
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
+    workers: Workers = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say how long gram or attribute will take with the same options, and how much memory and disk.
+
+    A few of its pieces are computed, spread over the run, and the rest is extrapolated, with an interval. Nothing else
+    is computed, and nothing is written but estimate.json if --out is given.
     """
 
 
@@ -317,13 +333,7 @@ def uncertainty(
             "points, or its training inputs if it has none."
         ),
     ] = None,
-    alpha: Annotated[
-        float,
-        typer.Option(
-            help="Scores: allowed share of sets of classes without the true one.",
-            callback=number(below=1.0, or_equal=False),
-        ),
-    ] = 0.1,
+    alpha: MissRate = 0.1,
     features: Features = None,
     nodes: Nodes = None,
     save_model: Annotated[

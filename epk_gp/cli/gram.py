@@ -54,12 +54,13 @@ def gram(
     """
     timer, quadrature, which = Stopwatch(), parse_rule(rule), parse_part(steps, part)
     require_one_executor(workers, scheduler)
-    if points is not None and rows is Side.train and columns is Side.train:
-        raise ValueError("--points must have a side: got --rows train and --columns train. Make one of them test.")
+    require_test_side(points, rows, columns)
     trajectory = open_run(run, network)
     head_name = resolve_head(None if head is None else head.value, trajectory.loss, trajectory.num_outputs)
     source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
-    (a, a_is), (b, b_is) = (_points(source, trajectory, *side) for side in ((rows, num_rows), (columns, num_columns)))
+    (a, a_is), (b, b_is) = (
+        points_of_side(source, trajectory, *side) for side in ((rows, num_rows), (columns, num_columns))
+    )
     folder = make_folder(out)
     typer.echo(f"rows: {a_is}")
     typer.echo(f"columns: {b_is}")
@@ -124,8 +125,25 @@ def _name(which: StepInterval | Share) -> str:
     return f"part-{which.number:0{len(str(which.count))}d}-of-{which.count}"
 
 
-def _points(source: PointSource, trajectory: Trajectory, side: Side, count: int | None) -> tuple[Points, str]:
-    """Return the points of one side, and what they are in words."""
+def require_test_side(points: Path | None, rows: Side, columns: Side) -> None:
+    """Raise if --points has no side.
+
+    Raises:
+        ValueError: Both sides are training copies.
+    """
+    if points is not None and rows is Side.train and columns is Side.train:
+        raise ValueError("--points must have a side: got --rows train and --columns train. Make one of them test.")
+
+
+def points_of_side(source: PointSource, trajectory: Trajectory, side: Side, count: int | None) -> tuple[Points, str]:
+    """Return the points of one side of a block, and what they are in words.
+
+    Args:
+        source: Where points of the command come from.
+        trajectory: The run.
+        side: Whether they are training or test copies.
+        count: How many of them, at most.
+    """
     if side is Side.test:
         chosen = read_points(source, trajectory, count)
         return Points(chosen.X, is_train=False), f"test copies of {chosen}"

@@ -65,6 +65,13 @@ class ExplainedOutputs(StrEnum):
     predicted = "predicted"
 
 
+class EstimatedCommand(StrEnum):
+    """The commands whose cost is estimated."""
+
+    gram = "gram"
+    attribute = "attribute"
+
+
 class Side(StrEnum):
     """The points along one side of a block of the kernel."""
 
@@ -179,6 +186,53 @@ RuleOption = Annotated[
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
 Memory = Annotated[
     float, typer.Option(help="Memory for the computation, GiB, at least 0.001.", callback=number(0.001, below=1e6))
+]
+RowsSide = Annotated[
+    Side,
+    typer.Option(
+        help="test: the points of --points, or the held-out points, or the training inputs of a run without any, "
+        "as test copies; train: training copies."
+    ),
+]
+ColumnsSide = Annotated[Side, typer.Option(help="The same for the columns.")]
+NumRows = Annotated[int | None, typer.Option(help="Largest number of points along the rows.", callback=count())]
+NumColumns = Annotated[int | None, typer.Option(help="Largest number of points along the columns.", callback=count())]
+StepsOfPart = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A:B",
+        help="Write the part of the sum over the steps A <= s < B only, for epk-gp reduce; A and B are 0, the "
+        "number of steps, or where a range of steps begins.",
+    ),
+]
+ShareOfParts = Annotated[
+    str | None,
+    typer.Option(metavar="K/N", help="Write the K-th of N parts only, K from 1, for epk-gp reduce."),
+]
+NumExplained = Annotated[
+    int, typer.Option(help="Largest number of points that are explained; the first 6 are drawn.", callback=count())
+]
+Explained = Annotated[
+    ExplainedOutputs,
+    typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
+]
+TopListed = Annotated[
+    int, typer.Option(help="Training points listed and drawn of either sign, at most 50.", callback=count(1, 50))
+]
+MissRate = Annotated[
+    float,
+    typer.Option(
+        help="Scores: allowed share of sets of classes without the true one.",
+        callback=number(below=1.0, or_equal=False),
+    ),
+]
+MeasuringSeconds = Annotated[
+    float,
+    typer.Option(
+        help="Time for measuring; the interval is narrower the longer it is. A little more where three parts of pieces "
+        "take longer.",
+        callback=number(0.1, below=1e5),
+    ),
 ]
 Workers = Annotated[
     int | None,

@@ -63,7 +63,7 @@ def write_job(folder: Path, identity: str, job: Job) -> str:
         TypeError: The computation cannot be sent to another process.
     """
     header = json.dumps({"versions": _versions(), "identity": identity}).encode()
-    content = header + b"\n" + _pickled(job.computation)
+    content = header + b"\n" + pickled(job.computation)
     atomic_write(folder / JOB, content)
     return keep_job(job, checksum(content))
 
@@ -146,7 +146,12 @@ def _versions() -> dict[str, str]:
     return {"epk_gp": epk_gp.__version__, "torch": torch.__version__, "python": python}
 
 
-def _pickled(value: object) -> bytes:
+def pickled(value: object) -> bytes:
+    """Return the pickled form of what workers compute, which cloudpickle makes where it is installed.
+
+    Raises:
+        TypeError: It cannot be sent to another process.
+    """
     dumps: Callable[[Any], bytes] = pickle.dumps
     if find_spec("cloudpickle") is not None:
         import cloudpickle  # noqa: PLC0415  comes with the extra 'distributed'

@@ -262,10 +262,24 @@ def _computed_by(
         yield from computed_pieces(*work, executor, PartialSums(folder, identity), num_bytes)
 
 
+def piece_layout(context: ExecutionContext, a: Points, b: Points) -> PieceLayout:
+    """Return how a block is divided.
+
+    Args:
+        context: The kernel.
+        a: The points along the rows.
+        b: Those along the columns; the same object as a for a symmetric block.
+    """
+    return PieceLayout(tiles_of(a, b, tile_points(context)), _bounds(context))
+
+
+def _bounds(context: ExecutionContext) -> tuple[int, ...]:
+    steps = context.steps
+    return 0, *(steps[r.start][0] for r in step_ranges(len(steps))[1:]), context.trajectory.num_steps
+
+
 def _describe(context: ExecutionContext, a: Points, b: Points) -> dict[str, Any]:
     """Describe a block: what its bytes depend on, and its layout."""
-    steps, num_steps = context.steps, context.trajectory.num_steps
-    starts = [steps[r.start][0] for r in step_ranges(len(steps))[1:]]
     return {
         "epk_gp": epk_gp.__version__,
         "torch": torch.__version__,
@@ -285,7 +299,7 @@ def _describe(context: ExecutionContext, a: Points, b: Points) -> dict[str, Any]
         "plan": checksum(repr(context.net.plan).encode()),
         "tile_points": tile_points(context),
         "num_outputs": context.num_outputs,
-        "bounds": [0, *starts, num_steps],
+        "bounds": list(_bounds(context)),
     }
 
 

@@ -47,7 +47,7 @@ class DiagonalPieces(GramPieces):
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum a range of the steps of some points."""
-        context, (is_train, part, number) = self._context(), place
+        context, (is_train, part, number) = self.context(), place
         indices = diagonal_rows(context, self.a)[is_train, part]
         steps = context.steps[step_ranges(len(context.steps))[number]]
         total = diagonal_of(context, steps, self.a.X[indices], is_train=bool(is_train))

@@ -93,7 +93,7 @@ class PathKernel:
         self, a: Points, b: Points, which: StepInterval | Share, options: ComputeOptions = ComputeOptions()
     ) -> GramPart:
         """Compute a part of what `block` computes; see `gram_block_part`."""
-        return self._with_context(a, b, options, lambda context: gram_part(context, a, b, which))
+        return self.with_context(a, b, options, lambda context: gram_part(context, a, b, which))
 
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
@@ -170,9 +170,9 @@ class PathKernel:
             context.integrations.warn()
             return block
 
-        return self._with_context(a, b, options, compute, is_per_class=is_per_class, is_traced=is_traced)
+        return self.with_context(a, b, options, compute, is_per_class=is_per_class, is_traced=is_traced)
 
-    def _with_context(
+    def with_context(
         self,
         a: Points,
         b: Points,
@@ -182,7 +182,16 @@ class PathKernel:
         is_per_class: bool = False,
         is_traced: bool = False,
     ) -> T:
-        """Compute between two sets of points."""
+        """Compute between two sets of points with the kernel's context, which is made once they are validated.
+
+        Args:
+            a: N points.
+            b: M points.
+            options: How to compute.
+            compute: Called with the context; once more with another plan if the network's inputs demand that.
+            is_per_class: Only pairs of equal classes are wanted.
+            is_traced: Only their sum is wanted.
+        """
         self._validate(a, b)
         model = self.trajectory.model_for(a.X)
         if options.accumulate not in (None, model.spec.dtype, torch.float64):

@@ -4,12 +4,11 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import plan_for
@@ -33,6 +32,14 @@ MAX_RANGES = 64
 
 # Place of a piece that is a whole tile, in place of the number of a range of steps.
 WHOLE = -1
+
+
+@runtime_checkable
+class StepCounter(Protocol):
+    """What is told how many steps were added: a progress bar, or a clock."""
+
+    def update(self, n: int, /) -> object:
+        """Count n more steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +148,7 @@ def step_ranges(num_steps: int, most: int = MAX_RANGES) -> list[slice]:
 
 
 def sum_range(
-    context: ExecutionContext, a: Points, b: Points, tile: Tile, steps: Steps, bar: "tqdm[Any] | None" = None
+    context: ExecutionContext, a: Points, b: Points, tile: Tile, steps: Steps, bar: StepCounter | None = None
 ) -> Float[Tensor, "K n ..."]:
     """Sum some steps of a tile, class-major, with the training side on the right (`Tile.is_turned`)."""
     x, y = _batch(a, tile.rows, tile.x_is_train), _batch(b, tile.columns, tile.y_is_train)
@@ -225,7 +232,7 @@ class GramPieces:
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum a range of the steps of a tile, or all of them."""
-        context = self._context()
+        context = self.context()
         *of_tile, number = place
         tile, steps = self._tiles[tuple(of_tile)], context.steps
         if number == WHOLE:
@@ -254,9 +261,10 @@ class GramPieces:
 
     @cached_property
     def _tiles(self) -> dict[Place, Tile]:
-        return {tile.place: tile for tile in tiles_of(self.a, self.b, tile_points(self._context()))}
+        return {tile.place: tile for tile in tiles_of(self.a, self.b, tile_points(self.context()))}
 
-    def _context(self) -> ExecutionContext:
+    def context(self) -> ExecutionContext:
+        """Return the kernel while a piece is computed."""
         return ExecutionContext(
             self.trajectory, self._net, self.head, self.rule, self.step_weights, self.is_per_class, self.options,
             self.is_traced,

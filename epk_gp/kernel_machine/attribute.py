@@ -122,12 +122,22 @@ def attribute_many(
     Raises:
         TypeError, ValueError: As `attribute_by`.
     """
-    for by in groupings:
-        validate_axes(trajectory, by)
+    axes = parse_groupings(trajectory, groupings)
     parsed = parse_options("attribute_many", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule)
     X = parse_problem(kernel, X, classes)
-    return _attribute(kernel, X, list(map(tuple, groupings)), classes, parsed)
+    return _attribute(kernel, X, axes, classes, parsed)
+
+
+def parse_groupings(trajectory: Trajectory, groupings: Sequence[Sequence[Axis]]) -> Groupings:
+    """Return the axes of each result, after checking that they belong to the run.
+
+    Raises:
+        TypeError, ValueError: One does not.
+    """
+    for by in groupings:
+        validate_axes(trajectory, by)
+    return tuple(map(tuple, groupings))
 
 
 def _attribute(

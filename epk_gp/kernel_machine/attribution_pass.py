@@ -107,18 +107,21 @@ class AttributionPass:
             residuals: What the steps leave unexplained; None where contributions are factored.
             bar: A progress bar of steps.
         """
-        (number, of_steps), whole = place, self.problem
-        rows = self.blocks[number]
-        classes = None if whole.classes is None else whole.classes[rows]
-        problem = replace(whole, X=whole.X[rows], classes=classes)
-        outputs = network_outputs(problem.trajectory, problem.X, state=0, head=problem.kernel.head)
-        sums = TermSums.of(problem, self.groupings, problem.select_outputs(outputs))
+        number, of_steps = place
+        problem, sums = self.of_block(number)
         progress = PassProgress(None, sums.tensors, self.new_record, bar=bar)
         if self.is_factored:
             vanilla_gd_pass(problem, self.ranges[of_steps], sums.add, progress, self.points_per_block)
         elif residuals is not None:
             self.pass_adjoints(problem, sums, progress, residuals)
         return progress
+
+    def of_block(self, number: int) -> tuple[AttributionProblem, "TermSums"]:
+        """Return the predictions at the points of a block, and their sums at zero."""
+        whole, rows = self.problem, self.blocks[number]
+        problem = replace(whole, X=whole.X[rows], classes=None if whole.classes is None else whole.classes[rows])
+        outputs = network_outputs(problem.trajectory, problem.X, state=0, head=problem.kernel.head)
+        return problem, TermSums.of(problem, self.groupings, problem.select_outputs(outputs))
 
     def pass_adjoints(
         self, problem: AttributionProblem, sums: "TermSums", progress: PassProgress, residuals: StepResiduals
@@ -310,11 +313,11 @@ class AttributionPieces:
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum the terms of a range of steps at the points of a block."""
-        work = self._pass
-        return work.part(place, None if work.is_factored else self._residuals).state()
+        return self.whole.part(place, None if self.whole.is_factored else self._residuals).state()
 
     @cached_property
-    def _pass(self) -> AttributionPass:
+    def whole(self) -> AttributionPass:
+        """The pass of all points."""
         trajectory = self.kernel.trajectory
         model = trajectory.model_for(self.X)
         model.cache.needs_dense_plan |= self.needs_dense_plan
@@ -323,9 +326,9 @@ class AttributionPieces:
 
     @cached_property
     def _residuals(self) -> StepResiduals:
-        problem = self._pass.problem
+        problem = self.whole.problem
         outputs = network_outputs(problem.trajectory, self.X[:1], state=0, head=self.kernel.head)
-        return self._pass.residuals(outputs)
+        return self.whole.residuals(outputs)
 
 
 def _identity(work: AttributionPass) -> str:

@@ -13,7 +13,10 @@ import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.parsing import parse_rule
 
-COMMANDS = ("demo", "record", "info", "verify", "export", "attribute", "gram", "reduce", "uncertainty", "audit")
+COMMANDS = (
+    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "gram", "reduce"),
+    *("uncertainty", "audit"),
+)
 
 
 # they compute nothing and draw nothing
@@ -21,9 +24,7 @@ NOT_MEANT = {(command, option) for command in ("info", "export", "reduce") for o
 NOT_MEANT |= {("audit", "--dtype")}  # its table is text
 
 
-@pytest.mark.parametrize(
-    "command", ["", "demo", "record", "info", "verify", "attribute", "gram", "reduce", "uncertainty", "audit"]
-)
+@pytest.mark.parametrize("command", ["", *(command for command in COMMANDS if command != "export")])
 def test_every_command_explains_itself(capsys, command):
     assert run(*command.split(), "--help") == 0
     assert "Usage: epk-gp" in capsys.readouterr().out
@@ -165,7 +166,9 @@ def test_commands_refuse_what_they_cannot_use(recorded, tmp_path, monkeypatch, c
     assert message in refused(capsys, command, recorded, "--quiet", *options)
 
 
-@pytest.mark.parametrize("command", ["info", "verify", "export", "attribute", "gram", "uncertainty", "audit"])
+@pytest.mark.parametrize(
+    "command", ["info", "verify", "export", "estimate", "attribute", "gram", "uncertainty", "audit"]
+)
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys, command):
     said = f"RUN must hold a recorded run: {tmp_path / 'run.json'} does not exist."
     assert said in refused(capsys, command, tmp_path)

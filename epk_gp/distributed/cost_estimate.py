@@ -1,0 +1,159 @@
+"""What a computation costs before it starts: time with any number of workers, memory and disk."""
+
+import heapq
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from epk_gp.core.fingerprint import fingerprint
+from epk_gp.distributed.cost_sample import Clock, SampledCosts
+
+if sys.platform != "win32":
+    import resource
+
+# Pieces that are handed to workers one by one in a simulation; with more of them the last ones do not matter.
+_SIMULATED = 1 << 15
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of memory.
+
+    Attributes:
+        limit: Of each process that computes: Python, PyTorch and the run as they are in this one, and the budget.
+        measured: The largest memory of this process until the end of the sample, if the system tells it.
+        owner: What the process that puts the result together holds beside that: the result, and what it reads.
+    """
+
+    limit: int
+    measured: int | None
+    owner: int
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """Bytes of files.
+
+    Attributes:
+        result: Of the result, without the header of its file.
+        piece: Of the largest piece, without the header of its file.
+        pieces_at_once: Pieces that exist at a time, at most.
+        scratch: Of all files that exist until the result is there: pieces, partial sums, and what workers need.
+    """
+
+    result: int
+    piece: int
+    pieces_at_once: int
+    scratch: int
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """What a computation costs.
+
+    Attributes:
+        description: What is computed, and how it is divided, in words.
+        num_pieces: Pieces, which are what workers share: more workers than pieces are of no use.
+        workers: Processes; None for this one alone.
+        setup_seconds: What each process does before its first piece, without the start of Python.
+        piece_seconds: What a worker does to write a piece besides computing it, and the owner to read it.
+        costs: The pieces, and their time in one process.
+        memory: Memory.
+        disk: Disk.
+    """
+
+    description: str
+    num_pieces: int
+    workers: int | None
+    setup_seconds: float
+    piece_seconds: float
+    costs: SampledCosts
+    memory: MemoryEstimate
+    disk: DiskEstimate
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds of all pieces in one process."""
+        return self.costs.seconds
+
+    @property
+    def work_interval(self) -> tuple[float, float]:
+        """The interval that holds the work's seconds with a probability of 95 %."""
+        return max(0.0, self.work_seconds - self.costs.error), self.work_seconds + self.costs.error
+
+    @property
+    def longest_piece(self) -> float:
+        """Seconds of the longest piece: no number of workers is faster."""
+        return max(self._piece_seconds(), default=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds with the workers, from the first piece to the last."""
+        return self._with_workers(1.0)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The interval of the seconds."""
+        if not self.work_seconds:
+            return self.seconds, self.seconds
+        low, high = (self._with_workers(bound / self.work_seconds) for bound in self.work_interval)
+        return low, high
+
+    def _with_workers(self, factor: float) -> float:
+        """Return the seconds with the workers if every piece takes so many times what it is estimated to take."""
+        if self.workers is None:
+            return self.setup_seconds + factor * self.work_seconds
+        by_owner = self.num_pieces * self.piece_seconds
+        return self.setup_seconds + max(self._makespan(self.workers, factor), by_owner)
+
+    def _makespan(self, workers: int, factor: float) -> float:
+        """Return the seconds until workers have done all pieces, each of which goes to the first that is free."""
+        workers = min(workers, self.num_pieces)
+        total = factor * self.work_seconds + self.num_pieces * self.piece_seconds
+        if workers <= 1 or self.num_pieces > _SIMULATED:
+            longest = factor * self.longest_piece + self.piece_seconds
+            return max(total / max(1, workers), longest)
+        pieces = [factor * seconds + self.piece_seconds for seconds in self._piece_seconds()]
+        # pieces that were measured are not all like the mean of their kind
+        factor = total / sum(pieces) if sum(pieces) > 0 else 1.0
+        free_at = [0.0] * workers
+        for seconds in pieces:
+            heapq.heapreplace(free_at, free_at[0] + factor * seconds)
+        return max(free_at)
+
+    def _piece_seconds(self) -> Iterator[float]:
+        return (cost.of_piece(count) for cost in self.costs.kinds for _, count in cost.kind.pieces)
+
+
+def seconds_to_hand_over(num_bytes: int, clock: Clock) -> float:
+    """Measure what a worker does to write a piece, but for the disk; its owner does about as much to read it.
+
+    Args:
+        num_bytes: Of the piece.
+        clock: Gives the time in seconds.
+    """
+    content = {"total": torch.zeros(max(1, num_bytes), dtype=torch.uint8)}
+    start = clock()
+    fingerprint("1", *content.values())
+    save(content)
+    return clock() - start
+
+
+def existing_folder(checkpoint: str | os.PathLike[str] | None) -> Path:
+    """Return a folder on the disk on which pieces will lie: of a checkpoint, or that of temporary files."""
+    folder = Path(tempfile.gettempdir() if checkpoint is None else checkpoint).absolute()
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def peak_memory() -> int | None:
+    """Return the largest number of bytes of memory that this process has had; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
