@@ -7,7 +7,9 @@ import typer
 
 from epk_gp.cli.app import command
 from epk_gp.cli.options import (
+    CheckEvery,
     ColumnsSide,
+    CommitSeconds,
     CompressionName,
     CoupledOutputs,
     Dtype,
@@ -137,19 +139,8 @@ def record(
     compression: Annotated[
         CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
     ] = CompressionName.none,
-    commit_seconds: Annotated[
-        float,
-        typer.Option(
-            help="Seconds between commits: a crash loses at most the steps of this time.",
-            callback=number(or_equal=False),
-        ),
-    ] = 60.0,
-    check_every: Annotated[
-        int,
-        typer.Option(
-            help="Recompute and check the gradient of one step in N; of every step by default.", callback=count()
-        ),
-    ] = 1,
+    commit_seconds: CommitSeconds = 60.0,
+    check_every: CheckEvery = 1,
     seed: Seed = 0,
     quiet: Quiet = False,
 ) -> None:

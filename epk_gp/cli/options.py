@@ -234,6 +234,16 @@ MeasuringSeconds = Annotated[
         callback=number(0.1, below=1e5),
     ),
 ]
+CommitSeconds = Annotated[
+    float,
+    typer.Option(
+        help="Seconds between commits: a crash loses at most the steps of this time.", callback=number(or_equal=False)
+    ),
+]
+CheckEvery = Annotated[
+    int,
+    typer.Option(help="Recompute and check the gradient of one step in N; of every step by default.", callback=count()),
+]
 Workers = Annotated[
     int | None,
     typer.Option(

@@ -214,12 +214,12 @@ class _BlockWork:
             at_once, scratch = count, self.result_bytes  # kept until the part is written
         elif workers is not None:
             # a checkpoint keeps the pieces of a tile until their sum is saved
-            folder = existing_folder(self.context.options.checkpoint)
-            of_tile = len(self.ranges) if keeps and not self._is_whole else 0
-            at_once = (
-                count if keeps and self._is_whole else min(count, pieces_ahead(self.piece_bytes, folder) + of_tile)
-            )
-            scratch = at_once * self.piece_bytes
+            ahead = pieces_ahead(self.piece_bytes, existing_folder(self.context.options.checkpoint))
+            if keeps:
+                ahead = count if self._is_whole else ahead + len(self.ranges)
+            at_once = min(count, ahead)
+            growing = min(count, workers) if self._is_whole else 0  # what each worker has of a tile
+            scratch = (at_once + growing) * self.piece_bytes
         if self.which is None and keeps and not self._is_whole:
             largest = self._total_bytes(self.piece_bytes)  # a file is replaced by the next one of its name
             scratch += sum(self._total_bytes(self._tile_bytes(tile)) for tile in self.layout.tiles) + largest
