@@ -2,6 +2,7 @@
 
 import heapq
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -145,10 +146,10 @@ def seconds_to_hand_over(num_bytes: int, clock: Clock) -> float:
     return clock() - start
 
 
-def existing_folder(checkpoint: str | os.PathLike[str] | None) -> Path:
-    """Return a folder on the disk on which pieces will lie: of a checkpoint, or that of temporary files."""
+def free_bytes(checkpoint: str | os.PathLike[str] | None) -> int:
+    """Count the bytes that are free where pieces will lie: on the disk of a checkpoint, or of temporary files."""
     folder = Path(tempfile.gettempdir() if checkpoint is None else checkpoint).absolute()
-    return next(place for place in (folder, *folder.parents) if place.is_dir())
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
 
 
 def peak_memory() -> int | None:

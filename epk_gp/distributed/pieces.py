@@ -166,7 +166,7 @@ def _computed(
     pieces: Iterable[Piece], executor: SupportsSubmit, sums: PartialSums, key: str, num_bytes: int
 ) -> Generator[dict[str, Tensor], None, None]:
     waiting: deque[tuple[Piece, PendingResult | None]] = deque()
-    rest, ahead = iter(pieces), pieces_ahead(num_bytes, sums.folder)
+    rest, ahead = iter(pieces), num_ahead(num_bytes, shutil.disk_usage(sums.folder).free)
     try:
         while True:
             while len(waiting) < ahead and (piece := next(rest, None)) is not None:
@@ -193,15 +193,14 @@ def _computed(
                     pending.cancel()
 
 
-def pieces_ahead(num_bytes: int, folder: Path) -> int:
+def num_ahead(num_bytes: int, free: int) -> int:
     """Count the pieces that are submitted before the first of them is read.
 
     Args:
         num_bytes: Of a piece.
-        folder: Their folder, or one on the same disk.
+        free: Bytes that are free in their folder.
     """
-    room = max(AHEAD_BYTES, int(AHEAD_SHARE * shutil.disk_usage(folder).free))
-    return max(2, min(AHEAD, room // max(1, num_bytes)))
+    return max(2, min(AHEAD, max(AHEAD_BYTES, int(AHEAD_SHARE * free)) // max(1, num_bytes)))
 
 
 @contextmanager

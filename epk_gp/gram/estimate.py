@@ -20,13 +20,13 @@ from epk_gp.distributed.cost_estimate import (
     CostEstimate,
     DiskEstimate,
     MemoryEstimate,
-    existing_folder,
+    free_bytes,
     peak_memory,
     seconds_to_hand_over,
 )
 from epk_gp.distributed.cost_sample import Clock, PieceKind, SampledCosts, Tick, sample_costs
 from epk_gp.distributed.job import Place, pickled
-from epk_gp.distributed.pieces import Here, pieces_ahead, threads_of_workers
+from epk_gp.distributed.pieces import Here, num_ahead, threads_of_workers
 from epk_gp.gram.accumulation import Steps, step_batches
 from epk_gp.gram.block_parts import PieceLayout, Share, StepInterval, piece_layout
 from epk_gp.gram.context import ExecutionContext
@@ -214,7 +214,7 @@ class _BlockWork:
             at_once, scratch = count, self.result_bytes  # kept until the part is written
         elif workers is not None:
             # a checkpoint keeps the pieces of a tile until their sum is saved
-            ahead = pieces_ahead(self.piece_bytes, existing_folder(self.context.options.checkpoint))
+            ahead = num_ahead(self.piece_bytes, free_bytes(self.context.options.checkpoint))
             if keeps:
                 ahead = count if self._is_whole else ahead + len(self.ranges)
             at_once = min(count, ahead)

@@ -23,13 +23,13 @@ from epk_gp.distributed.cost_estimate import (
     CostEstimate,
     DiskEstimate,
     MemoryEstimate,
-    existing_folder,
+    free_bytes,
     peak_memory,
     seconds_to_hand_over,
 )
 from epk_gp.distributed.cost_sample import Clock, PieceKind, SampledCosts, Tick, sample_costs
 from epk_gp.distributed.job import Place, pickled
-from epk_gp.distributed.pieces import Here, pieces_ahead, threads_of_workers
+from epk_gp.distributed.pieces import Here, num_ahead, threads_of_workers
 from epk_gp.gram.estimate import SECONDS
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.attribute import parse_groupings
@@ -211,7 +211,7 @@ class _PassWork:
         num_weights, itemsize = whole.problem.net.model.num_weights, self._reference.itemsize
         if workers is not None:
             count, ranges = len(self.places), len(whole.ranges)
-            ahead = pieces_ahead(self.piece_bytes, existing_folder(whole.problem.options.checkpoint))
+            ahead = num_ahead(self.piece_bytes, free_bytes(whole.problem.options.checkpoint))
             at_once = count if keeps and ranges == 1 else min(count, ahead + (ranges if keeps else 0))
             scratch = at_once * self.piece_bytes + len(pickled(self.pieces))
             if keeps and ranges > 1:  # and the sums of blocks
