@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 import epk_gp
-from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.storage.schema import SAFETENSORS_DTYPES
+from epk_gp.storage.tensor_files import tensor_file
 
 
 @dataclass
@@ -70,24 +69,9 @@ def provenance(timer: Stopwatch) -> dict[str, object]:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write named arrays as safetensors, with metadata: the same bytes whenever both are the same.
-
-    Arrays are written one by one from where they lie: a large result needs its own memory only once. (safetensors makes
-    two copies of it, and writes metadata in a random order.)
-    """
-    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
-    names, end = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name)), 0  # each at a multiple of its items
-    for name in names:
-        value, start = arrays[name], end
-        end = start + value.numel() * value.itemsize
-        dtype = SAFETENSORS_DTYPES[value.dtype]
-        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """Write named arrays as safetensors, with metadata: the same bytes whenever both are the same."""
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(tensor_bytes(arrays[name]))
+        file.writelines(tensor_file(arrays, metadata))
 
 
 def write_npz(path: Path, arrays: Mapping[str, Tensor]) -> None:

@@ -62,9 +62,10 @@ def write_job(folder: Path, identity: str, job: Job) -> str:
     Raises:
         TypeError: The computation cannot be sent to another process.
     """
-    header = json.dumps({"versions": _versions(), "identity": identity}).encode()
+    about = {"versions": _versions(), "identity": identity, "is_durable": job.sums.is_durable}
+    header = json.dumps(about).encode()
     content = header + b"\n" + pickled(job.computation)
-    atomic_write(folder / JOB, content)
+    atomic_write(folder / JOB, content, is_durable=job.sums.is_durable)
     return keep_job(job, checksum(content))
 
 
@@ -137,7 +138,7 @@ def _opened(folder: str, key: str) -> Job:
         )
     computation: Computation = pickle.loads(pickled)
     computation.check()
-    return Job(computation, PartialSums(folder, described["identity"]))
+    return Job(computation, PartialSums(folder, described["identity"], is_durable=described["is_durable"]))
 
 
 def _versions() -> dict[str, str]:

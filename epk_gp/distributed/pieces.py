@@ -122,7 +122,7 @@ def results_of(
     """
     executor, checkpoint = options.executor, options.checkpoint
     with nullcontext() if executor is None else threads_of_workers(executor), scratch_folder(checkpoint) as folder:
-        sums = PartialSums(folder, identity)
+        sums = PartialSums(folder, identity, is_durable=checkpoint is not None)
         with closing(computed_pieces(computation, pieces, executor or Here(), sums, num_bytes)) as results:
             for piece, result in zip(pieces, results, strict=True):
                 yield result

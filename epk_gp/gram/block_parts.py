@@ -22,7 +22,7 @@ from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, th
 from epk_gp.gram.accumulator import transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.integration_check import IntegrationCheck
-from epk_gp.gram.tile_parts import GramPieces, Tile, step_ranges, sum_dtype, tile_points, tiles_of
+from epk_gp.gram.tile_parts import GramPieces, Tile, block_tiles, step_ranges, sum_dtype, tile_points, tiles_of
 from epk_gp.gram.tiles import assembled
 from epk_gp.storage.atomic_files import checksum
 from epk_gp.storage.partial_sums import PartialSums
@@ -169,7 +169,7 @@ class GramPart:
     def layout(self) -> PieceLayout:
         """The pieces of the whole block."""
         b = self.a if self.description["is_symmetric"] else self.b
-        tiles = tiles_of(self.a, b, self.description["tile_points"])
+        tiles = tiles_of(self.a, b, self.description["tile_points"], len(self.description["bounds"]) - 1)
         return PieceLayout(tiles, tuple(self.description["bounds"]))
 
 
@@ -186,7 +186,9 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
     check, sums = IntegrationCheck(), dict[Place, Tensor]()
     with nullcontext() if executor is None else threads_of_workers(executor):
         description = _describe(context, a, b)
-        layout = PieceLayout(tiles_of(a, b, description["tile_points"]), tuple(description["bounds"]))
+        layout = PieceLayout(
+            tiles_of(a, b, description["tile_points"], len(description["bounds"]) - 1), tuple(description["bounds"])
+        )
         pieces = [Piece("piece-" + "-".join(map(str, place)), place) for place in which.places(layout)]
         of_block, identity = GramPieces.of(context, a, b), fingerprint(sorted(description.items()))
         if executor is None:
@@ -270,7 +272,7 @@ def piece_layout(context: ExecutionContext, a: Points, b: Points) -> PieceLayout
         a: The points along the rows.
         b: Those along the columns; the same object as a for a symmetric block.
     """
-    return PieceLayout(tiles_of(a, b, tile_points(context)), _bounds(context))
+    return PieceLayout(block_tiles(context, a, b), _bounds(context))
 
 
 def _bounds(context: ExecutionContext) -> tuple[int, ...]:

@@ -11,9 +11,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.planning import plan_for, with_plan
+from epk_gp.autodiff.planning import with_plan
 from epk_gp.autodiff.sketches import draw_signs, seeded_generator
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head
 from epk_gp.core.points import Points
@@ -138,7 +139,7 @@ class PathSketch:
         K, spec, same = self.coefficients.shape[1], net.model.spec, a is b
         result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
         of_a, of_b = (result.new_empty(len(points), K) for points in (a, b))
-        pieces = ProductPieces(self, a, b, options.memory_budget, net.model.cache.needs_dense_plan)
+        pieces = ProductPieces(self, a, b, options.memory_budget, net.plan)
         largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
         computed = self._computed(net, pieces, options, largest**2 * K * net.itemsize)
         bar = tqdm(pieces.places, desc="tiles", disable=not options.progress)
@@ -153,7 +154,7 @@ class PathSketch:
     def _features(self, net: PlannedModel, points: Points, options: ComputeOptions) -> Tensor:
         spec, K, k = net.model.spec, self.coefficients.shape[1], self.num_features
         result = torch.empty(len(points), K, k, dtype=spec.dtype, device=spec.device)
-        pieces = FeaturePieces(self, points, net.model.cache.needs_dense_plan)
+        pieces = FeaturePieces(self, points, net.plan)
         num_bytes = max(map(len, pieces.rows.values()), default=0) * K * k * net.itemsize
         with tqdm(total=len(points), desc="points", disable=not options.progress) as bar:
             computed = self._computed(net, pieces, options, num_bytes)
@@ -193,12 +194,12 @@ class FeaturePieces:
     Attributes:
         sketch: What is computed.
         points: The points.
-        needs_dense_plan: Which of the network's plans the pieces are computed with.
+        plan: How to differentiate the network: made once, by the owner of the job.
     """
 
     sketch: PathSketch
     points: Points
-    needs_dense_plan: bool
+    plan: DifferentiationPlan
 
     def check(self) -> None:
         """Raise if the run on disk is not the one that the owner of the job opened."""
@@ -241,8 +242,7 @@ class FeaturePieces:
     @cached_property
     def _net(self) -> PlannedModel:
         model = self.sketch.trajectory.model_for(self.points.X)
-        model.cache.needs_dense_plan |= self.needs_dense_plan
-        return plan_for(self.sketch.trajectory, model)
+        return PlannedModel(model, self.plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,14 +254,14 @@ class ProductPieces:
         a: The points on the left.
         b: Those on the right; the same object as a for a symmetric block.
         memory_budget: Bytes for the layer Jacobians and products of a piece.
-        needs_dense_plan: Which of the network's plans the pieces are computed with.
+        plan: How to differentiate the network: made once, by the owner of the job.
     """
 
     sketch: PathSketch
     a: Points
     b: Points
     memory_budget: int
-    needs_dense_plan: bool
+    plan: DifferentiationPlan
 
     def check(self) -> None:
         """Raise if the run on disk is not the one that the owner of the job opened."""
@@ -313,8 +313,7 @@ class ProductPieces:
     def _parts(self, points: Points) -> list[tuple[NodeSketch, Tensor]]:
         """Split points by copy, and so that the layer Jacobians of a part fit into the budget."""
         model = self.sketch.trajectory.model_for(self.a.X)
-        model.cache.needs_dense_plan |= self.needs_dense_plan
-        net = plan_for(self.sketch.trajectory, model)
+        net = PlannedModel(model, self.plan)
         return [
             (sketch, rows)
             for is_train in (True, False)

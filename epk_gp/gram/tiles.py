@@ -21,13 +21,13 @@ from epk_gp.gram.tile_parts import (
     Progress,
     Tile,
     add_range,
+    block_tiles,
     require_total,
     step_ranges,
     sum_dtype,
     sum_range,
     tile_name,
     tile_points,
-    tiles_of,
 )
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -41,7 +41,7 @@ OF_WORKER = "-whole"  # ends the name of a tile's sum that a worker has finished
 
 def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor, "K N ..."]:
     """Fill a class-major block tile by tile (`ExecutionContext.block_shape`)."""
-    tiles = tiles_of(a, b, tile_points(context))
+    tiles = block_tiles(context, a, b)
     executor = context.options.executor
     totals = _totals_here(context, a, b, tiles) if executor is None else _by_workers(executor, context, a, b, tiles)
     reference = context.reference.new_empty(0, dtype=sum_dtype(context))
@@ -102,7 +102,8 @@ def _by_workers(
     """Sum tile by tile what workers computed, in the order of `_totals_here`."""
     checkpoint = context.options.checkpoint
     with threads_of_workers(executor), scratch_folder(checkpoint) as folder:
-        sums, prefix = PartialSums(folder, _identity(context, a, b)), _prefix(context)
+        sums = PartialSums(folder, _identity(context, a, b), is_durable=checkpoint is not None)
+        prefix = _prefix(context)
         pieces = TilePieces(prefix, len(step_ranges(len(context.steps))), is_whole=len(tiles) >= WHOLE_TILES)
         done = [pieces.num_done(sums, tile) for tile in tiles]
         largest = max(len(tile.rows) * len(tile.columns) for tile in tiles) if tiles else 0

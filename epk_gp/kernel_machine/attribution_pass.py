@@ -12,8 +12,9 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.autodiff.planning import plan_for
+from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.trajectory import network_outputs
@@ -282,7 +283,7 @@ class AttributionPieces:
         options: How to compute, without an executor.
         groupings: The axes of each result.
         splits_statistics: Split what the moving statistics add over the samples.
-        needs_dense_plan: Which of the network's plans the pieces are computed with.
+        plan: How to differentiate the network: made once, by the owner of the job.
     """
 
     kernel: PathKernel
@@ -291,17 +292,15 @@ class AttributionPieces:
     options: ComputeOptions
     groupings: Groupings
     splits_statistics: bool
-    needs_dense_plan: bool
+    plan: DifferentiationPlan
 
     @classmethod
     def of(cls, work: AttributionPass) -> "AttributionPieces":
         """Return the pieces of a pass."""
         problem = work.problem
         options = replace(problem.options, executor=None, progress=False, checkpoint=None)
-        is_dense = problem.net.model.cache.needs_dense_plan
-        return cls(
-            problem.kernel, problem.X, problem.classes, options, work.groupings, work.splits_statistics, is_dense
-        )
+        plan = problem.net.plan
+        return cls(problem.kernel, problem.X, problem.classes, options, work.groupings, work.splits_statistics, plan)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the pickled form, without what is found out again."""
@@ -320,8 +319,7 @@ class AttributionPieces:
         """The pass of all points."""
         trajectory = self.kernel.trajectory
         model = trajectory.model_for(self.X)
-        model.cache.needs_dense_plan |= self.needs_dense_plan
-        problem = make_problem(plan_for(trajectory, model), self.kernel, self.X, self.classes, self.options)
+        problem = make_problem(PlannedModel(model, self.plan), self.kernel, self.X, self.classes, self.options)
         return AttributionPass(problem, self.groupings, self.splits_statistics)
 
     @cached_property

@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.planning import plan_for
 from epk_gp.core.averaging import PredictedPath
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.gradients import ReplayedStep, has_memory, replayed_steps
 from epk_gp.core.memory_plan import integration_points, panel_points
@@ -94,19 +94,19 @@ class ReconstructionPieces:
         kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
         options: How to compute, without an executor.
-        needs_dense_plan: Which of the network's plans the pieces are computed with.
+        plan: How to differentiate the network: made once, by the owner of the job.
     """
 
     kernel: PathKernel
     X: Shaped[Tensor, "n ..."]
     options: ComputeOptions
-    needs_dense_plan: bool
+    plan: DifferentiationPlan
 
     @classmethod
     def of(cls, net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> "ReconstructionPieces":
         """Return the pieces of a reconstruction."""
         own = replace(options, executor=None, progress=False, checkpoint=None)
-        return cls(kernel, X, own, net.model.cache.needs_dense_plan)
+        return cls(kernel, X, own, net.plan)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the pickled form, without what is found out again."""
@@ -183,8 +183,7 @@ class ReconstructionPieces:
     @cached_property
     def _net(self) -> PlannedModel:
         model = self.kernel.trajectory.model_for(self.X)
-        model.cache.needs_dense_plan |= self.needs_dense_plan
-        return plan_for(self.kernel.trajectory, model)
+        return PlannedModel(model, self.plan)
 
     @property
     def _outputs(self) -> Float[Tensor, "0 C"]:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -232,29 +232,38 @@ def _check_header_length(start: bytes, size: int, where: str) -> None:
         )
 
 
-def atomic_write(file: Path, content: bytes, *, sync: bool = True, writer: str = "") -> None:
+def atomic_write(
+    file: Path,
+    content: bytes | Iterable[bytes | memoryview],
+    *,
+    sync: bool = True,
+    writer: str = "",
+    is_durable: bool = True,
+) -> None:
     """Write a file such that it exists with its full content or not at all, whatever interrupts the write.
 
     The content is written under another name (`.part`), synchronised, and renamed.
 
     Args:
         file: The file.
-        content: Its bytes.
+        content: Its bytes, or several parts of them.
         sync: Also synchronise the folder, which makes the new name durable; False if the caller does so later.
+        is_durable: Whether the file survives a power failure. One that need not is not synchronised at all.
         writer: Who writes, where several may write the same file at once: it becomes part of the other name.
     """
     partial = file.with_name(f"{file.name}{writer and '.'}{writer}.part")
     try:
         with partial.open("wb") as stream:
-            stream.write(content)
+            stream.writelines([content] if isinstance(content, bytes) else content)
             stream.flush()
-            os.fsync(stream.fileno())
+            if is_durable:
+                os.fsync(stream.fileno())
         partial.replace(file)
     except OSError:
         with suppress(OSError):
             partial.unlink()  # frees the space on a full disk
         raise
-    if sync:
+    if sync and is_durable:
         sync_folder(file.parent)
 
 

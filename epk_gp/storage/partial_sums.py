@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 from uuid import uuid4
 
 from safetensors import SafetensorError
-from safetensors.torch import save
 from torch import Tensor
 
-from epk_gp.core.fingerprint import fingerprint
+from epk_gp.core.fingerprint import tensor_bytes
 from epk_gp.storage.atomic_files import atomic_write, open_tensors, parse_json, read_bytes
+from epk_gp.storage.tensor_files import tensor_file
 
 SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
 _MANIFEST = "checkpoint.json"
@@ -24,17 +25,18 @@ _MANIFEST_BYTES = 1024  # the manifest has some 60 bytes
 class PartialSums:
     """A folder with the partial sums of one computation, each with the number of terms it holds."""
 
-    def __init__(self, folder: str | os.PathLike[str], fingerprint: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], fingerprint: str, *, is_durable: bool = True) -> None:
         """Open a new folder, or one with partial sums of the same computation.
 
         Args:
             folder: The folder; it is made if it does not exist.
             fingerprint: Fingerprint of everything that the result depends on.
+            is_durable: Whether sums survive a power failure: not where the folder is removed in any case.
 
         Raises:
             ValueError: The folder holds partial sums of another computation, or other files.
         """
-        self.folder, self.identity = Path(folder), fingerprint
+        self.folder, self.identity, self.is_durable = Path(folder), fingerprint, is_durable
         self.folder.mkdir(parents=True, exist_ok=True)
         manifest = self.folder / _MANIFEST
         if manifest.is_file():
@@ -99,10 +101,11 @@ class PartialSums:
 
     def save(self, name: str, tensors: dict[str, Tensor], count: int) -> None:
         """Replace a partial sum and its number of terms, atomically."""
-        content = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        metadata = {"count": str(count), "checksum": _checksum(content, str(count))}
+        values = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+        metadata = {"count": str(count), "checksum": _checksum(values, str(count))}
         # a worker that was taken for dead may still write the same sum
-        atomic_write(self._file(name), save(content, metadata), writer=uuid4().hex[:8])
+        writer = uuid4().hex[:8]
+        atomic_write(self._file(name), tensor_file(values, metadata), writer=writer, is_durable=self.is_durable)
         self._last_save = time.monotonic()
 
     @contextmanager
@@ -122,7 +125,13 @@ class PartialSums:
 
 
 def _checksum(tensors: dict[str, Tensor], count: str) -> str:
-    return fingerprint(count, *(part for name in sorted(tensors) for part in (name, tensors[name])))
+    """Return a checksum against damage: of 32 bits, in a fifth of the time of one that tells different sums apart."""
+    value = zlib.crc32(count.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        value = zlib.crc32(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode(), value)
+        value = zlib.crc32(tensor_bytes(tensor), value)
+    return f"{value:08x}"
 
 
 def _recorded_fingerprint(manifest: Path) -> object:
