@@ -34,6 +34,8 @@ from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.stored import require_same_run
 
+_BEGUN = "-begun"  # ends the name of a sum that is not whole yet
+
 Groupings = tuple[tuple[Axis, ...], ...]
 
 
@@ -100,17 +102,24 @@ class AttributionPass:
         """Replay the run, and compare its steps with the recorded ones."""
         return StepResiduals(self.problem, initial, keeps=not self.is_factored)
 
-    def part(self, place: Place, residuals: StepResiduals | None, bar: "tqdm[Any] | None" = None) -> PassProgress:
+    def part(
+        self,
+        place: Place,
+        residuals: StepResiduals | None,
+        bar: "tqdm[Any] | None" = None,
+        begun: tuple[PartialSums | None, str] = (None, ""),
+    ) -> PassProgress:
         """Sum the terms of a range of steps at the points of a block.
 
         Args:
             place: Which block, and which range.
             residuals: What the steps leave unexplained; None where contributions are factored.
             bar: A progress bar of steps.
+            begun: Where the sums are kept before they are whole, and their name there.
         """
         number, of_steps = place
         problem, sums = self.of_block(number)
-        progress = PassProgress(None, sums.tensors, self.new_record, bar=bar)
+        progress = PassProgress(begun[0], sums.tensors, self.new_record, begun[1], bar)
         if self.is_factored:
             vanilla_gd_pass(problem, self.ranges[of_steps], sums.add, progress, self.points_per_block)
         elif residuals is not None:
@@ -255,7 +264,7 @@ def _add_blocks(
                 is_kept = count == 1 and executor is not None
                 if stored is not None and not is_kept and (number == count or stored.should_save):
                     stored.save(f"{name}-{block}", total.state(), number)
-                    stored.remove(used if count > 1 else [])
+                    stored.remove([*(used if count > 1 else []), *(name + _BEGUN for name in used)])
                     used.clear()
             progress.merge(total.state())
 
@@ -269,7 +278,7 @@ def _parts_here(
     with tqdm(total=left, desc="steps", disable=not work.problem.options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
-            yield found or work.part(piece.place, None, bar).state()
+            yield found or work.part(piece.place, None, bar, (stored, piece.name + _BEGUN)).state()
 
 
 @dataclass(frozen=True, eq=False)

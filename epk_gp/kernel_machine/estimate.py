@@ -152,9 +152,8 @@ class _PassWork:
         progress = _PartOfPass(sums.tensors, whole.new_record, (first, last), tick)
         with suppress(_MeasuredError):
             if whole.is_factored:
-                steps = self._steps(number)[first:last]
-                of_run = slice(steps.start, steps.stop)
-                vanilla_gd_pass(problem, of_run, sums.add, progress, whole.points_per_block)
+                steps = self._steps(number)[:last]
+                vanilla_gd_pass(problem, slice(steps.start, steps.stop), sums.add, progress, whole.points_per_block)
             else:
                 whole.pass_adjoints(problem, sums, progress, _AnyResiduals(self._residual))
         _synchronise(self.pieces.X)

@@ -69,7 +69,7 @@ def vanilla_gd_pass(
         problem: The predictions, at points that are computed together.
         steps: Which steps.
         emit: Called with every contribution.
-        progress: How far the pass is.
+        progress: How far the pass is; what is done is left out.
         points_per_block: Largest number of points that are computed together.
 
     Raises:
@@ -78,7 +78,7 @@ def vanilla_gd_pass(
     trajectory, rows = problem.trajectory, torch.arange(len(problem.X), device=problem.X.device)
     validate_vanilla_gd(trajectory, "factored contributions")
     samples_per_block = problem.memory.vanilla_gd_samples(points_per_block, len(rows), problem.num_outputs)
-    for step in trajectory.steps[steps]:
+    for step in trajectory.steps[steps][progress.done :]:
         integral, batches = integrate_step(problem, step, rows, points_per_block)
         rest = problem.select_outputs(integral.total, rows).clone()
         emit(WeightsContribution(step.index, rows, rest.clone()))
