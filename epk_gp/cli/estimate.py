@@ -25,9 +25,9 @@ _OF_ONE = {
     EstimatedCommand.attribute: ("num_points", "outputs"),
 }
 
-# What is held beside the result while its file is written, in multiples of it: measured, of a block of 200 MB and a
-# part of 100 MB. A block is brought into the order of its axes, and both are copied twice by safetensors.
-_COPIES_OF_BLOCK, _COPIES_OF_PART = 3, 2
+# What is held beside the result while its file is written, in multiples of it: a block is brought into the order of
+# its axes; the sums of a part are written from where they lie.
+_COPIES_OF_BLOCK, _COPIES_OF_PART = 1, 0
 
 _DAY, _HOUR, _MINUTE = 86400, 3600, 60
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
-from safetensors.torch import save
 from torch import Tensor
 
 from epk_gp.core.fingerprint import fingerprint_tensors
@@ -15,6 +14,7 @@ from epk_gp.core.points import Points
 from epk_gp.distributed.job import Place
 from epk_gp.gram.block_parts import GramPart, Share
 from epk_gp.storage.atomic_files import atomic_write, checksum, open_tensors
+from epk_gp.storage.tensor_files import tensor_file
 
 _FORMAT = "epk_gp.gram_part.1"
 _SUM, _INTEGRALS = "sum.", "of_rule."
@@ -79,7 +79,7 @@ def write_gram_part(file: Path, part: GramPart) -> None:
         }
     )
     metadata = {"format": _FORMAT, "record": record, "checksum": checksum(record.encode())}
-    atomic_write(file, save(tensors, metadata))
+    atomic_write(file, tensor_file(tensors, metadata))
 
 
 def read_gram_part(file: Path) -> GramPart:
