@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from distributed_cases import Shuffled, Squares, squares
 
 COUNT = 6

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
 from distributed_cases import CALLS, OVER, Squares, record, same, squares
 
 dask = pytest.importorskip("dask", reason="comes with epk-gp[distributed]")

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-from distributed_cases import RULE, Shuffled, inputs, mixed, record
 
 import epk_gp as epk
+from distributed_cases import RULE, Shuffled, inputs, mixed, record
 from epk_gp.gram.thinning import thin_path
 
 

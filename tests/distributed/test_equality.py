@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import pytest
+
 from distributed_cases import CALLS, Shuffled, record, same
 
 QUICK = ("block", "momentum", "features")  # the run-time checks of shapes make many small steps slow

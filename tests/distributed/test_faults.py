@@ -8,6 +8,9 @@ from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolEx
 
 import pytest
 import torch
+from torch import nn
+
+import epk_gp as epk
 from distributed_cases import (
     CALLS,
     SMALL,
@@ -23,9 +26,6 @@ from distributed_cases import (
     same,
     squares,
 )
-from torch import nn
-
-import epk_gp as epk
 from epk_gp.distributed import job
 from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder
 from epk_gp.gram.diagonal import DiagonalPieces

@@ -5,9 +5,9 @@ from functools import lru_cache
 
 import pytest
 import torch
-from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, same
 
 import epk_gp as epk
+from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, same
 from epk_gp.core.aligned import BYTES
 from epk_gp.core.trajectory import flat_state
 from epk_gp.distributed import pieces

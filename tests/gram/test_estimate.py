@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed, record
 
 import epk_gp as epk
+from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed, record
 from epk_gp.gram import estimate
 from epk_gp.gram.block_parts import Share, StepInterval
 from epk_gp.gram.estimate import estimate_gram

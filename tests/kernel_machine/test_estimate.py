@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_cases import RULE, SMALL, Shuffled, inputs, record
 
 import epk_gp as epk
+from distributed_cases import RULE, SMALL, Shuffled, inputs, record
 from epk_gp.kernel_machine import adjoint, estimate, vanilla_gd
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
