@@ -345,4 +345,5 @@ def _identity(work: AttributionPass) -> str:
     return fingerprint(
         problem.trajectory.digest, problem.kernel.head, problem.kernel.rule, problem.options.memory_budget, kinds,
         problem.X, problem.classes, *(axis.group for axis in axes), [axis.names for axis in axes],
+        work.splits_statistics,
     )  # fmt: skip

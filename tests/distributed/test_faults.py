@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed_cases import (
     CALLS,
+    RULE,
     SMALL,
     Shuffled,
     Squares,
@@ -30,7 +31,9 @@ from epk_gp.distributed import job
 from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder
 from epk_gp.gram.diagonal import DiagonalPieces
 from epk_gp.gram.tile_parts import GramPieces
+from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
+from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.reconstruction_pass import ReconstructionPieces
 from epk_gp.storage import atomic_files
 from epk_gp.storage.partial_sums import PartialSums
@@ -345,3 +348,30 @@ def test_budgets_are_of_the_identity(tmp_path):
         epk.gram_block(
             run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=tmp_path / "pieces", memory_budget=SMALL
         )
+
+
+def test_another_split_of_the_statistics_is_another_computation(tmp_path):
+    run, X = record("batch_norm", steps=2), inputs(2)
+    epk.attribute(run, X, rule=RULE, checkpoint=tmp_path / "pieces")
+    with pytest.raises(ValueError, match="must be of this very computation"):
+        attribute_by(run, X, [by_sample(run)], rule=RULE, checkpoint=tmp_path / "pieces")
+
+
+class CountThreads:
+    """A computation that finds the number of threads that torch has in the thread of a pool."""
+
+    def check(self):
+        """Nothing is on disk."""
+
+    def piece(self, place):
+        return {"value": torch.tensor([torch.get_num_threads()])}
+
+
+def test_threads_of_a_pool_that_computed_before_take_the_owners_number(folder):
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        torch.set_num_threads(before + 1)
+        assert pool.submit(torch.get_num_threads).result() == before + 1  # the thread keeps it
+        torch.set_num_threads(before)
+        assert squares(CountThreads(), pool, folder, 2) == [before, before]
+    assert torch.get_num_threads() == before
