@@ -18,7 +18,7 @@ from epk_gp.core.fingerprint import fingerprint, fingerprint_tensors
 from epk_gp.core.points import Points
 from epk_gp.core.validation import validate_count
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
+from epk_gp.distributed.pieces import Piece, computed_pieces, planned_pieces, scratch_folder, threads_of_workers
 from epk_gp.gram.accumulator import transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.integration_check import IntegrationCheck
@@ -189,8 +189,10 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
         layout = PieceLayout(
             tiles_of(a, b, description["tile_points"], len(description["bounds"]) - 1), tuple(description["bounds"])
         )
-        pieces = [Piece("piece-" + "-".join(map(str, place)), place) for place in which.places(layout)]
-        of_block, identity = GramPieces.of(context, a, b), fingerprint(sorted(description.items()))
+        pieces = planned_pieces("piece", context.net.plan, which.places(layout))
+        of_block = GramPieces.of(context, a, b)
+        of_plan = ("plan", "tile_points")
+        identity = fingerprint(sorted(entry for entry in description.items() if entry[0] not in of_plan))
         if executor is None:
             results = _computed_here(context, of_block, pieces, identity)
         else:

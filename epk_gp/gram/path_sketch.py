@@ -20,7 +20,7 @@ from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.distributed.pieces import planned_pieces, results_of
 from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
 from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, node_products
 from epk_gp.gram.path_nodes import nodes_trajectory
@@ -167,11 +167,11 @@ class PathSketch:
         self, net: PlannedModel, pieces: "FeaturePieces | ProductPieces", options: ComputeOptions, num_bytes: int
     ) -> Iterator[dict[str, Tensor]]:
         """Compute pieces here or by workers, and give them in their order."""
-        named = [Piece("-".join(map(str, place)), place) for place in pieces.places]
         if options.executor is None and options.checkpoint is None:
             yield from map(pieces.piece, pieces.places)
         else:
-            yield from results_of(pieces, named, options, self._identity(net, pieces), num_bytes)
+            named = planned_pieces("points", net.plan, pieces.places)
+            yield from results_of(pieces, named, options, lambda: self._identity(pieces), num_bytes)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
@@ -181,9 +181,9 @@ class PathSketch:
         key = (self.seed, self.run.digest)
         return NodeSketch(net, states, self.head, coefficients.to(reference), self.num_features, key)
 
-    def _identity(self, net: PlannedModel, pieces: "FeaturePieces | ProductPieces") -> str:
+    def _identity(self, pieces: "FeaturePieces | ProductPieces") -> str:
         return fingerprint(
-            self.run.digest, self.head, self.coefficients, self.num_features, self.seed, net.plan, *pieces.identity
+            self.run.digest, self.head, self.coefficients, self.num_features, self.seed, *pieces.identity
         )
 
 

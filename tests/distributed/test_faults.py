@@ -10,8 +10,6 @@ import pytest
 import torch
 from distributed_cases import (
     CALLS,
-    RULE,
-    SMALL,
     Shuffled,
     Squares,
     StopError,
@@ -31,9 +29,7 @@ from epk_gp.distributed import job
 from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder
 from epk_gp.gram.diagonal import DiagonalPieces
 from epk_gp.gram.tile_parts import GramPieces
-from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
-from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.reconstruction_pass import ReconstructionPieces
 from epk_gp.storage import atomic_files
 from epk_gp.storage.partial_sums import PartialSums
@@ -339,22 +335,6 @@ def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypa
     again = Shuffled()
     assert same(call(run_for(name), executor=again, checkpoint=tmp_path / "pieces"), alone(name))
     assert not again.order
-
-
-def test_budgets_are_of_the_identity(tmp_path):
-    run = run_for("block")
-    epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=tmp_path / "pieces")
-    with pytest.raises(ValueError, match="must be of this very computation"):
-        epk.gram_block(
-            run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=tmp_path / "pieces", memory_budget=SMALL
-        )
-
-
-def test_another_split_of_the_statistics_is_another_computation(tmp_path):
-    run, X = record("batch_norm", steps=2), inputs(2)
-    epk.attribute(run, X, rule=RULE, checkpoint=tmp_path / "pieces")
-    with pytest.raises(ValueError, match="must be of this very computation"):
-        attribute_by(run, X, [by_sample(run)], rule=RULE, checkpoint=tmp_path / "pieces")
 
 
 class CountThreads:
