@@ -1,7 +1,7 @@
 """Parts of a Gram block, which processes compute that do not know of each other, and the block from its parts."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
@@ -199,7 +199,7 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
             largest = max((len(tile.rows) * len(tile.columns) for tile in layout.tiles), default=0)
             num_bytes = largest * context.num_sums * reference.itemsize
             results = _computed_by(executor, context, (of_block, pieces), identity, num_bytes)
-        with tqdm(total=len(pieces), desc="pieces", disable=not context.options.progress) as bar:
+        with closing(results), tqdm(total=len(pieces), desc="pieces", disable=not context.options.progress) as bar:
             for piece, result in zip(pieces, results, strict=True):
                 sums[piece.place] = result.pop("total").to(reference.device)
                 check.merge(result)
@@ -242,7 +242,7 @@ def reduce_gram_parts(parts: Sequence[GramPart]) -> Float[Tensor, "N C M C"]:
 
 def _computed_here(
     context: ExecutionContext, of_block: GramPieces, pieces: Sequence[Piece], identity: str
-) -> Iterator[dict[str, Tensor]]:
+) -> Generator[dict[str, Tensor], None, None]:
     """Compute pieces one after another; with a checkpoint, none that was saved."""
     folder = context.options.checkpoint
     stored = None if folder is None else PartialSums(folder, identity)
@@ -261,7 +261,7 @@ def _computed_by(
     work: tuple[GramPieces, Sequence[Piece]],
     identity: str,
     num_bytes: int,
-) -> Iterator[dict[str, Tensor]]:
+) -> Generator[dict[str, Tensor], None, None]:
     with scratch_folder(context.options.checkpoint) as folder:
         yield from computed_pieces(*work, executor, PartialSums(folder, identity), num_bytes)
 

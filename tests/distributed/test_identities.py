@@ -77,3 +77,26 @@ def test_pieces_of_workers_serve_calls_of_one_thread(name, folder):
         assert not executor.order
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["features", "part", pytest.param("tiles", marks=pytest.mark.slow)])
+def test_a_reader_that_is_interrupted_lets_go_of_the_folder(name, folder, monkeypatch):
+    """While the error, and with it the reader's frame, is kept, as an interactive session keeps the last one."""
+    run = run_for("block")
+    compute = {
+        "features": lambda: epk.path_features(run, inputs(3), 4, nodes=2, num_probe=0, **options),
+        "part": lambda: gram_block_part(run, mixed(3), mixed(3), Share(1, 1), rule=RULE, **options),
+        "tiles": lambda: epk.gram_block(run, mixed(100), mixed(4), rule=RULE, memory_budget=SMALL, **options),
+    }[name]
+    options = {"executor": Shuffled(), "checkpoint": folder}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        for where in ("tqdm.auto.tqdm.update", "epk_gp.gram.tiles.scatter_block"):
+            patch.setattr(where, interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            compute()
+    compute()
+    assert kept.value is not None
