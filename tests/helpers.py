@@ -217,3 +217,28 @@ def make_case(
         generator=generator,
     )
     return Case(name, trajectory, test, ("logits",) if outputs == 1 else ("logits", "log_softmax"))
+
+
+class SplitWhereNegative(nn.Module):
+    """Calls a layer for some of the rows only; the rows that the plan is made on do not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        negative = x[:, 0] < 0
+        if not negative.any():
+            return self.out(torch.tanh(self.hidden(x)))
+        h = x.new_zeros(len(x), 6).index_put((negative,), 0.5 * self.hidden(x[negative]))
+        return self.out(torch.tanh(h.index_put((~negative,), self.hidden(x[~negative]))))
+
+
+def surprising_run() -> tuple[epk.Trajectory, Tensor]:
+    torch.manual_seed(0)
+    X = torch.rand(8, 3, dtype=torch.float64) + 0.1
+    X[3, 0] = -0.5  # between the rows that the plan is made on
+    net = SplitWhereNegative().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trajectory = epk.train(net, X, torch.arange(8) % 2, optimizer=optimizer, steps=3)
+    return trajectory, X[1:5]

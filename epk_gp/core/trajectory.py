@@ -363,4 +363,5 @@ def batch_of(
         rows = step.batch.to(X.device)
         X, y = X[rows], y[rows]
     c = losses.sample_weights(loss, y) if step.sample_weights is None else step.sample_weights
-    return TensorSpec(reference.dtype, reference.device).cast(X), y.to(reference.device), c.to(reference)
+    # all rows, of a file or of another library, may lie anywhere
+    return aligned(TensorSpec(reference.dtype, reference.device).cast(X)), y.to(reference.device), c.to(reference)

@@ -46,9 +46,9 @@ class Job:
     sums: PartialSums
 
 
-# Computations by process and key: threads of a pool find theirs here. A forked worker finds a copy of what its parent
-# had, which is not its own.
-_OWN: dict[tuple[int, str], Job] = {}
+# Computations by process and key, with the number of threads of their owner: threads of a pool find theirs here. A
+# forked worker finds a copy of what its parent had, which is not its own.
+_OWN: dict[tuple[int, str], tuple[Job, int]] = {}
 
 
 def write_job(folder: Path, identity: str, job: Job) -> str:
@@ -71,7 +71,7 @@ def write_job(folder: Path, identity: str, job: Job) -> str:
 
 def keep_job(job: Job, key: str) -> str:
     """Keep a computation for the pieces that this process computes itself."""
-    _OWN[os.getpid(), key] = job
+    _OWN[os.getpid(), key] = job, torch.get_num_threads()
     return key
 
 
@@ -96,7 +96,7 @@ def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
         OSError: The piece cannot be written.
         ValueError: The folder holds another job, or one of another version of a package.
     """
-    job = _OWN.get((os.getpid(), key)) or _opened(folder, key)
+    job = _own_job(key) or _opened(folder, key)
     if job.sums.has(name):
         return
     result = job.computation.piece(place)
@@ -108,6 +108,17 @@ def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
             f"piece {name} must be written to {folder} by {platform.node()}: {error.strerror or error}. Make room "
             "there, and call again with this folder as the checkpoint.",
         ) from error
+
+
+def _own_job(key: str) -> Job | None:
+    """Return a job of this process, in whose threads pieces are computed as by its owner.
+
+    A thread keeps the number that torch had when the thread first computed something.
+    """
+    job, num_threads = _OWN.get((os.getpid(), key), (None, 0))
+    if job is not None and torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    return job
 
 
 @lru_cache(maxsize=2)

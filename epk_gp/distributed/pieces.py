@@ -19,8 +19,10 @@ from tqdm.auto import tqdm
 
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.executors import PendingResult, SupportsSubmit
 from epk_gp.distributed.job import Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
+from epk_gp.storage.atomic_files import checksum
 from epk_gp.storage.partial_sums import PartialSums
 
 # Pieces that are submitted before the first of them is read, at most, and bytes that their files may take: so many, or
@@ -44,6 +46,15 @@ class Piece:
 
     name: str
     place: Place
+
+
+def planned_pieces(name: str, plan: DifferentiationPlan, places: Iterable[Place]) -> list[Piece]:
+    """Name pieces by their places and by the plan of the network: those of another plan have other bytes.
+
+    A call that needs a second plan half-way goes on in the same folder.
+    """
+    prefix = f"{name}-{checksum(repr(plan).encode())}"
+    return [Piece("-".join([prefix, *map(str, place)]), place) for place in places]
 
 
 @contextmanager
@@ -105,7 +116,11 @@ def threads_of_workers(executor: SupportsSubmit) -> Iterator[None]:
 
 
 def results_of(
-    computation: Computation, pieces: Sequence[Piece], options: ComputeOptions, identity: str, num_bytes: int
+    computation: Computation,
+    pieces: Sequence[Piece],
+    options: ComputeOptions,
+    identity: Callable[[], str],
+    num_bytes: int,
 ) -> Generator[dict[str, Tensor], None, None]:
     """Compute pieces, by workers or here, and give their results in the order of the pieces.
 
@@ -113,7 +128,8 @@ def results_of(
         computation: What is computed.
         pieces: Its pieces.
         options: Whose workers compute, and where the pieces are kept. Pieces lie in a folder in any case.
-        identity: Fingerprint of everything on which the pieces depend.
+        identity: Gives the fingerprint of everything on which the pieces depend, of the number of threads that compute
+            them, too; but for the plan of the network (`planned_pieces`).
         num_bytes: Of a piece.
 
     Raises:
@@ -122,7 +138,7 @@ def results_of(
     """
     executor, checkpoint = options.executor, options.checkpoint
     with nullcontext() if executor is None else threads_of_workers(executor), scratch_folder(checkpoint) as folder:
-        sums = PartialSums(folder, identity, is_durable=checkpoint is not None)
+        sums = PartialSums(folder, identity(), is_durable=checkpoint is not None)
         with closing(computed_pieces(computation, pieces, executor or Here(), sums, num_bytes)) as results:
             for piece, result in zip(pieces, results, strict=True):
                 yield result

@@ -1,7 +1,7 @@
 """Parts of a Gram block, which processes compute that do not know of each other, and the block from its parts."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby
@@ -18,7 +18,7 @@ from epk_gp.core.fingerprint import fingerprint, fingerprint_tensors
 from epk_gp.core.points import Points
 from epk_gp.core.validation import validate_count
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
+from epk_gp.distributed.pieces import Piece, computed_pieces, planned_pieces, scratch_folder, threads_of_workers
 from epk_gp.gram.accumulator import transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.integration_check import IntegrationCheck
@@ -189,15 +189,17 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
         layout = PieceLayout(
             tiles_of(a, b, description["tile_points"], len(description["bounds"]) - 1), tuple(description["bounds"])
         )
-        pieces = [Piece("piece-" + "-".join(map(str, place)), place) for place in which.places(layout)]
-        of_block, identity = GramPieces.of(context, a, b), fingerprint(sorted(description.items()))
+        pieces = planned_pieces("piece", context.net.plan, which.places(layout))
+        of_block = GramPieces.of(context, a, b)
+        of_plan = ("plan", "tile_points")
+        identity = fingerprint(sorted(entry for entry in description.items() if entry[0] not in of_plan))
         if executor is None:
             results = _computed_here(context, of_block, pieces, identity)
         else:
             largest = max((len(tile.rows) * len(tile.columns) for tile in layout.tiles), default=0)
             num_bytes = largest * context.num_sums * reference.itemsize
             results = _computed_by(executor, context, (of_block, pieces), identity, num_bytes)
-        with tqdm(total=len(pieces), desc="pieces", disable=not context.options.progress) as bar:
+        with closing(results), tqdm(total=len(pieces), desc="pieces", disable=not context.options.progress) as bar:
             for piece, result in zip(pieces, results, strict=True):
                 sums[piece.place] = result.pop("total").to(reference.device)
                 check.merge(result)
@@ -240,7 +242,7 @@ def reduce_gram_parts(parts: Sequence[GramPart]) -> Float[Tensor, "N C M C"]:
 
 def _computed_here(
     context: ExecutionContext, of_block: GramPieces, pieces: Sequence[Piece], identity: str
-) -> Iterator[dict[str, Tensor]]:
+) -> Generator[dict[str, Tensor], None, None]:
     """Compute pieces one after another; with a checkpoint, none that was saved."""
     folder = context.options.checkpoint
     stored = None if folder is None else PartialSums(folder, identity)
@@ -259,7 +261,7 @@ def _computed_by(
     work: tuple[GramPieces, Sequence[Piece]],
     identity: str,
     num_bytes: int,
-) -> Iterator[dict[str, Tensor]]:
+) -> Generator[dict[str, Tensor], None, None]:
     with scratch_folder(context.options.checkpoint) as folder:
         yield from computed_pieces(*work, executor, PartialSums(folder, identity), num_bytes)
 

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.points import Points
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.distributed.pieces import planned_pieces, results_of
 from epk_gp.gram.accumulation import Steps, step_batches
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.nodes import jacobians_at_nodes, shared_nodes
@@ -31,9 +31,9 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
                     bar.update(len(steps))
         return result
     places = [(*part, number) for part in rows for number in range(len(ranges))]
-    named = [Piece("-".join(["diagonal", *map(str, place)]), place) for place in places]
+    named = planned_pieces("diagonal", context.net.plan, places)
     num_bytes = max(map(len, rows.values()), default=0) * C**2 * context.reference.itemsize
-    results = results_of(pieces, named, options, _identity(context, a), num_bytes)
+    results = results_of(pieces, named, options, lambda: _identity(context, a), num_bytes)
     with closing(results), tqdm(total=len(named), desc="pieces", disable=hidden) as bar:
         for place, found in zip(places, results, strict=True):
             context.integrations.merge(found)
@@ -92,6 +92,6 @@ def sum_over_layers(parts: list[Tensor]) -> Tensor:
 
 def _identity(context: ExecutionContext, a: Points) -> str:
     return fingerprint(
-        "diagonal", context.trajectory.digest, context.head, context.rule, context.step_weights, context.net.plan,
+        "diagonal", context.trajectory.digest, context.head, context.rule, context.step_weights,
         context.options.memory_budget, a.X, a.is_train,
     )  # fmt: skip

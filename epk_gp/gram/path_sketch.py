@@ -1,7 +1,8 @@
 """The sketch of a path kernel: k numbers for a point, whose inner products are the kernel's values in expectation."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -20,7 +21,7 @@ from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.distributed.pieces import planned_pieces, results_of
 from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
 from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, node_products
 from epk_gp.gram.path_nodes import nodes_trajectory
@@ -143,12 +144,13 @@ class PathSketch:
         largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
         computed = self._computed(net, pieces, options, largest**2 * K * net.itemsize)
         bar = tqdm(pieces.places, desc="tiles", disable=not options.progress)
-        for (i, j), found in zip(bar, computed, strict=True):
-            (n, m), block = (pieces.rows[i], pieces.columns[j]), found["block"].to(result)
-            result[:, n[:, None], m] = block
-            of_a[n], of_b[m] = found["left"].to(result), found["right"].to(result)
-            if same and i != j:
-                result[:, m[:, None], n] = block.mT
+        with closing(computed):
+            for (i, j), found in zip(bar, computed, strict=True):
+                (n, m), block = (pieces.rows[i], pieces.columns[j]), found["block"].to(result)
+                result[:, n[:, None], m] = block
+                of_a[n], of_b[m] = found["left"].to(result), found["right"].to(result)
+                if same and i != j:
+                    result[:, m[:, None], n] = block.mT
         return result, of_a, of_b
 
     def _features(self, net: PlannedModel, points: Points, options: ComputeOptions) -> Tensor:
@@ -156,8 +158,8 @@ class PathSketch:
         result = torch.empty(len(points), K, k, dtype=spec.dtype, device=spec.device)
         pieces = FeaturePieces(self, points, net.plan)
         num_bytes = max(map(len, pieces.rows.values()), default=0) * K * k * net.itemsize
-        with tqdm(total=len(points), desc="points", disable=not options.progress) as bar:
-            computed = self._computed(net, pieces, options, num_bytes)
+        computed = self._computed(net, pieces, options, num_bytes)
+        with closing(computed), tqdm(total=len(points), desc="points", disable=not options.progress) as bar:
             for rows, found in zip(pieces.rows.values(), computed, strict=True):
                 result[rows] = found["features"].to(result)
                 bar.update(len(rows))
@@ -165,13 +167,13 @@ class PathSketch:
 
     def _computed(
         self, net: PlannedModel, pieces: "FeaturePieces | ProductPieces", options: ComputeOptions, num_bytes: int
-    ) -> Iterator[dict[str, Tensor]]:
+    ) -> Generator[dict[str, Tensor], None, None]:
         """Compute pieces here or by workers, and give them in their order."""
-        named = [Piece("-".join(map(str, place)), place) for place in pieces.places]
         if options.executor is None and options.checkpoint is None:
             yield from map(pieces.piece, pieces.places)
         else:
-            yield from results_of(pieces, named, options, self._identity(net, pieces), num_bytes)
+            named = planned_pieces("points", net.plan, pieces.places)
+            yield from results_of(pieces, named, options, lambda: self._identity(pieces), num_bytes)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
@@ -181,9 +183,9 @@ class PathSketch:
         key = (self.seed, self.run.digest)
         return NodeSketch(net, states, self.head, coefficients.to(reference), self.num_features, key)
 
-    def _identity(self, net: PlannedModel, pieces: "FeaturePieces | ProductPieces") -> str:
+    def _identity(self, pieces: "FeaturePieces | ProductPieces") -> str:
         return fingerprint(
-            self.run.digest, self.head, self.coefficients, self.num_features, self.seed, net.plan, *pieces.identity
+            self.run.digest, self.head, self.coefficients, self.num_features, self.seed, *pieces.identity
         )
 
 

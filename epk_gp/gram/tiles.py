@@ -1,6 +1,6 @@
 """A Gram block from its tiles, each summed over ranges of steps: here one after another, or by workers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -45,7 +45,8 @@ def gram_tiles(context: ExecutionContext, a: Points, b: Points) -> Float[Tensor,
     executor = context.options.executor
     totals = _totals_here(context, a, b, tiles) if executor is None else _by_workers(executor, context, a, b, tiles)
     reference = context.reference.new_empty(0, dtype=sum_dtype(context))
-    return assembled(tiles, totals, context.block_shape(len(a), len(b)), reference)
+    with closing(totals):
+        return assembled(tiles, totals, context.block_shape(len(a), len(b)), reference)
 
 
 def assembled(
@@ -70,7 +71,9 @@ def assembled(
     return result
 
 
-def _totals_here(context: ExecutionContext, a: Points, b: Points, tiles: Sequence[Tile]) -> Iterator[Tensor]:
+def _totals_here(
+    context: ExecutionContext, a: Points, b: Points, tiles: Sequence[Tile]
+) -> Generator[Tensor, None, None]:
     """Sum tile by tile, from where a checkpoint has it."""
     folder = context.options.checkpoint
     sums = None if folder is None else PartialSums(folder, _identity(context, a, b))
@@ -98,7 +101,7 @@ def _totals_here(context: ExecutionContext, a: Points, b: Points, tiles: Sequenc
 
 def _by_workers(
     executor: SupportsSubmit, context: ExecutionContext, a: Points, b: Points, tiles: Sequence[Tile]
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Sum tile by tile what workers computed, in the order of `_totals_here`."""
     checkpoint = context.options.checkpoint
     with threads_of_workers(executor), scratch_folder(checkpoint) as folder:

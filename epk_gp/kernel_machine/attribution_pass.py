@@ -249,7 +249,7 @@ def _add_blocks(
     else:
         num_bytes = sum(total[: work.points_per_block].nbytes for total in progress.sums)
         own = replace(options, executor=executor)
-        parts = results_of(AttributionPieces.of(work), pieces, own, identity, num_bytes)
+        parts = results_of(AttributionPieces.of(work), pieces, own, lambda: identity, num_bytes)
     waiting, is_hidden = deque(pieces), executor is None or not options.progress
     with closing(parts), tqdm(total=len(pieces), desc="pieces", disable=is_hidden) as bar:
         for block, rows in enumerate(work.blocks):
@@ -345,4 +345,5 @@ def _identity(work: AttributionPass) -> str:
     return fingerprint(
         problem.trajectory.digest, problem.kernel.head, problem.kernel.rule, problem.options.memory_budget, kinds,
         problem.X, problem.classes, *(axis.group for axis in axes), [axis.names for axis in axes],
+        work.splits_statistics,
     )  # fmt: skip

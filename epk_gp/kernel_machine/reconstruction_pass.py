@@ -21,7 +21,7 @@ from epk_gp.core.gradients import ReplayedStep, has_memory, replayed_steps
 from epk_gp.core.memory_plan import integration_points, panel_points
 from epk_gp.core.trajectory import flat_state, flat_weights, leaves_unexplained
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.distributed.pieces import planned_pieces, results_of
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tile_parts import step_ranges
 from epk_gp.kernel_machine.certification import IntegrationRecord, StepMismatches, coarsest_dtype
@@ -171,13 +171,11 @@ class ReconstructionPieces:
         trajectory = self.kernel.trajectory
         return [slice(0, trajectory.num_steps)] if has_memory(trajectory) else step_ranges(trajectory.num_steps)
 
-    @cached_property
     def identity(self) -> str:
         """Fingerprint of everything on which the sums depend."""
         kernel = self.kernel
         return fingerprint(
             "reconstruction", kernel.trajectory.digest, kernel.head, kernel.rule, self.options.memory_budget, self.X,
-            self._net.plan,
         )  # fmt: skip
 
     @cached_property
@@ -204,7 +202,7 @@ def sum_over_steps(
                     total.merge(sums, rows)
         return total
     places = [(panel, number) for number in range(len(pieces.ranges)) for panel in range(len(pieces.panels))]
-    named = [Piece("-".join(map(str, place)), place) for place in places]
+    named = planned_pieces("steps", net.plan, places)
     num_bytes = len(pieces.panels[0]) * (2 * kernel.trajectory.num_outputs + 1) * 8
     results = results_of(pieces, named, options, pieces.identity, num_bytes)
     with closing(results), tqdm(desc="pieces", total=len(named), disable=not options.progress) as bar:

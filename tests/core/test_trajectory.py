@@ -1,5 +1,7 @@
 """The view of a recorded run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.fingerprint import fingerprint_data
-from epk_gp.core.trajectory import flat_weights
+from epk_gp.core.trajectory import batch_of, flat_weights
 from loops import CASES, by_hand, data, flat, mlp, sgd, trained
 
 
@@ -114,3 +116,15 @@ def test_the_data_digest_tells_values_shapes_types_and_sides_apart():
     variants = [(X, y), (X.reshape(6, 1), y), (X.double(), y), (X + 1, y), (y, X), (X, y.long())]
     assert len({fingerprint_data(*pair) for pair in variants}) == len(variants)
     assert fingerprint_data(X, y) == fingerprint_data(X.clone(), torch.zeros(12)[::2])
+
+
+def test_batches_begin_at_multiples_of_64_bytes(trajectory):
+    """Workers hold copies of the data, which begin there: the last bits of a gradient depend on it."""
+    X = trajectory.inputs
+    elsewhere = torch.empty(X.numel() + 9, dtype=X.dtype)
+    first = 1 + (-elsewhere.data_ptr() % 64) // X.itemsize
+    elsewhere = elsewhere[first : first + X.numel()].view(X.shape).copy_(X)
+    assert elsewhere.data_ptr() % 64
+    batch, _, _ = batch_of(replace(trajectory, inputs=elsewhere), replace(trajectory.steps[0], batch=None), X)
+    assert torch.equal(batch, X)
+    assert batch.data_ptr() % 64 == 0

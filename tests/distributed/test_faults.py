@@ -13,7 +13,6 @@ from torch import nn
 import epk_gp as epk
 from distributed_cases import (
     CALLS,
-    SMALL,
     Shuffled,
     Squares,
     StopError,
@@ -338,10 +337,21 @@ def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypa
     assert not again.order
 
 
-def test_budgets_are_of_the_identity(tmp_path):
-    run = run_for("block")
-    epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=tmp_path / "pieces")
-    with pytest.raises(ValueError, match="must be of this very computation"):
-        epk.gram_block(
-            run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=tmp_path / "pieces", memory_budget=SMALL
-        )
+class CountThreads:
+    """A computation that finds the number of threads that torch has in the thread of a pool."""
+
+    def check(self):
+        """Nothing is on disk."""
+
+    def piece(self, place):
+        return {"value": torch.tensor([torch.get_num_threads()])}
+
+
+def test_threads_of_a_pool_that_computed_before_take_the_owners_number(folder):
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as pool:
+        torch.set_num_threads(before + 1)
+        assert pool.submit(torch.get_num_threads).result() == before + 1  # the thread keeps it
+        torch.set_num_threads(before)
+        assert squares(CountThreads(), pool, folder, 2) == [before, before]
+    assert torch.get_num_threads() == before

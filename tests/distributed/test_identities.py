@@ -1,0 +1,102 @@
+"""What tells the pieces of one computation from those of another, in a folder that calls share."""
+
+import functools
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from distributed_cases import CALLS, RULE, SMALL, Shuffled, inputs, mixed, record, same
+
+import epk_gp as epk
+from epk_gp.gram.block_parts import Share
+from epk_gp.gram.path_kernel import gram_block_part, gram_diagonal_blocks
+from epk_gp.kernel_machine.attribute import attribute_by
+from epk_gp.kernel_machine.axes import by_sample
+from helpers import surprising_run
+
+
+@functools.lru_cache
+def run_for(name):
+    return record(CALLS[name].kind, CALLS[name].steps)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "pieces"
+
+
+def test_budgets_are_of_the_identity(folder):
+    run = run_for("block")
+    epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=folder)
+    with pytest.raises(ValueError, match="must be of this very computation"):
+        epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=folder, memory_budget=SMALL)
+
+
+def test_another_split_of_the_statistics_is_another_computation(folder):
+    run, X = record("batch_norm", steps=2), inputs(2)
+    epk.attribute(run, X, rule=RULE, checkpoint=folder)
+    with pytest.raises(ValueError, match="must be of this very computation"):
+        attribute_by(run, X, [by_sample(run)], rule=RULE, checkpoint=folder)
+
+
+@pytest.mark.parametrize("name", ["diagonal", "reconstruct", "features", "part"])
+@pytest.mark.parametrize("has_executor", [False, True])
+def test_a_second_plan_goes_on_in_the_same_folder(name, has_executor, folder):
+    run, X = surprising_run()
+    points = epk.Points(X, is_train=False)
+    compute = {
+        "diagonal": lambda **options: gram_diagonal_blocks(run, points, rule=RULE, **options),
+        "reconstruct": lambda **options: epk.reconstruct(run, X, rule=RULE, **options),
+        "features": lambda **options: epk.path_features(run, X, 4, nodes=2, num_probe=0, **options),
+        "part": lambda **options: dict(gram_block_part(run, points, points, Share(1, 1), **options).sums),
+    }[name]
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as executor:
+        warnings.simplefilter("ignore")  # features of another plan are of another sketch, and one rule is not exact
+        kept = compute(executor=executor if has_executor else None, checkpoint=folder)
+        expected = compute()
+    assert run.model.cache.needs_dense_plan
+    if name == "part":
+        kept, expected = tuple(kept.values()), tuple(expected.values())
+    assert same(kept, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["diagonal", "reconstruct", "features"])
+def test_pieces_of_workers_serve_calls_of_one_thread(name, folder):
+    """Workers compute with one thread, whatever their owner has: other numbers of threads round otherwise."""
+    call, before = CALLS[name], torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        call(run_for(name), executor=Shuffled(), checkpoint=folder)
+        with pytest.raises(ValueError, match="must be of this very computation"):
+            call(run_for(name), checkpoint=folder)
+        torch.set_num_threads(1)
+        executor = Shuffled()
+        call(run_for(name), executor=executor, checkpoint=folder)
+        assert not executor.order
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["features", "part", pytest.param("tiles", marks=pytest.mark.slow)])
+def test_a_reader_that_is_interrupted_lets_go_of_the_folder(name, folder, monkeypatch):
+    """While the error, and with it the reader's frame, is kept, as an interactive session keeps the last one."""
+    run = run_for("block")
+    compute = {
+        "features": lambda: epk.path_features(run, inputs(3), 4, nodes=2, num_probe=0, **options),
+        "part": lambda: gram_block_part(run, mixed(3), mixed(3), Share(1, 1), rule=RULE, **options),
+        "tiles": lambda: epk.gram_block(run, mixed(100), mixed(4), rule=RULE, memory_budget=SMALL, **options),
+    }[name]
+    options = {"executor": Shuffled(), "checkpoint": folder}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        where = "epk_gp.gram.tiles.scatter_block" if name == "tiles" else "tqdm.auto.tqdm.update"
+        patch.setattr(where, interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            compute()
+    compute()
+    assert kept.value is not None
