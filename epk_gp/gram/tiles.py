@@ -16,6 +16,9 @@ from epk_gp.gram.accumulator import scatter_block, transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.huge_pages import empty_huge_pages
 from epk_gp.gram.tile_parts import (
+    FEW_PIECES,
+    MAX_RANGES,
+    SMALL_TILE,
     WHOLE,
     GramPieces,
     Progress,
@@ -204,7 +207,9 @@ def _stored_total(context: ExecutionContext, sums: PartialSums | None, name: str
 
 
 def _prefix(context: ExecutionContext) -> str:
-    return fingerprint(context.net.plan, tile_points(context))  # partial sums of another plan are other sums
+    return fingerprint(
+        context.net.plan, tile_points(context), FEW_PIECES, SMALL_TILE, MAX_RANGES
+    )  # partial sums of another plan are other sums
 
 
 def _identity(context: ExecutionContext, a: Points, b: Points) -> str:

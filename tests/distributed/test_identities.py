@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from distributed_cases import CALLS, RULE, SMALL, Shuffled, inputs, mixed, record, same
 
 import epk_gp as epk
+from distributed_cases import CALLS, RULE, SMALL, Shuffled, inputs, mixed, record, same
 from epk_gp.gram.block_parts import Share
 from epk_gp.gram.path_kernel import gram_block_part, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by
