@@ -71,7 +71,7 @@ def scratch_folder(checkpoint: Any) -> Iterator[Path]:
         raise
     except BaseException as error:
         error.add_note(
-            f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to go on from there, where the call "
+            f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to resume from there, where the call "
             "takes one; or delete it."
         )
         raise

@@ -196,17 +196,19 @@ def _batch(points: Points, indices: Tensor, is_train: bool) -> CopyBatch:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where workers keep what they have of a tile before it is whole: another one goes on from there.
+    """Where workers keep what they have of a tile before it is whole: another one resumes from there.
 
     Attributes:
         folder: Folder of partial sums.
         identity: Their identity.
         prefix: Of their names.
+        is_durable: Whether they survive a power failure.
     """
 
     folder: str
     identity: str
     prefix: str
+    is_durable: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +273,8 @@ class GramPieces:
         """Sum range by range, from where another worker was."""
         if self.progress is None:
             raise ValueError("whole tiles must have a folder in which they grow: progress is None.")
-        sums, name = PartialSums(self.progress.folder, self.progress.identity), tile_name(self.progress.prefix, tile)
+        own, name = self.progress, tile_name(self.progress.prefix, tile)
+        sums = PartialSums(own.folder, own.identity, is_durable=own.is_durable)
         stored, done = sums.load(name)
         total = stored["total"].to(context.reference.device) if stored else None
         if "integrals" in stored:

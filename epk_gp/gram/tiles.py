@@ -114,7 +114,9 @@ def _by_workers(
         done = [pieces.num_done(sums, tile) for tile in tiles]
         largest = max(len(tile.rows) * len(tile.columns) for tile in tiles) if tiles else 0
         num_bytes = largest * context.num_sums * context.reference.itemsize
-        progress = Progress(str(sums.folder.absolute()), sums.identity, prefix) if pieces.is_whole else None
+        progress = (
+            Progress(str(sums.folder.absolute()), sums.identity, prefix, sums.is_durable) if pieces.is_whole else None
+        )
         # one by one: they are millions
         listed = (piece for tile, first in zip(tiles, done, strict=True) for piece in pieces.of(tile, first))
         results = computed_pieces(GramPieces.of(context, a, b, progress), listed, executor, sums, num_bytes)

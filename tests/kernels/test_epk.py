@@ -161,7 +161,5 @@ def test_options_that_a_kernel_cannot_use_are_refused(trajectory):
     """GPyTorch evaluates a kernel many times: there is no one computation to show the progress of, or to resume."""
     assert EPKKernel(trajectory, memory_budget=1 << 21).config.options.memory_budget == 1 << 21
     for option in ({"progress": True}, {"checkpoint": "folder"}, {"accumulate": torch.float64}):
-        with pytest.raises(
-            TypeError, match=r"EPKKernel\(\) got an unexpected .* It takes memory_budget, executor as well"
-        ):
+        with pytest.raises(TypeError, match=r"EPKKernel\(\) got an unexpected .* memory_budget, executor as well"):
             EPKKernel(trajectory, **option)
