@@ -71,8 +71,8 @@ def scratch_folder(checkpoint: Any) -> Iterator[Path]:
         raise
     except BaseException as error:
         error.add_note(
-            f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to resume from there, where the call "
-            "takes one; or delete it."
+            f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to resume from there, where the "
+            "call takes one; or delete it."
         )
         raise
     _remove(folder, checkpoint)

@@ -269,8 +269,8 @@ def test_an_error_keeps_a_temporary_folder_and_names_it(error):
         raise error
     assert folder.is_dir()
     assert caught.value.__notes__ == [
-        f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to resume from there, where the call "
-        "takes one; or delete it."
+        f"What was computed is kept in {str(folder)!r}: pass it as checkpoint= to resume from there, where the "
+        "call takes one; or delete it."
     ]
     folder.rmdir()
 
