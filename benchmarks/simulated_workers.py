@@ -102,8 +102,8 @@ class SimulatedWorkers:
         self.spent += time.perf_counter() - begun
         return _Pending(self, end)
 
-    def sums(self, folder: Path, fingerprint: str) -> "SimulatedSums":
-        """Stand in for `PartialSums`."""
+    def sums(self, folder: Path, fingerprint: str, *, is_durable: bool) -> "SimulatedSums":
+        """Stand in for `PartialSums`; whether files survive a power failure is not simulated."""
         return SimulatedSums(self, folder, fingerprint)
 
     def read(self, name: str) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ class SimulatedSums(PartialSums):
             folder: The folder.
             fingerprint: As of `PartialSums`.
         """
-        self.workers, self.folder, self.identity = workers, Path(folder), fingerprint
+        self.workers, self.folder, self.identity, self.is_durable = workers, Path(folder), fingerprint, False
 
     def has(self, name: str) -> bool:
         """Nothing is there when a job begins."""
