@@ -1,6 +1,8 @@
 """The optimizers of a run, one or several on one network: their common update rule and what must hold of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -10,6 +12,47 @@ from epk_gp.core.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Rules = UpdateRule | Sequence[UpdateRule | None] | None
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerGroup:
+    """A parameter group of an optimizer when recording began.
+
+    Attributes:
+        rule: Name of the update rule, one of torch's optimizers; empty for a rule of the user's own.
+        names: Names of its parameters.
+        options: Its options: numbers, texts and sequences of them. Learning rates may change during a run.
+    """
+
+    rule: str
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tuple[OptimizerGroup, ...]:
+    """Return the parameter groups of all optimizers.
+
+    Args:
+        optimizers: One optimizer, or several.
+        rules: The update rules that the user gave, as `rule_for` takes them.
+        net: The network that they train.
+    """
+    several = as_optimizers(optimizers)
+    given = (rules,) * len(several) if rules is None or isinstance(rules, UpdateRule) else tuple(rules)
+    names = {id(p): name for name, p in net.named_parameters()}
+    return tuple(
+        OptimizerGroup(
+            rule=RULES[type(optimizer)].name if own is None and type(optimizer) in RULES else "",
+            names=tuple(names[id(p)] for p in group["params"] if id(p) in names),
+            options={key: _plain(value) for key, value in group.items() if key != "params"},
+        )
+        for optimizer, own in zip(several, given, strict=True)
+        for group in optimizer.param_groups
+    )
+
+
+def _plain(option: Any) -> Any:
+    return option.item() if isinstance(option, Tensor) and option.numel() == 1 else option
 
 
 def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:

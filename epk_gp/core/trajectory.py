@@ -17,6 +17,7 @@ from epk_gp.core.input_layout import Inputs, validate_packed, validate_same_layo
 from epk_gp.core.loss_terms import takes_outputs
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.points import Points
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import UpdateCoefficients
@@ -80,6 +81,7 @@ class Trajectory:
         statistics: The moving statistics of all S + 1 states, each flat, (Q,); None for a network without them.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
         average: The recorded run whose averaged weights `states` are; None where `states` are the trained weights.
+        optimizer_groups: The optimizers' parameter groups; empty for a run that an earlier version recorded.
     """
 
     model: FunctionalModel
@@ -96,6 +98,7 @@ class Trajectory:
     statistics: States | None = None
     unexplained: float | None = None
     average: WeightAverage | None = None
+    optimizer_groups: tuple[OptimizerGroup, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""

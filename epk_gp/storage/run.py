@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from epk_gp.core.checkpointing import with_kept_activations
 from epk_gp.core.fingerprint import fingerprint_data
 from epk_gp.core.losses import Loss
+from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.storage.atomic_files import regular_file_size
 from epk_gp.storage.chunk_verification import read_steps
@@ -182,6 +183,10 @@ def load_trajectory(
         data_digest=header["data_digest"],
         statistics=StoredStates(Path(path), schema, chunks, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
+        optimizer_groups=tuple(
+            OptimizerGroup(group["rule"], tuple(group["names"]), options)
+            for group, options in zip(header.get("groups", []), header["optimizer"], strict=False)
+        ),
     )
     validate_forward_function(trajectory, data["probe"])
     validate_loss_function(trajectory)

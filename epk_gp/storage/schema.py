@@ -49,6 +49,7 @@ HEADER_DEFAULTS: dict[str, Any] = {
     "signature": None,
     "modules": [],
     "num_optimizers": 1,
+    "groups": [],
 }
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
@@ -239,6 +240,7 @@ def _is_header(header: dict[str, Any]) -> bool:
         and _is_share(header.get("unexplained", False))
         and "signature" in header
         and _is_count(header.get("num_optimizers"), 1)
+        and _is_groups(header.get("groups", []), header.get("optimizer"))
         and header.get("dtype") in WEIGHT_DTYPES
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
@@ -261,6 +263,18 @@ def _is_layout(names: object, shapes: object) -> bool:
         and isinstance(shapes, list)
         and len(set(names)) == len(names) == len(shapes)
         and all(isinstance(shape, list) and all(_is_count(n, 0) for n in shape) for shape in shapes)
+    )
+
+
+def _is_groups(groups: object, options: object) -> bool:
+    """Return whether an entry names rule and parameters of each parameter group; that of earlier versions is empty."""
+    return isinstance(groups, list) and (
+        not groups
+        or (isinstance(options, list) and len(options) == len(groups))
+        and all(
+            isinstance(group, dict) and isinstance(group.get("rule"), str) and _is_names(group.get("names"))
+            for group in groups
+        )
     )
 
 

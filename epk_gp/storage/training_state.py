@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.storage.atomic_files import DAMAGED, checksum, load_tensors, parse_json, read_bytes, regular_file_size
 from epk_gp.storage.index import Chunk, resume_name
 
@@ -89,12 +90,14 @@ class TrainingState:
         stateful: Other objects, by name.
         momentum: The momentum buffer that the recorder follows, (P,).
         net: The network; its buffers that changed, and the random numbers of its device, belong to the state.
+        groups: The optimizers' parameter groups, with the names of their parameters and rules.
     """
 
     optimizer: Optimizer | Sequence[Optimizer]
     stateful: StatefulObjects
     momentum: Float[Tensor, " P"]
     net: nn.Module | None = None
+    groups: Sequence[OptimizerGroup] = ()
     _versions: dict[str, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +115,8 @@ class TrainingState:
         Raises:
             TypeError: An option is neither a number nor a text nor a list of them.
         """
-        return {"optimizer": self.options(), "num_optimizers": len(self.optimizers)}
+        groups = [{"rule": group.rule, "names": list(group.names)} for group in self.groups]
+        return {"optimizer": self.options(), "num_optimizers": len(self.optimizers), "groups": groups}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copy the state of all objects, and torch's random numbers, into tensors that can be stored.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate
+from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate, optimizer_groups
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import States, Trajectory, Updates
 from epk_gp.core.validation import is_finite, validate_count
@@ -140,7 +140,7 @@ class Recorder:
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:
-            validate_resumable(self._optimizers[0], stateful, path)
+            validate_resumable(self._optimizers, stateful, path)
         self._setup = make_setup(net, optimizer, (X, y), loss, rules, trained=trained, output=output)
         self.signature = self._setup.model.signature
         self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
@@ -149,7 +149,8 @@ class Recorder:
         header, start = self._setup.header(), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
-        self._training = TrainingState(self._optimizers[0], stateful, torch.zeros_like(start), net)
+        self._groups = optimizer_groups(self._optimizers, update_rule, net)
+        self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
         if path is not None:
             opened = open_folder(path, self._setup, self._history, self._training, storage, resume=resume)
@@ -321,6 +322,7 @@ class Recorder:
             data_digest=self._data_digest,
             statistics=statistics,
             unexplained=setup.rules.unexplained,
+            optimizer_groups=self._groups,
         )
 
     def _report(self, made: MadeStep) -> None:

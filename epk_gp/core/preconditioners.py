@@ -1,0 +1,149 @@
+"""How the preconditioners of torch's optimizers follow from the gradients so far.
+
+An update rule (`epk_gp.core.update_rules`) holds the coefficients of a step as they were recorded. Under Adam and its
+relatives some of them are proportional to a scale that the optimizer derives from the gradients: 1 / (sqrt(v) + eps)
+with v a moving average of squares. Here are these scales, as functions of what the optimizer keeps and of
+
+    h = grad_scale * g + weight_decay * w,
+
+so that a coefficient at other gradients is the recorded one times the ratio of both scales. Learning rates and their
+schedules are common factors and drop out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Memory = tuple[Tensor, ...]
+Options = Mapping[str, Any]
+Scale = Callable[[Memory, Tensor, Tensor, Options], tuple[Tensor, Memory]]
+
+
+@dataclass(frozen=True)
+class Preconditioner:
+    """The scale of an optimizer's coefficients.
+
+    Attributes:
+        scale: Maps what the optimizer keeps before a step, h, the number of the step (from 1 on) and the options to the
+            scale, and to what is kept after the step; entry by entry, on tensors of any one shape.
+        initial: Returns what each of the kept tensors holds before the first step.
+        fields: Returns the names of the coefficients that are proportional to the scale.
+        replays: Whether the scale alone says how coefficients change with the gradients. It does not where the
+            optimizer decides by signs: the derivative is right, steps on other gradients are not.
+    """
+
+    scale: Scale
+    initial: Callable[[Options], tuple[float, ...]]
+    fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
+    replays: bool = True
+
+
+def _sqrt(v: Tensor) -> Tensor:
+    """Return the root, with derivative 0 at 0: where all gradients so far are 0."""
+    is_positive = v > 0
+    return torch.where(is_positive, torch.where(is_positive, v, 1.0).sqrt(), 0.0)
+
+
+def _average(kept: Tensor, value: Tensor, decay: float) -> Tensor:
+    return decay * kept + (1 - decay) * value
+
+
+def _adam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[Tensor, Memory]:
+    v = _average(memory[0], h * h, options["betas"][1])
+    memory = (v, torch.maximum(memory[1], v)) if options.get("amsgrad", False) else (v,)
+    return 1 / (_sqrt(memory[-1]) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
+
+
+def _radam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[Tensor, Memory]:
+    beta2 = options["betas"][1]
+    v = _average(memory[0], h * h, beta2)
+    rho = 2 / (1 - beta2) - 1 - 2 * count * beta2**count / (1 - beta2**count)
+    return torch.where(rho > 5, 1 / (_sqrt(v) + options["eps"]), 1.0), (v,)
+
+
+def _adamax(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+    u = torch.maximum(options["betas"][1] * memory[0], h.abs() + options["eps"])
+    return 1 / u, (u,)
+
+
+def _sparse_adam(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+    v = _average(memory[0], h * h, options["betas"][1])
+    return 1 / (_sqrt(v) + options["eps"]), (v,)
+
+
+def _rmsprop(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+    v, mean = (_average(kept, value, options["alpha"]) for kept, value in zip(memory, (h * h, h), strict=True))
+    used = (v - mean * mean).clamp(min=0) if options["centered"] else v
+    return 1 / (_sqrt(used) + options["eps"]), (v, mean)
+
+
+def _adagrad(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+    total = memory[0] + h * h
+    return 1 / (_sqrt(total) + options["eps"]), (total,)
+
+
+def _adadelta(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
+    squares, deltas = memory
+    squares = _average(squares, h * h, options["rho"])
+    scale = ((deltas + options["eps"]) / (squares + options["eps"])).sqrt()
+    return scale, (squares, _average(deltas, (scale * h) ** 2, options["rho"]))
+
+
+def _rprop(memory: Memory, h: Tensor, _: Tensor, __: Options) -> tuple[Tensor, Memory]:
+    return torch.where(h == 0, 1.0, 1 / h.abs()), memory
+
+
+_ADAM = Preconditioner(_adam, lambda options: (0.0, 0.0) if options.get("amsgrad", False) else (0.0,))
+_ONE = lambda options: (0.0,)  # noqa: E731
+
+PRECONDITIONERS: dict[str, Preconditioner] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "NAdam": _ADAM,
+    "RAdam": Preconditioner(_radam, _ONE),
+    "Adamax": Preconditioner(_adamax, _ONE),
+    "SparseAdam": Preconditioner(_sparse_adam, _ONE),
+    "RMSprop": Preconditioner(
+        _rmsprop,
+        lambda options: (0.0, 0.0),
+        # with momentum the optimizer divides the gradient before it enters the buffer
+        lambda options: ("one_minus_dampening",) if options["momentum"] > 0 else ("lr",),
+    ),
+    "Adagrad": Preconditioner(_adagrad, lambda options: (float(options["initial_accumulator_value"]),)),
+    "Adadelta": Preconditioner(_adadelta, lambda options: (0.0, 0.0)),
+    "Rprop": Preconditioner(_rprop, lambda options: (), replays=False),
+}
+
+# Rules whose coefficients do not depend on the gradients.
+LINEAR_RULES = frozenset({"SGD", "ASGD"})
+
+
+@dataclass(frozen=True, eq=False)
+class PreconditionedPart:
+    """Neighbouring weights that one preconditioner scales.
+
+    Attributes:
+        preconditioner: The preconditioner.
+        options: The options of its optimizer.
+        columns: Which of the flat weights.
+        parameters: Which of the L parameters.
+    """
+
+    preconditioner: Preconditioner
+    options: Options
+    columns: slice
+    parameters: slice
+
+    def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
+        """Return what the optimizer keeps of these weights before the first step."""
+        like = reference[..., self.columns]
+        return tuple(torch.full_like(like, value) for value in self.preconditioner.initial(self.options))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the coefficients that are proportional to the scale."""
+        return self.preconditioner.fields(self.options)

@@ -1,0 +1,338 @@
+"""Influence: the derivative of a trained network's outputs in the weights of its training samples."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from epk_gp.autodiff.cotangents import all_outputs, chosen_outputs
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.planning import with_plan
+from epk_gp.core.certificate import warn_uncertified
+from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.gradients import replayed_steps
+from epk_gp.core.head import Head, apply_head, resolve_head
+from epk_gp.core.input_layout import Inputs
+from epk_gp.core.losses import per_sample_losses
+from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
+from epk_gp.core.validation import validate_count
+from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
+from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
+from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
+from epk_gp.kernel_machine.loss_curvature import Curvature
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Influence:
+    """How numbers that a trained network gives depend on the weights of its training samples.
+
+    Attributes:
+        outputs: The numbers, (n, K): the network's outputs, or what `function` makes of them.
+        values: Their derivatives, (n, K, M), or (n, K, G_1, G_2, ...) over the axes' groups. A weight multiplies the
+            loss terms of its sample; the divisor of a mean over a batch stays. `-values` predicts leaving a sample out.
+        adjoint_norms: Norm of the derivative of each number in the weights w_0 .. w_S of the run, (n, K, S + 1). Where
+            it grows by orders of magnitude towards the beginning, training amplifies small changes there, and the
+            derivative says little about large ones.
+        axes: What the values are split by.
+        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
+        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
+        worst_step: The step that has it; -1 for a run without steps.
+        held: Parts of the training that are held as recorded, because how they follow from the gradients is not known
+            here: optimizers' preconditioners by name, and "moving statistics".
+    """
+
+    outputs: Float[Tensor, "n K"]
+    values: Float[Tensor, "n K *groups"]
+    adjoint_norms: Float[Tensor, "n K S1"]
+    axes: tuple[Axis, ...]
+    max_step_mismatch: float
+    mismatch_ratio: float
+    worst_step: int
+    held: tuple[str, ...]
+
+    @property
+    def certified(self) -> bool:
+        """Whether every recorded step is the one that the training gradients give, and nothing of it is held."""
+        return not self._findings()
+
+    @property
+    def growth(self) -> Float[Tensor, "n K"]:
+        """How much larger the derivative in the weights is along the run, at most, than in the trained weights."""
+        norms = self.adjoint_norms
+        return norms.amax(dim=2) / norms[:, :, -1].clamp(min=torch.finfo(norms.dtype).tiny)
+
+    @property
+    def std(self) -> Float[Tensor, "n K"]:
+        """Jackknife standard deviation sqrt(sum_i values_i^2), (n, K): how much retraining moves each number.
+
+        Its order over numbers means more than its size (docs/theory.md, section 9).
+
+        Raises:
+            ValueError: The values are not split by samples alone.
+        """
+        self._require_samples("std")
+        return self.values.square().sum(dim=2).sqrt()
+
+    def predict(self, weights: Float[Tensor, "... M"]) -> Float[Tensor, "... n K"]:
+        """Predict the numbers of networks that are trained with other weights of the samples, to first order.
+
+        Args:
+            weights: One weight per training sample, (M,) or (m, M): 1 as recorded, 0 to leave a sample out.
+
+        Raises:
+            TypeError: The weights are no tensor.
+            ValueError: The values are not split by samples alone, or there is not one weight per sample.
+        """
+        self._require_samples("predict()")
+        if not isinstance(weights, Tensor):
+            raise TypeError(f"weights must be a torch.Tensor: got {type(weights).__name__}.")
+        M = self.values.shape[2]
+        if weights.ndim == 0 or weights.shape[-1] != M:
+            raise ValueError(f"weights must hold one weight per sample, (..., {M}): got shape {tuple(weights.shape)}.")
+        changes = torch.einsum("...i,nki->...nk", weights.to(self.values) - 1, self.values)
+        return self.outputs + changes
+
+    def _require_samples(self, what: str) -> None:
+        if [axis.kind for axis in self.axes] != ["sample"] or len(self.axes[0].names) != len(self.axes[0].group):
+            raise ValueError(f"{what} needs the derivative in each sample's weight: it is split by others. Leave by= out.")
+
+    def _findings(self) -> list[str]:
+        findings = []
+        if not self.mismatch_ratio <= 1:
+            findings.append(
+                f"step {self.worst_step} differs from the step that the loss's gradient on the recorded batch gives by "
+                f"{self.mismatch_ratio:.2g} times what rounding explains (largest difference of a step "
+                f"{self.max_step_mismatch:.2e})"
+            )
+        if self.held:
+            findings.append(
+                f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
+                "recorded"
+            )
+        if not bool(torch.isfinite(self.values).all()):
+            findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
+        return findings
+
+
+def influence(
+    trajectory: Trajectory,
+    X: Inputs,
+    *,
+    head: Head | None = None,
+    classes: Int64[Tensor, " n"] | None = None,
+    function: Function | None = None,
+    by: Sequence[Axis] | None = None,
+    curvature: Curvature = "exact",
+    truncate: int | None = None,
+    **options: Unpack[ComputeSettings],
+) -> Influence:
+    """Differentiate what a trained network gives in the weight of each training sample, through the whole training.
+
+        df(w_S) / dc_i = sum_s lambda_{s+1} dT_s / dc_i,   lambda_s = lambda_{s+1} dT_s / dw,   w_{s+1} = T_s(w_s, c)
+
+    T_s is the recorded step: its batch, rows as seen, random numbers, and the optimizer with its momentum, weight
+    decay, gradient clipping and preconditioner, whose own dependence on the gradients counts (docs/theory.md, section
+    9). Contributions (`attribute`) say what each sample added; this says what would be without it, to first order.
+
+    Args:
+        trajectory: Training run with S steps on M points.
+        X: n inputs, of the structure of the training inputs.
+        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
+        classes: One output per input; K is then 1 in the result. All C outputs by default.
+        function: What is differentiated in place of the outputs: maps the outputs of all inputs under the head, (n, C),
+            to (n,) or (n, K), row by row, or to one number, (), of all inputs together, such as their mean loss.
+        by: Axes of samples and steps, `by_sample(trajectory)`, `by_label`, `by_step`, or axes of one's own. Each
+            sample by default.
+        curvature: "exact" for the derivative. "gauss_newton" leaves out the second derivatives of the network: it is
+            not the derivative, but does not explode where kinks or long runs make that do so.
+        truncate: Go through the last `truncate` steps only: the weights count there, and 1 before.
+        options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
+
+    Returns:
+        The derivatives, in the dtype of X.
+
+    Raises:
+        TypeError, ValueError: The network cannot take the inputs; the head, an axis or the curvature is unknown; a
+            class is out of range; the function returns another shape, or mixes rows; or the run does not hold the
+            options of its optimizer.
+    """
+    parsed = parse_options("influence", ("accumulate",), **options)
+    X = parse_inputs(trajectory, X)
+    head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
+    axes = (by_sample(trajectory),) if by is None else tuple(by)
+    _validate_axes(trajectory, axes)
+    outputs, cotangents = _numbers(trajectory, X, head, classes, function)
+    problem = InfluenceProblem(
+        trajectory=trajectory,
+        X=X.detach(),
+        cotangents=cotangents,
+        is_joint=outputs.ndim == 0,
+        axes=axes,
+        own=None,
+        curvature=curvature,
+        truncate=_truncation(trajectory, truncate),
+        options=parsed,
+    )
+    return _differentiate(problem, outputs)
+
+
+def self_influence(
+    trajectory: Trajectory,
+    points: Int64[Tensor, " n"] | None = None,
+    *,
+    curvature: Curvature = "exact",
+    truncate: int | None = None,
+    **options: Unpack[ComputeSettings],
+) -> Float[Tensor, " n"]:
+    """Differentiate the trained network's loss on training samples in their own weights, in one pass over the run.
+
+    It is negative where training on a sample lowers its loss; the more negative, the more the network owes what it
+    says of the sample to the sample itself, as of one with a wrong label.
+
+    Args:
+        trajectory: Training run on M samples.
+        points: Which samples; all by default.
+        curvature: As for `influence`.
+        truncate: As for `influence`.
+        options: As for `influence`.
+
+    Raises:
+        TypeError, ValueError: As `influence`; a point is not a training sample; or the loss depends on more than the
+            outputs.
+    """
+    parsed = parse_options("self_influence", ("accumulate",), **options)
+    M = trajectory.num_points
+    own = torch.arange(M) if points is None else points
+    if not isinstance(own, Tensor) or own.dtype != torch.int64 or own.ndim != 1 or not len(own):
+        raise ValueError(f"points must be an int64 tensor of training samples, (n,): got {points!r}.")
+    if not 0 <= int(own.min()) <= int(own.max()) < M:
+        raise ValueError(f"points must lie in 0..{M - 1}: got {int(own.min())}..{int(own.max())}.")
+    if not trajectory.loss_takes_outputs:
+        raise ValueError(
+            f"the loss must depend on the outputs (n, C) alone: {trajectory.loss} takes more of what the network "
+            "returns. Use influence() with a function of the outputs."
+        )
+    own = own.to(trajectory.inputs.device)
+    X, y = trajectory.inputs[own], trajectory.targets[own]
+    outputs, cotangents = _numbers(
+        trajectory, X, "logits", None, lambda z: per_sample_losses(trajectory.loss, z, y)[:, None]
+    )
+    problem = InfluenceProblem(
+        trajectory, X, cotangents, is_joint=False, axes=(by_sample(trajectory),), own=own, curvature=curvature,
+        truncate=_truncation(trajectory, truncate), options=parsed,
+    )  # fmt: skip
+    return _differentiate(problem, outputs).values[:, 0, 0]
+
+
+def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
+    trajectory, X = problem.trajectory, problem.X
+    if problem.curvature not in ("exact", "gauss_newton"):
+        raise ValueError(f"curvature must be 'exact' or 'gauss_newton': got {problem.curvature!r}.")
+    outputs = outputs.reshape(1, 1) if problem.is_joint else outputs
+
+    def compute(net: PlannedModel) -> Influence:
+        work = InfluencePass(problem, net)
+        sums = run_pass(work)
+        mismatches = StepMismatches(coarsest_dtype(trajectory, outputs))
+        for replayed in replayed_steps(trajectory, net.model, X):
+            mismatches.add(trajectory, net.model, replayed)
+        n, K = outputs.shape
+        shape = [len(axis.names) for axis in problem.axes] if problem.own is None else [1]
+        held = work.law.held + (() if bool(sums["explained"]) else ("moving statistics",))
+        values = _ordered(sums["values"].reshape(n, K, *sums["values"].shape[1:]), problem.axes, problem.own is None)
+        return Influence(
+            outputs=outputs,
+            values=values.reshape(n, K, *shape),
+            adjoint_norms=sums["norms"].reshape(n, K, -1),
+            axes=problem.axes,
+            max_step_mismatch=mismatches.largest,
+            mismatch_ratio=mismatches.ratio,
+            worst_step=mismatches.worst_step,
+            held=held,
+        )
+
+    result = with_plan(trajectory, trajectory.model_for(X), compute)
+    findings = result._findings()
+    if findings:
+        warn_uncertified(f"the influence is not certified: {'; '.join(findings)}.")
+    return result
+
+
+def _ordered(values: Float[Tensor, "n K T U"], axes: tuple[Axis, ...], is_split: bool) -> Tensor:
+    """Bring the axes into their order: steps and samples are in this order so far."""
+    if not is_split:
+        return values
+    kinds = [axis.kind for axis in axes]
+    order = [number for kind in ("step", "sample") for number, own in enumerate(kinds) if own == kind]
+    sizes = [len(axes[number].names) for number in order]
+    places = [2 + order.index(number) for number in range(len(axes))]
+    return values.reshape(*values.shape[:2], *sizes).permute(0, 1, *places)
+
+
+def _validate_axes(trajectory: Trajectory, axes: tuple[Axis, ...]) -> None:
+    validate_axes(trajectory, axes)
+    if any(axis.kind == "parameter" for axis in axes):
+        raise ValueError(
+            "by must hold axes of samples and steps: the derivative goes through all parameters together, and has no "
+            "part of one. Leave by_parameter and by_layer out; attribute_by() splits contributions by them."
+        )
+
+
+def _truncation(trajectory: Trajectory, truncate: int | None) -> int:
+    if truncate is None:
+        return trajectory.num_steps
+    validate_count(truncate, "truncate")
+    return min(int(truncate), trajectory.num_steps)
+
+
+def _numbers(
+    trajectory: Trajectory,
+    X: Shaped[Tensor, "n ..."],
+    head: Head,
+    classes: Int64[Tensor, " n"] | None,
+    function: Function | None,
+) -> tuple[Tensor, Float[Tensor, "n K C"]]:
+    """Return what is differentiated, (n, K) or (), and its derivatives in the logits."""
+    z = network_outputs(trajectory, X, head="logits")
+    if function is None:
+        f = apply_head(z, head)
+        if classes is None:
+            return f, all_outputs(head).of_logits(z).transpose(0, 1)
+        classes = classes.to(z.device)
+        return f.gather(1, classes[:, None]), chosen_outputs(head, classes).of_logits(z).transpose(0, 1)
+    if classes is not None:
+        raise ValueError("classes and function must not be given together: let the function choose outputs.")
+    with torch.enable_grad():
+        leaf = z.detach().requires_grad_()
+        value = function(apply_head(leaf, head))
+        _validate_value(value, len(z))
+        rows = value.reshape(1, 1) if value.ndim == 0 else value.reshape(len(z), -1)
+        found = [
+            torch.autograd.grad(rows[:, k].sum(), leaf, retain_graph=True, materialize_grads=True)[0]
+            for k in range(rows.shape[1])
+        ]
+        if value.ndim and len(z) > 1:
+            (of_first,) = torch.autograd.grad(rows[0].sum(), leaf, retain_graph=True, materialize_grads=True)
+            if bool(of_first[1:].any()):
+                raise ValueError(
+                    "function must map each row of outputs by itself: its first result depends on other rows. Return "
+                    "one number, of shape (), for a function of all inputs together."
+                )
+    return (value.detach() if value.ndim == 0 else rows.detach()), torch.stack(found, dim=1)
+
+
+def _validate_value(value: object, n: int) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise TypeError(f"function must return a floating-point tensor: got {type(value).__name__}.")
+    if value.ndim > 2 or (value.ndim and len(value) != n):
+        raise ValueError(
+            f"function must map outputs of {n} inputs to ({n},), to ({n}, K) or to one number (): got shape "
+            f"{tuple(value.shape)}."
+        )
+    if not value.requires_grad:
+        raise ValueError("function must be differentiable in the outputs: what it returns does not depend on them.")

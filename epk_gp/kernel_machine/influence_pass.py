@@ -1,0 +1,345 @@
+"""The pass over a run, from its last step back, that finds how outputs depend on the weights of samples."""
+
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.cotangents import Cotangents
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.layer_jacobian import to_flat_order
+from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
+from epk_gp.autodiff.statistics import statistics_jacobian
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.fingerprint import fingerprint
+from epk_gp.core.gradients import RunReplay
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights
+from epk_gp.core.update_law import UpdateLaw
+from epk_gp.distributed.job import Place
+from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.loss_curvature import Curvature, LossCurvature
+from epk_gp.kernel_machine.optimizer_adjoint import MemoryTrace, OptimizerJacobian
+from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.stored import require_same_run
+
+# Vectors of P numbers of each output that the pass holds: adjoints of weights, memory and gradient, before and after.
+_VECTORS = 16
+
+_BEGUN = "-begun"  # ends the name of a sum that is not whole yet
+
+
+@dataclass(frozen=True, eq=False)
+class InfluenceProblem:
+    """What is differentiated, and along what the result is split.
+
+    Attributes:
+        trajectory: The run.
+        X: n inputs, (n, ...).
+        cotangents: The derivatives of the K wanted numbers of each input in its logits, (n, K, C).
+        is_joint: Whether the inputs share their numbers, such as a mean over inputs, which is then the one row of the
+            result.
+        axes: Axes of samples and steps.
+        own: The one training sample of each input whose weight counts, (n,); None for all samples.
+        curvature: Which second derivatives the adjoints go through.
+        truncate: Number of steps, from the last one back, that are gone through.
+        options: How to compute.
+    """
+
+    trajectory: Trajectory
+    X: Shaped[Tensor, "n ..."]
+    cotangents: Float[Tensor, "n K C"]
+    is_joint: bool
+    axes: tuple[Axis, ...]
+    own: Int64[Tensor, " n"] | None
+    curvature: Curvature
+    truncate: int
+    options: ComputeOptions
+
+    def identity(self) -> str:
+        """Return a fingerprint of everything on which the sums depend."""
+        return fingerprint(
+            "influence", self.trajectory.digest, self.X, self.cotangents, self.is_joint, self.own, self.curvature,
+            self.truncate, self.options.memory_budget, *(axis.group for axis in self.axes),
+            [(axis.kind, axis.names) for axis in self.axes],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Adjoints:
+    """What the pass carries from a step to the one before it.
+
+    Attributes:
+        of_weights: Of the trained weights, (R, P).
+        of_statistics: Of the moving statistics, (R, Q); None for a network without them.
+        of_memory: Of what the optimizer keeps; None for zero.
+        of_average: Of the averaged weights, (R, P); None for a run that is not averaged.
+    """
+
+    of_weights: Float[Tensor, "R P"]
+    of_statistics: Float[Tensor, "R Q"] | None
+    of_memory: list[Tensor | None]
+    of_average: Float[Tensor, "R P"] | None
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors by name, for a file."""
+        named = {"weights": self.of_weights, "statistics": self.of_statistics, "average": self.of_average}
+        named |= {f"memory.{number}": value for number, value in enumerate(self.of_memory)}
+        return {f"adjoint.{name}": value for name, value in named.items() if value is not None}
+
+    @classmethod
+    def load(cls, state: dict[str, Tensor], num_kept: int, reference: Tensor) -> "_Adjoints":
+        """Take them from a file."""
+        found = {name: value.to(reference) for name, value in state.items() if name.startswith("adjoint.")}
+        memory = [found.get(f"adjoint.memory.{number}") for number in range(num_kept)]
+        return cls(found["adjoint.weights"], found.get("adjoint.statistics"), memory, found.get("adjoint.average"))
+
+
+class InfluencePass:
+    """Goes through a run from its last step to its first, for some inputs at a time.
+
+    Args:
+        problem: What is wanted.
+        net: The network with its plan.
+    """
+
+    def __init__(self, problem: InfluenceProblem, net: PlannedModel) -> None:
+        self.problem, self.net = problem, net
+        trajectory, X = problem.trajectory, problem.X
+        self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
+        self.run = RunReplay(trajectory.trained, net.model, X)
+        per_output = _VECTORS * net.itemsize * net.model.num_weights
+        outputs = problem.cotangents.shape[1]
+        # a joint number has one adjoint, whatever the inputs
+        self.points_per_block = (
+            len(X) if problem.is_joint else max(1, problem.options.memory_budget // (2 * per_output * outputs))
+        )
+
+    @property
+    def blocks(self) -> list[Int64[Tensor, " rows"]]:
+        """The inputs of each block."""
+        return list(torch.arange(len(self.problem.X)).split(self.points_per_block))
+
+    @cached_property
+    def trace(self) -> MemoryTrace:
+        """What the optimizer kept before each step."""
+        return MemoryTrace(self.law, self.run)
+
+    def part(
+        self,
+        number: int,
+        bar: "tqdm[None] | None" = None,
+        begun: tuple[PartialSums | None, str] = (None, ""),
+    ) -> dict[str, Tensor]:
+        """Go through the run with the inputs of a block, and return its sums.
+
+        Args:
+            number: Which block.
+            bar: A progress bar of steps.
+            begun: Where the sums are kept before they are whole, and their name there.
+        """
+        problem, rows = self.problem, self.blocks[number]
+        K, S = problem.cotangents.shape[1], problem.trajectory.num_steps
+        adjoints = self._start(rows)
+        count = len(adjoints.of_weights)
+        sums = _Sums(problem, rows.repeat_interleave(K) if problem.own is not None else None, count, adjoints.of_weights)
+        sums.norms[:, S] = self._norm(adjoints)
+        stored, done = ({}, 0) if begun[0] is None else begun[0].load(begun[1])
+        if stored:
+            sums.load(stored)
+            adjoints = _Adjoints.load(stored, len(adjoints.of_memory), adjoints.of_weights)
+            explained = bool(stored["explained"])
+        else:
+            explained = True
+        curvature = LossCurvature(self.net, self.run, problem.options.memory_budget // 2, problem.curvature)
+        if bar is not None:
+            bar.update(done)
+        for position in range(done, problem.truncate):
+            index = S - 1 - position
+            adjoints = self._back(index, adjoints, curvature, sums)
+            sums.norms[:, index] = self._norm(adjoints)
+            explained = explained and curvature.explains_statistics
+            if bar is not None:
+                bar.update()
+            if begun[0] is not None and begun[0].should_save:
+                state = {**sums.state(), **adjoints.state(), "explained": torch.tensor(explained)}
+                begun[0].save(begun[1], state, position + 1)
+        return {**sums.state(), "explained": torch.tensor(explained)}
+
+    def _start(self, rows: Int64[Tensor, " rows"]) -> _Adjoints:
+        """Return the adjoints of the trained weights and statistics."""
+        problem, net = self.problem, self.net
+        trajectory, X = problem.trajectory, problem.X[rows.to(problem.X.device)]
+        state = flat_state(trajectory, trajectory.num_steps, X)
+        wanted = problem.cotangents[rows.to(problem.cotangents.device)].transpose(0, 1)  # K N C
+        cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=not net.plan.supports_interpolation)
+        columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
+        K, N, P, Q = *wanted.shape[:2], net.model.num_weights, net.model.num_statistics
+        size = net.memory_plan(problem.options.memory_budget).adjoint_points(K)
+        of_weights = state.new_zeros(*((K,) if problem.is_joint else (K, N)), P)
+        of_statistics = state.new_zeros(*of_weights.shape[:-1], Q) if Q else None
+        for part in torch.arange(N, device=X.device).split(size):
+            own = wanted[:, part]
+            cotangents = Cotangents(lambda z, own=own: own.to(z))
+            at = WeightLocation(state)
+            found = [(of_weights, to_flat_order(layer_jacobians(net, at, X[part], cotangents, cost), columns))]
+            if of_statistics is not None:
+                found.append((of_statistics, statistics_jacobian(net, at, X[part], cotangents)))
+            for total, value in found:
+                if problem.is_joint:
+                    total += value.sum(dim=1)
+                else:
+                    total[:, part] = value
+        flat = [
+            None if value is None else (value if problem.is_joint else value.transpose(0, 1).reshape(N * K, -1))
+            for value in (of_weights, of_statistics)
+        ]
+        kept: list[Tensor | None] = [None] * len(self.law.initial().tensors())
+        if flat[0] is None:
+            raise RuntimeError("a network must have weights.")
+        if trajectory.average is None:
+            return _Adjoints(flat[0], flat[1], kept, None)
+        return _Adjoints(torch.zeros_like(flat[0]), flat[1], kept, flat[0])
+
+    def _back(self, index: int, adjoints: _Adjoints, curvature: LossCurvature, sums: "_Sums") -> _Adjoints:
+        """Go one step back."""
+        trajectory = self.law.trajectory
+        of_weights, of_average = adjoints.of_weights, adjoints.of_average
+        average = self.problem.trajectory.average
+        if average is not None and of_average is not None:
+            a = float(average.coefficients[index])
+            of_weights = of_weights + a * of_average
+            of_average = (1 - a) * of_average
+        traced = self.trace[index]
+        w = flat_weights(trajectory, index, self.problem.X)
+        jacobian = OptimizerJacobian(self.law.step(index), trajectory.updates[index], traced.memory, w, traced.g)
+        found = jacobian.adjoints(of_weights, adjoints.of_memory)
+        pulled = curvature(trajectory.steps[index], found.of_gradient, adjoints.of_statistics)
+        for products in pulled.products:
+            sums.add(index, products.samples, products.values)
+        return _Adjoints(found.of_weights + pulled.of_weights, pulled.of_statistics, found.of_memory, of_average)
+
+    def _norm(self, adjoints: _Adjoints) -> Float[Tensor, " R"]:
+        total = adjoints.of_weights if adjoints.of_average is None else adjoints.of_weights + adjoints.of_average
+        return total.norm(dim=1)
+
+
+class _Sums:
+    """What the derivatives of a block are added to.
+
+    Attributes:
+        values: Along the axes of steps, then of samples, (R, T, U).
+        norms: Norms of the adjoints of the weights at each state, (R, S + 1).
+    """
+
+    def __init__(self, problem: InfluenceProblem, points: Tensor | None, count: int, reference: Tensor) -> None:
+        trajectory = problem.trajectory
+        self.index: dict[str, Tensor] = {}
+        sizes = {}
+        for kind, total in (("step", trajectory.num_steps), ("sample", trajectory.num_points)):
+            index = torch.zeros(total, dtype=torch.int64)
+            own = [axis for axis in problem.axes if axis.kind == kind]
+            for axis in own:
+                index = index * len(axis.names) + axis.group.cpu()
+            self.index[kind] = index.to(reference.device)
+            sizes[kind] = torch.Size(len(axis.names) for axis in own).numel()
+        self.own = None if points is None or problem.own is None else problem.own[points].to(reference.device)
+        columns = 1 if self.own is not None else sizes["sample"]
+        self.values = reference.new_zeros(count, sizes["step"], columns)
+        self.norms = reference.new_zeros(count, trajectory.num_steps + 1)
+
+    def add(self, step: int, samples: Int64[Tensor, " B"], values: Float[Tensor, "R B"]) -> None:
+        """Add the derivatives in the weights of the samples of a forward pass."""
+        t = int(self.index["step"][step])
+        samples = samples.to(values.device)
+        if self.own is not None:
+            self.values[:, t, 0] += (values * (samples[None] == self.own[:, None])).sum(dim=1)
+        else:
+            self.values[:, t].index_add_(1, self.index["sample"][samples], values)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums by name."""
+        return {"values": self.values, "norms": self.norms}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take the sums from a file."""
+        self.values.copy_(state["values"])
+        self.norms.copy_(state["norms"])
+
+
+@dataclass(frozen=True, eq=False)
+class InfluencePieces:
+    """The pass as pieces for workers: a block of inputs each.
+
+    Attributes:
+        problem: What is wanted, without an executor.
+        plan: How to differentiate the network.
+    """
+
+    problem: InfluenceProblem
+    plan: DifferentiationPlan
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, without what is found out again."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    def check(self) -> None:
+        """Raise if the run on disk is not the one that the owner of the job opened."""
+        require_same_run(self.problem.trajectory)
+
+    @cached_property
+    def whole(self) -> InfluencePass:
+        """The pass of all inputs."""
+        problem = self.problem
+        return InfluencePass(problem, PlannedModel(problem.trajectory.model_for(problem.X), self.plan))
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Go through the run with the inputs of a block."""
+        return self.whole.part(place[0])
+
+
+def run_pass(work: InfluencePass) -> dict[str, Tensor]:
+    """Go through the run, here or by the workers of an executor, and return the sums of all inputs."""
+    problem, options = work.problem, work.problem.options
+    name = f"influence-{fingerprint(work.net.plan)}"
+    pieces = [Piece(f"{name}-{number}", (number,)) for number in range(len(work.blocks))]
+    if options.executor is None:
+        parts = _parts_here(work, pieces)
+    else:
+        alone = replace(problem, options=replace(options, executor=None, progress=False, checkpoint=None))
+        num_bytes = work.points_per_block * problem.cotangents.shape[1] * 8 * problem.trajectory.num_points
+        parts = results_of(InfluencePieces(alone, work.net.plan), pieces, options, problem.identity, num_bytes)
+    is_hidden = options.executor is None or not options.progress
+    with closing(parts), tqdm(total=len(pieces), desc="pieces", disable=is_hidden) as bar:
+        found = []
+        for part in parts:
+            found.append(part)
+            bar.update()
+    device = problem.X.device
+    sums = {name: torch.cat([part[name] for part in found]).to(device) for name in ("values", "norms")}
+    return {**sums, "explained": torch.stack([part["explained"] for part in found]).all()}
+
+
+def _parts_here(work: InfluencePass, pieces: list[Piece]) -> Generator[dict[str, Tensor], None, None]:
+    problem, options = work.problem, work.problem.options
+    stored = None if options.checkpoint is None else PartialSums(options.checkpoint, problem.identity())
+    total = len(pieces) * problem.truncate
+    with tqdm(total=total, desc="steps", disable=not options.progress) as bar:
+        for piece in pieces:
+            found = {} if stored is None else stored.load(piece.name)[0]
+            if found:
+                bar.update(problem.truncate)
+                yield found
+                continue
+            part = work.part(piece.place[0], bar, (stored, piece.name + _BEGUN))
+            if stored is not None:
+                stored.save(piece.name, part, 1)
+                stored.remove([piece.name + _BEGUN])
+            yield part

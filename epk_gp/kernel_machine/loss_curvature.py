@@ -1,0 +1,241 @@
+"""Products of adjoints with the first and second derivatives of a training pass (docs/theory.md, section 9).
+
+With g(w, c) = sum_i c_i grad loss_i(w) and an adjoint G of g, one double backward pass gives both
+
+    <G, grad loss_i(w)>,  for every row i,   and   (dg / dw)^T G,
+
+the products with the losses' gradients and with their Hessian. The graph of the forward and backward pass is made
+once; each adjoint costs one pass back through it. It draws no random numbers, so that dropout is what it was.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.core.gradients import RunReplay
+from epk_gp.core.moving_statistics import WrittenOutNormalisation
+from epk_gp.core.replay import PassData, passes_of
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import flat_state
+from epk_gp.kernel_machine.batch_statistics import SeenBatches, shares_of_batches
+
+Curvature = Literal["exact", "gauss_newton"]
+
+# Passes of a batch that the graph holds, and that one adjoint holds on its way back through it.
+_PASSES_OF_GRAPH, _PASSES_OF_ADJOINT = 6, 6
+
+# Relative difference of an adjoint's products, computed alone and together with others, that is rounding.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True, eq=False)
+class RowProducts:
+    """Products of adjoints with the gradients of the losses of some rows.
+
+    Attributes:
+        samples: The training sample of each row, (B,).
+        values: c_i <G, grad loss_i>, (R, B).
+    """
+
+    samples: Int64[Tensor, " B"]
+    values: Float[Tensor, "R B"]
+
+
+@dataclass(frozen=True, eq=False)
+class PulledStep:
+    """What the adjoints of a step's gradient give.
+
+    Attributes:
+        products: Products with the rows of every forward pass.
+        of_weights: Adjoints of the weights before the step, through its gradient and its batches' statistics, (R, P).
+        of_statistics: Adjoints of the moving statistics before it, (R, Q); None for a network without them.
+    """
+
+    products: list[RowProducts]
+    of_weights: Float[Tensor, "R P"]
+    of_statistics: Float[Tensor, "R Q"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class _PassGraph:
+    """A forward and backward pass with the graph that leads to its results.
+
+    Attributes:
+        leaves: The weights of the rows' losses, (B,), the parameters, and the moving statistics before the pass.
+        num_parameters: How many of the leaves are parameters.
+        results: The gradient, (P,), and the moving statistics after the pass, (Q,), if there are any.
+    """
+
+    leaves: list[Tensor]
+    num_parameters: int
+    results: list[Tensor]
+
+
+@dataclass(eq=False)
+class LossCurvature:
+    """Multiplies adjoints with the derivatives of the gradient of a step's loss; to be used by one thread.
+
+    Attributes:
+        net: The network, with its plan.
+        run: Replays the forward passes.
+        budget: Bytes for graphs and adjoints.
+        curvature: "exact" for the Hessian of the loss, "gauss_newton" for its part without second derivatives of the
+            network.
+        explains_statistics: Whether all moving statistics so far were those of the batches.
+    """
+
+    net: PlannedModel
+    run: RunReplay
+    budget: int
+    curvature: Curvature = "exact"
+    explains_statistics: bool = True
+    _maps: bool | None = field(default=None, repr=False)  # whether torch maps the way back over adjoints
+
+    def __post_init__(self) -> None:
+        """Do not map the way back over adjoints where torch would map it by loops and copies: through convolutions."""
+        if self.net.plan.backward_per_output:
+            self._maps = False
+
+    def __call__(
+        self, step: Step, of_gradient: Float[Tensor, "R P"], of_statistics: Float[Tensor, "R Q"] | None
+    ) -> PulledStep:
+        """Pull adjoints back through the gradient of a step, and through what its passes do to moving statistics.
+
+        Args:
+            step: The step.
+            of_gradient: The adjoints G of the gradient of its loss.
+            of_statistics: The adjoints of the moving statistics after it; None for a network without them.
+        """
+        state = flat_state(self.run.trajectory, step.index, self.run.reference)
+        of_weights = torch.zeros_like(of_gradient)
+        products: list[RowProducts] = []
+        passes = passes_of(step, self.run.data)
+        for number in reversed(range(len(passes))):
+            carried = of_statistics
+            of_statistics = None if carried is None else torch.zeros_like(carried)
+            for data in self._blocks(passes[number]):
+                graph = self._graph(step, state, data, is_last=number + 1 == len(passes), moves=carried is not None)
+                values = torch.empty(len(of_gradient), len(data.X), dtype=of_gradient.dtype, device=of_gradient.device)
+                for rows in self._chunks(len(of_gradient), len(data.X)):
+                    given = [of_gradient[rows], *([] if carried is None else [carried[rows]])]
+                    own, weights, statistics = self._pull(graph, given)
+                    values[rows] = own * data.c.to(own)
+                    of_weights[rows] += weights
+                    if of_statistics is not None and statistics is not None:
+                        of_statistics[rows] += statistics
+                products.append(RowProducts(data.samples, values))
+        return PulledStep(products, of_weights, of_statistics)
+
+    def _blocks(self, data: PassData) -> Iterator[PassData]:
+        """Divide a pass whose rows do not depend on each other, so that its graph fits into half of the budget."""
+        per_row = _PASSES_OF_GRAPH * self.net.plan.activations_per_sample * self.net.itemsize
+        count = max(1, self.budget // (2 * per_row))
+        if len(data.X) <= count or not data.forward.is_plain or self.net.model.signature.graph is not None:
+            yield data
+            return
+        for part in torch.arange(len(data.X)).split(count):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            forward = replace(data.forward, num_rows=len(part))
+            yield PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
+
+    def _chunks(self, num_adjoints: int, num_rows: int) -> Iterator[slice]:
+        """Divide adjoints, so that those that go back together fit into half of the budget."""
+        per_adjoint = 4 * self.net.model.num_weights + _PASSES_OF_ADJOINT * num_rows * self.net.plan.activations_per_sample
+        count = max(1, self.budget // (2 * self.net.itemsize * per_adjoint))
+        for first in range(0, num_adjoints, count):
+            yield slice(first, min(first + count, num_adjoints))
+
+    def _graph(
+        self, step: Step, state: Float[Tensor, " PQ"], data: PassData, *, is_last: bool, moves: bool
+    ) -> _PassGraph:
+        """Replay a forward and backward pass, and keep its graph.
+
+        Args:
+            step: The step.
+            state: Weights and moving statistics at its start.
+            data: The pass.
+            is_last: Whether it is the last of the step.
+            moves: Whether anything depends on the moving statistics after it.
+        """
+        replay, model = self.run.passes, self.run.passes.model
+        params = replay.params(state, data)
+        parameters = [params[name].requires_grad_() for name in model.names]
+        statistics = [params[name].requires_grad_() for name in model.statistics]
+        reference = parameters[0]
+        c = data.c.to(reference).requires_grad_()
+        seen = SeenBatches()
+        written_out = WrittenOutNormalisation(statistics)
+        with torch.enable_grad(), seen.watching(replay.module_in_modes(data)), written_out:
+            losses = replay.losses(params, data)
+            gradients = torch.autograd.grad(
+                c.to(losses) @ losses, parameters, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            results = [torch.cat([gradient.reshape(-1) for gradient in gradients])]
+            if moves:
+                before = torch.cat([value.reshape(-1) for value in statistics])
+                results.append(self._after(step, data, seen, before, is_last=is_last))
+        return _PassGraph([c, *parameters, *statistics], len(parameters), results)
+
+    def _after(
+        self, step: Step, data: PassData, seen: SeenBatches, before: Float[Tensor, " Q"], *, is_last: bool
+    ) -> Float[Tensor, " Q"]:
+        model, recorded = self.run.passes.model, self.run.trajectory.statistics
+        after = data.forward.statistics_after
+        if after is None and is_last and recorded is not None:
+            after = recorded[step.index + 1]
+        if after is None:
+            return before
+        shares, explains = shares_of_batches(model, seen, before.detach(), after.to(before))
+        self.explains_statistics = self.explains_statistics and explains
+        return seen.after(model, shares, before)
+
+    def _pull(self, graph: _PassGraph, given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Go back through a graph with some adjoints of its results: (r, B), (r, P) and (r, Q) or None."""
+        given = [value.to(result) for value, result in zip(given, graph.results, strict=True)]
+        results = [result for result in graph.results if result.requires_grad]
+        given = [value for value, result in zip(given, graph.results, strict=True) if result.requires_grad]
+        count, found = len(given[0]), None
+        if self._maps is not False and count > 1:
+            try:
+                found = _back(results, graph.leaves, given, is_mapped=True)
+            except (RuntimeError, NotImplementedError):
+                self._maps = False
+            else:
+                if self._maps is None:
+                    single = _back(results, graph.leaves, [value[0] for value in given], is_mapped=False)
+                    self._maps = all(_is_same(a[0], b) for a, b in zip(found, single, strict=True))
+                found = found if self._maps else None
+        if found is None:
+            singles = [
+                _back(results, graph.leaves, [value[k] for value in given], is_mapped=False) for k in range(count)
+            ]
+            found = [torch.stack(values) for values in zip(*singles, strict=True)]
+        own, parameters = found[0], found[1 : 1 + graph.num_parameters]
+        statistics = found[1 + graph.num_parameters :]
+        return (
+            own,
+            torch.cat([value.reshape(count, -1) for value in parameters], dim=1),
+            torch.cat([value.reshape(count, -1) for value in statistics], dim=1) if statistics else None,
+        )
+
+
+def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, is_mapped: bool) -> list[Tensor]:
+    """Return the adjoints of the leaves; zeros where nothing depends on one."""
+    found = torch.autograd.grad(
+        results, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=is_mapped
+    )
+    leading = given[0].shape[:1] if is_mapped else ()
+    return [
+        leaf.new_zeros(*leading, *leaf.shape) if value is None else value
+        for value, leaf in zip(found, leaves, strict=True)
+    ]
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    allowed = _ROUNDING.get(b.dtype, 1e-2) * float(b.abs().max())
+    return not b.numel() or float((a - b).abs().max()) <= allowed

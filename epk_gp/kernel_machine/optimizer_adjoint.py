@@ -1,0 +1,207 @@
+"""The adjoint of an optimizer's step, through its momentum, its preconditioner and gradient clipping.
+
+Entry by entry a step is a function of the weight, its gradient and what the optimizer keeps, so its Jacobian is one
+small matrix per weight: one backward pass gives a row of it for all weights. Adjoints of any number of outputs are
+then multiplied with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.core.gradients import RunReplay
+from epk_gp.core.trajectory import flat_weights
+from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw, clipped_parameters
+from epk_gp.core.update_rules import UpdateCoefficients, apply_matrices
+
+_EPSILON = 1e-6  # torch adds it to the norm of a gradient that it clips
+
+
+@dataclass(frozen=True, eq=False)
+class StepAdjoints:
+    """The adjoints of what a step depends on.
+
+    Attributes:
+        of_weights: Of the weights before it, but for what goes through the gradient, (R, P).
+        of_gradient: Of the gradient of the batch's loss, (R, P).
+        of_memory: Of what the optimizer keeps before it, in the order of `OptimizerMemory.tensors`; None for zero.
+    """
+
+    of_weights: Float[Tensor, "R P"]
+    of_gradient: Float[Tensor, "R P"]
+    of_memory: list[Float[Tensor, "R _"] | None]
+
+
+class OptimizerJacobian:
+    """The Jacobian of the optimizer's part of a step.
+
+    Args:
+        law: The step.
+        update: Its recorded coefficients.
+        memory: What the optimizer keeps before it. Where no preconditioner is at work its values do not matter.
+        w: The weights before the step, (P,).
+        g: The gradient of the batch's loss, (P,). It matters where it is clipped or preconditioned.
+    """
+
+    def __init__(
+        self,
+        law: StepLaw,
+        update: UpdateCoefficients,
+        memory: OptimizerMemory,
+        w: Float[Tensor, " P"],
+        g: Float[Tensor, " P"],
+    ) -> None:
+        self.law, self.update, self.g = law, update, g
+        inputs = [tensor.detach().requires_grad_() for tensor in (w, g, *memory.tensors())]
+        kept, position = [], 3
+        for before in memory.kept:
+            kept.append(tuple(inputs[position : position + len(before)]))
+            position += len(before)
+        with torch.enable_grad():
+            own = OptimizerMemory(inputs[2], tuple(kept), memory.counts)
+            direction, after = law.advance(own, inputs[0], inputs[1])
+            outputs = [direction, *after.tensors()]
+        # one matrix per weight: entries (output, input), None where it is zero
+        self.entries = [_row(output, inputs, is_last=number + 1 == len(outputs)) for number, output in enumerate(outputs)]
+        self.columns = [slice(0, len(w))] * 3 + [part.columns for part in law.parts for _ in _kept(memory, law, part)]
+
+    def adjoints(
+        self, of_weights: Float[Tensor, "R P"], of_memory: Sequence[Tensor | None]
+    ) -> StepAdjoints:
+        """Multiply adjoints with the transposed Jacobian.
+
+        Args:
+            of_weights: Of the weights after the step.
+            of_memory: Of what the optimizer keeps after it; None for zero.
+        """
+        law = self.law
+        of_direction = -apply_matrices(self.update, law.sizes, of_weights, transposed=True)
+        found: list[Tensor | None] = []
+        for number in range(len(self.columns)):
+            total: Tensor | None = None
+            for output, adjoint in enumerate((of_direction, *of_memory)):
+                entry = self.entries[output][number]
+                if adjoint is None or entry is None:
+                    continue
+                product = _product(adjoint, entry, self._place(output), self.columns[number])
+                total = product if total is None else total.add_(product)
+            found.append(total)
+        decay = law.recorded["decoupled_decay"]
+        through = of_weights * (1 - decay) if bool(decay.any()) else of_weights.clone()
+        through = through if found[0] is None else through.add_(found[0])
+        of_gradient = torch.zeros_like(of_weights) if found[1] is None else found[1]
+        return StepAdjoints(through, self._unclipped(of_gradient), found[2:])
+
+    def _place(self, output: int) -> slice:
+        """Return the columns of an output: the direction, the momentum, and what preconditioners keep."""
+        return self.columns[0] if output == 0 else self.columns[output + 1]
+
+    def _unclipped(self, of_gradient: Float[Tensor, "R P"]) -> Float[Tensor, "R P"]:
+        """Return the adjoint of the gradient before it was clipped."""
+        scale, sizes = self.update.grad_scale, self.law.sizes
+        if len(scale) != len(sizes):  # entry by entry: a clipped one does not move
+            factor = scale.to(of_gradient).abs()
+            return of_gradient * ((factor == 1) | (factor == 0))
+        result = of_gradient
+        for members in clipped_parameters(self.update, sizes):
+            is_member = torch.zeros(len(sizes), dtype=torch.bool).index_fill(0, members.cpu(), True)
+            own = is_member.to(self.g.device).repeat_interleave(torch.tensor(sizes, device=self.g.device))
+            g = torch.where(own, self.g, 0.0)
+            norm = g.norm()
+            along = result @ g / (norm * (norm + _EPSILON))
+            result = result - along[:, None] * g
+        return result
+
+
+def _kept(memory: OptimizerMemory, law: StepLaw, part: object) -> tuple[Tensor, ...]:
+    return memory.kept[[own is part for own in law.parts].index(True)]
+
+
+def _row(output: Tensor, inputs: list[Tensor], *, is_last: bool) -> list[Tensor | None]:
+    """Return the derivatives of an output, entry by entry, in each input."""
+    if not output.requires_grad:
+        return [None] * len(inputs)
+    found = torch.autograd.grad(output.sum(), inputs, retain_graph=not is_last, allow_unused=True)
+    return [None if value is None or not bool(value.any()) else value for value in found]
+
+
+def _product(adjoint: Tensor, entry: Tensor, of_output: slice, of_input: slice) -> Tensor:
+    """Multiply an adjoint, (R, size of the output), with a diagonal, to (R, size of the input).
+
+    The diagonal has the size of the input, which is a part of the output or contains it.
+    """
+    if of_output == of_input:
+        return adjoint * entry
+    if of_output.start <= of_input.start and of_input.stop <= of_output.stop:
+        return adjoint[:, of_input.start - of_output.start : of_input.stop - of_output.start] * entry
+    first, last = of_output.start - of_input.start, of_output.stop - of_input.start
+    product = adjoint.new_zeros(len(adjoint), of_input.stop - of_input.start)
+    product[:, first:last] = adjoint * entry[first:last]
+    return product
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """What a step's Jacobian depends on.
+
+    Attributes:
+        memory: What the optimizer keeps before the step.
+        g: The gradient of the batch's loss.
+    """
+
+    memory: OptimizerMemory
+    g: Float[Tensor, " P"]
+
+
+class MemoryTrace:
+    """What the optimizer kept before each step, computed once more from the recorded weights and batches.
+
+    Every k-th state is held, k about the root of the number of steps, and those of one stretch at a time. To be read
+    from the last step to the first.
+
+    Args:
+        law: The steps of the run.
+        run: Computes their gradients.
+    """
+
+    def __init__(self, law: UpdateLaw, run: RunReplay) -> None:
+        self.law, self.run = law, run
+        S = law.trajectory.num_steps
+        self.stride = max(1, round(S**0.5))
+        self._held: list[OptimizerMemory] = []
+        self._stretch: dict[int, TracedStep] = {}
+        if not law.depends_on_memory:
+            return
+        memory = law.initial()
+        for index in range(S):
+            if index % self.stride == 0:
+                self._held.append(memory)
+            if index < (S - 1) // self.stride * self.stride:  # the last stretch is computed when it is read
+                memory = self._after(index, memory)[1]
+
+    def __getitem__(self, index: int) -> TracedStep:
+        """Return what the Jacobian of a step depends on."""
+        if not self.law.depends_on_memory:
+            is_clipped = self._clips(index)
+            g = self.run.gradient(self.law.trajectory.steps[index])[0] if is_clipped else self.law.initial().momentum
+            return TracedStep(self.law.initial(), g)
+        if index not in self._stretch:
+            number = index // self.stride
+            self._stretch, memory = {}, self._held[number]
+            for step in range(number * self.stride, min((number + 1) * self.stride, self.law.trajectory.num_steps)):
+                traced, memory = self._after(step, memory)
+                self._stretch[step] = traced
+        return self._stretch[index]
+
+    def _clips(self, index: int) -> bool:
+        update = self.law.trajectory.updates[index]
+        return bool(clipped_parameters(update, self.law.sizes))
+
+    def _after(self, index: int, memory: OptimizerMemory) -> tuple[TracedStep, OptimizerMemory]:
+        step = self.law.trajectory.steps[index]
+        g, _ = self.run.gradient(step)
+        w = flat_weights(self.law.trajectory, index, self.law.reference)
+        return TracedStep(memory, g), self.law.step(index).advance(memory, w, g)[1]
