@@ -21,7 +21,7 @@ from torch import Tensor
 
 from epk_gp.core.preconditioners import LINEAR_RULES, PRECONDITIONERS, Memory, PreconditionedPart
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
+from epk_gp.core.update_rules import FIELDS, broadcast_to_params
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,8 @@ class StepLaw:
         memory: OptimizerMemory,
         w: Float[Tensor, "... P"],
         g: Float[Tensor, "... P"],
-        reference: list[Tensor] | None = None,
+        *,
+        is_stacked: bool = False,
     ) -> tuple[Float[Tensor, "... P"], OptimizerMemory]:
         """Return the direction momentum_lr * m' + lr * h, and what the optimizer keeps afterwards.
 
@@ -99,12 +100,13 @@ class StepLaw:
             memory: What it keeps before.
             w: The weights before the step.
             g: The gradient, as for `scales`.
-            reference: The scales of the recorded run; those found here by default, as constants.
+            is_stacked: Whether there are several runs, (m, P), of which the first is the recorded one, whose scales
+                the recorded coefficients belong to. Otherwise the scales found here are those of the recorded run.
         """
         scales, kept, h = self.scales(memory, w, g)
         found = dict(self.recorded)
-        for number, (part, scale) in enumerate(zip(self.parts, scales, strict=True)):
-            ratio = scale / (scale.detach() if reference is None else reference[number])
+        for part, scale in zip(self.parts, scales, strict=True):
+            ratio = scale / (scale[:1] if is_stacked else scale.detach())
             for name in part.fields:
                 found[name] = self._scaled(found[name], part, ratio)
         m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
@@ -214,22 +216,3 @@ class UpdateLaw:
     def steps(self) -> Iterator[StepLaw]:
         """Return the steps in their order."""
         return map(self.step, range(self.trajectory.num_steps))
-
-
-def clipped_parameters(update: UpdateCoefficients, sizes: tuple[int, ...]) -> list[Tensor]:
-    """Return the sets of parameters whose gradients were clipped together, by their joint norm.
-
-    Parameters that share a factor below 1 belong together.
-
-    Args:
-        update: The recorded coefficients of a step.
-        sizes: Number of weights of each of the L parameters.
-
-    Returns:
-        The numbers of the parameters of each set; none where nothing was clipped, or entry by entry.
-    """
-    if len(update.grad_scale) != len(sizes):
-        return []
-    factors = update.grad_scale.abs()
-    is_clipped = (factors > 0) & (factors < 1)
-    return [(factors == factor).nonzero().squeeze(1) for factor in factors[is_clipped].unique()]

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from epk_gp.core.model import FunctionalModel
 
+_KINDS = ("running_mean", "running_var")
+
 # Relative difference between recorded statistics and those that a share of the batch's statistics gives.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
@@ -71,12 +73,22 @@ class SeenBatches:
             first += shape.numel()
             layer, _, kind = name.rpartition(".")
             share = shares.get(layer)
-            if share is None or layer not in self.of_layer:
-                parts.append(own)
+            if share is None or layer not in self.of_layer or kind not in _KINDS:
+                parts.append(own)  # a count of batches does not depend on weights
                 continue
-            value = self.of_layer[layer][kind == "running_var"].reshape(-1).to(own)
+            value = self.of_layer[layer][_KINDS.index(kind)].reshape(-1).to(own)
             parts.append(own + share * (value - own))
         return torch.cat(parts) if parts else before
+
+
+def fixed_statistics(module: nn.Module) -> set[str]:
+    """Return the names of the moving statistics by which normalisations in evaluation mode normalise."""
+    return {
+        f"{name}.{kind}".lstrip(".")
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.training
+        for kind in _KINDS
+    }
 
 
 def shares_of_batches(
@@ -100,5 +112,12 @@ def shares_of_batches(
         norm = float(distance.square().sum())
         shares[layer] = float((after - before) @ distance) / norm if norm > 0 else 0.0
     found = seen.after(model, shares, before).detach()
-    allowed = _TOLERANCE.get(found.dtype, 1e-2) * max(1.0, float(after.abs().max())) if len(after) else 1.0
-    return shares, not len(after) or float((found - after).abs().max()) <= allowed
+    kinds = [name.rpartition(".")[2] for name in model.statistics]
+    sizes = [shape.numel() for shape in model.statistic_shapes]
+    pairs = zip(kinds, found.split(sizes), after.split(sizes), strict=True)
+    allowed = _TOLERANCE.get(found.dtype, 1e-2)
+    return shares, all(
+        float((a - b).abs().max()) <= allowed * max(1.0, float(b.abs().max()))
+        for kind, a, b in pairs
+        if kind != "num_batches_tracked" and len(b)
+    )

@@ -22,7 +22,7 @@ from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.replay import PassData, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine.batch_statistics import SeenBatches, shares_of_batches
+from epk_gp.kernel_machine.batch_statistics import SeenBatches, fixed_statistics, shares_of_batches
 
 Curvature = Literal["exact", "gauss_newton"]
 
@@ -165,12 +165,13 @@ class LossCurvature:
         replay, model = self.run.passes, self.run.passes.model
         params = replay.params(state, data)
         parameters = [params[name].requires_grad_() for name in model.names]
-        statistics = [params[name].requires_grad_() for name in model.statistics]
-        reference = parameters[0]
-        c = data.c.to(reference).requires_grad_()
+        module = replay.module_in_modes(data)
+        statistics = [params[name].clone().requires_grad_() for name in model.statistics]
+        fixed = fixed_statistics(module)  # torch moves the others in place
+        params |= {name: leaf for name, leaf in zip(model.statistics, statistics, strict=True) if name in fixed}
+        c = data.c.to(parameters[0]).requires_grad_()
         seen = SeenBatches()
-        written_out = WrittenOutNormalisation(statistics)
-        with torch.enable_grad(), seen.watching(replay.module_in_modes(data)), written_out:
+        with torch.enable_grad(), seen.watching(module), WrittenOutNormalisation(statistics):
             losses = replay.losses(params, data)
             gradients = torch.autograd.grad(
                 c.to(losses) @ losses, parameters, create_graph=True, allow_unused=True, materialize_grads=True

@@ -13,11 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import RunReplay
+from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
 from epk_gp.core.trajectory import flat_weights
-from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw, clipped_parameters
+from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
 from epk_gp.core.update_rules import UpdateCoefficients, apply_matrices
-
-_EPSILON = 1e-6  # torch adds it to the norm of a gradient that it clips
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,19 +100,15 @@ class OptimizerJacobian:
 
     def _unclipped(self, of_gradient: Float[Tensor, "R P"]) -> Float[Tensor, "R P"]:
         """Return the adjoint of the gradient before it was clipped."""
-        scale, sizes = self.update.grad_scale, self.law.sizes
-        if len(scale) != len(sizes):  # entry by entry: a clipped one does not move
-            factor = scale.to(of_gradient).abs()
-            return of_gradient * ((factor == 1) | (factor == 0))
-        result = of_gradient
-        for members in clipped_parameters(self.update, sizes):
-            is_member = torch.zeros(len(sizes), dtype=torch.bool).index_fill(0, members.cpu(), True)
-            own = is_member.to(self.g.device).repeat_interleave(torch.tensor(sizes, device=self.g.device))
-            g = torch.where(own, self.g, 0.0)
+        factors = clipped_entries(self.update, self.law.sizes, of_gradient)
+        if factors is not None:  # a clipped entry does not move with the gradient
+            return of_gradient * ((factors == 1) | (factors == 0))
+        for clipped in clipped_sets(self.update, self.law.sizes, of_gradient):
+            g = torch.where(clipped.is_member, self.g, 0.0)
             norm = g.norm()
-            along = result @ g / (norm * (norm + _EPSILON))
-            result = result - along[:, None] * g
-        return result
+            along = of_gradient @ g / (norm * (norm + EPSILON))
+            of_gradient = of_gradient - along[:, None] * g
+        return of_gradient
 
 
 def _kept(memory: OptimizerMemory, law: StepLaw, part: object) -> tuple[Tensor, ...]:
@@ -198,7 +193,7 @@ class MemoryTrace:
 
     def _clips(self, index: int) -> bool:
         update = self.law.trajectory.updates[index]
-        return bool(clipped_parameters(update, self.law.sizes))
+        return bool(clipped_sets(update, self.law.sizes, self.law.reference))
 
     def _after(self, index: int, memory: OptimizerMemory) -> tuple[TracedStep, OptimizerMemory]:
         step = self.law.trajectory.steps[index]
