@@ -169,7 +169,7 @@ class LossCurvature:
         statistics = [params[name].clone().requires_grad_() for name in model.statistics]
         fixed = fixed_statistics(module)  # torch moves the others in place
         params |= {name: leaf for name, leaf in zip(model.statistics, statistics, strict=True) if name in fixed}
-        c = data.c.to(parameters[0]).requires_grad_()
+        c = data.c.detach().to(parameters[0], copy=True).requires_grad_()
         seen = SeenBatches()
         with torch.enable_grad(), seen.watching(module), WrittenOutNormalisation(statistics):
             losses = replay.losses(params, data)

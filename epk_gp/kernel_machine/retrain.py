@@ -342,7 +342,7 @@ class _Trainer:
         """Compute the gradients of all runs by one forward and backward pass."""
         replay = self.run.passes
         model, dtype = replay.model, replay.dtype_of(data)
-        leaves = states.to(dtype).requires_grad_()
+        leaves = states.detach().to(dtype).requires_grad_()
         with torch.enable_grad():
             named = model.unflatten_rows(leaves)
             before = {name: named[name].detach().clone() for name in model.statistics}
