@@ -103,15 +103,27 @@ class StepLaw:
             is_stacked: Whether there are several runs, (m, P), of which the first is the recorded one, whose scales
                 the recorded coefficients belong to. Otherwise the scales found here are those of the recorded run.
         """
+        found, kept, h = self.coefficients(memory, w, g, is_stacked=is_stacked)
+        m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
+        direction = found["momentum_lr"] * m + found["lr"] * h
+        return direction, OptimizerMemory(m, kept, memory.counts + self.moves.to(memory.counts))
+
+    def coefficients(
+        self,
+        memory: OptimizerMemory,
+        w: Float[Tensor, "... P"],
+        g: Float[Tensor, "... P"],
+        *,
+        is_stacked: bool = False,
+    ) -> tuple[dict[str, Tensor], tuple[Memory, ...], Tensor]:
+        """Return the coefficients by field, what preconditioners keep afterwards, and h; arguments as for `advance`."""
         scales, kept, h = self.scales(memory, w, g)
         found = dict(self.recorded)
         for part, scale in zip(self.parts, scales, strict=True):
             ratio = scale / (scale[:1] if is_stacked else scale.detach())
             for name in part.fields:
                 found[name] = self._scaled(found[name], part, ratio)
-        m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
-        direction = found["momentum_lr"] * m + found["lr"] * h
-        return direction, OptimizerMemory(m, kept, memory.counts + self.moves.to(memory.counts))
+        return found, kept, h
 
     def _scaled(self, value: Tensor, part: PreconditionedPart, ratio: Tensor) -> Tensor:
         if part.columns == slice(0, sum(self.sizes)):

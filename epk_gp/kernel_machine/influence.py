@@ -22,7 +22,6 @@ from epk_gp.core.validation import validate_count
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
-from epk_gp.kernel_machine.loss_curvature import Curvature
 
 Function = Callable[[Tensor], Tensor]
 
@@ -127,7 +126,6 @@ def influence(
     classes: Int64[Tensor, " n"] | None = None,
     function: Function | None = None,
     by: Sequence[Axis] | None = None,
-    curvature: Curvature = "exact",
     truncate: int | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Influence:
@@ -148,8 +146,6 @@ def influence(
             to (n,) or (n, K), row by row, or to one number, (), of all inputs together, such as their mean loss.
         by: Axes of samples and steps, `by_sample(trajectory)`, `by_label`, `by_step`, or axes of one's own. Each
             sample by default.
-        curvature: "exact" for the derivative. "gauss_newton" leaves out the second derivatives of the network: it is
-            not the derivative, but does not explode where kinks or long runs make that do so.
         truncate: Go through the last `truncate` steps only: the weights count there, and 1 before.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
@@ -157,7 +153,7 @@ def influence(
         The derivatives, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: The network cannot take the inputs; the head, an axis or the curvature is unknown; a
+        TypeError, ValueError: The network cannot take the inputs; the head or an axis is unknown; a
             class is out of range; the function returns another shape, or mixes rows; or the run does not hold the
             options of its optimizer.
     """
@@ -174,7 +170,6 @@ def influence(
         is_joint=outputs.ndim == 0,
         axes=axes,
         own=None,
-        curvature=curvature,
         truncate=_truncation(trajectory, truncate),
         options=parsed,
     )
@@ -185,7 +180,6 @@ def self_influence(
     trajectory: Trajectory,
     points: Int64[Tensor, " n"] | None = None,
     *,
-    curvature: Curvature = "exact",
     truncate: int | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, " n"]:
@@ -197,7 +191,6 @@ def self_influence(
     Args:
         trajectory: Training run on M samples.
         points: Which samples; all by default.
-        curvature: As for `influence`.
         truncate: As for `influence`.
         options: As for `influence`.
 
@@ -223,7 +216,7 @@ def self_influence(
         trajectory, X, "logits", None, lambda z: per_sample_losses(trajectory.loss, z, y)[:, None]
     )
     problem = InfluenceProblem(
-        trajectory, X, cotangents, is_joint=False, axes=(by_sample(trajectory),), own=own, curvature=curvature,
+        trajectory, X, cotangents, is_joint=False, axes=(by_sample(trajectory),), own=own,
         truncate=_truncation(trajectory, truncate), options=parsed,
     )  # fmt: skip
     return _differentiate(problem, outputs).values[:, 0, 0]
@@ -231,8 +224,6 @@ def self_influence(
 
 def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
     trajectory, X = problem.trajectory, problem.X
-    if problem.curvature not in ("exact", "gauss_newton"):
-        raise ValueError(f"curvature must be 'exact' or 'gauss_newton': got {problem.curvature!r}.")
     outputs = outputs.reshape(1, 1) if problem.is_joint else outputs
 
     def compute(net: PlannedModel) -> Influence:

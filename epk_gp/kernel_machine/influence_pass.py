@@ -25,7 +25,7 @@ from epk_gp.core.update_law import UpdateLaw
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.loss_curvature import Curvature, LossCurvature
+from epk_gp.kernel_machine.loss_curvature import LossCurvature
 from epk_gp.kernel_machine.optimizer_adjoint import MemoryTrace, OptimizerJacobian
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.stored import require_same_run
@@ -48,7 +48,6 @@ class InfluenceProblem:
             result.
         axes: Axes of samples and steps.
         own: The one training sample of each input whose weight counts, (n,); None for all samples.
-        curvature: Which second derivatives the adjoints go through.
         truncate: Number of steps, from the last one back, that are gone through.
         options: How to compute.
     """
@@ -59,14 +58,13 @@ class InfluenceProblem:
     is_joint: bool
     axes: tuple[Axis, ...]
     own: Int64[Tensor, " n"] | None
-    curvature: Curvature
     truncate: int
     options: ComputeOptions
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the sums depend."""
         return fingerprint(
-            "influence", self.trajectory.digest, self.X, self.cotangents, self.is_joint, self.own, self.curvature,
+            "influence", self.trajectory.digest, self.X, self.cotangents, self.is_joint, self.own,
             self.truncate, self.options.memory_budget, *(axis.group for axis in self.axes),
             [(axis.kind, axis.names) for axis in self.axes],
         )  # fmt: skip
@@ -158,7 +156,7 @@ class InfluencePass:
             explained = bool(stored["explained"])
         else:
             explained = True
-        curvature = LossCurvature(self.net, self.run, problem.options.memory_budget // 2, problem.curvature)
+        curvature = LossCurvature(self.net, self.run, problem.options.memory_budget // 2)
         if bar is not None:
             bar.update(done)
         for position in range(done, problem.truncate):

@@ -10,7 +10,6 @@ once; each adjoint costs one pass back through it. It draws no random numbers, s
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -23,8 +22,6 @@ from epk_gp.core.replay import PassData, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine.batch_statistics import SeenBatches, fixed_statistics, shares_of_batches
-
-Curvature = Literal["exact", "gauss_newton"]
 
 # Passes of a batch that the graph holds, and that one adjoint holds on its way back through it.
 _PASSES_OF_GRAPH, _PASSES_OF_ADJOINT = 6, 6
@@ -84,15 +81,12 @@ class LossCurvature:
         net: The network, with its plan.
         run: Replays the forward passes.
         budget: Bytes for graphs and adjoints.
-        curvature: "exact" for the Hessian of the loss, "gauss_newton" for its part without second derivatives of the
-            network.
         explains_statistics: Whether all moving statistics so far were those of the batches.
     """
 
     net: PlannedModel
     run: RunReplay
     budget: int
-    curvature: Curvature = "exact"
     explains_statistics: bool = True
     _maps: bool | None = field(default=None, repr=False)  # whether torch maps the way back over adjoints
 

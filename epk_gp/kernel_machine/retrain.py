@@ -13,20 +13,17 @@ from tqdm.auto import tqdm
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.certificate import warn_uncertified
-from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.compute_options import MEMORY_BUDGET, ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.gradients import RunReplay
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
-from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
-from epk_gp.core.replay import PassData, passes_of
-from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, parse_inputs, validate_trajectory
-from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
-from epk_gp.core.update_rules import apply_matrices
+from epk_gp.core.trajectory import Trajectory, flat_weights, parse_inputs, validate_trajectory
+from epk_gp.core.update_law import UpdateLaw
 from epk_gp.core.validation import validate_finite
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.kernel_machine.retrained_run import retrained_run
+from epk_gp.kernel_machine.stacked_training import StackedTraining
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.stored import require_same_run
 
@@ -35,9 +32,6 @@ _VECTORS = 16
 
 # Passes of a batch that a retraining holds at once.
 _PASSES = 6
-
-# Relative difference of two computations of the same gradient, alone and together with others, that is rounding.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
 # recorded weights went.
@@ -75,6 +69,13 @@ class Retraining:
     def weights(self, number: int) -> dict[str, Tensor]:
         """Return the weights and moving statistics of one network by name."""
         return self.trajectory.model.unflatten(self.states[number].clone())
+
+    def run(self, number: int) -> Trajectory:
+        """Return the whole run of one network, in memory: train it again and keep all its states.
+
+        Its loss terms have the recorded weights times those of its samples.
+        """
+        return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET // 4)
 
     def outputs(self, X: Inputs, *, head: Head | None = None) -> Float[Tensor, "m n C"]:
         """Evaluate all networks.
@@ -194,7 +195,7 @@ class _Problem:
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Train the runs of a block."""
-        return _Trainer(self.trajectory).train(self.weights[self.blocks[place[0]]])
+        return StackedTraining(self.trajectory).end(self.weights[self.blocks[place[0]]])
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the runs depend."""
@@ -220,146 +221,15 @@ def _results(problem: _Problem) -> Iterator[dict[str, Tensor]]:
 def _parts_here(problem: _Problem, pieces: list[Piece]) -> Generator[dict[str, Tensor], None, None]:
     options = problem.options
     stored = None if options.checkpoint is None else PartialSums(options.checkpoint, problem.identity())
-    trainer = _Trainer(problem.trajectory)
+    trainer = StackedTraining(problem.trajectory)
     total = len(pieces) * problem.trajectory.num_steps
     with tqdm(total=total, desc="steps", disable=not options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
             if not found:
-                found = trainer.train(problem.weights[problem.blocks[piece.place[0]]], bar)
+                found = trainer.end(problem.weights[problem.blocks[piece.place[0]]], bar)
                 if stored is not None:
                     stored.save(piece.name, found, 1)
             else:
                 bar.update(problem.trajectory.num_steps)
             yield found
-
-
-class _Trainer:
-    """Makes the recorded steps on the gradients of several runs at once; to be used by one thread.
-
-    The first run of a stack has all weights 1: the recorded coefficients belong to its gradients.
-    """
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        self.trajectory, X = trajectory, trajectory.inputs
-        self.net = trajectory.model_for(X)
-        self.run = RunReplay(trajectory.trained, self.net, X)
-        self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
-        self._maps: bool | None = None
-        if any(p.ndim > 2 for p in self.net.module.parameters()):
-            self._maps = False  # torch computes convolutions with weights of their own by copies
-        self._bound: float | None = None  # of the last step that clipped the norm of all gradients
-
-    def train(self, weights: Float[Tensor, "m M"], bar: "tqdm[None] | None" = None) -> dict[str, Tensor]:
-        """Train with these weights of the samples; return the states at the end, and the difference of the first."""
-        trajectory, recorded = self.trajectory, self.law.trajectory
-        every = torch.cat([torch.ones_like(weights[:1]), weights])
-        P, self._bound = self.net.num_weights, None
-        states = flat_state(recorded, 0, trajectory.inputs).expand(len(every), -1).clone()
-        averages = states[:, :P].clone() if trajectory.average is not None else None
-        memory = self.law.initial((len(every),))
-        for step in recorded.steps:
-            g, statistics = self._gradients(step, states, every)
-            states, memory = self._step(step, states, (g, statistics), memory)
-            if averages is not None and trajectory.average is not None:
-                averages = torch.lerp(averages, states[:, :P], float(trajectory.average.coefficients[step.index]))
-            if bar is not None:
-                bar.update()
-        if averages is not None:
-            states = torch.cat([averages, states[:, P:]], dim=1)
-        end, start = (flat_weights(trajectory, s, trajectory.inputs) for s in (trajectory.num_steps, 0))
-        missed = states[0, :P] - end
-        way = (end - start).norm().clamp(min=torch.finfo(end.dtype).tiny)
-        difference = torch.stack([missed.abs().max(), missed.norm() / way]).double()
-        return {"states": states[1:], "difference": difference}
-
-    def _step(
-        self, step: Step, states: Tensor, found: tuple[Tensor, Tensor], memory: OptimizerMemory
-    ) -> tuple[Tensor, OptimizerMemory]:
-        g, statistics = found
-        P, law = self.net.num_weights, self.law.step(step.index)
-        w = states[:, :P]
-        direction, memory = law.advance(memory, w, self._clipped(step, law, g), is_stacked=True)
-        update = self.law.trajectory.updates[step.index]
-        w = w - apply_matrices(update, law.sizes, direction) - law.recorded["decoupled_decay"] * w
-        return torch.cat([w, statistics], dim=1), memory
-
-    def _clipped(self, step: Step, law: StepLaw, g: Float[Tensor, "m P"]) -> Float[Tensor, "m P"]:
-        """Clip gradients to the bound that the recorded factor of the first run shows; divided by that factor."""
-        update = self.law.trajectory.updates[step.index]
-        factors = clipped_entries(update, law.sizes, g)
-        if factors is not None:
-            bound = (factors * g[0].abs()).masked_fill((factors == 1) | (factors == 0), 0).max()
-            clipped = g.clamp(-bound, bound) if bool(bound > 0) else g
-            return torch.where(factors > 0, clipped / factors.clamp(min=torch.finfo(g.dtype).tiny), g)
-        sets = clipped_sets(update, law.sizes, g)
-        for clipped in sets:
-            norms = torch.where(clipped.is_member, g, 0.0).norm(dim=1, keepdim=True) + EPSILON
-            self._bound = float(clipped.factor * norms[0])
-            ratio = (self._bound / norms).clamp(max=1.0) / clipped.factor
-            g = torch.where(clipped.is_member, g * ratio, g)
-        if not sets and self._bound is not None:
-            g = g * (self._bound / (g.norm(dim=1, keepdim=True) + EPSILON)).clamp(max=1.0)
-        return g
-
-    def _gradients(
-        self, step: Step, states: Float[Tensor, "m PQ"], weights: Float[Tensor, "m M"]
-    ) -> tuple[Float[Tensor, "m P"], Float[Tensor, "m Q"]]:
-        """Return the gradients of a step's loss of all runs, and their moving statistics after it."""
-        P = self.net.num_weights
-        total, statistics = torch.zeros_like(states[:, :P]), states[:, P:]
-        for data in passes_of(step, self.run.data):
-            # each run has its own statistics before the pass
-            own = replace(data, forward=replace(data.forward, statistics=None, statistics_after=None))
-            c = data.c * weights[:, data.samples.to(weights.device)].to(data.c)
-            gradients, statistics = self._pass(torch.cat([states[:, :P], statistics], dim=1), own, c)
-            total += gradients
-        return total, statistics
-
-    def _pass(
-        self, states: Float[Tensor, "m PQ"], data: PassData, c: Float[Tensor, "m n"]
-    ) -> tuple[Float[Tensor, "m P"], Float[Tensor, "m Q"]]:
-        if self._maps is not False:
-            try:
-                gradients, statistics = self._mapped(states, data, c)
-            except (RuntimeError, NotImplementedError, ValueError, TypeError):
-                self._maps = False
-            else:
-                if self._maps is None or data.forward.random_state is not None:
-                    own, after = self._single(states[0], data, c[0])
-                    self._maps = _is_same(gradients[0], own) and _is_same(statistics[0], after)
-                if self._maps:
-                    return gradients, statistics
-        found = [self._single(state, data, own) for state, own in zip(states, c, strict=True)]
-        return torch.stack([g for g, _ in found]), torch.stack([after for _, after in found])
-
-    def _single(self, state: Tensor, data: PassData, c: Tensor) -> tuple[Tensor, Tensor]:
-        replayed = self.run.passes.gradient(state, replace(data, c=c), exact=True)
-        before = state[self.net.num_weights :]
-        return replayed.gradient, replayed.statistics.to(before) if len(before) else before
-
-    def _mapped(self, states: Tensor, data: PassData, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of all runs by one forward and backward pass."""
-        replay = self.run.passes
-        model, dtype = replay.model, replay.dtype_of(data)
-        leaves = states.detach().to(dtype).requires_grad_()
-        with torch.enable_grad():
-            named = model.unflatten_rows(leaves)
-            before = {name: named[name].detach().clone() for name in model.statistics}
-
-            def losses(params: dict[str, Tensor], statistics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-                return replay.losses({**params, **statistics}, data), statistics
-
-            weights = {name: named[name] for name in model.names}
-            values, after = torch.vmap(losses, randomness="same")(weights, before)
-            (gradients,) = torch.autograd.grad((c.to(values) * values).sum(), leaves)
-        P = model.num_weights
-        statistics = [after[name].reshape(len(states), -1) for name in model.statistics]
-        return (
-            gradients[:, :P].to(states),
-            torch.cat(statistics, dim=1).to(states) if statistics else states[:, P:],
-        )
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return not b.numel() or float((a - b).abs().max()) <= _ROUNDING[b.dtype] * max(float(b.abs().max()), 1e-300)

@@ -31,11 +31,11 @@ class StepResiduals:
         self._rows: Tensor | None = None
         room = problem.options.memory_budget // 4
         if keeps and leaves_residuals(trajectory, outputs):
-            self._rows = _rows(trajectory.num_steps, model.num_weights, outputs, room)
+            self._rows = rows_of_weights(trajectory.num_steps, model.num_weights, outputs, room)
         for replayed in replayed_steps(trajectory, model, X):
             is_amplified = self.mismatches.add(trajectory, model, replayed)
             if keeps and is_amplified and self._rows is None:
-                self._rows = _rows(trajectory.num_steps, model.num_weights, outputs, room).zero_()
+                self._rows = rows_of_weights(trajectory.num_steps, model.num_weights, outputs, room).zero_()
             if self._rows is not None:
                 step = flat_weights(trajectory.trained, replayed.step.index + 1, X) - replayed.w
                 self._rows[replayed.step.index] = (step - replayed.d).to(self._rows)
@@ -55,7 +55,7 @@ def leaves_residuals(trajectory: Trajectory, outputs: Float[Tensor, "n C"]) -> b
     return coarsest_dtype(trajectory, outputs) != torch.float64 or leaves_unexplained(trajectory)
 
 
-def _rows(num_steps: int, num_weights: int, reference: Tensor, room: int) -> Tensor:
+def rows_of_weights(num_steps: int, num_weights: int, reference: Tensor, room: int) -> Tensor:
     """Return uninitialised rows: in memory if they fit into it, else in a temporary file that goes with them."""
     if num_steps * num_weights * reference.element_size() <= room:
         return reference.new_empty(num_steps, num_weights)

@@ -1,0 +1,74 @@
+"""A recorded run as it would have been recorded with other weights of its samples."""
+
+import hashlib
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.core.averaging import averaged_trajectory
+from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.replay import passes_of
+from epk_gp.core.step import Step
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.kernel_machine.stacked_training import StackedStep, StackedTraining
+from epk_gp.kernel_machine.step_residuals import rows_of_weights
+
+
+def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], room: int) -> Trajectory:
+    """Train with other weights of the samples, and return the run with all its states.
+
+    Args:
+        training: Makes the steps of the recorded run.
+        weights: One weight per sample.
+        room: Bytes of memory for the states; more of them go to a temporary file.
+
+    Returns:
+        The run, whose loss terms have the recorded weights times the given ones.
+    """
+    whole, recorded = training.trajectory, training.law.trajectory
+    P, S = training.net.num_weights, recorded.num_steps
+    reference = training.law.reference
+    states = rows_of_weights(S + 1, P, reference, room)
+    states[0] = recorded.states[0].to(states)
+    statistics = None if recorded.statistics is None else [recorded.statistics[0].to(reference)]
+    steps, updates = list[Step](), list[UpdateCoefficients]()
+    for made in training.steps(weights[None]):
+        index = made.step.index
+        states[index + 1] = made.states[1, :P]
+        if statistics is not None:
+            statistics.append(made.states[1, P:].clone())
+        steps.append(_reweighted(training, made, weights))
+        updates.append(made.update(recorded.updates[index], 1).map(torch.clone))
+    digest = hashlib.blake2b(recorded.digest.encode(), digest_size=16)
+    digest.update(tensor_bytes(weights))
+    run = replace(
+        recorded,
+        states=tuple(states),
+        statistics=None if statistics is None else tuple(statistics),
+        steps=tuple(steps),
+        updates=tuple(updates),
+        digest=digest.hexdigest(),
+    )
+    return run if whole.average is None else averaged_trajectory(run, whole.average.coefficients)
+
+
+def _reweighted(training: StackedTraining, made: StackedStep, weights: Float[Tensor, " M"]) -> Step:
+    """Return a recorded step with the weights of its samples, and the run's own moving statistics."""
+    step, data = made.step, passes_of(made.step, training.run.data)
+    c = torch.cat([part.c * weights[part.samples.to(weights.device)].to(part.c) for part in data])
+    passes = step.passes
+    if passes and training.trajectory.statistics is not None:
+        own, before = list(step.passes), None
+        for number, forward in enumerate(own):
+            after = made.after_passes[number][1].clone()
+            own[number] = replace(
+                forward,
+                statistics=None if forward.statistics is None else before,
+                statistics_after=None if forward.statistics_after is None else after,
+            )
+            before = after
+        passes = tuple(own)
+    return replace(step, sample_weights=c.double().cpu(), passes=passes)
