@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from epk_gp.gram.path_features import path_features
     from epk_gp.gram.path_kernel import PathKernel, gram_block
     from epk_gp.kernel_machine.attribute import attribute
+    from epk_gp.kernel_machine.influence import influence, self_influence
     from epk_gp.kernel_machine.reconstruct import reconstruct
+    from epk_gp.kernel_machine.retrain import retrain
+    from epk_gp.kernel_machine.smoothing import Smoothing
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
@@ -44,6 +47,7 @@ else:
         "PerSampleLoss": "core.losses",
         "Points": "core.points",
         "Recorder": "training.recorder",
+        "Smoothing": "kernel_machine.smoothing",
         "StepMismatchError": "training.diagnosis",
         "Storage": "storage.writer",
         "Trajectory": "core.trajectory",
@@ -52,6 +56,7 @@ else:
         "attribute": "kernel_machine.attribute",
         "gauss_legendre": "quadrature.rules",
         "gram_block": "gram.path_kernel",
+        "influence": "kernel_machine.influence",
         "label_errors": "analysis.label_errors",
         "left_endpoint": "quadrature.rules",
         "left_riemann": "quadrature.rules",
@@ -61,6 +66,8 @@ else:
         "next_to_label": "analysis.next_to_label",
         "path_features": "gram.path_features",
         "reconstruct": "kernel_machine.reconstruct",
+        "retrain": "kernel_machine.retrain",
+        "self_influence": "kernel_machine.influence",
         "softmax_uncertainty": "gp.softmax",
         "split_copy": "kernels.tagging",
         "test_copy": "kernels.tagging",
@@ -109,6 +116,7 @@ __all__ = [
     "PerSampleLoss",
     "Points",
     "Recorder",
+    "Smoothing",
     "StepMismatchError",
     "Storage",
     "Trajectory",
@@ -117,6 +125,7 @@ __all__ = [
     "attribute",
     "gauss_legendre",
     "gram_block",
+    "influence",
     "label_errors",
     "left_endpoint",
     "left_riemann",
@@ -126,6 +135,8 @@ __all__ = [
     "next_to_label",
     "path_features",
     "reconstruct",
+    "retrain",
+    "self_influence",
     "softmax_uncertainty",
     "split_copy",
     "test_copy",

@@ -163,8 +163,8 @@ class UpdateLaw:
         held = set()
         if not self.trajectory.optimizer_groups and set(trajectory.update_rule.split(" + ")) - LINEAR_RULES:
             raise ValueError(
-                f"the run must hold the options of its optimizer, {trajectory.update_rule}, whose preconditioner depends "
-                "on the gradients: it was recorded by an earlier version of epk_gp. Record it again."
+                f"the run must hold the options of its optimizer, {trajectory.update_rule}, whose preconditioner "
+                "depends on the gradients: it was recorded by an earlier version of epk_gp. Record it again."
             )
         for group in self.trajectory.optimizer_groups:
             if group.rule in LINEAR_RULES:
@@ -174,9 +174,7 @@ class UpdateLaw:
                 continue
             for number in sorted(places[name] for name in group.names if name in places):
                 columns = slice(firsts[number], firsts[number + 1])
-                own = PreconditionedPart(
-                    PRECONDITIONERS[group.rule], group.options, columns, slice(number, number + 1)
-                )
+                own = PreconditionedPart(PRECONDITIONERS[group.rule], group.options, columns, slice(number, number + 1))
                 if parts and parts[-1].options is own.options and parts[-1].columns.stop == columns.start:
                     before = parts.pop()
                     own = replace(

@@ -1,18 +1,19 @@
 """Influence: the derivative of a trained network's outputs in the weights of its training samples."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.cotangents import all_outputs, chosen_outputs
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.certificate import warn_uncertified
-from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
@@ -22,100 +23,13 @@ from epk_gp.core.validation import validate_count
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
+from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.retrain import require_replays
+from epk_gp.kernel_machine.retrained_run import retrained_run
+from epk_gp.kernel_machine.smoothing import Smoothing
+from epk_gp.kernel_machine.stacked_training import StackedTraining
 
 Function = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Influence:
-    """How numbers that a trained network gives depend on the weights of its training samples.
-
-    Attributes:
-        outputs: The numbers, (n, K): the network's outputs, or what `function` makes of them.
-        values: Their derivatives, (n, K, M), or (n, K, G_1, G_2, ...) over the axes' groups. A weight multiplies the
-            loss terms of its sample; the divisor of a mean over a batch stays. `-values` predicts leaving a sample out.
-        adjoint_norms: Norm of the derivative of each number in the weights w_0 .. w_S of the run, (n, K, S + 1). Where
-            it grows by orders of magnitude towards the beginning, training amplifies small changes there, and the
-            derivative says little about large ones.
-        axes: What the values are split by.
-        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
-        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
-        worst_step: The step that has it; -1 for a run without steps.
-        held: Parts of the training that are held as recorded, because how they follow from the gradients is not known
-            here: optimizers' preconditioners by name, and "moving statistics".
-    """
-
-    outputs: Float[Tensor, "n K"]
-    values: Float[Tensor, "n K *groups"]
-    adjoint_norms: Float[Tensor, "n K S1"]
-    axes: tuple[Axis, ...]
-    max_step_mismatch: float
-    mismatch_ratio: float
-    worst_step: int
-    held: tuple[str, ...]
-
-    @property
-    def certified(self) -> bool:
-        """Whether every recorded step is the one that the training gradients give, and nothing of it is held."""
-        return not self._findings()
-
-    @property
-    def growth(self) -> Float[Tensor, "n K"]:
-        """How much larger the derivative in the weights is along the run, at most, than in the trained weights."""
-        norms = self.adjoint_norms
-        return norms.amax(dim=2) / norms[:, :, -1].clamp(min=torch.finfo(norms.dtype).tiny)
-
-    @property
-    def std(self) -> Float[Tensor, "n K"]:
-        """Jackknife standard deviation sqrt(sum_i values_i^2), (n, K): how much retraining moves each number.
-
-        Its order over numbers means more than its size (docs/theory.md, section 9).
-
-        Raises:
-            ValueError: The values are not split by samples alone.
-        """
-        self._require_samples("std")
-        return self.values.square().sum(dim=2).sqrt()
-
-    def predict(self, weights: Float[Tensor, "... M"]) -> Float[Tensor, "... n K"]:
-        """Predict the numbers of networks that are trained with other weights of the samples, to first order.
-
-        Args:
-            weights: One weight per training sample, (M,) or (m, M): 1 as recorded, 0 to leave a sample out.
-
-        Raises:
-            TypeError: The weights are no tensor.
-            ValueError: The values are not split by samples alone, or there is not one weight per sample.
-        """
-        self._require_samples("predict()")
-        if not isinstance(weights, Tensor):
-            raise TypeError(f"weights must be a torch.Tensor: got {type(weights).__name__}.")
-        M = self.values.shape[2]
-        if weights.ndim == 0 or weights.shape[-1] != M:
-            raise ValueError(f"weights must hold one weight per sample, (..., {M}): got shape {tuple(weights.shape)}.")
-        changes = torch.einsum("...i,nki->...nk", weights.to(self.values) - 1, self.values)
-        return self.outputs + changes
-
-    def _require_samples(self, what: str) -> None:
-        if [axis.kind for axis in self.axes] != ["sample"] or len(self.axes[0].names) != len(self.axes[0].group):
-            raise ValueError(f"{what} needs the derivative in each sample's weight: it is split by others. Leave by= out.")
-
-    def _findings(self) -> list[str]:
-        findings = []
-        if not self.mismatch_ratio <= 1:
-            findings.append(
-                f"step {self.worst_step} differs from the step that the loss's gradient on the recorded batch gives by "
-                f"{self.mismatch_ratio:.2g} times what rounding explains (largest difference of a step "
-                f"{self.max_step_mismatch:.2e})"
-            )
-        if self.held:
-            findings.append(
-                f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
-                "recorded"
-            )
-        if not bool(torch.isfinite(self.values).all()):
-            findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
-        return findings
 
 
 def influence(
@@ -126,6 +40,7 @@ def influence(
     classes: Int64[Tensor, " n"] | None = None,
     function: Function | None = None,
     by: Sequence[Axis] | None = None,
+    smoothing: Smoothing | None = None,
     truncate: int | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Influence:
@@ -146,6 +61,7 @@ def influence(
             to (n,) or (n, K), row by row, or to one number, (), of all inputs together, such as their mean loss.
         by: Axes of samples and steps, `by_sample(trajectory)`, `by_label`, `by_step`, or axes of one's own. Each
             sample by default.
+        smoothing: Average the derivative over runs with random weights of the samples, which are trained again.
         truncate: Go through the last `truncate` steps only: the weights count there, and 1 before.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
@@ -163,17 +79,45 @@ def influence(
     axes = (by_sample(trajectory),) if by is None else tuple(by)
     _validate_axes(trajectory, axes)
     outputs, cotangents = _numbers(trajectory, X, head, classes, function)
-    problem = InfluenceProblem(
+    whole = InfluenceProblem(
         trajectory=trajectory,
         X=X.detach(),
         cotangents=cotangents,
         is_joint=outputs.ndim == 0,
         axes=axes,
         own=None,
+        factors=None,
         truncate=_truncation(trajectory, truncate),
         options=parsed,
     )
-    return _differentiate(problem, outputs)
+    if smoothing is None:
+        return _said(_differentiate(whole, outputs))
+    found = []
+    for number, weights in enumerate(_drawn(trajectory, smoothing)):
+        run = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget // 4)
+        _, own = _numbers(run, X, head, classes, function)
+        options_of_run = parsed
+        if parsed.checkpoint is not None:
+            options_of_run = replace(parsed, checkpoint=Path(parsed.checkpoint) / f"run-{number}")
+        problem = replace(whole, trajectory=run, cotangents=own, factors=1 / weights, options=options_of_run)
+        found.append(_differentiate(problem, outputs))
+    worst = max(found, key=lambda result: result.mismatch_ratio)
+    return _said(
+        replace(
+            worst,
+            values=torch.stack([result.values for result in found]).mean(dim=0),
+            adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
+            held=tuple(sorted({name for result in found for name in result.held})),
+        )
+    )
+
+
+def _drawn(trajectory: Trajectory, smoothing: Smoothing) -> Iterator[Float64[Tensor, " M"]]:
+    if not isinstance(smoothing, Smoothing):
+        raise TypeError(f"smoothing must be an epk_gp.Smoothing or None: got {smoothing!r}.")
+    require_replays(trajectory)
+    for weights in smoothing.weights(trajectory.num_points):
+        yield weights.to(trajectory.device)
 
 
 def self_influence(
@@ -216,10 +160,10 @@ def self_influence(
         trajectory, X, "logits", None, lambda z: per_sample_losses(trajectory.loss, z, y)[:, None]
     )
     problem = InfluenceProblem(
-        trajectory, X, cotangents, is_joint=False, axes=(by_sample(trajectory),), own=own,
+        trajectory, X, cotangents, is_joint=False, axes=(by_sample(trajectory),), own=own, factors=None,
         truncate=_truncation(trajectory, truncate), options=parsed,
     )  # fmt: skip
-    return _differentiate(problem, outputs).values[:, 0, 0]
+    return _said(_differentiate(problem, outputs)).values[:, 0, 0]
 
 
 def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
@@ -247,8 +191,12 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
             held=held,
         )
 
-    result = with_plan(trajectory, trajectory.model_for(X), compute)
-    findings = result._findings()
+    return with_plan(trajectory, trajectory.model_for(X), compute)
+
+
+def _said(result: Influence) -> Influence:
+    """Return a result, after a warning if it is not certified."""
+    findings = result.findings
     if findings:
         warn_uncertified(f"the influence is not certified: {'; '.join(findings)}.")
     return result

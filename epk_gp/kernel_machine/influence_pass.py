@@ -4,6 +4,7 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -48,6 +49,7 @@ class InfluenceProblem:
             result.
         axes: Axes of samples and steps.
         own: The one training sample of each input whose weight counts, (n,); None for all samples.
+        factors: What the derivative in each sample's weight is multiplied with, (M,); None for 1.
         truncate: Number of steps, from the last one back, that are gone through.
         options: How to compute.
     """
@@ -58,6 +60,7 @@ class InfluenceProblem:
     is_joint: bool
     axes: tuple[Axis, ...]
     own: Int64[Tensor, " n"] | None
+    factors: Float[Tensor, " M"] | None
     truncate: int
     options: ComputeOptions
 
@@ -65,7 +68,7 @@ class InfluenceProblem:
         """Return a fingerprint of everything on which the sums depend."""
         return fingerprint(
             "influence", self.trajectory.digest, self.X, self.cotangents, self.is_joint, self.own,
-            self.truncate, self.options.memory_budget, *(axis.group for axis in self.axes),
+            self.factors, self.truncate, self.options.memory_budget, *(axis.group for axis in self.axes),
             [(axis.kind, axis.names) for axis in self.axes],
         )  # fmt: skip
 
@@ -133,7 +136,7 @@ class InfluencePass:
     def part(
         self,
         number: int,
-        bar: "tqdm[None] | None" = None,
+        bar: "tqdm[Any] | None" = None,
         begun: tuple[PartialSums | None, str] = (None, ""),
     ) -> dict[str, Tensor]:
         """Go through the run with the inputs of a block, and return its sums.
@@ -147,7 +150,9 @@ class InfluencePass:
         K, S = problem.cotangents.shape[1], problem.trajectory.num_steps
         adjoints = self._start(rows)
         count = len(adjoints.of_weights)
-        sums = _Sums(problem, rows.repeat_interleave(K) if problem.own is not None else None, count, adjoints.of_weights)
+        sums = _Sums(
+            problem, rows.repeat_interleave(K) if problem.own is not None else None, count, adjoints.of_weights
+        )
         sums.norms[:, S] = self._norm(adjoints)
         stored, done = ({}, 0) if begun[0] is None else begun[0].load(begun[1])
         if stored:
@@ -184,8 +189,7 @@ class InfluencePass:
         of_weights = state.new_zeros(*((K,) if problem.is_joint else (K, N)), P)
         of_statistics = state.new_zeros(*of_weights.shape[:-1], Q) if Q else None
         for part in torch.arange(N, device=X.device).split(size):
-            own = wanted[:, part]
-            cotangents = Cotangents(lambda z, own=own: own.to(z))
+            cotangents = Cotangents(wanted[:, part].to)
             at = WeightLocation(state)
             found = [(of_weights, to_flat_order(layer_jacobians(net, at, X[part], cotangents, cost), columns))]
             if of_statistics is not None:
@@ -226,7 +230,8 @@ class InfluencePass:
 
     def _norm(self, adjoints: _Adjoints) -> Float[Tensor, " R"]:
         total = adjoints.of_weights if adjoints.of_average is None else adjoints.of_weights + adjoints.of_average
-        return total.norm(dim=1)
+        norm: Tensor = torch.linalg.vector_norm(total, dim=1)
+        return norm
 
 
 class _Sums:
@@ -248,6 +253,7 @@ class _Sums:
                 index = index * len(axis.names) + axis.group.cpu()
             self.index[kind] = index.to(reference.device)
             sizes[kind] = torch.Size(len(axis.names) for axis in own).numel()
+        self.factors = None if problem.factors is None else problem.factors.to(reference)
         self.own = None if points is None or problem.own is None else problem.own[points].to(reference.device)
         columns = 1 if self.own is not None else sizes["sample"]
         self.values = reference.new_zeros(count, sizes["step"], columns)
@@ -257,6 +263,8 @@ class _Sums:
         """Add the derivatives in the weights of the samples of a forward pass."""
         t = int(self.index["step"][step])
         samples = samples.to(values.device)
+        if self.factors is not None:
+            values = values * self.factors[samples]
         if self.own is not None:
             self.values[:, t, 0] += (values * (samples[None] == self.own[:, None])).sum(dim=1)
         else:

@@ -139,7 +139,9 @@ class LossCurvature:
 
     def _chunks(self, num_adjoints: int, num_rows: int) -> Iterator[slice]:
         """Divide adjoints, so that those that go back together fit into half of the budget."""
-        per_adjoint = 4 * self.net.model.num_weights + _PASSES_OF_ADJOINT * num_rows * self.net.plan.activations_per_sample
+        per_adjoint = (
+            4 * self.net.model.num_weights + _PASSES_OF_ADJOINT * num_rows * self.net.plan.activations_per_sample
+        )
         count = max(1, self.budget // (2 * self.net.itemsize * per_adjoint))
         for first in range(0, num_adjoints, count):
             yield slice(first, min(first + count, num_adjoints))

@@ -64,12 +64,12 @@ class OptimizerJacobian:
             direction, after = law.advance(own, inputs[0], inputs[1])
             outputs = [direction, *after.tensors()]
         # one matrix per weight: entries (output, input), None where it is zero
-        self.entries = [_row(output, inputs, is_last=number + 1 == len(outputs)) for number, output in enumerate(outputs)]
-        self.columns = [slice(0, len(w))] * 3 + [part.columns for part in law.parts for _ in _kept(memory, law, part)]
+        self.entries = [_row(output, inputs, is_last=output is outputs[-1]) for output in outputs]
+        self.columns: list[slice] = [slice(0, len(w))] * 3  # of each input
+        for part, before in zip(law.parts, memory.kept, strict=True):
+            self.columns += [part.columns] * len(before)
 
-    def adjoints(
-        self, of_weights: Float[Tensor, "R P"], of_memory: Sequence[Tensor | None]
-    ) -> StepAdjoints:
+    def adjoints(self, of_weights: Float[Tensor, "R P"], of_memory: Sequence[Tensor | None]) -> StepAdjoints:
         """Multiply adjoints with the transposed Jacobian.
 
         Args:
@@ -109,10 +109,6 @@ class OptimizerJacobian:
             along = of_gradient @ g / (norm * (norm + EPSILON))
             of_gradient = of_gradient - along[:, None] * g
         return of_gradient
-
-
-def _kept(memory: OptimizerMemory, law: StepLaw, part: object) -> tuple[Tensor, ...]:
-    return memory.kept[[own is part for own in law.parts].index(True)]
 
 
 def _row(output: Tensor, inputs: list[Tensor], *, is_last: bool) -> list[Tensor | None]:

@@ -30,6 +30,9 @@ from epk_gp.storage.stored import require_same_run
 # Vectors of P numbers that a retraining holds: weights, gradients, what the optimizer keeps, and what joins them.
 _VECTORS = 16
 
+# Inputs that are evaluated at a time.
+_ROWS = 512
+
 # Passes of a batch that a retraining holds at once.
 _PASSES = 6
 
@@ -66,6 +69,11 @@ class Retraining:
         """Count the networks, m."""
         return len(self.states)
 
+    def __getitem__(self, rows: int | slice) -> "Retraining":
+        """Return some of the networks."""
+        rows = slice(rows, rows + 1 or None) if isinstance(rows, int) else rows
+        return replace(self, states=self.states[rows], sample_weights=self.sample_weights[rows])
+
     def weights(self, number: int) -> dict[str, Tensor]:
         """Return the weights and moving statistics of one network by name."""
         return self.trajectory.model.unflatten(self.states[number].clone())
@@ -93,15 +101,15 @@ class Retraining:
         with torch.no_grad(), disable_fused_attention():
             return torch.stack(
                 [
-                    torch.cat([apply_head(model(model.unflatten(state.to(X.device)), part), head) for part in X.split(512)])
+                    torch.cat(
+                        [apply_head(model(model.unflatten(state.to(X.device)), part), head) for part in X.split(512)]
+                    )
                     for state in self.states.to(model.spec.dtype)
                 ]
             )
 
 
-def retrain(
-    trajectory: Trajectory, weights: Float[Tensor, "m M"], **options: Unpack[ComputeSettings]
-) -> Retraining:
+def retrain(trajectory: Trajectory, weights: Float[Tensor, "m M"], **options: Unpack[ComputeSettings]) -> Retraining:
     """Train as recorded with other weights of the samples: same initial weights, batches, rows and random numbers.
 
     A weight multiplies the loss terms of its sample, 0 leaves it out; the divisor of a mean over a batch stays, and so
@@ -124,12 +132,7 @@ def retrain(
     parsed = parse_options("retrain", ("accumulate",), **options)
     validate_trajectory(trajectory)
     rows = _parse_weights(trajectory, weights)
-    law = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs))
-    if not law.replays:
-        raise ValueError(
-            f"steps must follow from other gradients to train again: those of {trajectory.update_rule} are known for "
-            "the recorded ones only. Train anew in a loop of your own."
-        )
+    require_replays(trajectory)
     problem = _Problem(trajectory, rows, parsed)
     found = list(_results(problem))
     states = torch.cat([part["states"] for part in found]).to(rows.device)
@@ -141,6 +144,19 @@ def retrain(
             f"from the recorded network (largest difference {difference:.2e}); rounding is amplified along the run."
         )
     return result
+
+
+def require_replays(trajectory: Trajectory) -> None:
+    """Raise if the optimizer's steps on other gradients than the recorded ones are not known.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if not UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs)).replays:
+        raise ValueError(
+            f"steps must follow from other gradients to train again: those of {trajectory.update_rule} are known for "
+            "the recorded ones only. Train anew in a loop of your own."
+        )
 
 
 def _parse_weights(trajectory: Trajectory, weights: Float[Tensor, "m M"]) -> Float[Tensor, "m M"]:

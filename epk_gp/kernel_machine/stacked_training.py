@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -47,7 +48,7 @@ class StackedStep:
             recorded: Those of the recorded step.
             number: Which run.
         """
-        own = {name: value[number] for name, value in self.coefficients.items() if value.ndim == 2}
+        own: dict[str, Any] = {name: value[number] for name, value in self.coefficients.items() if value.ndim == 2}
         if self.factors is not None:
             own["grad_scale"] = recorded.grad_scale.to(self.factors) * self.factors[number]
         return replace(recorded, **own)
@@ -72,7 +73,7 @@ class StackedTraining:
             self._maps = False  # it computes convolutions with weights of their own by copies
         self._bound: float | None = None  # of the last step that clipped the norm of all gradients
 
-    def end(self, weights: Float[Tensor, "m M"], bar: "tqdm[None] | None" = None) -> dict[str, Tensor]:
+    def end(self, weights: Float[Tensor, "m M"], bar: "tqdm[Any] | None" = None) -> dict[str, Tensor]:
         """Train with these weights of the samples.
 
         Args:

@@ -270,10 +270,12 @@ def _is_groups(groups: object, options: object) -> bool:
     """Return whether an entry names rule and parameters of each parameter group; that of earlier versions is empty."""
     return isinstance(groups, list) and (
         not groups
-        or (isinstance(options, list) and len(options) == len(groups))
-        and all(
-            isinstance(group, dict) and isinstance(group.get("rule"), str) and _is_names(group.get("names"))
-            for group in groups
+        or (
+            (isinstance(options, list) and len(options) == len(groups))
+            and all(
+                isinstance(group, dict) and isinstance(group.get("rule"), str) and _is_names(group.get("names"))
+                for group in groups
+            )
         )
     )
 

@@ -1,0 +1,239 @@
+"""How well scores of training samples predict what training without them does.
+
+Scores are larger where a sample raises a number more: contributions, or the derivative in a sample's weight. They are
+compared with networks that were trained again (`retrain`), point by point, so that every figure has its spread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from epk_gp.analysis.detection import error_detection
+from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.core.compute_options import ComputeSettings
+from epk_gp.core.head import Head
+from epk_gp.core.input_layout import Inputs
+from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
+from epk_gp.core.validation import validate_count, validate_tensor
+from epk_gp.kernel_machine.retrain import retrain
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """How well scores predict effects, test point by test point.
+
+    Attributes:
+        per_point: Spearman's rank correlation at each test point, (n,); NaN where scores or effects are constant.
+    """
+
+    per_point: Float64[Tensor, " n"]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the test points that have a correlation."""
+        return float(self.per_point.nanmean())
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean over test points; NaN for fewer than two."""
+        values = self.per_point[~self.per_point.isnan()]
+        return float(values.std() / len(values) ** 0.5) if len(values) > 1 else float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class Brittleness:
+    """How many predictions change when the samples that support them most are left out.
+
+    Attributes:
+        counts: Numbers of samples that were left out.
+        changed: Whether the predicted class of each point changed, (len(counts), n).
+    """
+
+    counts: tuple[int, ...]
+    changed: Bool[Tensor, "counts n"]
+
+    @property
+    def shares(self) -> Float64[Tensor, " counts"]:
+        """Share of the predictions that changed, for each count."""
+        return self.changed.double().mean(dim=1)
+
+    @property
+    def standard_errors(self) -> Float64[Tensor, " counts"]:
+        """Standard error of each share over points."""
+        return (self.shares * (1 - self.shares) / self.changed.shape[1]).sqrt()
+
+
+def leave_one_out(
+    trajectory: Trajectory,
+    X: Inputs,
+    *,
+    samples: Int64[Tensor, " k"] | None = None,
+    head: Head | None = None,
+    **options: Unpack[ComputeSettings],
+) -> Float[Tensor, "n C k"]:
+    """Train once without each sample, and return what having it did to the outputs: f - f without it.
+
+    Args:
+        trajectory: Training run.
+        X: n inputs, of the structure of the training inputs.
+        samples: Which samples; all by default.
+        head: "logits" or "log_softmax"; None follows the loss.
+        options: As for `retrain`.
+
+    Raises:
+        TypeError, ValueError: As `retrain`; or a sample is not one of the run's.
+    """
+    X = parse_inputs(trajectory, X)
+    M = trajectory.num_points
+    chosen = torch.arange(M) if samples is None else samples
+    validate_tensor(chosen, "samples", ndim=1)
+    if chosen.dtype != torch.int64 or not len(chosen) or not 0 <= int(chosen.min()) <= int(chosen.max()) < M:
+        raise ValueError(f"samples must be int64 numbers of training samples in 0..{M - 1}: got {chosen}.")
+    weights = torch.ones(len(chosen), M, dtype=torch.float64)
+    weights[torch.arange(len(chosen)), chosen.cpu()] = 0
+    without = retrain(trajectory, weights, **options).outputs(X, head=head)
+    return (network_outputs(trajectory, X, head=head)[None] - without).permute(1, 2, 0)
+
+
+def random_subsets(num_samples: int, num_subsets: int, *, share: float = 0.5, seed: int = 0) -> Float64[Tensor, "m M"]:
+    """Draw subsets of the training samples, as weights of 0 and 1.
+
+    Args:
+        num_samples: M.
+        num_subsets: m.
+        share: Share of the samples that are kept, the alpha of the linear datamodeling score.
+        seed: Seed of the draw.
+
+    Raises:
+        TypeError: A number is of another kind.
+        ValueError: A number is not positive, or the share is not between 0 and 1 or keeps no or all samples.
+    """
+    validate_count(num_samples, "num_samples")
+    validate_count(num_subsets, "num_subsets")
+    kept = round(share * num_samples)
+    if not 0 < kept < num_samples:
+        raise ValueError(f"share must keep some of {num_samples} samples and leave out others: got {share}.")
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.zeros(num_subsets, num_samples, dtype=torch.float64)
+    for row in weights:
+        row[torch.randperm(num_samples, generator=generator)[:kept]] = 1
+    return weights
+
+
+def rank_agreement(scores: Float[Tensor, "n M"], effects: Float[Tensor, "n M"]) -> Agreement:
+    """Correlate the ranks of scores with those of effects such as `leave_one_out`'s, at each test point.
+
+    Raises:
+        TypeError: An argument is no tensor of floating-point numbers.
+        ValueError: The shapes differ, or there are fewer than two samples.
+    """
+    validate_tensor(scores, "scores", ndim=2, floating=True)
+    validate_tensor(effects, "effects", ndim=2, floating=True)
+    if scores.shape != effects.shape:
+        raise ValueError(
+            f"scores and effects must have the same shape (n, M): got {tuple(scores.shape)} and {tuple(effects.shape)}."
+        )
+    found = [rank_correlation(a, b) for a, b in zip(scores, effects, strict=True)]
+    values = [float("nan") if value is None else value for value in found]
+    return Agreement(torch.tensor(values, dtype=torch.float64))
+
+
+def datamodeling_score(
+    scores: Float[Tensor, "n M"], subsets: Float[Tensor, "m M"], outcomes: Float[Tensor, "m n"]
+) -> Agreement:
+    """Compute the linear datamodeling score (Park et al. 2023): do sums of scores rank subsets as training does?
+
+    Args:
+        scores: Score of each sample for each test point.
+        subsets: Weights of the samples, 1 for those of a subset (`random_subsets`).
+        outcomes: The number at each test point after training on each subset.
+
+    Raises:
+        TypeError: An argument is no tensor of floating-point numbers.
+        ValueError: The shapes do not fit.
+    """
+    for value, name in ((scores, "scores"), (subsets, "subsets"), (outcomes, "outcomes")):
+        validate_tensor(value, name, ndim=2, floating=True)
+    if subsets.shape[1] != scores.shape[1] or outcomes.shape != (len(subsets), len(scores)):
+        raise ValueError(
+            "scores (n, M), subsets (m, M) and outcomes (m, n) must fit: got "
+            f"{tuple(scores.shape)}, {tuple(subsets.shape)} and {tuple(outcomes.shape)}."
+        )
+    return rank_agreement(scores @ subsets.to(scores).T, outcomes.T.to(scores))
+
+
+def brittleness(
+    trajectory: Trajectory,
+    X: Inputs,
+    scores: Float[Tensor, "n M"],
+    counts: Sequence[int],
+    **options: Unpack[ComputeSettings],
+) -> Brittleness:
+    """Train without the samples of the largest scores of each test point, and see whether its predicted class changes.
+
+    Args:
+        trajectory: Training run.
+        X: n inputs.
+        scores: How much each sample supports the predicted class of each input.
+        counts: Numbers of samples to leave out.
+        options: As for `retrain`.
+
+    Raises:
+        TypeError, ValueError: As `retrain`; the scores are not (n, M); or a count is not in 1 .. M.
+    """
+    X = parse_inputs(trajectory, X)
+    validate_tensor(scores, "scores", ndim=2, floating=True)
+    n, M = len(X), trajectory.num_points
+    if scores.shape != (n, M):
+        raise ValueError(f"scores must be (n, M) = ({n}, {M}): got {tuple(scores.shape)}.")
+    if not counts or not all(isinstance(count, int) and 1 <= count <= M for count in counts):
+        raise ValueError(f"counts must be whole numbers in 1..{M}: got {list(counts)}.")
+    predicted = network_outputs(trajectory, X).argmax(dim=1)
+    order = scores.argsort(dim=1, descending=True, stable=True).cpu()
+    weights = torch.ones(len(counts), n, M, dtype=torch.float64)
+    for row, count in zip(weights, counts, strict=True):
+        row.scatter_(1, order[:, :count], 0.0)
+    trained = retrain(trajectory, weights.flatten(0, 1), **options)
+    changed = torch.stack(
+        [
+            trained[k].outputs(X[k % n : k % n + 1], head="logits")[0, 0].argmax() != predicted[k % n]
+            for k in range(len(trained))
+        ]
+    )
+    return Brittleness(tuple(counts), changed.reshape(len(counts), n))
+
+
+def mislabel_detection(
+    scores: Float[Tensor, " M"], wrong: Bool[Tensor, " M"], *, num_resamples: int = 200, seed: int = 0
+) -> tuple[float, float]:
+    """Measure how well a score finds samples with wrong labels.
+
+    Args:
+        scores: Score of each sample, larger for a more suspicious one.
+        wrong: Which labels are wrong.
+        num_resamples: Bootstrap samples for the spread.
+        seed: Their seed.
+
+    Returns:
+        The AUROC, and its standard deviation over bootstrap samples.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: The lengths differ, or all labels are right, or all are wrong.
+    """
+    validate_count(num_resamples, "num_resamples")
+    auroc = error_detection(scores, wrong).auroc
+    if auroc is None:
+        raise ValueError("wrong must name some samples and leave out others: got all alike.")
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num_resamples):
+        rows = torch.randint(len(scores), (len(scores),), generator=generator)
+        value = error_detection(scores[rows], wrong[rows]).auroc
+        if value is not None:
+            found.append(value)
+    return auroc, float(torch.tensor(found, dtype=torch.float64).std())

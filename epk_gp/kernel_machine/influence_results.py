@@ -1,0 +1,105 @@
+"""The result of an influence: the derivatives, with what they can be trusted for."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.kernel_machine.axes import Axis
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Influence:
+    """How numbers that a trained network gives depend on the weights of its training samples.
+
+    Attributes:
+        outputs: The numbers, (n, K): the network's outputs, or what `function` makes of them.
+        values: Their derivatives, (n, K, M), or (n, K, G_1, G_2, ...) over the axes' groups. A weight multiplies the
+            loss terms of its sample; the divisor of a mean over a batch stays. `-values` predicts leaving a sample out.
+        adjoint_norms: Norm of the derivative of each number in the weights w_0 .. w_S of the run, (n, K, S + 1). Where
+            it grows by orders of magnitude towards the beginning, training amplifies small changes there, and the
+            derivative says little about large ones.
+        axes: What the values are split by.
+        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
+        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
+        worst_step: The step that has it; -1 for a run without steps.
+        held: Parts of the training that are held as recorded, because how they follow from the gradients is not known
+            here: optimizers' preconditioners by name, and "moving statistics".
+    """
+
+    outputs: Float[Tensor, "n K"]
+    values: Float[Tensor, "n K *groups"]
+    adjoint_norms: Float[Tensor, "n K S1"]
+    axes: tuple[Axis, ...]
+    max_step_mismatch: float
+    mismatch_ratio: float
+    worst_step: int
+    held: tuple[str, ...]
+
+    @property
+    def certified(self) -> bool:
+        """Whether every recorded step is the one that the training gradients give, and nothing of it is held."""
+        return not self.findings
+
+    @property
+    def growth(self) -> Float[Tensor, "n K"]:
+        """How much larger the derivative in the weights is along the run, at most, than in the trained weights."""
+        norms = self.adjoint_norms
+        return norms.amax(dim=2) / norms[:, :, -1].clamp(min=torch.finfo(norms.dtype).tiny)
+
+    @property
+    def std(self) -> Float[Tensor, "n K"]:
+        """Jackknife standard deviation sqrt(sum_i values_i^2), (n, K): how much retraining moves each number.
+
+        Its order over numbers means more than its size (docs/theory.md, section 9).
+
+        Raises:
+            ValueError: The values are not split by samples alone.
+        """
+        self._require_samples("std")
+        return self.values.square().sum(dim=2).sqrt()
+
+    def predict(self, weights: Float[Tensor, "... M"]) -> Float[Tensor, "... n K"]:
+        """Predict the numbers of networks that are trained with other weights of the samples, to first order.
+
+        Args:
+            weights: One weight per training sample, (M,) or (m, M): 1 as recorded, 0 to leave a sample out.
+
+        Raises:
+            TypeError: The weights are no tensor.
+            ValueError: The values are not split by samples alone, or there is not one weight per sample.
+        """
+        self._require_samples("predict()")
+        if not isinstance(weights, Tensor):
+            raise TypeError(f"weights must be a torch.Tensor: got {type(weights).__name__}.")
+        M = self.values.shape[2]
+        if weights.ndim == 0 or weights.shape[-1] != M:
+            raise ValueError(f"weights must hold one weight per sample, (..., {M}): got shape {tuple(weights.shape)}.")
+        changes = torch.einsum("...i,nki->...nk", weights.to(self.values) - 1, self.values)
+        return self.outputs + changes
+
+    def _require_samples(self, what: str) -> None:
+        if [axis.kind for axis in self.axes] != ["sample"] or len(self.axes[0].names) != len(self.axes[0].group):
+            raise ValueError(
+                f"{what} needs the derivative in each sample's weight: it is split by others. Leave by= out."
+            )
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the result is not certified, in words; empty if it is."""
+        findings = []
+        if not self.mismatch_ratio <= 1:
+            findings.append(
+                f"step {self.worst_step} differs from the step that the loss's gradient on the recorded batch gives by "
+                f"{self.mismatch_ratio:.2g} times what rounding explains (largest difference of a step "
+                f"{self.max_step_mismatch:.2e})"
+            )
+        if self.held:
+            findings.append(
+                f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
+                "recorded"
+            )
+        if not bool(torch.isfinite(self.values).all()):
+            findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
+        return findings
