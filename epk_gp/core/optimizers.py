@@ -28,6 +28,15 @@ class OptimizerGroup:
     names: tuple[str, ...]
     options: Mapping[str, Any]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the group for a run's header."""
+        return {"rule": self.rule, "names": list(self.names), "options": dict(self.options)}
+
+    @classmethod
+    def from_json(cls, group: Mapping[str, Any]) -> "OptimizerGroup":
+        """Return the group that a run's header describes."""
+        return cls(group["rule"], tuple(group["names"]), group["options"])
+
 
 def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tuple[OptimizerGroup, ...]:
     """Return the parameter groups of all optimizers.
@@ -52,7 +61,12 @@ def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tu
 
 
 def _plain(option: Any) -> Any:
-    return option.item() if isinstance(option, Tensor) and option.numel() == 1 else option
+    """Return an option with numbers in the place of tensors; None for what is no number, text or sequence of them."""
+    if isinstance(option, tuple | list):
+        return [_plain(value) for value in option]
+    if isinstance(option, Tensor):
+        return option.item() if option.numel() == 1 else None
+    return option if isinstance(option, bool | int | float | str) else None
 
 
 def as_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:

@@ -24,6 +24,7 @@ from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
 from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.problem import validate_classes
 from epk_gp.kernel_machine.retrain import require_replays
 from epk_gp.kernel_machine.retrained_run import retrained_run
 from epk_gp.kernel_machine.smoothing import Smoothing
@@ -242,6 +243,7 @@ def _numbers(
         f = apply_head(z, head)
         if classes is None:
             return f, all_outputs(head).of_logits(z).transpose(0, 1)
+        validate_classes(classes, *z.shape)
         classes = classes.to(z.device)
         return f.gather(1, classes[:, None]), chosen_outputs(head, classes).of_logits(z).transpose(0, 1)
     if classes is not None:

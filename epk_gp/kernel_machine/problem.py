@@ -75,15 +75,22 @@ def parse_problem(kernel: PathKernel, X: Inputs, classes: object) -> Shaped[Tens
             one output per input.
     """
     X = kernel.parse_inputs(X)
-    if classes is None:
-        return X
-    C = kernel.trajectory.num_outputs
-    if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != X.shape[:1]:
-        got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
-        raise ValueError(f"classes must be an int64 tensor with one output per point, ({len(X)},): got {got}.")
-    if not 0 <= int(classes.min()) <= int(classes.max()) < C:
-        raise ValueError(f"classes must lie in 0..{C - 1}: got {int(classes.min())}..{int(classes.max())}.")
+    if classes is not None:
+        validate_classes(classes, len(X), kernel.trajectory.num_outputs)
     return X
+
+
+def validate_classes(classes: object, num_points: int, num_outputs: int) -> None:
+    """Raise if classes are not one output per point.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if not isinstance(classes, Tensor) or classes.dtype != torch.int64 or classes.shape != (num_points,):
+        got = f"{classes.dtype} of shape {tuple(classes.shape)}" if isinstance(classes, Tensor) else repr(classes)
+        raise ValueError(f"classes must be an int64 tensor with one output per point, ({num_points},): got {got}.")
+    if not 0 <= int(classes.min()) <= int(classes.max()) < num_outputs:
+        raise ValueError(f"classes must lie in 0..{num_outputs - 1}: got {int(classes.min())}..{int(classes.max())}.")
 
 
 def make_problem(

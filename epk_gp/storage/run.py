@@ -183,10 +183,7 @@ def load_trajectory(
         data_digest=header["data_digest"],
         statistics=StoredStates(Path(path), schema, chunks, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
-        optimizer_groups=tuple(
-            OptimizerGroup(group["rule"], tuple(group["names"]), options)
-            for group, options in zip(header.get("groups", []), header["optimizer"], strict=False)
-        ),
+        optimizer_groups=tuple(map(OptimizerGroup.from_json, header.get("groups", []))),
     )
     validate_forward_function(trajectory, data["probe"])
     validate_loss_function(trajectory)

@@ -240,7 +240,7 @@ def _is_header(header: dict[str, Any]) -> bool:
         and _is_share(header.get("unexplained", False))
         and "signature" in header
         and _is_count(header.get("num_optimizers"), 1)
-        and _is_groups(header.get("groups", []), header.get("optimizer"))
+        and _is_groups(header.get("groups", []))
         and header.get("dtype") in WEIGHT_DTYPES
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
@@ -266,17 +266,14 @@ def _is_layout(names: object, shapes: object) -> bool:
     )
 
 
-def _is_groups(groups: object, options: object) -> bool:
-    """Return whether an entry names rule and parameters of each parameter group; that of earlier versions is empty."""
-    return isinstance(groups, list) and (
-        not groups
-        or (
-            (isinstance(options, list) and len(options) == len(groups))
-            and all(
-                isinstance(group, dict) and isinstance(group.get("rule"), str) and _is_names(group.get("names"))
-                for group in groups
-            )
-        )
+def _is_groups(groups: object) -> bool:
+    """Return whether an entry holds rule, parameters and options of each parameter group."""
+    return isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("rule"), str)
+        and _is_names(group.get("names"))
+        and isinstance(group.get("options"), dict)
+        for group in groups
     )
 
 

@@ -115,7 +115,7 @@ class TrainingState:
         Raises:
             TypeError: An option is neither a number nor a text nor a list of them.
         """
-        groups = [{"rule": group.rule, "names": list(group.names)} for group in self.groups]
+        groups = [group.to_json() for group in self.groups]
         return {"optimizer": self.options(), "num_optimizers": len(self.optimizers), "groups": groups}
 
     def state_dict(self) -> dict[str, Tensor]:

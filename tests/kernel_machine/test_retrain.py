@@ -1,0 +1,107 @@
+"""Retraining is the recorded loop with other weights of its samples."""
+
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import CASES, OF_TORCH
+from torch import nn
+from weighted_loops import POINTS, Encoder, WeightedLoop, convolutions, mlp
+
+import epk_gp as epk
+from epk_gp.analysis.counterfactual import random_subsets
+
+WEIGHTS = torch.cat(
+    [
+        torch.ones(1, POINTS, dtype=torch.float64),
+        random_subsets(POINTS, 2),
+        torch.linspace(0.1, 2, POINTS, dtype=torch.float64)[None],
+    ]
+)
+NOT_KNOWN = ("Adafactor", "Muon", "Rprop")
+
+
+def assert_is_the_loop(loop: WeightedLoop, run: epk.Trajectory | None = None) -> None:
+    trained = epk.retrain(loop.record() if run is None else run, WEIGHTS)
+    assert trained.certified
+    outputs = trained.outputs(loop.test_points)
+    for number, weights in enumerate(WEIGHTS):
+        assert torch.allclose(outputs[number], loop.outputs(weights), rtol=0, atol=1e-8)
+
+
+OPTIMIZERS = [(n, o) for case, (n, o) in CASES.items() if n not in (*NOT_KNOWN, "SparseAdam") and "foreach" not in case]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_retraining_is_the_loop_with_weights_under_every_optimizer(name: str, options: dict[str, Any]) -> None:
+    assert_is_the_loop(WeightedLoop(lambda p: OF_TORCH[name](p, **options)))
+
+
+def adamw(p: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": p[:1], "lr": 0.05}, {"params": p[1:]}], lr=0.02)
+
+
+LOOPS = {
+    "dropout": WeightedLoop(adamw, lambda: mlp(nn.Dropout(0.3))),
+    "batch_norm": WeightedLoop(adamw, lambda: mlp(nn.BatchNorm1d(6)), accumulated=2),
+    "batch_norm_cumulative": WeightedLoop(adamw, lambda: mlp(nn.BatchNorm1d(6, momentum=None))),
+    "convolutions": WeightedLoop(adamw, convolutions),
+    "transformer": WeightedLoop(adamw, Encoder),
+    "clipped_norm": WeightedLoop(adamw, clip=lambda p: nn.utils.clip_grad_norm_(p, 0.1)),
+    "clipped_value": WeightedLoop(adamw, clip=lambda p: nn.utils.clip_grad_value_(p, 0.02)),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_retraining_is_the_loop_with_weights(loop: WeightedLoop) -> None:
+    assert_is_the_loop(loop)
+
+
+def test_the_schedule_of_the_learning_rate_is_kept() -> None:
+    def scheduled(p: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(p, lr=0.05)
+
+    loop = WeightedLoop(scheduled, after_step=lambda o: o.param_groups[0].update(lr=o.param_groups[0]["lr"] * 0.8))
+    assert_is_the_loop(loop)
+
+
+@pytest.mark.parametrize("loop", [LOOPS["batch_norm"], LOOPS["clipped_norm"], LOOPS["dropout"]])
+def test_a_retrained_run_is_a_recorded_run(loop: WeightedLoop) -> None:
+    trained = epk.retrain(loop.record(), WEIGHTS)
+    again = trained.run(3)
+    parts = epk.attribute(again, loop.test_points)
+    assert parts.certified
+    # a bias in front of BatchNorm has a gradient of rounding, which AdamW amplifies
+    assert torch.allclose(parts.network, trained.outputs(loop.test_points)[3], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NOT_KNOWN)
+def test_rules_whose_steps_on_other_gradients_are_not_known_are_refused(name: str) -> None:
+    loop = WeightedLoop(lambda p: OF_TORCH[name]([q for q in p if name != "Muon" or q.ndim == 2], lr=0.02))
+    run = loop.record(unexplained=0.9 if name == "Muon" else None)
+    with pytest.raises(ValueError, match=f"those of {name} are known for the recorded ones only"):
+        epk.retrain(run, WEIGHTS)
+
+
+def test_blocks_of_runs_change_nothing() -> None:
+    loop = WeightedLoop(adamw)
+    run, weights = loop.record(), random_subsets(POINTS, 40)
+    whole, small = (epk.retrain(run, weights, memory_budget=budget) for budget in (1 << 30, 1 << 20))
+    assert torch.allclose(small.states, whole.states, rtol=0, atol=1e-12)
+    assert torch.equal(whole[1:3].states, whole.states[1:3])
+    assert torch.equal(whole[-1].sample_weights, weights[-1:])
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind", "message"),
+    [
+        ([1.0] * POINTS, TypeError, "weights must be a torch.Tensor of floating-point numbers: got list"),
+        (torch.ones(POINTS, dtype=torch.int64), TypeError, r"got torch.int64"),
+        (torch.ones(2, 3), ValueError, r"one weight per sample, \(m, 12\): got shape \(2, 3\)"),
+        (torch.full((POINTS,), float("nan")), ValueError, "NaN"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_weights_are_refused(weights: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        epk.retrain(WeightedLoop(adamw).record(), weights)

@@ -1,0 +1,131 @@
+"""A training loop whose samples have weights, with and without the package: the brute force of influence."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import epk_gp as epk
+
+POINTS, INPUTS, CLASSES = 12, 4, 3
+
+
+def mlp(*between: nn.Module, activation: nn.Module | None = None) -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUTS, 6), *between, activation or nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+class Encoder(nn.Module):
+    """A transformer's layer with dropout, over the inputs as a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(1, 4), nn.Linear(4, CLASSES)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.2, batch_first=True, activation="gelu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.layer(self.embed(x[:, :, None])).mean(dim=1))
+        return out
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, INPUTS)),
+        nn.Conv1d(1, 3, 2),
+        nn.BatchNorm1d(3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(9, CLASSES),
+    )
+
+
+@dataclass(frozen=True)
+class WeightedLoop:
+    """A loop over minibatches, the same in every run but for the weights of the samples.
+
+    Attributes:
+        optimizer: Makes the optimizers of a network's parameters.
+        net: Makes the network, after a seed.
+        steps: Number of steps.
+        batch: Samples of a batch.
+        clip: Called on the parameters before each step.
+        after_step: Called on the optimizer after each step.
+        accumulated: Number of batches whose gradients a step adds up.
+        options: Of the recorder.
+    """
+
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    net: Callable[[], nn.Module] = mlp
+    steps: int = 8
+    batch: int = 5
+    clip: Callable[[list[nn.Parameter]], Any] | None = None
+    after_step: Callable[[torch.optim.Optimizer], Any] | None = None
+    accumulated: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def data(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        X = torch.randn(POINTS, INPUTS, generator=generator, dtype=torch.float64)
+        return X, torch.arange(POINTS) % CLASSES
+
+    @property
+    def test_points(self) -> Tensor:
+        return torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def batches(self) -> Iterator[list[Tensor]]:
+        generator = torch.Generator().manual_seed(4)
+        for _ in range(self.steps):
+            yield [torch.randperm(POINTS, generator=generator)[: self.batch] for _ in range(self.accumulated)]
+
+    def train(self, weights: Tensor) -> nn.Module:
+        """Train without the package."""
+        return self._run(weights)[0]
+
+    def record(self, **options: Any) -> epk.Trajectory:
+        """Record the run with all weights 1."""
+        trajectory = self._run(None, **options)[1]
+        assert trajectory is not None
+        return trajectory
+
+    def outputs(self, weights: Tensor) -> Tensor:
+        """Return the log-probabilities of the test points after training."""
+        net = self.train(weights).eval()
+        with torch.no_grad():
+            return net(self.test_points).log_softmax(dim=1)
+
+    def slopes(self, sample: int, *, step: float = 1e-4) -> Tensor:
+        """Differentiate the log-probabilities in a sample's weight by central differences, (n, C)."""
+        ends = []
+        for sign in (1, -1):
+            weights = torch.ones(POINTS, dtype=torch.float64)
+            weights[sample] += sign * step
+            ends.append(self.outputs(weights))
+        return (ends[0] - ends[1]) / (2 * step)
+
+    def _run(self, weights: Tensor | None, **options: Any) -> tuple[nn.Module, epk.Trajectory | None]:
+        X, y = self.data
+        torch.manual_seed(1)
+        net = self.net().double()
+        parameters = list(net.parameters())
+        optimizer = self.optimizer(parameters)
+        recorder = None if weights is not None else epk.Recorder(net, optimizer, X, y, **{**self.options, **options})
+        torch.manual_seed(5)
+        with recorder or nullcontext():
+            for batches in self.batches():
+                optimizer.zero_grad()
+                for batch in batches:
+                    losses = F.cross_entropy(net(X[batch]), y[batch], reduction="none")
+                    scale = 1.0 if weights is None else weights[batch]
+                    ((losses * scale).sum() / (len(batch) * self.accumulated)).backward()
+                    if recorder is not None:
+                        recorder.batch(batch, weight=1 / self.accumulated)
+                if self.clip is not None:
+                    self.clip(parameters)
+                optimizer.step()
+                if self.after_step is not None:
+                    self.after_step(optimizer)
+        return net, None if recorder is None else recorder.trajectory
