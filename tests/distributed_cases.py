@@ -20,6 +20,8 @@ from epk_gp.storage.partial_sums import PartialSums
 
 RULE, SMALL = epk.gauss_legendre(2), 1 << 20
 OVER = "over"
+COUNT = 6  # squares that tests of faults compute
+RESULT = [n * n for n in range(COUNT)]
 WIDTH, POINTS, STEPS = 40, 10, 18  # steps: ranges of 16 and 2
 
 

@@ -13,6 +13,8 @@ from torch import nn
 import epk_gp as epk
 from distributed_cases import (
     CALLS,
+    COUNT,
+    RESULT,
     Shuffled,
     Squares,
     StopError,
@@ -34,8 +36,6 @@ from epk_gp.kernel_machine.reconstruction_pass import ReconstructionPieces
 from epk_gp.storage import atomic_files
 from epk_gp.storage.partial_sums import PartialSums
 
-COUNT = 6
-RESULT = [n * n for n in range(COUNT)]
 EVERY = pytest.mark.parametrize(
     "name",
     [
@@ -56,17 +56,6 @@ def run_for(name):
 @functools.lru_cache
 def alone(name):
     return CALLS[name](run_for(name))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "pieces"
-
-
-@pytest.fixture
-def work(tmp_path):
-    (tmp_path / "notes").mkdir()
-    return Squares(str(tmp_path / "notes"))
 
 
 def as_worker(folder, key, n):

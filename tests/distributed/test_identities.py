@@ -21,11 +21,6 @@ def run_for(name):
     return record(CALLS[name].kind, CALLS[name].steps)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "pieces"
-
-
 def test_budgets_are_of_the_identity(folder):
     run = run_for("block")
     epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=folder)

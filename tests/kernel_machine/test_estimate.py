@@ -103,6 +103,15 @@ def test_a_replay_of_the_run_is_counted_once_more_for_workers(monkeypatch):
     assert two.setup_seconds == 30
 
 
+def test_pieces_ahead_follow_from_the_room_where_they_will_lie(tmp_path, monkeypatch):
+    run, asked = record("plain", 2), []
+    monkeypatch.setattr(estimate, "free_bytes", lambda folder: asked.append(folder) or 0)
+    for folder in (None, tmp_path / "pieces"):
+        options = {"rule": RULE, "checkpoint": folder, "seconds": 1e-3, "clock": Ticking()}
+        estimate_attribution(run, inputs(2), [[by_sample(run)]], workers=2, **options)
+    assert asked == [None, tmp_path / "pieces"]
+
+
 def test_one_process_writes_what_its_checkpoint_takes():
     run, X = record("momentum", 2), inputs(3)
     sums, kept = (
