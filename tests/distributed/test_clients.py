@@ -6,6 +6,7 @@ import pytest
 
 from distributed_cases import COUNT, RESULT, Shuffled, Squares, squares
 
+
 class Client(Shuffled):
     """What a Dask client is like whose scheduler has lost its workers: a result comes when there are new ones."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed, record
+from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed, recorded
 from epk_gp.distributed import pieces
 from epk_gp.gram import estimate
 from epk_gp.gram.block_parts import Share, StepInterval
@@ -34,20 +34,20 @@ SHORT = {"rule": epk.left_endpoint(), "seconds": 1e-3}
 
 @pytest.fixture(scope="module")
 def plain() -> epk.Trajectory:
-    run: epk.Trajectory = record("plain")
+    run: epk.Trajectory = recorded("plain")
     return run
 
 
 @pytest.fixture(scope="module")
 def short() -> epk.Trajectory:
     """Two steps, which are one range."""
-    run: epk.Trajectory = record("plain", 2)
+    run: epk.Trajectory = recorded("plain", 2)
     return run
 
 
 @pytest.fixture(scope="module")
 def single() -> epk.Trajectory:
-    run: epk.Trajectory = record("plain", 2, torch.float32)
+    run: epk.Trajectory = recorded("plain", 2, torch.float32)
     return run
 
 
@@ -200,7 +200,7 @@ def test_copies_and_sizes_are_kinds_of_their_own(short):
 @pytest.mark.parametrize("rule", [RULE, epk.adaptive(tol=1e-6)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kind", ["plain", "momentum"])
 def test_the_sample_of_a_real_run_computes_what_pieces_compute(rule, kind):
-    found = estimate_gram(record(kind, 4), mixed(2), mixed(2), rule=rule, seconds=20.0, clock=Ticking())
+    found = estimate_gram(recorded(kind, 4), mixed(2), mixed(2), rule=rule, seconds=20.0, clock=Ticking())
     assert found.costs.num_measured >= 3
     assert found.work_seconds > 0
 
