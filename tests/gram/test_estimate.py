@@ -197,6 +197,7 @@ def test_copies_and_sizes_are_kinds_of_their_own(short):
     assert sum(cost.kind.num_steps for cost in found.costs.kinds) == 2 * found.num_pieces
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("rule", [RULE, epk.adaptive(tol=1e-6)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kind", ["plain", "momentum"])
 def test_the_sample_of_a_real_run_computes_what_pieces_compute(rule, kind):

@@ -50,6 +50,7 @@ def test_pieces_and_bytes_are_those_of_the_real_call(tmp_path, monkeypatch, kind
     assert found.disk.scratch > sum(sizes)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", ["plain", "momentum", "adam", "dropout", "batch_norm"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_every_kind_of_run_is_measured(kind, dtype):
@@ -60,6 +61,7 @@ def test_every_kind_of_run_is_measured(kind, dtype):
     assert found.setup_seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "momentum"])
 def test_known_costs_of_steps_are_found(monkeypatch, kind):
     """The early steps of a run cost more; the pass may begin with its last one."""
