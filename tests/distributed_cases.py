@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from epk_gp.storage.partial_sums import PartialSums
 
 RULE, SMALL = epk.gauss_legendre(2), 1 << 20
 OVER = "over"
+COUNT = 6  # squares that tests of faults compute
+RESULT = [n * n for n in range(COUNT)]
 WIDTH, POINTS, STEPS = 40, 10, 18  # steps: ranges of 16 and 2
 
 
@@ -41,6 +44,16 @@ def record(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64, pa
     X = inputs(POINTS, 2).to(dtype)
     y = torch.arange(POINTS) % 3
     return epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=5, path=path)
+
+
+def recorded(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Any:
+    """The same run in memory, which tests share."""
+    return _recorded(kind, steps, dtype)
+
+
+@lru_cache
+def _recorded(kind: str, steps: int, dtype: torch.dtype) -> Any:
+    return record(kind, steps, dtype)
 
 
 def inputs(count: int, seed: int = 3) -> Tensor:
@@ -153,6 +166,18 @@ CALLS = {
         Call("features", "plain", lambda run, **o: epk.path_features(run, inputs(2100), 16, nodes=4, num_probe=0, **o)),
     )
 }
+
+
+def run_of(name: str) -> Any:
+    """The run that a call needs."""
+    call = CALLS[name]
+    return recorded(call.kind, call.steps, call.dtype)
+
+
+@lru_cache
+def alone(name: str) -> Any:
+    """The result of a call without workers."""
+    return CALLS[name](run_of(name))
 
 
 class Pending:

@@ -1,5 +1,7 @@
 """What several tests share: a comparison of tensors, and small recorded runs of many kinds of network."""
 
+import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -192,7 +194,17 @@ class Case:
 def make_case(
     name: str, *, steps: int = 4, lr: float = 0.2, dtype: torch.dtype = torch.float64, batch_size: int | None = 4
 ) -> Case:
-    """Record a small run: 7 points in batches of 4 and 3."""
+    """Record a small run: 7 points in batches of 4 and 3.
+
+    Each is recorded once; the tests get copies of it, with torch's random numbers as they are after the recording.
+    """
+    case, numbers = _recorded_case(name, steps, lr, dtype, batch_size)
+    torch.set_rng_state(numbers)
+    return copy.deepcopy(case)
+
+
+@functools.cache
+def _recorded_case(name: str, steps: int, lr: float, dtype: torch.dtype, batch_size: int | None) -> tuple[Case, Tensor]:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     build, shape = NETWORKS[name]
@@ -216,7 +228,8 @@ def make_case(
         batch_size=batch_size,
         generator=generator,
     )
-    return Case(name, trajectory, test, ("logits",) if outputs == 1 else ("logits", "log_softmax"))
+    case = Case(name, trajectory, test, ("logits",) if outputs == 1 else ("logits", "log_softmax"))
+    return case, torch.get_rng_state()
 
 
 class SplitWhereNegative(nn.Module):

@@ -107,7 +107,6 @@ OTHER_DOORS = {
     "cli.commands.gram",
     "cli.commands.attribute",
     "cli.commands.verify",
-    "cli.commands.estimate",
     "gram.estimate.estimate_gram",  # seconds and bytes
     "kernel_machine.estimate.estimate_attribution",
     "autodiff.cotangents.Cotangents",  # internal: None stands for other outputs than a head's

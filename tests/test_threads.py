@@ -74,6 +74,7 @@ def test_threads_that_wait_for_each_other_are_seen() -> None:
         at_once([lambda: wait(first, second), lambda: wait(second, first)], seconds=0.05)
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_counted() -> None:
     calls = ("network_outputs", "path_profile")
     expected = expected_results("linear", calls)

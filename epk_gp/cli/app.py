@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -64,6 +66,8 @@ def command(
     alone: Mapping[str, Sequence[str]] = MappingProxyType({}),
     needing: Mapping[str, Sequence[str]] = MappingProxyType({}),
     completed_by: str | None = None,
+    options_of: Sequence[Callable[..., None]] = (),
+    but: Sequence[str] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command: its signature and docstring say what the command takes.
 
@@ -78,6 +82,9 @@ def command(
         needing: Options without which some other parameters have no meaning, and those. As for `alone`.
         completed_by: Module whose `complete_options` makes the final options of those and of the names of the
             parameters that are on the command line. The function must have a parameter `ctx` here too.
+        options_of: Other commands whose options this one takes as well, behind its own: first those that only one of
+            them has. Where the function has a keyword-only parameter of the same name, that stands in their place.
+        but: Parameters of the other commands that this one does not take.
     """
 
     def register(declared: Callable[..., None]) -> Callable[..., None]:
@@ -96,10 +103,33 @@ def command(
                 options = completing.complete_options(options, {parameter.name for parameter in _given(ctx)})
             getattr(module, declared.__name__)(**options)
 
+        if options_of:
+            _take_options(call, options_of, but)
         app.command(short_help=short_help)(call)
         return call
 
     return register
+
+
+def _take_options(call: Callable[..., None], others: Sequence[Callable[..., None]], but: Sequence[str]) -> None:
+    """Add the parameters of other commands to what a function is seen to take (`command`)."""
+    signature = inspect.signature(call)
+    own = signature.parameters
+    first = [parameter for parameter in own.values() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    left_out = {*but, *(parameter.name for parameter in first)}
+    theirs = [
+        parameter
+        for other in others
+        for parameter in inspect.signature(other).parameters.values()
+        if parameter.name not in left_out
+    ]
+    holders = Counter(parameter.name for parameter in theirs)
+    theirs.sort(key=lambda parameter: holders[parameter.name] > 1)
+    added = {p.name: own.get(p.name, p).replace(kind=p.POSITIONAL_OR_KEYWORD) for p in theirs}
+    parameters = [*first, *added.values()]
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)
+    hints = {parameter.name: parameter.annotation for parameter in parameters}
+    call.__annotations__ = {**hints, "return": signature.return_annotation}
 
 
 @contextmanager

@@ -3,21 +3,18 @@
 import shutil
 import warnings
 from pathlib import Path
+from typing import Unpack
 
 import typer
 
-from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise, write_table
-from epk_gp.cli.data import PointSource, read_points
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import Dtype, ExplainedOutputs, HeadName
-from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, parse_rule, torch_dtype
+from epk_gp.analysis.breakdown import prediction_breakdown, summarise, write_table
+from epk_gp.cli.kernel_requests import read_predictions
+from epk_gp.cli.options import ExplainedOptions, ExplainedOutputs
+from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes
 from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.certificate import CertificateWarning
-from epk_gp.core.head import resolve_head
-from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_results import GroupedAttribution
-from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.certification import describe_findings
 from epk_gp.plots.figures import draw_attributions
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
@@ -28,47 +25,34 @@ _MAX_DRAWN = 6  # points that are drawn
 
 def attribute(
     *,
-    run: Path,
     out: Path,
-    num_points: int,
     top: int,
-    head: HeadName | None,
-    rule: str,
-    outputs: ExplainedOutputs,
-    memory: float,
-    points: Path | None,
-    network: str | None,
-    dtype: Dtype | None,
-    seed: int | None,
-    workers: int | None,
     scheduler: str | None,
-    quiet: bool,
+    **options: Unpack[ExplainedOptions],
 ) -> None:
     """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps.
 
     A command that was killed resumes from its partial sums when it is run again.
     """
-    timer, quadrature = Stopwatch(), parse_rule(rule)
+    timer, workers = Stopwatch(), options["workers"]
     require_one_executor(workers, scheduler)
-    trajectory = open_run(run, network)
-    head_name = resolve_head(None if head is None else head.value, trajectory.loss, trajectory.num_outputs)
-    source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
-    chosen = read_points(source, trajectory, num_points)
-    X, folder = chosen.X, make_folder(out)
-    typer.echo(f"explaining {chosen}")
-    predicted = network_outputs(trajectory, X).argmax(dim=1)
+    asked = read_predictions(options)
+    trajectory, X, outputs = asked.trajectory, asked.chosen.X, asked.outputs
+    folder = make_folder(out)
+    typer.echo(f"explaining {asked.chosen}")
+    predicted = asked.predicted
     with open_executor(workers, scheduler, resumes=True) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         parts, by_range = attribute_many(
             trajectory,
             X,
-            [[by_sample(trajectory)], [step_ranges(trajectory)]],
-            head=head_name,
-            rule=quadrature,
-            classes=predicted if outputs is ExplainedOutputs.predicted else None,
+            asked.groupings,
+            head=asked.head,
+            rule=asked.rule,
+            classes=asked.classes,
             checkpoint=folder / PARTIAL,
-            memory_budget=memory_bytes(memory),
-            progress=not quiet,
+            memory_budget=memory_bytes(options["memory"]),
+            progress=not options["quiet"],
             executor=executor,
         )
     breakdown = prediction_breakdown(parts, by_range, predicted)
@@ -76,21 +60,21 @@ def attribute(
     arrays |= {"network": parts.network, "steps": by_range.values, "predicted": predicted, "inputs": X}
     statistics = parts.statistics.sum(dim=2) + parts.statistics_of_no_sample.squeeze(2)
     arrays |= {"statistics": statistics, "unexplained": parts.unexplained.squeeze(2)}
-    metadata = {"head": head_name, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs.value}
+    metadata = {"head": asked.head, "rule": asked.rule.name, "digest": trajectory.digest, "outputs": outputs.value}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
     shutil.rmtree(folder / PARTIAL)
     draw_attributions(folder / "attribution.png", breakdown, trajectory, X, range(min(_MAX_DRAWN, len(X))), top)
     results = summarise(parts, breakdown, trajectory.targets, top)
     write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
     config: dict[str, object] = {
-        "run": run,
-        "head": head_name,
-        "rule": rule,
+        "run": options["run"],
+        "head": asked.head,
+        "rule": options["rule"],
         "num_points": len(X),
         "dtype": str(X.dtype),
         "top": top,
     }
-    config |= {"outputs": outputs.value, "seed": seed, "points": str(chosen)}
+    config |= {"outputs": outputs.value, "seed": options["seed"], "points": str(asked.chosen)}
     config |= {"workers": workers, "scheduler": scheduler}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
     num_outputs = trajectory.num_outputs if outputs is ExplainedOutputs.every else 1
@@ -104,7 +88,7 @@ def attribute(
         f"written to {folder}: attribution.safetensors, attribution.csv, attribution.json, attribution.png "
         f"({timer.total:.1f} s)"
     )
-    _require_completeness(parts, quadrature)
+    _require_completeness(parts, asked.rule)
 
 
 def _require_completeness(parts: GroupedAttribution, rule: Rule) -> None:

@@ -250,30 +250,20 @@ def gram(
     """
 
 
-@command("Say what gram or attribute will cost.", completed_by="epk_gp.cli.estimate")
+@command(
+    "Say what gram or attribute will cost.",
+    completed_by="epk_gp.cli.estimate",
+    options_of=(gram, attribute),
+    but=("top", "scheduler"),
+)
 def estimate(
     ctx: typer.Context,
     run: RunFolder,
     what: Annotated[EstimatedCommand, typer.Option(help="The command that is meant.")] = EstimatedCommand.gram,
     out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
     seconds: MeasuringSeconds = 10.0,
-    rows: RowsSide = Side.test,
-    columns: ColumnsSide = Side.train,
-    num_rows: NumRows = None,
-    num_columns: NumColumns = None,
-    steps: StepsOfPart = None,
-    part: ShareOfParts = None,
-    num_points: NumExplained = 6,
-    outputs: Explained = ExplainedOutputs.every,
-    head: HeadOption = None,
+    *,
     rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
-    memory: Memory = 1.0,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    seed: SeedOfPoints = None,
-    workers: Workers = None,
-    quiet: Quiet = False,
 ) -> None:
     """Say how long gram or attribute will take with the same options, and how much memory and disk.
 

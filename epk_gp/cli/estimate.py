@@ -2,20 +2,17 @@
 
 from collections.abc import Set
 from pathlib import Path
+from typing import Unpack
 
-import torch
 import typer
 
 from epk_gp.analysis.breakdown import step_ranges
-from epk_gp.cli.data import PointSource, read_points
-from epk_gp.cli.gram import points_of_side, require_test_side
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import Dtype, EstimatedCommand, ExplainedOutputs, HeadName, Side
-from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, parse_part, parse_rule, require_folder, torch_dtype
-from epk_gp.core.trajectory import Trajectory, network_outputs
+from epk_gp.cli.kernel_requests import ExplanationRequest, read_block, read_predictions
+from epk_gp.cli.options import EstimatedCommand, EstimatedOptions, ExplainedOutputs
+from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, require_folder
+from epk_gp.core.compute_options import ComputeSettings
 from epk_gp.distributed.cost_estimate import CostEstimate
 from epk_gp.gram.estimate import estimate_gram
-from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.estimate import estimate_attribution
 from epk_gp.provenance import Stopwatch, write_json
 
@@ -51,58 +48,40 @@ def complete_options(options: dict[str, object], given: Set[str]) -> dict[str, o
 
 def estimate(
     *,
-    run: Path,
     what: EstimatedCommand,
     out: Path | None,
     seconds: float,
-    rows: Side,
-    columns: Side,
-    num_rows: int | None,
-    num_columns: int | None,
-    steps: str | None,
-    part: str | None,
-    num_points: int,
-    outputs: ExplainedOutputs,
-    head: HeadName | None,
-    rule: str,
-    memory: float,
-    points: Path | None,
-    network: str | None,
-    dtype: Dtype | None,
-    seed: int | None,
-    workers: int | None,
-    quiet: bool,
+    **options: Unpack[EstimatedOptions],
 ) -> None:
     """Say how long gram or attribute will take with the same options, and how much memory and disk."""
-    timer, quadrature, which = Stopwatch(), parse_rule(rule), parse_part(steps, part)
-    if what is EstimatedCommand.gram:
-        require_test_side(points, rows, columns)
+    timer, workers = Stopwatch(), options["workers"]
     if out is not None:
         require_folder(out)
-    trajectory = open_run(run, network)
-    source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
-    shared = {"head": None if head is None else head.value, "rule": quadrature, "workers": workers, "seconds": seconds}
-    shared |= {"memory_budget": memory_bytes(memory), "progress": not quiet, "checkpoint": PARTIAL}
-    config: dict[str, object] = {"run": run, "what": what.value, "rule": rule, "memory": memory, "workers": workers}
+    config: dict[str, object] = {"run": options["run"], "what": what.value, "rule": options["rule"]}
+    config |= {"memory": options["memory"], "workers": workers}
+    computing = ComputeSettings(
+        memory_budget=memory_bytes(options["memory"]), progress=not options["quiet"], checkpoint=PARTIAL
+    )
     if what is EstimatedCommand.gram:
-        sides = ((rows, num_rows), (columns, num_columns))
-        (a, a_is), (b, b_is) = (points_of_side(source, trajectory, *side) for side in sides)
-        typer.echo(f"rows: {a_is}")
-        typer.echo(f"columns: {b_is}")
-        config |= {"row_points": a_is, "column_points": b_is, "steps": steps, "part": part}
-        found = estimate_gram(trajectory, a, b, which=which, **shared)  # type: ignore[arg-type]
-        written = found.disk.result + sum(side.X.nbytes + len(side) for side in (a, b))
-        copies = _COPIES_OF_BLOCK if which is None else _COPIES_OF_PART
+        asked = read_block(options)
+        asked.show_sides()
+        config |= {"row_points": asked.a_is, "column_points": asked.b_is}
+        config |= {"steps": options["steps"], "part": options["part"]}
+        found = estimate_gram(
+            asked.trajectory, asked.a, asked.b, head=asked.head, rule=asked.rule, which=asked.which, workers=workers,
+            seconds=seconds, **computing,
+        )  # fmt: skip
+        written = found.disk.result + sum(side.X.nbytes + len(side) for side in (asked.a, asked.b))
+        copies = _COPIES_OF_BLOCK if asked.which is None else _COPIES_OF_PART
     else:
-        chosen = read_points(source, trajectory, num_points)
-        typer.echo(f"explaining {chosen}")
-        config |= {"points": str(chosen), "outputs": outputs.value}
-        classes = None
-        if outputs is ExplainedOutputs.predicted:
-            classes = network_outputs(trajectory, chosen.X).argmax(dim=1)
-        by = [[by_sample(trajectory)], [step_ranges(trajectory)]]
-        found = estimate_attribution(trajectory, chosen.X, by, classes=classes, **shared)  # type: ignore[arg-type]
-        written, copies = _attribution_bytes(trajectory, chosen.X, classes), _COPIES_OF_BLOCK
+        explained = read_predictions(options)
+        typer.echo(f"explaining {explained.chosen}")
+        config |= {"points": str(explained.chosen), "outputs": explained.outputs.value}
+        found = estimate_attribution(
+            explained.trajectory, explained.chosen.X, explained.groupings, head=explained.head, rule=explained.rule,
+            classes=explained.classes, workers=workers, seconds=seconds, **computing,
+        )  # fmt: skip
+        written, copies = _attribution_bytes(explained), _COPIES_OF_BLOCK
     peak = found.memory.owner + copies * written
     _show(found, written, peak)
     if out is not None:
@@ -110,12 +89,13 @@ def estimate(
         typer.echo(f"written to {out}: estimate.json")
 
 
-def _attribution_bytes(trajectory: Trajectory, X: torch.Tensor, classes: torch.Tensor | None) -> int:
+def _attribution_bytes(asked: ExplanationRequest) -> int:
     """Count the bytes of the arrays of attribution.safetensors."""
+    trajectory, X = asked.trajectory, asked.chosen.X
     samples, ranges = trajectory.num_points, len(step_ranges(trajectory).names)
     per_output = samples + ranges + 6  # initial, decay, total, network, statistics, unexplained
     itemsize = X.itemsize if X.is_floating_point() else trajectory.dtype.itemsize
-    K = trajectory.num_outputs if classes is None else 1
+    K = trajectory.num_outputs if asked.outputs is ExplainedOutputs.every else 1
     return len(X) * (K * per_output * itemsize + 8) + X.nbytes  # 8: the predicted class
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 
@@ -98,6 +98,43 @@ class TargetsName(StrEnum):
 
     network = "network"
     dirichlet = "dirichlet"
+
+
+class KernelOptions(TypedDict):
+    """Options of commands that compute from a run's kernel."""
+
+    run: Path
+    head: HeadName | None
+    rule: str
+    memory: float
+    points: Path | None
+    network: str | None
+    dtype: Dtype | None
+    seed: int | None
+    workers: int | None
+    quiet: bool
+
+
+class BlockOptions(KernelOptions):
+    """Options that say which block of the kernel, and which part of it."""
+
+    rows: Side
+    columns: Side
+    num_rows: int | None
+    num_columns: int | None
+    steps: str | None
+    part: str | None
+
+
+class ExplainedOptions(KernelOptions):
+    """Options that say which predictions are explained."""
+
+    num_points: int
+    outputs: ExplainedOutputs
+
+
+class EstimatedOptions(BlockOptions, ExplainedOptions):
+    """Those of `epk-gp estimate`, which are those of either command."""
 
 
 def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[Any, Any, int | None], int | None]:

@@ -5,15 +5,21 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from epk_gp.core.fingerprint import fingerprint
-from epk_gp.distributed.cost_sample import Clock, SampledCosts
+from epk_gp.core.validation import validate_count, validate_positive
+from epk_gp.distributed.cost_sample import Clock, MeasurableWork, SampledCosts
+from epk_gp.distributed.job import Place
+from epk_gp.distributed.pieces import Here, threads_of_workers
 
 if sys.platform != "win32":
     import resource
@@ -130,6 +136,77 @@ class CostEstimate:
 
     def _piece_seconds(self) -> Iterator[float]:
         return (cost.of_piece(count) for cost in self.costs.kinds for _, count in cost.kind.pieces)
+
+
+@runtime_checkable
+class EstimatedWork(MeasurableWork, Protocol):
+    """A computation whose pieces can be measured, and whose bytes are known."""
+
+    @property
+    def description(self) -> str:
+        """How it is divided, in words."""
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The pieces."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of the largest piece."""
+
+    def owner_bytes(self, workers: int | None) -> int:
+        """Count the memory of the process that puts the result together, besides what computing takes."""
+
+    def disk(self, workers: int | None) -> DiskEstimate:
+        """Count the bytes of files."""
+
+
+def validate_measuring(workers: int | None, seconds: float) -> None:
+    """Raise if a computation cannot be measured for so many workers, in this time.
+
+    Raises:
+        TypeError: The number of workers is not a whole number.
+        ValueError: The number of workers or the time is not positive.
+    """
+    if workers is not None:
+        validate_count(workers, "workers")
+    validate_positive(seconds, "seconds")
+
+
+def estimate_costs(
+    measure: Callable[[], tuple[EstimatedWork, float, SampledCosts]],
+    workers: int | None,
+    memory_budget: int,
+    clock: Clock,
+) -> CostEstimate:
+    """Measure a computation, as its workers compute it.
+
+    Args:
+        measure: Gives the computation, what each process does before its first piece in seconds, and the sample.
+        workers: Number of processes of one thread each; None for this one, with its threads.
+        memory_budget: Bytes for the computation.
+        clock: Gives the time in seconds.
+    """
+    before = peak_memory()
+    with nullcontext() if workers is None else threads_of_workers(Here()):
+        work, setup, costs = measure()
+        piece_seconds = 0.0 if workers is None else seconds_to_hand_over(work.piece_bytes, clock)
+    return CostEstimate(
+        description=work.description,
+        num_pieces=len(work.places),
+        workers=workers,
+        setup_seconds=setup,
+        piece_seconds=piece_seconds,
+        costs=costs,
+        memory=MemoryEstimate((before or 0) + memory_budget, peak_memory(), work.owner_bytes(workers)),
+        disk=work.disk(workers),
+    )
+
+
+def synchronise(reference: Tensor) -> None:
+    """Wait for the GPU of a tensor, which computes behind the calls."""
+    if reference.is_cuda:
+        torch.cuda.synchronize(reference.device)
 
 
 def seconds_to_hand_over(num_bytes: int, clock: Clock) -> float:

@@ -19,10 +19,8 @@ from tqdm.auto import tqdm
 
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.executors import PendingResult, SupportsSubmit
 from epk_gp.distributed.job import Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
-from epk_gp.storage.atomic_files import checksum
 from epk_gp.storage.partial_sums import PartialSums
 
 # Pieces that are submitted before the first of them is read, at most, and bytes that their files may take: so many, or
@@ -46,15 +44,6 @@ class Piece:
 
     name: str
     place: Place
-
-
-def planned_pieces(name: str, plan: DifferentiationPlan, places: Iterable[Place]) -> list[Piece]:
-    """Name pieces by their places and by the plan of the network: those of another plan have other bytes.
-
-    A call that needs a second plan half-way goes on in the same folder.
-    """
-    prefix = f"{name}-{checksum(repr(plan).encode())}"
-    return [Piece("-".join([prefix, *map(str, place)]), place) for place in places]
 
 
 @contextmanager
@@ -129,7 +118,7 @@ def results_of(
         pieces: Its pieces.
         options: Whose workers compute, and where the pieces are kept. Pieces lie in a folder in any case.
         identity: Gives the fingerprint of everything on which the pieces depend, of the number of threads that compute
-            them, too; but for the plan of the network (`planned_pieces`).
+            them, too; but for the plan of the network (`PlannedPieces.named`).
         num_bytes: Of a piece.
 
     Raises:

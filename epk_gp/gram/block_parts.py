@@ -1,6 +1,6 @@
 """Parts of a Gram block, which processes compute that do not know of each other, and the block from its parts."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,19 +13,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import epk_gp
-from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint, fingerprint_tensors
 from epk_gp.core.points import Points
 from epk_gp.core.validation import validate_count
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import Piece, computed_pieces, planned_pieces, scratch_folder, threads_of_workers
+from epk_gp.distributed.pieces import threads_of_workers
 from epk_gp.gram.accumulator import transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.integration_check import IntegrationCheck
 from epk_gp.gram.tile_parts import GramPieces, Tile, block_tiles, step_ranges, sum_dtype, tile_points, tiles_of
 from epk_gp.gram.tiles import assembled
 from epk_gp.storage.atomic_files import checksum
-from epk_gp.storage.partial_sums import PartialSums
 
 # What the entries of a description are, in words; the block is the same where all of them are
 _WORDS = {
@@ -189,19 +187,14 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
         layout = PieceLayout(
             tiles_of(a, b, description["tile_points"], len(description["bounds"]) - 1), tuple(description["bounds"])
         )
-        pieces = planned_pieces("piece", context.net.plan, which.places(layout))
-        of_block = GramPieces.of(context, a, b)
-        of_plan = ("plan", "tile_points")
-        identity = fingerprint(sorted(entry for entry in description.items() if entry[0] not in of_plan))
-        if executor is None:
-            results = _computed_here(context, of_block, pieces, identity)
-        else:
-            largest = max((len(tile.rows) * len(tile.columns) for tile in layout.tiles), default=0)
-            num_bytes = largest * context.num_sums * reference.itemsize
-            results = _computed_by(executor, context, (of_block, pieces), identity, num_bytes)
-        with closing(results), tqdm(total=len(pieces), desc="pieces", disable=not context.options.progress) as bar:
-            for piece, result in zip(pieces, results, strict=True):
-                sums[piece.place] = result.pop("total").to(reference.device)
+        places = which.places(layout)
+        largest = max((len(tile.rows) * len(tile.columns) for tile in layout.tiles), default=0)
+        num_bytes = largest * context.num_sums * reference.itemsize
+        pieces = GramPieces.of(context, a, b)
+        results = pieces.results("piece", places, context.options, lambda: _identity(description), num_bytes)
+        with closing(results), tqdm(total=len(places), desc="pieces", disable=not context.options.progress) as bar:
+            for place, result in zip(places, results, strict=True):
+                sums[place] = result.pop("total").to(reference.device)
                 check.merge(result)
                 bar.update()
     return GramPart(description, a, b, sums, check.state(), which if isinstance(which, Share) else None)
@@ -238,32 +231,6 @@ def reduce_gram_parts(parts: Sequence[GramPart]) -> Float[Tensor, "N C M C"]:
     block = assembled(first.layout.tiles, map(total, first.layout.tiles), shape, reference)
     check.warn()
     return block.permute(1, 0, 3, 2)
-
-
-def _computed_here(
-    context: ExecutionContext, of_block: GramPieces, pieces: Sequence[Piece], identity: str
-) -> Generator[dict[str, Tensor], None, None]:
-    """Compute pieces one after another; with a checkpoint, none that was saved."""
-    folder = context.options.checkpoint
-    stored = None if folder is None else PartialSums(folder, identity)
-    for piece in pieces:
-        result = {} if stored is None else stored.load(piece.name)[0]
-        if not result:
-            result = of_block.piece(piece.place)
-            if stored is not None:
-                stored.save(piece.name, result, 1)
-        yield result
-
-
-def _computed_by(
-    executor: SupportsSubmit,
-    context: ExecutionContext,
-    work: tuple[GramPieces, Sequence[Piece]],
-    identity: str,
-    num_bytes: int,
-) -> Generator[dict[str, Tensor], None, None]:
-    with scratch_folder(context.options.checkpoint) as folder:
-        yield from computed_pieces(*work, executor, PartialSums(folder, identity), num_bytes)
 
 
 def piece_layout(context: ExecutionContext, a: Points, b: Points) -> PieceLayout:
@@ -305,6 +272,12 @@ def _describe(context: ExecutionContext, a: Points, b: Points) -> dict[str, Any]
         "num_outputs": context.num_outputs,
         "bounds": list(_bounds(context)),
     }
+
+
+def _identity(description: Mapping[str, Any]) -> str:
+    """Fingerprint the block; pieces have the plan in their names (`PlannedPieces.named`)."""
+    of_plan = ("plan", "tile_points")
+    return fingerprint(sorted(entry for entry in description.items() if entry[0] not in of_plan))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

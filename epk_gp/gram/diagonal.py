@@ -1,6 +1,7 @@
 """The kernel of points with themselves, at a cost linear in their number: here, or by workers."""
 
 from contextlib import closing
+from functools import cached_property
 
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
@@ -9,7 +10,6 @@ from tqdm.auto import tqdm
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.points import Points
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import planned_pieces, results_of
 from epk_gp.gram.accumulation import Steps, step_batches
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.nodes import jacobians_at_nodes, shared_nodes
@@ -20,8 +20,7 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
     """Compute the blocks of points with themselves."""
     C, options = context.num_outputs, context.options
     result = context.reference.new_zeros(len(a), C, C)
-    pieces, hidden = DiagonalPieces.of(context, a, a), not options.progress
-    rows = diagonal_rows(context, a)
+    rows, hidden = diagonal_rows(context, a), not options.progress
     ranges = step_ranges(len(context.steps))
     if options.executor is None and options.checkpoint is None:
         with tqdm(total=len(rows) * len(context.steps), desc="steps", disable=hidden) as bar:
@@ -31,10 +30,10 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
                     bar.update(len(steps))
         return result
     places = [(*part, number) for part in rows for number in range(len(ranges))]
-    named = planned_pieces("diagonal", context.net.plan, places)
     num_bytes = max(map(len, rows.values()), default=0) * C**2 * context.reference.itemsize
-    results = results_of(pieces, named, options, lambda: _identity(context, a), num_bytes)
-    with closing(results), tqdm(total=len(named), desc="pieces", disable=hidden) as bar:
+    pieces = DiagonalPieces.of(context, a, a)
+    results = pieces.results("diagonal", places, options, lambda: _identity(context, a), num_bytes)
+    with closing(results), tqdm(total=len(places), desc="pieces", disable=hidden) as bar:
         for place, found in zip(places, results, strict=True):
             context.integrations.merge(found)
             result[rows[place[:2]]] += found["total"].to(result)
@@ -48,10 +47,14 @@ class DiagonalPieces(GramPieces):
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum a range of the steps of some points."""
         context, (is_train, part, number) = self.context(), place
-        indices = diagonal_rows(context, self.a)[is_train, part]
+        indices = self._rows[is_train, part]
         steps = context.steps[step_ranges(len(context.steps))[number]]
         total = diagonal_of(context, steps, self.a.X[indices], is_train=bool(is_train))
         return {"total": total, **context.integrations.state()}
+
+    @cached_property
+    def _rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
+        return diagonal_rows(self.context(), self.a)
 
 
 def diagonal_rows(context: ExecutionContext, a: Points) -> dict[Place, Int64[Tensor, " rows"]]:

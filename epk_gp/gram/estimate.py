@@ -2,12 +2,10 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Unpack
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,18 +13,17 @@ from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.distributed.cost_estimate import (
     CostEstimate,
     DiskEstimate,
-    MemoryEstimate,
+    estimate_costs,
     free_bytes,
-    peak_memory,
-    seconds_to_hand_over,
+    synchronise,
+    validate_measuring,
 )
 from epk_gp.distributed.cost_sample import Clock, PieceKind, SampledCosts, Tick, sample_costs
 from epk_gp.distributed.job import Place, pickled
-from epk_gp.distributed.pieces import Here, num_ahead, threads_of_workers
+from epk_gp.distributed.pieces import num_ahead
 from epk_gp.gram.accumulation import Steps, step_batches
 from epk_gp.gram.block_parts import PieceLayout, Share, StepInterval, piece_layout
 from epk_gp.gram.context import ExecutionContext
@@ -79,31 +76,16 @@ def estimate_gram(
         TypeError, ValueError: As of `gram_block`; or `workers` or `seconds` are not positive.
     """
     parsed = parse_options("estimate_gram", ("executor",), **options)
-    if workers is not None:
-        validate_count(workers, "workers")
-    validate_positive(seconds, "seconds")
+    validate_measuring(workers, seconds)
     kernel = PathKernel(trajectory, head, rule, step_weights=step_weights)
-    before, start = peak_memory(), clock()
+    start = clock()
 
     def measured(context: ExecutionContext) -> tuple[_BlockWork, float, SampledCosts]:
         work = _BlockWork.of(context, a, b, which, workers)
         setup = clock() - start
         return work, setup, sample_costs(work, seconds, clock=clock, progress=parsed.progress)
 
-    with nullcontext() if workers is None else threads_of_workers(Here()):
-        work, setup, costs = kernel.with_context(a, b, parsed, measured)
-        piece_seconds = 0.0 if workers is None else seconds_to_hand_over(work.piece_bytes, clock)
-    memory = MemoryEstimate((before or 0) + parsed.memory_budget, peak_memory(), work.owner_bytes(workers))
-    return CostEstimate(
-        description=work.description,
-        num_pieces=len(work.places),
-        workers=workers,
-        setup_seconds=setup,
-        piece_seconds=piece_seconds,
-        costs=costs,
-        memory=memory,
-        disk=work.disk(workers),
-    )
+    return estimate_costs(lambda: kernel.with_context(a, b, parsed, measured), workers, parsed.memory_budget, clock)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,8 +146,9 @@ class _BlockWork:
         *of_tile, number = place
         steps = self._steps(number)[first:last]
         context = self.pieces.context()
-        sum_range(context, self.pieces.a, self.pieces.b, self.tiles[tuple(of_tile)], steps, _Ticks(context, tick))
-        _synchronise(context)
+        bar = _Ticks(context.reference, tick)
+        sum_range(context, self.pieces.a, self.pieces.b, self.tiles[tuple(of_tile)], steps, bar)
+        synchronise(context.reference)
 
     @property
     def description(self) -> str:
@@ -210,7 +193,7 @@ class _BlockWork:
         """Count the bytes of files."""
         keeps, count = self.context.options.checkpoint is not None, len(self.places)
         at_once, scratch = 0, 0
-        if self.which is not None and (keeps or workers is not None):
+        if self.which is not None and keeps:
             at_once, scratch = count, self.result_bytes  # kept until the part is written
         elif workers is not None:
             # a checkpoint keeps the pieces of a tile until their sum is saved
@@ -257,18 +240,12 @@ class _BlockWork:
 class _Ticks:
     """A clock that is read when steps were added."""
 
-    context: ExecutionContext
+    reference: Tensor
     tick: Tick
 
     def update(self, n: int, /) -> None:
-        _synchronise(self.context)
+        synchronise(self.reference)
         self.tick(n)
-
-
-def _synchronise(context: ExecutionContext) -> None:
-    """Wait for a GPU, which computes behind the calls."""
-    if context.reference.is_cuda:
-        torch.cuda.synchronize(context.reference.device)
 
 
 def _copies(tile: Tile) -> str:

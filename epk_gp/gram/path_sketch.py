@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,17 +15,15 @@ from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.autodiff.sketches import draw_signs, seeded_generator
 from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import planned_pieces, results_of
+from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
 from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, node_products
 from epk_gp.gram.path_nodes import nodes_trajectory
-from epk_gp.storage.stored import require_same_run
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,9 +138,9 @@ class PathSketch:
         K, spec, same = self.coefficients.shape[1], net.model.spec, a is b
         result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
         of_a, of_b = (result.new_empty(len(points), K) for points in (a, b))
-        pieces = ProductPieces(self, a, b, options.memory_budget, net.plan)
+        pieces = ProductPieces(self, a, b, options.memory_budget, plan=net.plan)
         largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
-        computed = self._computed(net, pieces, options, largest**2 * K * net.itemsize)
+        computed = self._computed(pieces, options, largest**2 * K * net.itemsize)
         bar = tqdm(pieces.places, desc="tiles", disable=not options.progress)
         with closing(computed):
             for (i, j), found in zip(bar, computed, strict=True):
@@ -156,9 +154,9 @@ class PathSketch:
     def _features(self, net: PlannedModel, points: Points, options: ComputeOptions) -> Tensor:
         spec, K, k = net.model.spec, self.coefficients.shape[1], self.num_features
         result = torch.empty(len(points), K, k, dtype=spec.dtype, device=spec.device)
-        pieces = FeaturePieces(self, points, net.plan)
+        pieces = FeaturePieces(self, points, plan=net.plan)
         num_bytes = max(map(len, pieces.rows.values()), default=0) * K * k * net.itemsize
-        computed = self._computed(net, pieces, options, num_bytes)
+        computed = self._computed(pieces, options, num_bytes)
         with closing(computed), tqdm(total=len(points), desc="points", disable=not options.progress) as bar:
             for rows, found in zip(pieces.rows.values(), computed, strict=True):
                 result[rows] = found["features"].to(result)
@@ -166,14 +164,10 @@ class PathSketch:
         return result
 
     def _computed(
-        self, net: PlannedModel, pieces: "FeaturePieces | ProductPieces", options: ComputeOptions, num_bytes: int
+        self, pieces: "FeaturePieces | ProductPieces", options: ComputeOptions, num_bytes: int
     ) -> Generator[dict[str, Tensor], None, None]:
         """Compute pieces here or by workers, and give them in their order."""
-        if options.executor is None and options.checkpoint is None:
-            yield from map(pieces.piece, pieces.places)
-        else:
-            named = planned_pieces("points", net.plan, pieces.places)
-            yield from results_of(pieces, named, options, lambda: self._identity(pieces), num_bytes)
+        return pieces.results("points", pieces.places, options, lambda: self._identity(pieces), num_bytes)
 
     def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
         run = self.training_run if is_train else self.run
@@ -190,30 +184,25 @@ class PathSketch:
 
 
 @dataclass(frozen=True, eq=False)
-class FeaturePieces:
+class FeaturePieces(PlannedPieces):
     """Features as pieces for workers: some blocks of points, of one copy.
 
     Attributes:
         sketch: What is computed.
         points: The points.
-        plan: How to differentiate the network: made once, by the owner of the job.
     """
 
     sketch: PathSketch
     points: Points
-    plan: DifferentiationPlan
 
-    def check(self) -> None:
-        """Raise if the run on disk is not the one that the owner of the job opened."""
-        require_same_run(self.sketch.trajectory)
-
-    def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, without what is found out again."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.sketch.trajectory, self.points.X
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Compute the features of the points of a piece."""
-        X = self._net.model.spec.cast(self.points.X[self.rows[place]])
+        X = self.net.model.spec.cast(self.points.X[self.rows[place]])
         return {"features": self._sketches[bool(place[0])].piece(X)}
 
     @property
@@ -232,23 +221,18 @@ class FeaturePieces:
         found: dict[Place, Tensor] = {}
         for is_train, sketch in self._sketches.items():
             rows = self.points.copies(is_train)
-            size = PIECE_BLOCKS * sketch.block_rows(self._net.model.spec.cast(self.points.X[rows[:1]]))
+            size = PIECE_BLOCKS * sketch.block_rows(self.net.model.spec.cast(self.points.X[rows[:1]]))
             found |= {(int(is_train), number): part for number, part in enumerate(rows.split(size))}
         return found
 
     @cached_property
     def _sketches(self) -> dict[bool, NodeSketch]:
         copies = (is_train for is_train in (True, False) if len(self.points.copies(is_train)))
-        return {is_train: self.sketch._of_copy(self._net, is_train) for is_train in copies}
-
-    @cached_property
-    def _net(self) -> PlannedModel:
-        model = self.sketch.trajectory.model_for(self.points.X)
-        return PlannedModel(model, self.plan)
+        return {is_train: self.sketch._of_copy(self.net, is_train) for is_train in copies}
 
 
 @dataclass(frozen=True, eq=False)
-class ProductPieces:
+class ProductPieces(PlannedPieces):
     """Products as pieces for workers: some points of one copy on either side.
 
     Attributes:
@@ -256,22 +240,17 @@ class ProductPieces:
         a: The points on the left.
         b: Those on the right; the same object as a for a symmetric block.
         memory_budget: Bytes for the layer Jacobians and products of a piece.
-        plan: How to differentiate the network: made once, by the owner of the job.
     """
 
     sketch: PathSketch
     a: Points
     b: Points
     memory_budget: int
-    plan: DifferentiationPlan
 
-    def check(self) -> None:
-        """Raise if the run on disk is not the one that the owner of the job opened."""
-        require_same_run(self.sketch.trajectory)
-
-    def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, without what is found out again."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.sketch.trajectory, self.a.X
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Compute the products of the points of a piece, and those of each point with itself."""
@@ -314,14 +293,12 @@ class ProductPieces:
 
     def _parts(self, points: Points) -> list[tuple[NodeSketch, Tensor]]:
         """Split points by copy, and so that the layer Jacobians of a part fit into the budget."""
-        model = self.sketch.trajectory.model_for(self.a.X)
-        net = PlannedModel(model, self.plan)
         return [
             (sketch, rows)
             for is_train in (True, False)
             for indices in [points.copies(is_train)]
             if len(indices)
-            for sketch in [self.sketch._of_copy(net, is_train)]
+            for sketch in [self.sketch._of_copy(self.net, is_train)]
             for rows in indices.split(sketch.product_rows(points.X[:1], self.memory_budget))
         ]
 

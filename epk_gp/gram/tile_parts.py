@@ -1,7 +1,7 @@
 """How a Gram block is divided: into tiles of points, and each tile's sum into ranges of steps."""
 
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Protocol, runtime_checkable
@@ -10,22 +10,20 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.aligned import aligned
 from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import MAX_STEP_BATCH
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.job import Place
+from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.accumulation import CopyBatch, Steps, add_steps, step_batches
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.nodes import feature_bytes
 from epk_gp.quadrature.rules import Rule
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.storage.stored import require_same_run
 
 # Ranges of steps into which a tile's sum is divided, at most: they are what workers share where points are few.
 MAX_RANGES = 64
@@ -212,7 +210,7 @@ class Progress:
 
 
 @dataclass(frozen=True, eq=False)
-class GramPieces:
+class GramPieces(PlannedPieces):
     """A Gram block as pieces for workers: a tile, and a range of its steps, or all of them (`WHOLE`).
 
     Attributes:
@@ -223,7 +221,6 @@ class GramPieces:
         is_per_class: Only pairs of equal classes are wanted.
         is_traced: Only their sum is wanted.
         options: How to compute, without an executor.
-        plan: How to differentiate the network: made once, by the owner of the job.
         a: The points on the left.
         b: Those on the right.
         progress: Where whole tiles grow; None if each piece is a range of steps.
@@ -236,7 +233,6 @@ class GramPieces:
     is_per_class: bool
     is_traced: bool
     options: ComputeOptions
-    plan: DifferentiationPlan
     a: Points
     b: Points
     progress: Progress | None = None
@@ -247,16 +243,13 @@ class GramPieces:
         options = replace(context.options, executor=None, progress=False, checkpoint=None)
         return cls(
             context.trajectory, context.head, context.rule, context.step_weights, context.is_per_class,
-            context.is_traced, options, context.net.plan, a, b, progress,
+            context.is_traced, options, a, b, progress, plan=context.net.plan,
         )  # fmt: skip
 
-    def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, without what is found out again."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    def check(self) -> None:
-        """Raise if the run on disk is not the one that the owner of the job opened."""
-        require_same_run(self.trajectory)
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.trajectory, self.a.X
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum a range of the steps of a tile, or all of them."""
@@ -295,11 +288,6 @@ class GramPieces:
     def context(self) -> ExecutionContext:
         """Return the kernel while a piece is computed."""
         return ExecutionContext(
-            self.trajectory, self._net, self.head, self.rule, self.step_weights, self.is_per_class, self.options,
+            self.trajectory, self.net, self.head, self.rule, self.step_weights, self.is_per_class, self.options,
             self.is_traced,
         )  # fmt: skip
-
-    @cached_property
-    def _net(self) -> PlannedModel:
-        model = self.trajectory.model_for(self.a.X)
-        return PlannedModel(model, self.plan)

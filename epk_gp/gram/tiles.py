@@ -99,6 +99,7 @@ def _totals_here(
                 if sums is not None and (sums.should_save or number + 1 == len(ranges)):
                     sums.save(name, {"total": total}, number + 1)
                     sums.remove(used)
+                    used.clear()
         yield _finished(tile, total)
 
 
@@ -209,9 +210,8 @@ def _stored_total(context: ExecutionContext, sums: PartialSums | None, name: str
 
 
 def _prefix(context: ExecutionContext) -> str:
-    return fingerprint(
-        context.net.plan, tile_points(context), FEW_PIECES, SMALL_TILE, MAX_RANGES
-    )  # partial sums of another plan are other sums
+    # partial sums of another plan are other sums
+    return fingerprint(context.net.plan, tile_points(context), FEW_PIECES, SMALL_TILE, MAX_RANGES)
 
 
 def _identity(context: ExecutionContext, a: Points, b: Points) -> str:

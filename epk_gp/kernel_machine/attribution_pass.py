@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,14 +12,13 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.trajectory import network_outputs
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Here, Piece, results_of, threads_of_workers
+from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tile_parts import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
@@ -32,7 +31,6 @@ from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import StepResiduals
 from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.storage.stored import require_same_run
 
 _BEGUN = "-begun"  # ends the name of a sum that is not whole yet
 
@@ -282,7 +280,7 @@ def _parts_here(
 
 
 @dataclass(frozen=True, eq=False)
-class AttributionPieces:
+class AttributionPieces(PlannedPieces):
     """An attribution as pieces for workers: a block of points, and a range of steps.
 
     Attributes:
@@ -292,7 +290,6 @@ class AttributionPieces:
         options: How to compute, without an executor.
         groupings: The axes of each result.
         splits_statistics: Split what the moving statistics add over the samples.
-        plan: How to differentiate the network: made once, by the owner of the job.
     """
 
     kernel: PathKernel
@@ -301,23 +298,21 @@ class AttributionPieces:
     options: ComputeOptions
     groupings: Groupings
     splits_statistics: bool
-    plan: DifferentiationPlan
 
     @classmethod
     def of(cls, work: AttributionPass) -> "AttributionPieces":
         """Return the pieces of a pass."""
         problem = work.problem
         options = replace(problem.options, executor=None, progress=False, checkpoint=None)
-        plan = problem.net.plan
-        return cls(problem.kernel, problem.X, problem.classes, options, work.groupings, work.splits_statistics, plan)
+        return cls(
+            problem.kernel, problem.X, problem.classes, options, work.groupings, work.splits_statistics,
+            plan=problem.net.plan,
+        )  # fmt: skip
 
-    def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, without what is found out again."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    def check(self) -> None:
-        """Raise if the run on disk is not the one that the owner of the job opened."""
-        require_same_run(self.kernel.trajectory)
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.kernel.trajectory, self.X
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum the terms of a range of steps at the points of a block."""
@@ -326,9 +321,7 @@ class AttributionPieces:
     @cached_property
     def whole(self) -> AttributionPass:
         """The pass of all points."""
-        trajectory = self.kernel.trajectory
-        model = trajectory.model_for(self.X)
-        problem = make_problem(PlannedModel(model, self.plan), self.kernel, self.X, self.classes, self.options)
+        problem = make_problem(self.net, self.kernel, self.X, self.classes, self.options)
         return AttributionPass(problem, self.groupings, self.splits_statistics)
 
     @cached_property

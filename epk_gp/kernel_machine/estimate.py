@@ -1,8 +1,9 @@
 """What an attribution costs before it is computed: time, memory and disk, from a few of its pieces."""
 
+import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Unpack
@@ -18,18 +19,17 @@ from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.validation import validate_count, validate_positive
 from epk_gp.distributed.cost_estimate import (
     CostEstimate,
     DiskEstimate,
-    MemoryEstimate,
+    estimate_costs,
     free_bytes,
-    peak_memory,
-    seconds_to_hand_over,
+    synchronise,
+    validate_measuring,
 )
 from epk_gp.distributed.cost_sample import Clock, PieceKind, SampledCosts, Tick, sample_costs
 from epk_gp.distributed.job import Place, pickled
-from epk_gp.distributed.pieces import Here, num_ahead, threads_of_workers
+from epk_gp.distributed.pieces import num_ahead
 from epk_gp.gram.estimate import SECONDS
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.attribute import parse_groupings
@@ -88,17 +88,15 @@ def estimate_attribution(
         TypeError, ValueError: As of `attribute_many`; or `workers` or `seconds` are not positive.
     """
     parsed = parse_options("estimate_attribution", ("accumulate", "executor"), **options)
-    if workers is not None:
-        validate_count(workers, "workers")
-    validate_positive(seconds, "seconds")
+    validate_measuring(workers, seconds)
     by = parse_groupings(trajectory, groupings)
     kernel = PathKernel(trajectory, head, rule)
     packed = parse_problem(kernel, X, classes)
-    before, start = peak_memory(), clock()
+    start = clock()
 
     def measured(net: PlannedModel) -> tuple[_PassWork, float, SampledCosts]:
         problem = make_problem(net, kernel, packed, classes, parsed)
-        work = _PassWork(AttributionPieces.of(AttributionPass(problem, by, True)))
+        work = _PassWork(AttributionPieces.of(AttributionPass(problem, by, True)), parsed.checkpoint)
         setup = clock() - start
         replay = work.replay_seconds(_REPLAY_SHARE * seconds, clock)
         costs = sample_costs(work, (1 - _REPLAY_SHARE) * seconds, clock=clock, progress=parsed.progress)
@@ -106,20 +104,8 @@ def estimate_attribution(
         again = workers is not None and not work.pieces.whole.is_factored
         return work, setup + replay * (2 if again else 1), costs
 
-    with nullcontext() if workers is None else threads_of_workers(Here()):
-        work, setup, costs = with_plan(trajectory, trajectory.model_for(packed), measured)
-        piece_seconds = 0.0 if workers is None else seconds_to_hand_over(work.piece_bytes, clock)
-    reading = 0 if workers is None else 2 * work.piece_bytes
-    return CostEstimate(
-        description=work.description,
-        num_pieces=len(work.places),
-        workers=workers,
-        setup_seconds=setup,
-        piece_seconds=piece_seconds,
-        costs=costs,
-        memory=MemoryEstimate((before or 0) + parsed.memory_budget, peak_memory(), work.result_bytes + reading),
-        disk=work.disk(workers, keeps=parsed.checkpoint is not None),
-    )
+    model = trajectory.model_for(packed)
+    return estimate_costs(lambda: with_plan(trajectory, model, measured), workers, parsed.memory_budget, clock)
 
 
 class _MeasuredError(Exception):
@@ -132,9 +118,11 @@ class _PassWork:
 
     Attributes:
         pieces: The pieces, as workers get them.
+        checkpoint: Folder of partial sums, if there is to be one.
     """
 
     pieces: AttributionPieces
+    checkpoint: str | os.PathLike[str] | None
 
     @cached_property
     def kinds(self) -> Sequence[PieceKind]:
@@ -156,7 +144,7 @@ class _PassWork:
                 vanilla_gd_pass(problem, slice(steps.start, steps.stop), sums.add, progress, whole.points_per_block)
             else:
                 whole.pass_adjoints(problem, sums, progress, _AnyResiduals(self._residual))
-        _synchronise(self.pieces.X)
+        synchronise(self.pieces.X)
 
     def replay_seconds(self, seconds: float, clock: Clock) -> float:
         """Extrapolate the seconds of a replay of the whole run."""
@@ -166,7 +154,7 @@ class _PassWork:
         times = [clock()]
         for replayed in replayed_steps(trajectory, model, problem.X):
             mismatches.add(trajectory, model, replayed)
-            _synchronise(problem.X)
+            synchronise(problem.X)
             times.append(clock())
             if len(times) > _LEAST_REPLAYED and times[-1] - times[0] > seconds:
                 break
@@ -199,18 +187,17 @@ class _PassWork:
         """Bytes of the sums of a block."""
         return self._bytes_of(min(len(self.pieces.X), self.pieces.whole.points_per_block))
 
-    def disk(self, workers: int | None, *, keeps: bool) -> DiskEstimate:
-        """Count the bytes of files.
+    def owner_bytes(self, workers: int | None) -> int:
+        """Count the memory of the process that adds the sums up: they, and the piece that it reads, twice."""
+        return self.result_bytes + (0 if workers is None else 2 * self.piece_bytes)
 
-        Args:
-            workers: Number of processes.
-            keeps: Whether there is a checkpoint.
-        """
-        whole, at_once, scratch = self.pieces.whole, 0, 0
+    def disk(self, workers: int | None) -> DiskEstimate:
+        """Count the bytes of files."""
+        whole, keeps, at_once, scratch = self.pieces.whole, self.checkpoint is not None, 0, 0
         num_weights, itemsize = whole.problem.net.model.num_weights, self._reference.itemsize
         if workers is not None:
             count, ranges = len(self.places), len(whole.ranges)
-            ahead = num_ahead(self.piece_bytes, free_bytes(whole.problem.options.checkpoint))
+            ahead = num_ahead(self.piece_bytes, free_bytes(self.checkpoint))
             at_once = count if keeps and ranges == 1 else min(count, ahead + (ranges if keeps else 0))
             scratch = at_once * self.piece_bytes + len(pickled(self.pieces))
             if keeps and ranges > 1:  # and the sums of blocks
@@ -260,7 +247,7 @@ class _PartOfPass(PassProgress):
 
     def advance(self, integral: Integral, adjoint_state: Tensor | None, *, is_last: bool) -> None:
         super().advance(integral, adjoint_state, is_last=is_last)
-        _synchronise(integral.point)
+        synchronise(integral.point)
         self.tick(1)
         if self.done >= self.last:
             raise _MeasuredError
@@ -274,9 +261,3 @@ class _AnyResiduals(StepResiduals):
 
     def __getitem__(self, s: int) -> Tensor | None:
         return self.row
-
-
-def _synchronise(reference: Tensor) -> None:
-    """Wait for a GPU, which computes behind the calls."""
-    if reference.is_cuda:
-        torch.cuda.synchronize(reference.device)

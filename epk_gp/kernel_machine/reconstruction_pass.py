@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,18 +15,16 @@ from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.averaging import PredictedPath
 from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.gradients import ReplayedStep, has_memory, replayed_steps
 from epk_gp.core.memory_plan import integration_points, panel_points
-from epk_gp.core.trajectory import flat_state, flat_weights, leaves_unexplained
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
 from epk_gp.distributed.job import Place
-from epk_gp.distributed.pieces import planned_pieces, results_of
+from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tile_parts import step_ranges
 from epk_gp.kernel_machine.certification import IntegrationRecord, StepMismatches, coarsest_dtype
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.storage.stored import require_same_run
 
 
 class ReconstructionSums:
@@ -84,7 +82,7 @@ class ReconstructionSums:
 
 
 @dataclass(frozen=True, eq=False)
-class ReconstructionPieces:
+class ReconstructionPieces(PlannedPieces):
     """A reconstruction as pieces: a panel of points, and a range of steps.
 
     Steps with momentum, and those of averaged weights, cannot be replayed from the middle of a run: all of them are
@@ -94,27 +92,22 @@ class ReconstructionPieces:
         kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
         options: How to compute, without an executor.
-        plan: How to differentiate the network: made once, by the owner of the job.
     """
 
     kernel: PathKernel
     X: Shaped[Tensor, "n ..."]
     options: ComputeOptions
-    plan: DifferentiationPlan
 
     @classmethod
     def of(cls, net: PlannedModel, kernel: PathKernel, X: Tensor, options: ComputeOptions) -> "ReconstructionPieces":
         """Return the pieces of a reconstruction."""
         own = replace(options, executor=None, progress=False, checkpoint=None)
-        return cls(kernel, X, own, net.plan)
+        return cls(kernel, X, own, plan=net.plan)
 
-    def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, without what is found out again."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    def check(self) -> None:
-        """Raise if the run on disk is not the one that the owner of the job opened."""
-        require_same_run(self.kernel.trajectory)
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.kernel.trajectory, self.X
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Sum a range of steps at the points of a panel."""
@@ -133,7 +126,7 @@ class ReconstructionPieces:
         self, steps: slice, panels: Sequence[Tensor], bar: "tqdm[Any] | None" = None
     ) -> list[ReconstructionSums]:
         """Walk along some steps, and sum what they add at the points of each panel (row numbers)."""
-        trajectory, net, budget = self.kernel.trajectory, self._net, self.options.memory_budget
+        trajectory, net, budget = self.kernel.trajectory, self.net, self.options.memory_budget
         found = [self.new_sums(len(rows)) for rows in panels]
         path = PredictedPath(trajectory)
         for replayed in replayed_steps(trajectory, net.model, self.X, steps):
@@ -178,15 +171,10 @@ class ReconstructionPieces:
             "reconstruction", kernel.trajectory.digest, kernel.head, kernel.rule, self.options.memory_budget, self.X,
         )  # fmt: skip
 
-    @cached_property
-    def _net(self) -> PlannedModel:
-        model = self.kernel.trajectory.model_for(self.X)
-        return PlannedModel(model, self.plan)
-
     @property
     def _outputs(self) -> Float[Tensor, "0 C"]:
         """Outputs of no points."""
-        return torch.empty(0, self.kernel.trajectory.num_outputs, dtype=self._net.model.spec.dtype)
+        return torch.empty(0, self.kernel.trajectory.num_outputs, dtype=self.net.model.spec.dtype)
 
 
 def sum_over_steps(
@@ -202,10 +190,9 @@ def sum_over_steps(
                     total.merge(sums, rows)
         return total
     places = [(panel, number) for number in range(len(pieces.ranges)) for panel in range(len(pieces.panels))]
-    named = planned_pieces("steps", net.plan, places)
     num_bytes = len(pieces.panels[0]) * (2 * kernel.trajectory.num_outputs + 1) * 8
-    results = results_of(pieces, named, options, pieces.identity, num_bytes)
-    with closing(results), tqdm(desc="pieces", total=len(named), disable=not options.progress) as bar:
+    results = pieces.results("steps", places, options, pieces.identity, num_bytes)
+    with closing(results), tqdm(desc="pieces", total=len(places), disable=not options.progress) as bar:
         for (panel, _), state in zip(places, results, strict=True):
             rows = pieces.panels[panel]
             total.merge(pieces.new_sums(len(rows)).load(state), rows)

@@ -1,8 +1,10 @@
 """--workers and --scheduler: whose processes compute, and what is said where they cannot."""
 
+import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,14 +41,25 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     return asked
 
 
+@pytest.fixture(scope="module")
+def by_one(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """What a command writes without workers: its file."""
+
+    @functools.cache
+    def written(command: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp("one")
+        assert run(command, recorded, "--out", folder, *ASKED[command]) == 0
+        return folder / FILES[command]
+
+    return written
+
+
 @pytest.mark.parametrize("command", ["gram", pytest.param("attribute", marks=pytest.mark.slow)])
-def test_workers_compute_the_bytes_of_one_process(recorded, tmp_path, threads, command):
-    for name, options in (("one", ()), ("two", ("--workers", 2))):
-        assert run(command, recorded, "--out", tmp_path / name, *ASKED[command], *options) == 0
+def test_workers_compute_the_bytes_of_one_process(recorded, by_one, tmp_path, threads, command):
+    assert run(command, recorded, "--out", tmp_path, *ASKED[command], "--workers", 2) == 0
     assert threads == [2]
-    one, two = (tmp_path / name / FILES[command] for name in ("one", "two"))
-    assert one.read_bytes() == two.read_bytes()
-    assert not (tmp_path / "two" / "partial").exists()
+    assert (tmp_path / FILES[command]).read_bytes() == by_one(command).read_bytes()
+    assert not (tmp_path / "partial").exists()
 
 
 @pytest.mark.slow
@@ -61,20 +74,15 @@ def test_workers_of_other_commands_give_the_numbers_of_one_process(recorded, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ASKED)
-def test_processes_compute_the_bytes_of_one_process(recorded, tmp_path, command):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert run(command, recorded, "--out", tmp_path / "one", *ASKED[command]) == 0
-    finally:
-        torch.set_num_threads(before)
-    assert run(command, recorded, "--out", tmp_path / "two", *ASKED[command], "--workers", 2) == 0
-    one, two = (load_file(tmp_path / name / FILES[command]) for name in ("one", "two"))
+def test_processes_compute_the_bytes_of_one_process(recorded, by_one, tmp_path, command):
+    assert torch.get_num_threads() == 1
+    assert run(command, recorded, "--out", tmp_path, *ASKED[command], "--workers", 2) == 0
+    one, two = (load_file(file) for file in (by_one(command), tmp_path / FILES[command]))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.slow
-def test_a_dask_scheduler_s_workers_compute_a_part(recorded, tmp_path, capsys):
+def test_a_dask_scheduler_s_workers_compute_a_part(recorded, by_one, tmp_path):
     distributed = pytest.importorskip("distributed")
     with (
         distributed.LocalCluster(
@@ -84,11 +92,9 @@ def test_a_dask_scheduler_s_workers_compute_a_part(recorded, tmp_path, capsys):
     ):
         client.write_scheduler_file(str(tmp_path / "scheduler.json"))
         where = ("--scheduler", tmp_path / "scheduler.json")
-        for name, options in (("whole", ()), ("part", (*where, "--part", "1/1"))):
-            assert run("gram", recorded, "--out", tmp_path / name, *ASKED["gram"], *options) == 0
+        assert run("gram", recorded, "--out", tmp_path / "part", *ASKED["gram"], *where, "--part", "1/1") == 0
     assert run("reduce", tmp_path / "part", "--out", tmp_path / "reduced", "--quiet") == 0
-    whole, reduced = (tmp_path / name / "gram.safetensors" for name in ("whole", "reduced"))
-    assert whole.read_bytes() == reduced.read_bytes()
+    assert (tmp_path / "reduced" / "gram.safetensors").read_bytes() == by_one("gram").read_bytes()
 
 
 def test_the_pool_is_spawned_and_closed():

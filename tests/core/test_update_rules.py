@@ -76,6 +76,7 @@ def recorded(optimizer_of) -> tuple[epk.Trajectory, Tensor]:
     return recorder.trajectory, X_test
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])
 def test_contributions_initial_output_and_decay_sum_to_the_network(made, head):
     trajectory, X_test = recorded(made)
@@ -145,6 +146,7 @@ def test_a_sample_that_is_trained_on_once_still_moves_later_steps():
     assert parts.max_error <= 1e-12
 
 
+@pytest.mark.slow
 def test_stated_clipping_is_part_of_the_coefficients():
     for clip in (ClipNorm(0.05), ClipNorm(0.03, norm_type=float("inf")), ClipValue(0.01)):
         net, X, y, X_test = problem()

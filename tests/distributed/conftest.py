@@ -3,6 +3,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from distributed_cases import Squares
+
 
 def new_pool(workers: int = 2) -> ProcessPoolExecutor:
     """Make a pool whose workers are forks of a clean process, which has imported the package.
@@ -13,6 +15,17 @@ def new_pool(workers: int = 2) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["epk_gp.gram.path_features", "distributed_cases"])
     return ProcessPoolExecutor(workers, mp_context=context)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "pieces"
+
+
+@pytest.fixture
+def work(tmp_path):
+    (tmp_path / "notes").mkdir()
+    return Squares(str(tmp_path / "notes"))
 
 
 @pytest.fixture(scope="session")

@@ -4,21 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distributed_cases import Shuffled, Squares, squares
-
-COUNT = 6
-RESULT = [n * n for n in range(COUNT)]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "pieces"
-
-
-@pytest.fixture
-def work(tmp_path):
-    (tmp_path / "notes").mkdir()
-    return Squares(str(tmp_path / "notes"))
+from distributed_cases import COUNT, RESULT, Shuffled, Squares, squares
 
 
 class Client(Shuffled):
@@ -64,11 +50,10 @@ class ThreadClient(ThreadPoolExecutor):
         return super().submit(function, *args)
 
 
-def test_a_time_limit_in_a_piece_is_the_error_of_the_job(folder, tmp_path):
-    (tmp_path / "notes").mkdir()
-    work = Squares(str(tmp_path / "notes"), fault=no_answer)
+def test_a_time_limit_in_a_piece_is_the_error_of_the_job(folder, work):
+    faulty = Squares(work.notes, fault=no_answer)
     with ThreadClient(1) as client, pytest.raises(TimeoutError, match="a disk that does not answer"):
-        squares(work, client, folder, COUNT)
+        squares(faulty, client, folder, COUNT)
 
 
 def no_answer(n):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_cases import CALLS, OVER, Squares, record, same, squares
+from distributed_cases import CALLS, OVER, Squares, alone, run_of, same, squares
 
 dask = pytest.importorskip("dask", reason="comes with epk-gp[distributed]")
 distributed = pytest.importorskip("distributed", reason="comes with epk-gp[distributed]")
@@ -48,9 +48,7 @@ def client():
 
 @pytest.mark.parametrize("name", list(CALLS))
 def test_dask_gives_the_bytes_of_none(name, client):
-    call = CALLS[name]
-    run = record(call.kind, call.steps)
-    assert same(call(run, executor=client), call(run))
+    assert same(CALLS[name](run_of(name), executor=client), alone(name))
 
 
 class Killer(threading.Thread):
@@ -80,9 +78,9 @@ class Killer(threading.Thread):
             self.cluster.scale(2)
 
 
-def test_fifty_kills_change_nothing_and_cost_a_piece_each(tmp_path):
+def test_a_dozen_kills_change_nothing_and_cost_a_piece_each(tmp_path):
     (tmp_path / "notes").mkdir()
-    work, kills, count = Squares(str(tmp_path / "notes"), seconds=0.02), 50, 1500
+    work, kills, count = Squares(str(tmp_path / "notes"), seconds=0.02), 12, 400
     with new_cluster() as cluster, distributed.Client(cluster) as client:
         killer = Killer(work, kills, cluster)
         killer.start()
@@ -100,7 +98,7 @@ def test_fifty_kills_change_nothing_and_cost_a_piece_each(tmp_path):
     assert sum(map(len, begun)) <= count + 2 * kills
 
 
-def stopped_during_a_job(tmp_path, stop):
+def stopped_during_a_job(tmp_path, stop, other):
     """Start a job, stop something once three pieces are there, and return the job's error."""
     (tmp_path / "notes").mkdir()
     work = Squares(str(tmp_path / "notes"), seconds=0.02)
@@ -122,17 +120,16 @@ def stopped_during_a_job(tmp_path, stop):
         thread.join(20)
         client.close(timeout=3)
         cluster.close(timeout=5)
-    with new_cluster() as cluster, distributed.Client(cluster) as client:
-        assert squares(work, client, tmp_path / "pieces", 400) == [n * n for n in range(400)]
+    assert squares(work, other, tmp_path / "pieces", 400) == [n * n for n in range(400)]
 
 
-def test_a_closed_scheduler_is_an_error_and_the_job_goes_on_with_another(tmp_path):
-    stopped_during_a_job(tmp_path, lambda cluster, client: cluster.close(timeout=5))
+def test_a_closed_scheduler_is_an_error_and_the_job_goes_on_with_another(tmp_path, client):
+    stopped_during_a_job(tmp_path, lambda cluster, client: cluster.close(timeout=5), client)
 
 
-def test_a_restarted_scheduler_is_an_error_and_the_job_goes_on_with_another(tmp_path):
-    stopped_during_a_job(tmp_path, lambda cluster, client: client.restart(wait_for_workers=False))
+def test_a_restarted_scheduler_is_an_error_and_the_job_goes_on_with_another(tmp_path, client):
+    stopped_during_a_job(tmp_path, lambda cluster, client: client.restart(wait_for_workers=False), client)
 
 
-def test_a_closed_client_is_an_error_and_the_job_goes_on_with_another(tmp_path):
-    stopped_during_a_job(tmp_path, lambda cluster, client: client.close(timeout=3))
+def test_a_closed_client_is_an_error_and_the_job_goes_on_with_another(tmp_path, client):
+    stopped_during_a_job(tmp_path, lambda cluster, client: client.close(timeout=3), client)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import epk_gp as epk
-from distributed_cases import RULE, Shuffled, inputs, mixed, record
+from distributed_cases import RULE, Shuffled, inputs, mixed, recorded
 from epk_gp.gram.thinning import thin_path
 
 
 @pytest.fixture(scope="module")
 def run():
-    return record("plain", 3)
+    return recorded("plain", 3)
 
 
 REFUSED = {

@@ -1,11 +1,10 @@
 """Workers give the bytes of a call without them, whoever carries the pieces and in whatever order."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 
 import pytest
 
-from distributed_cases import CALLS, Shuffled, record, same
+from distributed_cases import CALLS, Shuffled, alone, run_of, same
 
 QUICK = ("block", "momentum", "features")  # the run-time checks of shapes make many small steps slow
 CASES = pytest.mark.parametrize(
@@ -13,24 +12,10 @@ CASES = pytest.mark.parametrize(
 )
 
 
-@lru_cache
-def run_of(kind, steps, dtype):
-    return record(kind, steps, dtype)
-
-
-def run_for(call):
-    return run_of(call.kind, call.steps, call.dtype)
-
-
-@lru_cache
-def alone(name):
-    return CALLS[name](run_for(CALLS[name]))
-
-
 @CASES
 def test_pieces_in_any_order_give_the_bytes_of_none(name):
     call, executor = CALLS[name], Shuffled()
-    assert same(call(run_for(call), executor=executor), alone(name))
+    assert same(call(run_of(name), executor=executor), alone(name))
     assert len(executor.order) > 1
     assert executor.order != sorted(executor.order)
 
@@ -39,10 +24,10 @@ def test_pieces_in_any_order_give_the_bytes_of_none(name):
 def test_threads_give_the_bytes_of_none(name):
     call = CALLS[name]
     with ThreadPoolExecutor(2) as executor:
-        assert same(call(run_for(call), executor=executor), alone(name))
+        assert same(call(run_of(name), executor=executor), alone(name))
 
 
 @CASES
 def test_processes_give_the_bytes_of_none(name, processes):
     call = CALLS[name]
-    assert same(call(run_for(call), executor=processes), alone(name))
+    assert same(call(run_of(name), executor=processes), alone(name))

@@ -1,7 +1,6 @@
 """Faults of workers, pools and folders: one line says what happened, and what was computed is kept."""
 
 import errno
-import functools
 import pickle
 import threading
 from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
@@ -13,15 +12,19 @@ from torch import nn
 import epk_gp as epk
 from distributed_cases import (
     CALLS,
+    COUNT,
+    RESULT,
     Shuffled,
     Squares,
     StopError,
     Stopping,
+    alone,
     exit_at,
     inputs,
     make_net,
     mixed,
     record,
+    run_of,
     same,
     squares,
 )
@@ -34,8 +37,6 @@ from epk_gp.kernel_machine.reconstruction_pass import ReconstructionPieces
 from epk_gp.storage import atomic_files
 from epk_gp.storage.partial_sums import PartialSums
 
-COUNT = 6
-RESULT = [n * n for n in range(COUNT)]
 EVERY = pytest.mark.parametrize(
     "name",
     [
@@ -46,27 +47,6 @@ EVERY = pytest.mark.parametrize(
         ),
     ],
 )
-
-
-@functools.lru_cache
-def run_for(name):
-    return record(CALLS[name].kind, CALLS[name].steps)
-
-
-@functools.lru_cache
-def alone(name):
-    return CALLS[name](run_for(name))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "pieces"
-
-
-@pytest.fixture
-def work(tmp_path):
-    (tmp_path / "notes").mkdir()
-    return Squares(str(tmp_path / "notes"))
 
 
 def as_worker(folder, key, n):
@@ -134,7 +114,7 @@ def test_an_executor_that_cannot_cancel_does_not_hide_the_error(folder, work):
 @pytest.mark.parametrize("executor", [2, ProcessPoolExecutor, "processes"])
 def test_what_is_no_executor_is_refused(executor, unchecked):
     with pytest.raises(TypeError, match=r"executor must have a method submit\(function, \*args\)"):
-        epk.gram_block(run_for("block"), mixed(2), mixed(2), executor=executor)
+        epk.gram_block(run_of("block"), mixed(2), mixed(2), executor=executor)
 
 
 def test_a_worker_says_that_it_does_not_see_the_folder(folder, written):
@@ -292,11 +272,11 @@ def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, mon
     for kind in (GramPieces, DiagonalPieces, AttributionPieces, ReconstructionPieces):
         count_calls(kind, computed, monkeypatch)
     with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
-        call(run_for(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
+        call(run_of(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
     assert f"kept in {str(tmp_path / 'pieces')!r}: pass it as checkpoint=" in stopped.value.__notes__[0]
     before = len(computed)
     executor = None if then == "none" else Shuffled()
-    assert same(call(run_for(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
+    assert same(call(run_of(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
     assert len(computed) == len(set(computed))
     assert before == (0 if name == "features" else 2)
 
@@ -325,15 +305,15 @@ def test_workers_go_on_with_what_was_begun_without_them(name, tmp_path, monkeypa
     monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0.0)
     monkeypatch.setattr(PartialSums, "save", cut)
     with pytest.raises(StopError):
-        call(run_for(name), checkpoint=tmp_path / "pieces")
+        call(run_of(name), checkpoint=tmp_path / "pieces")
     executor = Shuffled()
-    assert same(call(run_for(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
+    assert same(call(run_of(name), executor=executor, checkpoint=tmp_path / "pieces"), alone(name))
     whole = Shuffled()
-    call(run_for(name), executor=whole)
+    call(run_of(name), executor=whole)
     missing = len(whole.order) - (0 if name in ("attribute", "momentum") else 2)
     assert len(executor.order) == missing
     again = Shuffled()
-    assert same(call(run_for(name), executor=again, checkpoint=tmp_path / "pieces"), alone(name))
+    assert same(call(run_of(name), executor=again, checkpoint=tmp_path / "pieces"), alone(name))
     assert not again.order
 
 

@@ -1,6 +1,5 @@
 """What tells the pieces of one computation from those of another, in a folder that calls share."""
 
-import functools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from distributed_cases import CALLS, RULE, SMALL, Shuffled, inputs, mixed, record, same
+from distributed_cases import CALLS, RULE, SMALL, Shuffled, inputs, mixed, recorded, run_of, same
 from epk_gp.gram.block_parts import Share
 from epk_gp.gram.path_kernel import gram_block_part, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by
@@ -16,25 +15,15 @@ from epk_gp.kernel_machine.axes import by_sample
 from helpers import surprising_run
 
 
-@functools.lru_cache
-def run_for(name):
-    return record(CALLS[name].kind, CALLS[name].steps)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "pieces"
-
-
 def test_budgets_are_of_the_identity(folder):
-    run = run_for("block")
+    run = run_of("block")
     epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=folder)
     with pytest.raises(ValueError, match="must be of this very computation"):
         epk.gram_block(run, mixed(2), mixed(2), executor=Shuffled(), checkpoint=folder, memory_budget=SMALL)
 
 
 def test_another_split_of_the_statistics_is_another_computation(folder):
-    run, X = record("batch_norm", steps=2), inputs(2)
+    run, X = recorded("batch_norm", 2), inputs(2)
     epk.attribute(run, X, rule=RULE, checkpoint=folder)
     with pytest.raises(ValueError, match="must be of this very computation"):
         attribute_by(run, X, [by_sample(run)], rule=RULE, checkpoint=folder)
@@ -68,12 +57,12 @@ def test_pieces_of_workers_serve_calls_of_one_thread(name, folder):
     call, before = CALLS[name], torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        call(run_for(name), executor=Shuffled(), checkpoint=folder)
+        call(run_of(name), executor=Shuffled(), checkpoint=folder)
         with pytest.raises(ValueError, match="must be of this very computation"):
-            call(run_for(name), checkpoint=folder)
+            call(run_of(name), checkpoint=folder)
         torch.set_num_threads(1)
         executor = Shuffled()
-        call(run_for(name), executor=executor, checkpoint=folder)
+        call(run_of(name), executor=executor, checkpoint=folder)
         assert not executor.order
     finally:
         torch.set_num_threads(before)
@@ -82,7 +71,7 @@ def test_pieces_of_workers_serve_calls_of_one_thread(name, folder):
 @pytest.mark.parametrize("name", ["features", "part", pytest.param("tiles", marks=pytest.mark.slow)])
 def test_a_reader_that_is_interrupted_lets_go_of_the_folder(name, folder, monkeypatch):
     """While the error, and with it the reader's frame, is kept, as an interactive session keeps the last one."""
-    run = run_for("block")
+    run = run_of("block")
     compute = {
         "features": lambda: epk.path_features(run, inputs(3), 4, nodes=2, num_probe=0, **options),
         "part": lambda: gram_block_part(run, mixed(3), mixed(3), Share(1, 1), rule=RULE, **options),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, same
+from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, recorded, same
 from epk_gp.core.aligned import BYTES
 from epk_gp.core.trajectory import flat_state
 from epk_gp.distributed import pieces
@@ -17,14 +17,9 @@ from epk_gp.storage.partial_sums import PartialSums
 TILES, RANGES = 3, 2  # training x training, training x test, test x test copies
 
 
-@lru_cache
-def run():
-    return record("plain")
-
-
 def block(**options):
     points = mixed(45)
-    return epk.gram_block(run(), points, points, rule=epk.left_endpoint(), memory_budget=SMALL, **options)
+    return epk.gram_block(recorded("plain"), points, points, rule=epk.left_endpoint(), memory_budget=SMALL, **options)
 
 
 @lru_cache
@@ -185,7 +180,7 @@ def test_a_partial_sum_is_counted_without_being_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("offset", [1, random.Random(0).randrange(2, 8)])
 def test_weights_begin_where_they_do_in_workers(offset):
     """The last bits of a product depend on where in memory its factors begin."""
-    trajectory = run()
+    trajectory = recorded("plain")
     moved = [torch.cat([torch.zeros(offset, dtype=w.dtype), w])[offset:] for w in trajectory.states]
     assert all(w.data_ptr() % BYTES for w in moved)
     object.__setattr__(other := record("plain"), "states", tuple(moved))

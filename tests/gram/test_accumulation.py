@@ -148,6 +148,7 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
         assert_close(one.to_dense(), other.to_dense())
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["cnn", "conv1d", "conv3d", "wide_conv"])
 def test_outputs_may_be_taken_back_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions of more than a few rows: as many passes as outputs, the same gradients."""

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import epk_gp as epk
-from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed, record
+from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed, recorded
+from epk_gp.distributed import pieces
 from epk_gp.gram import estimate
 from epk_gp.gram.block_parts import Share, StepInterval
 from epk_gp.gram.estimate import estimate_gram
 from epk_gp.gram.path_kernel import gram_block_part
 from epk_gp.gram.tile_parts import GramPieces
+from epk_gp.storage.partial_sums import PartialSums
 
 BOTH = epk.Points(inputs(68), torch.arange(68) % 2 > 0)  # tiles of 30 and 4 points of either copy
 BLOCKS: dict[str, tuple[epk.Points, epk.Points, dict[str, Any]]] = {
@@ -32,20 +34,20 @@ SHORT = {"rule": epk.left_endpoint(), "seconds": 1e-3}
 
 @pytest.fixture(scope="module")
 def plain() -> epk.Trajectory:
-    run: epk.Trajectory = record("plain")
+    run: epk.Trajectory = recorded("plain")
     return run
 
 
 @pytest.fixture(scope="module")
 def short() -> epk.Trajectory:
     """Two steps, which are one range."""
-    run: epk.Trajectory = record("plain", 2)
+    run: epk.Trajectory = recorded("plain", 2)
     return run
 
 
 @pytest.fixture(scope="module")
 def single() -> epk.Trajectory:
-    run: epk.Trajectory = record("plain", 2, torch.float32)
+    run: epk.Trajectory = recorded("plain", 2, torch.float32)
     return run
 
 
@@ -97,6 +99,31 @@ def test_a_part_s_pieces_and_bytes_are_those_of_the_part(plain, which):
     assert found.num_pieces == len(part.sums) < whole.num_pieces
     assert found.disk.result == sum(total.nbytes for total in part.sums.values())
     assert found.description.startswith(f"{len(part.sums)} of {whole.num_pieces} = ")
+
+
+def test_pieces_of_a_part_are_removed_when_they_are_read_unless_there_is_a_checkpoint(plain, tmp_path, monkeypatch):
+    a, b, _ = BLOCKS["one_tile"]
+    removed, remove, is_durable = list[str](), PartialSums.remove, set[bool]()
+
+    def noted(self, names):
+        removed.extend(names)
+        is_durable.add(self.is_durable)
+        remove(self, names)
+
+    monkeypatch.setattr(PartialSums, "remove", noted)
+    monkeypatch.setattr(pieces, "num_ahead", lambda *_: 2)
+    monkeypatch.setattr(estimate, "num_ahead", lambda *_: 2)
+    options: dict[str, Any] = {"rule": epk.left_endpoint(), "checkpoint": None}
+    part = gram_block_part(plain, a, b, Share(1, 2), executor=Shuffled(), **options)
+    assert len(removed) == len(part.sums) > 2
+    assert is_durable == {False}
+    found = estimate_gram(plain, a, b, which=Share(1, 2), workers=2, seconds=1e-3, clock=Ticking(), **options)
+    assert found.disk.pieces_at_once == 2
+    options["checkpoint"] = tmp_path / "pieces"
+    found = estimate_gram(plain, a, b, which=Share(1, 2), workers=2, seconds=1e-3, clock=Ticking(), **options)
+    gram_block_part(plain, a, b, Share(1, 2), executor=Shuffled(), **options)
+    assert len(removed) == len(part.sums)  # no more
+    assert found.disk.pieces_at_once == len(list((tmp_path / "pieces").glob("*.safetensors"))) == len(part.sums)
 
 
 def test_one_process_without_a_checkpoint_writes_nothing_and_holds_the_block(plain):
@@ -170,10 +197,11 @@ def test_copies_and_sizes_are_kinds_of_their_own(short):
     assert sum(cost.kind.num_steps for cost in found.costs.kinds) == 2 * found.num_pieces
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("rule", [RULE, epk.adaptive(tol=1e-6)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kind", ["plain", "momentum"])
 def test_the_sample_of_a_real_run_computes_what_pieces_compute(rule, kind):
-    found = estimate_gram(record(kind, 4), mixed(2), mixed(2), rule=rule, seconds=20.0, clock=Ticking())
+    found = estimate_gram(recorded(kind, 4), mixed(2), mixed(2), rule=rule, seconds=20.0, clock=Ticking())
     assert found.costs.num_measured >= 3
     assert found.work_seconds > 0
 

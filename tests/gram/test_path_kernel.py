@@ -28,6 +28,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return make_case(request.param, steps=2)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_gram_block_equals_dense_jacobians(case: Case, mix: str) -> None:
     left, right = MIXES[mix]

@@ -92,6 +92,7 @@ def test_the_run_s_own_contributions_do_not_sum_to_the_average():
     assert (parts.total - average(X_test)).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_an_average_that_is_the_run_has_its_contributions():
     run, _, X_test = recorded(OPTIMIZERS["adamw"], [], None)
     path = averaged_trajectory(run, torch.ones(run.num_steps))
@@ -100,6 +101,7 @@ def test_an_average_that_is_the_run_has_its_contributions():
     assert_close(parts.decay, expected.decay)
 
 
+@pytest.mark.slow
 def test_an_average_that_counts_the_initial_weights_is_explained():
     """As written by hand: ema = decay * ema + (1 - decay) * w, from the initial weights on."""
     run, _, X_test = recorded(OPTIMIZERS["momentum"], [], None)
@@ -128,6 +130,7 @@ def test_averaged_states_are_the_recursion_in_any_order(count):
         averages[count]
 
 
+@pytest.mark.slow
 def test_an_averaged_run_can_be_pickled_and_has_a_digest_of_its_own():
     run, _, X_test = recorded(OPTIMIZERS["plain"], [], None)
     paths = [averaged_trajectory(run, torch.full((12,), value)) for value in (0.5, 0.5, 0.4)]
@@ -136,6 +139,7 @@ def test_an_averaged_run_can_be_pickled_and_has_a_digest_of_its_own():
     assert torch.equal(epk.attribute(again, X_test).samples, epk.attribute(paths[0], X_test).samples)
 
 
+@pytest.mark.slow
 def test_averages_on_disk_are_those_in_memory(tmp_path):
     results = []
     for path in (None, tmp_path / "run"):
@@ -147,6 +151,7 @@ def test_averages_on_disk_are_those_in_memory(tmp_path):
     assert torch.equal(*results)
 
 
+@pytest.mark.slow
 def test_a_pass_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch):
     """Both adjoints are on disk: of the momentum, and of the steps of the average."""
     run, _, X_test = recorded(OPTIMIZERS["momentum"], [], None)

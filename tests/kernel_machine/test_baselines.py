@@ -73,6 +73,7 @@ def test_the_error_is_reported_and_falls_with_the_step(machine):
     assert epk.reconstruct(coarse.trajectory, coarse.test, head="logits").max_error < 1e-12
 
 
+@pytest.mark.slow
 def test_more_nodes_do_not_make_these_machines_exact():
     """Their training side moves along the step, the run's did not: the error is not the quadrature's."""
     case = full_batch(0.4, 5)
@@ -102,6 +103,7 @@ def test_k_prime_is_exact_between_test_and_training_points_and_no_gram_matrix_el
     assert (own - own.permute(2, 3, 0, 1)).abs().max() > 1e-4 * own.abs().max()
 
 
+@pytest.mark.slow
 def test_a_derivative_that_changes_its_sign_is_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # squared error overshoots; how soon that is seen, is open

@@ -69,6 +69,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_sound_runs_are_certified(make_optimizer, dtype):
@@ -120,6 +121,7 @@ def test_two_faults_that_cancel_in_the_sum_are_found():
     assert parts.max_error <= parts.error_tolerance  # the sum sees nothing
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
 def test_large_steps_are_certified(activation):
     """Every interval may leave its share of the tolerance."""
@@ -131,6 +133,7 @@ def test_large_steps_are_certified(activation):
     assert epk.attribute(run, X[:3]).certified
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("make_net", FAULTY.values(), ids=FAULTY.keys())
 def test_a_derivative_that_is_none_ends_soon_and_is_not_certified(make_net, dtype):
@@ -146,6 +149,7 @@ def test_a_derivative_that_is_none_ends_soon_and_is_not_certified(make_net, dtyp
         assert not epk.attribute(run, run.inputs[:2]).certified
 
 
+@pytest.mark.slow
 def test_outputs_that_jump_are_not_certified_and_the_reason_is_said():
     torch.manual_seed(0)
     net = TopOneExperts().double()

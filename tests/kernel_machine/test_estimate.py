@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from distributed_cases import RULE, SMALL, Shuffled, inputs, record
+from distributed_cases import RULE, SMALL, Shuffled, inputs, recorded
 from epk_gp.kernel_machine import adjoint, estimate, vanilla_gd
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
@@ -28,7 +28,7 @@ class Ticking:
 @pytest.mark.parametrize("kind", ["plain", "momentum"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["no_checkpoint", "checkpoint"])
 def test_pieces_and_bytes_are_those_of_the_real_call(tmp_path, monkeypatch, kind, keeps):
-    run, X = record(kind, 2), inputs(7)
+    run, X = recorded(kind, 2), inputs(7)
     by = [[by_sample(run)], [by_label(run), by_step(run)]]
     options = {"rule": RULE, "memory_budget": SMALL, "checkpoint": tmp_path / "pieces" if keeps else None}
     found = estimate_attribution(run, X, by, workers=2, seconds=1e-3, clock=Ticking(), **options)
@@ -50,20 +50,22 @@ def test_pieces_and_bytes_are_those_of_the_real_call(tmp_path, monkeypatch, kind
     assert found.disk.scratch > sum(sizes)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", ["plain", "momentum", "adam", "dropout", "batch_norm"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_every_kind_of_run_is_measured(kind, dtype):
-    run = record(kind, 5, dtype)
+    run = recorded(kind, 5, dtype)
     found = estimate_attribution(run, inputs(2).to(dtype), [[by_sample(run)]], rule=RULE, seconds=10.0, clock=Ticking())
     assert found.costs.num_measured >= 2
     assert found.work_seconds > 0
     assert found.setup_seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "momentum"])
 def test_known_costs_of_steps_are_found(monkeypatch, kind):
     """The early steps of a run cost more; the pass may begin with its last one."""
-    run, X, now = record(kind, 12), inputs(6), [0.0]
+    run, X, now = recorded(kind, 12), inputs(6), [0.0]
     module = vanilla_gd if kind == "plain" else adjoint
     real = module.integrate_step
 
@@ -85,7 +87,7 @@ def test_known_costs_of_steps_are_found(monkeypatch, kind):
 
 
 def test_a_replay_of_the_run_is_counted_once_more_for_workers(monkeypatch):
-    run, now = record("momentum", 5), [0.0]
+    run, now = recorded("momentum", 5), [0.0]
     real = estimate.replayed_steps
 
     def costly(*arguments):
@@ -103,8 +105,17 @@ def test_a_replay_of_the_run_is_counted_once_more_for_workers(monkeypatch):
     assert two.setup_seconds == 30
 
 
+def test_pieces_ahead_follow_from_the_room_where_they_will_lie(tmp_path, monkeypatch):
+    run, asked = recorded("plain", 2), []
+    monkeypatch.setattr(estimate, "free_bytes", lambda folder: asked.append(folder) or 0)
+    for folder in (None, tmp_path / "pieces"):
+        options = {"rule": RULE, "checkpoint": folder, "seconds": 1e-3, "clock": Ticking()}
+        estimate_attribution(run, inputs(2), [[by_sample(run)]], workers=2, **options)
+    assert asked == [None, tmp_path / "pieces"]
+
+
 def test_one_process_writes_what_its_checkpoint_takes():
-    run, X = record("momentum", 2), inputs(3)
+    run, X = recorded("momentum", 2), inputs(3)
     sums, kept = (
         estimate_attribution(run, X, [[by_sample(run)]], rule=RULE, checkpoint=folder, seconds=1e-3, clock=Ticking())
         for folder in (None, "nowhere")
@@ -130,7 +141,7 @@ def test_one_process_writes_what_its_checkpoint_takes():
 )
 def test_wrong_uses_are_refused_before_anything_is_measured(monkeypatch, changes, error, message):
     monkeypatch.setattr(estimate, "sample_costs", None)
-    run = record("plain", 2)
+    run = recorded("plain", 2)
     arguments = {"groupings": [[by_sample(run)]], "rule": RULE, **changes}
     groupings = arguments.pop("groupings")
     with pytest.raises(error, match=message):

@@ -66,6 +66,7 @@ def change(trajectory, X, head="logits"):
     return network_outputs(trajectory, X, head=head) - network_outputs(trajectory, X, state=0, head=head)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("head", ["logits", "log_softmax"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_integrals_sum_to_the_change_of_the_network(name, head):

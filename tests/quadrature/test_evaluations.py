@@ -160,6 +160,7 @@ def assert_exact(found: Integral) -> None:
     assert (found.end - found.start - found.total).abs().max() < 1e-11
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_common_networks_take_few_evaluations(name: str) -> None:
     line, X = first_step(name)
@@ -168,6 +169,7 @@ def test_common_networks_take_few_evaluations(name: str) -> None:
     assert found.evaluations.mean() <= NETWORKS[name][1]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_rows_at_places_of_their_own_share_a_pass(name: str) -> None:
     """Against the network at each row's own weights, by central differences of fourth order."""
@@ -239,6 +241,7 @@ def test_a_smooth_stretch_raises_the_order_instead_of_halving() -> None:
     assert float(found.evaluations.max()) > 4  # the control: there was something to raise
 
 
+@pytest.mark.slow
 def test_a_common_mesh_has_the_order_that_each_stretch_needs() -> None:
     line, X = first_step("tied_norm_with_kinks", lr=1.0)
     rule = epk.adaptive()

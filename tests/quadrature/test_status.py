@@ -70,6 +70,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 ONE = torch.ones(1, 1, dtype=torch.float64)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("name", "rule", "status"),
     [
@@ -101,6 +102,7 @@ def test_a_derivative_that_is_not_finite_has_a_status_of_its_own(rule: AdaptiveR
     assert found.residual.isnan().all()
 
 
+@pytest.mark.slow
 def test_the_residual_shows_what_the_status_names() -> None:
     """Converged and rounding leave nothing; a jump of 1 leaves 1; noise is above the outputs' rounding."""
     eps = torch.finfo(torch.float64).eps
@@ -114,6 +116,7 @@ def test_the_residual_shows_what_the_status_names() -> None:
     assert residual("straight_through") > 1e-2
 
 
+@pytest.mark.slow
 def test_a_points_status_is_its_own_and_its_intervals_most_severe() -> None:
     """The jump is in one of many intervals, and at x = 1/2 there is none."""
     line = segment(lambda h: torch.where(h > 1.5, 1 + h, h).sin())
@@ -131,6 +134,7 @@ def test_a_located_kink_is_exact_and_costs_ten_evaluations() -> None:
     assert float(found.evaluations) == 10
 
 
+@pytest.mark.slow
 def test_a_kink_that_is_not_located_costs_more() -> None:
     """The control: `where` is not among the functions whose events are located."""
     line = segment(lambda h: torch.where(h > 0, h, 0 * h))
@@ -139,6 +143,7 @@ def test_a_kink_that_is_not_located_costs_more() -> None:
     assert float(found.evaluations) > 100
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", ["straight_through", "stop_gradient", "bfloat16", "jump"])
 def test_a_derivative_that_is_none_ends_the_search(name: str, dtype: torch.dtype) -> None:
@@ -157,6 +162,7 @@ def test_evaluations_never_pass_their_bound(name: str, bound: int) -> None:
     assert (weights - 1).abs().max() < 1e-12  # what is accepted at the bound still covers the step
 
 
+@pytest.mark.slow
 def test_evaluations_pass_a_small_bound_where_it_is_large() -> None:
     """The control: the same integrand needs more than 100."""
     few, enough = (
@@ -188,6 +194,7 @@ def test_large_steps_of_sound_networks_are_never_called_inconsistent(
         }
 
 
+@pytest.mark.slow
 def test_gram_blocks_warn_once_of_integrals_that_are_not_the_outputs_change() -> None:
     trajectory = run_of(OneWeight(FUNCTIONS["stop_gradient"]))
     a, b = epk.Points(torch.ones(3, 1, dtype=torch.float64), False), epk.Points(trajectory.inputs, True)

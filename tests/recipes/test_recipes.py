@@ -45,6 +45,7 @@ def brute_force(recipe):
     return brute_force_terms(recorded(recipe))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("recipe", named(EXACT + LOW))
 def test_recording_leaves_the_training_as_it_is(recipe):
     """Bit by bit, random numbers included."""
@@ -83,6 +84,7 @@ def attributed(recipe):
     return epk.attribute(result.trajectory, result.points, head="logits")
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("recipe", named(EXACT))
 def test_the_kernel_machine_is_the_trained_network(recipe):
     result = recorded(recipe)
@@ -94,6 +96,7 @@ def test_the_kernel_machine_is_the_trained_network(recipe):
         assert relative_error(machine.network, result.outputs if head is None else head) < 1e-12
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("recipe", named(EXACT))
 def test_the_terms_sum_to_the_trained_network(recipe):
     parts, result = attributed(recipe), recorded(recipe)
@@ -114,6 +117,7 @@ def test_contributions_are_those_of_separate_backward_passes(recipe):
         assert not expected.statistics.any()
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("recipe", named([loops.ema, loops.swa]))
 def test_averaged_weights_are_explained_as_a_path_of_their_own(recipe):
     result = recorded(recipe)
@@ -126,6 +130,7 @@ def test_averaged_weights_are_explained_as_a_path_of_their_own(recipe):
     assert relative_error(expected, result.outputs) > 1e-2  # the negative control
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("recipe", "least", "most"),
     [

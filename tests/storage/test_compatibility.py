@@ -99,6 +99,7 @@ def test_another_loss_than_the_recorded_one_is_refused(run):
         epk.load_trajectory(run, mlp(), loss=epk.CrossEntropy("sum"))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_run_on_integers_is_computed_in_its_own_dtype(tmp_path: pathlib.Path, dtype: torch.dtype) -> None:
     """Whatever the dtype of the network that it is opened with: integer inputs say nothing of it."""

@@ -277,6 +277,7 @@ def test_other_groups_are_another_computation(run, tmp_path):
         attribute_by(run, run.inputs[:2], [two], checkpoint=tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_points_that_require_gradients_are_taken_for_their_values(run):
     x = run.inputs[:3] + 0.1
     parts = epk.attribute(run, x.clone().requires_grad_())

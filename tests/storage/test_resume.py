@@ -68,6 +68,7 @@ def same(one, other):
     assert str(optimizer_a.state_dict()) == str(optimizer_b.state_dict())
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_resumed_training_ends_as_an_uninterrupted_one(tmp_path, optimizer, dtype):
@@ -80,6 +81,7 @@ def test_a_resumed_training_ends_as_an_uninterrupted_one(tmp_path, optimizer, dt
     assert epk.load_trajectory(tmp_path / "run", mlp(dtype)).digest == whole[0].digest
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch's own, of its SequentialLR
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("stop", [1, 4, STEPS])
@@ -90,6 +92,7 @@ def test_schedules_continue(tmp_path, scheduler, stop):
     same(train(tmp_path / "run", "momentum", scheduler, resume=True), whole)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("own", [True, False], ids=["own_generator", "torch_s_generator"])
 def test_every_stop_on_the_way_leads_to_the_same_end(tmp_path, own):
     def go(path, **options):
@@ -112,6 +115,7 @@ def test_every_stop_on_the_way_leads_to_the_same_end(tmp_path, own):
         assert go(tmp_path / compression, resume=True, storage=storage).digest == whole.digest
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_given_back_and_can_be_made_longer(tmp_path):
     long = train(None)
     short, *_ = train(tmp_path / "run", steps=4)
@@ -137,6 +141,7 @@ def loop(recorder, steps, plain=False):
     return recorder.trajectory
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("plain", [True, False], ids=["plain_loop", "until"])
 def test_ones_own_loop_continues_with_torch_s_random_numbers(tmp_path, plain):
     def made(path, **options):
@@ -152,6 +157,7 @@ def test_ones_own_loop_continues_with_torch_s_random_numbers(tmp_path, plain):
     assert loop(resumed, STEPS, plain).digest == whole.digest
 
 
+@pytest.mark.slow
 def test_buffers_and_frozen_weights_come_back(tmp_path):
     def go(seed, steps, path):
         torch.manual_seed(seed)

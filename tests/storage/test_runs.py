@@ -28,6 +28,7 @@ def test_loading_unpickles_nothing(run, monkeypatch):
     assert torch.isfinite(torch.stack(list(trajectory.states))).all()
 
 
+@pytest.mark.slow
 def test_chunks_do_not_change_the_run(tmp_path):
     for chunk_bytes, chunks in ((1, 7), (500, 4), (1500, 3), (1 << 24, 2)):
         path = tmp_path / str(chunk_bytes)

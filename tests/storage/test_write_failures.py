@@ -28,6 +28,7 @@ def test_a_second_writer_is_refused_and_the_first_continues(tmp_path):
     assert resumed(tmp_path / "run").num_steps == 2
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("number", range(6))
 def test_a_full_disk_gives_one_message_and_leaves_a_readable_run(tmp_path, monkeypatch, fails, number):
@@ -108,6 +109,7 @@ def test_rights_that_are_taken_away_are_named(tmp_path):
     tmp_path.chmod(0o700)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("moment", range(0, 60, 3))
 def test_an_interrupt_at_any_file_operation_leaves_a_readable_run(tmp_path, monkeypatch, moment):
     """Ctrl-C is an exception between any two instructions; here it comes with the operation of that number."""

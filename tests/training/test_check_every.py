@@ -19,6 +19,7 @@ def digest_of_twenty_steps(**options):
     return epk.train(net, X, y, optimizer=optimizer, steps=20, batch_size=4, generator=generator, **options).digest
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_one_gradient_of_each_block_of_steps_is_recomputed_and_the_run_is_the_same(every, monkeypatch):
     recomputed = []

@@ -107,6 +107,7 @@ def without_checkpoints(request):
     return request.param, run, epk.attribute(run, TEST, head="logits"), epk.gram_block(run, *POINTS)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_checkpointed_network_gives_what_the_same_network_without_gives(without_checkpoints, use):
     name, plain, expected, K = without_checkpoints
@@ -204,6 +205,7 @@ class OnInputs(Checkpointed):
         return F.pad(x, (0, 2))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_torch_warns_in_the_users_loop_alone(use):
     def loop(recorded):

@@ -32,6 +32,7 @@ def test_a_derivative_that_is_none_is_named(make_net, dtype, make_optimizer):
         record(make_net, dtype, make_optimizer)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("make_net", SOUND.values(), ids=SOUND.keys())

@@ -45,6 +45,7 @@ def record(path=None, dtype=torch.float64, **options):
     return recorder.trajectory
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", DIGESTS, ids=str)
 def test_a_recorded_run_has_the_digest_it_always_had(dtype):
     trajectory = record(dtype=dtype)

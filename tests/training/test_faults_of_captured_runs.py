@@ -29,6 +29,7 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_an_honest_run_is_certified(runs, feature, on_disk):
@@ -148,6 +149,7 @@ CASES += [(feature, next(iter(tampers)), True) for feature, tampers in TAMPERS.i
 CASE_IDS = [f"{feature}-{name}-{'disk' if on_disk else 'memory'}" for feature, name, on_disk in CASES]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("feature", "name", "on_disk"), CASES, ids=CASE_IDS)
 def test_a_record_that_was_changed_is_not_certified(runs, feature, name, on_disk):
     tamper = TAMPERS[feature][name]
@@ -305,6 +307,7 @@ REFUSED = {
 REFUSED_CASES = [(name, feature) for name, (features, *_) in REFUSED.items() for feature in features]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("name", "feature"), REFUSED_CASES, ids=["-".join(case) for case in REFUSED_CASES])
 def test_a_fault_in_the_loop_is_refused(name, feature):
     _, place, act, message = REFUSED[name]
@@ -349,6 +352,7 @@ SOUND = {
 SOUND_CASES = [(name, feature) for name, (features, *_) in SOUND.items() for feature in features]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("name", "feature"), SOUND_CASES, ids=["-".join(case) for case in SOUND_CASES])
 def test_what_a_loop_may_do_is_recorded_as_it_was(name, feature):
     _, place, act = SOUND[name]
@@ -360,6 +364,7 @@ def test_what_a_loop_may_do_is_recorded_as_it_was(name, feature):
     assert (shares.total - loop.net(TEST).detach()).abs().max() < 1e-10
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     "act", [without_gradients(), edit(lambda loop: loop.net[1].running_mean)], ids=["pass", "edit"]
 )

@@ -79,6 +79,7 @@ def test_positions_and_keywords_are_one_call():
     assert epk.reconstruct(recorder.trajectory, ALL).certified
 
 
+@pytest.mark.slow
 def test_train_takes_a_graph():
     x, edges, y = make_graph()
     net = make_net()
@@ -88,6 +89,7 @@ def test_train_takes_a_graph():
     assert relative(machine.outputs - machine.network, machine.network) < 1e-12
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch_norm"])
 def test_float32_is_recorded(norm):
     graph = make_graph(dtype=torch.float32)
@@ -96,6 +98,7 @@ def test_float32_is_recorded(norm):
     assert relative(parts.total - parts.network, parts.network) < 1e-4
 
 
+@pytest.mark.slow
 def test_labels_that_the_loop_changed_are_found():
     """Label noise: targets are read from the gradient in the outputs of the batch's nodes."""
     x, edges, y = make_graph()
@@ -112,6 +115,7 @@ def test_labels_that_the_loop_changed_are_found():
     assert epk.reconstruct(recorder.trajectory, ALL).certified
 
 
+@pytest.mark.slow
 def test_a_loss_of_one_s_own_gets_the_rows_of_the_batch_s_nodes():
     def loss(z, labels):
         assert len(z) == len(labels)
@@ -123,6 +127,7 @@ def test_a_loss_of_one_s_own_gets_the_rows_of_the_batch_s_nodes():
     assert relative(shares - others, others) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_node_that_occurs_twice_has_both_shares():
     x, edges, y = make_graph()
     twice = torch.tensor([5, 0, 5])
@@ -153,6 +158,7 @@ def test_several_losses_of_one_pass_are_one_batch_with_weights():
     assert epk.reconstruct(recorder.trajectory, ALL).certified
 
 
+@pytest.mark.slow
 def test_a_network_may_normalise_over_its_nodes():
     """Statistics of the batch in evaluation mode mix points; of a graph they are part of the function."""
     x, edges, y = make_graph()
@@ -162,6 +168,7 @@ def test_a_network_may_normalise_over_its_nodes():
     assert machine.certified
 
 
+@pytest.mark.slow
 def test_nodes_that_the_loss_does_not_read_weigh_nothing():
     """Weights of samples are read from the gradient in the outputs."""
     trajectory = record(make_net(dropout=0.4), batch=None)
@@ -170,6 +177,7 @@ def test_nodes_that_the_loss_does_not_read_weigh_nothing():
     assert relative(parts.samples - expected.samples, expected.samples) < 1e-9
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("num_nodes", [10, 11], ids=["rows_but_one", "rows"])
 @pytest.mark.parametrize("linked", [False, True])
 def test_as_many_nodes_as_probe_rows_are_not_taken_for_them(num_nodes, linked):
@@ -190,6 +198,7 @@ def test_as_many_nodes_as_probe_rows_are_not_taken_for_them(num_nodes, linked):
 # Storage
 
 
+@pytest.mark.slow
 def test_a_run_on_disk_holds_its_graph(run, tmp_path):
     stored = record(make_net(dropout=0.4), path=tmp_path / "run")
     assert stored.digest == run.digest

@@ -147,6 +147,7 @@ HONEST += [MomentumLate, DecayLate, MaximizeLate, RateChangedBeforeTheStep, Laye
 HONEST += [CountingCalls]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("honest", HONEST)
 def test_an_honest_run_passes_and_is_explained(honest):
     loop = honest()

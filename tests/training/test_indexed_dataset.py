@@ -36,6 +36,7 @@ def test_batches_of_a_shuffled_loader_say_their_rows(data):
     assert IndexedDataset(TensorDataset(X, y))[-1][0] == M - 1
 
 
+@pytest.mark.slow
 def test_a_recorded_loader_run_is_exact(data, net):
     X, y = data
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9)

@@ -32,6 +32,7 @@ def record(net, **options):
     return recorder.trajectory
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_contributions_sum_to_the_network(dropout, tmp_path):
     net = make_net(dropout)
@@ -44,6 +45,7 @@ def test_contributions_sum_to_the_network(dropout, tmp_path):
     assert torch.equal(epk.attribute(loaded, asked, head="logits").samples, parts.samples)
 
 
+@pytest.mark.slow
 def test_a_block_is_that_of_the_definitions():
     trajectory = record(make_net())
     a, b = epk.Points(torch.arange(3), is_train=False), epk.Points(torch.arange(2, 6), is_train=True)
@@ -58,6 +60,7 @@ def test_a_kernel_takes_them_as_columns():
     assert_close(K, epk.gram_block(trajectory, train, test, rule=RULE).reshape(30, 6))
 
 
+@pytest.mark.slow
 def test_a_gaussian_process_takes_them_too():
     gp = epk.LogitGP(record(make_net()), "independent", noise=1e-2)
     mean = gp.logit_posterior(X[:3]).mean

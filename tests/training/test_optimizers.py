@@ -45,6 +45,7 @@ def test_a_recorded_run_is_explained(name, options):
     assert_explained(recorded_by(net, optimizer_for(name, options, net), X, y), X)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["Adadelta", "ASGD", "NAdam", "Rprop", "SparseAdam"])
 def test_a_recorded_run_of_one_s_own_loop_is_explained(name):
     net, X, y = problem(name)
@@ -75,6 +76,7 @@ def stop_second_group(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = 0.0
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adadelta", "Rprop", "Adafactor"])
 def test_parameters_may_freeze_and_thaw(name, set_to_none):
@@ -89,6 +91,7 @@ def test_parameters_may_freeze_and_thaw(name, set_to_none):
     assert_explained(run, X)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["SGD", "Adam", "ASGD"])
 def test_a_parameter_whose_state_is_empty_for_some_steps_is_explained(name):
     """Frozen from the first step on, after the recorder was made."""
@@ -100,6 +103,7 @@ def test_a_parameter_whose_state_is_empty_for_some_steps_is_explained(name):
     assert_explained(run, X)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_zero_is_a_step_of_nothing():
     net, X, y = problem("SGD")
     optimizer = torch.optim.Adam([{"params": net[0].parameters()}, {"params": net[2].parameters()}], lr=0.01)
@@ -126,6 +130,7 @@ def test_a_group_that_comes_later_is_named():
         recorded_by(net, optimizer, X, y, at_2=grow)
 
 
+@pytest.mark.slow
 def test_a_group_that_comes_later_is_explained_where_its_parameters_were_stated():
     net, X, y = problem("SGD")
     optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)
@@ -147,6 +152,7 @@ def test_names_of_parameters_that_are_trained_later_are_recorded():
         trained_names(net, optimizer, ["no"])
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["Adam", "Adadelta", "Adafactor"])
 @pytest.mark.parametrize("turns", ["both", "alternating", "every_third"])
 def test_optimizers_may_take_turns(name, turns):

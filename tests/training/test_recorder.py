@@ -30,11 +30,13 @@ def test_recorded_weights_are_those_of_a_plain_loop_bit_for_bit(case):
         assert torch.equal(recorded, plain)
 
 
+@pytest.mark.mostly_slow
 def test_train_and_ones_own_loop_give_the_same_run(case):
     recorder, _ = by_hand(case, recorder_for(case))
     assert recorder.trajectory.digest == trained(case).digest
 
 
+@pytest.mark.mostly_slow
 def test_memory_and_disk_hold_the_same_run(case, tmp_path):
     in_memory, on_disk = trained(case), trained(case, tmp_path / "run")
     loaded = epk.load_trajectory(tmp_path / "run", case.make_net(), loss=case.loss)
@@ -54,6 +56,7 @@ def test_memory_and_disk_hold_the_same_run(case, tmp_path):
             assert actual.batch is None or torch.equal(actual.batch, expected.batch)
 
 
+@pytest.mark.slow
 def test_runs_have_one_digest_exactly_if_they_are_the_same_run():
     digests = {name: trained(case).digest for name, case in CASES.items()}
     assert digests.pop("two_groups") == digests["full_batch"]  # groups with one learning rate are no difference
@@ -289,6 +292,7 @@ def test_a_recorder_without_steps_holds_the_initial_weights(tmp_path):
     assert torch.equal(loaded.states[0], flat(mlp()))
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_converged_regression_is_no_false_alarm(dtype):
     """Near the optimum the gradient is a sum that cancels: torch's loss and the replay's round it differently."""

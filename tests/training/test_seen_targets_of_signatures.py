@@ -99,6 +99,7 @@ def mean_over_positions(z, labels, **options):
     return F.cross_entropy(z, labels, **options)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("second", [True, False], ids=["classes_second", "classes_last"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_positions_that_the_loss_leaves_out_are_seen(second, smoothing):

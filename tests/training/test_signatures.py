@@ -72,6 +72,7 @@ def test_the_weights_are_the_same(pair):
     assert pair.run.loss_takes_outputs
 
 
+@pytest.mark.mostly_slow
 def test_outputs_and_the_kernel_machine_are_the_same(pair):
     assert torch.equal(epk.network_outputs(pair.run, pair.X), epk.network_outputs(pair.by_hand, pair.rows))
     result, expected = epk.reconstruct(pair.run, pair.X), epk.reconstruct(pair.by_hand, pair.rows)
@@ -85,6 +86,7 @@ def test_contributions_are_the_same_and_sum(pair):
     assert_close(parts.samples, expected.samples, rounding=100)
 
 
+@pytest.mark.mostly_slow
 def test_gram_blocks_are_the_same_packed_or_not(pair):
     a, b = epk.Points(pair.X, is_train=True), epk.Points(cut(pair.X, 3), is_train=False)
     rows = epk.Points(pair.rows, is_train=True), epk.Points(pair.rows[:3], is_train=False)
@@ -95,6 +97,7 @@ def test_gram_blocks_are_the_same_packed_or_not(pair):
     assert_close(turned, block.permute(2, 3, 0, 1), rounding=100)
 
 
+@pytest.mark.mostly_slow
 def test_kernels_and_processes_take_the_structure(pair):
     x, z = epk.train_copy(pair.X), epk.test_copy(cut(pair.X, 3))
     assert torch.equal(x, epk.train_copy(pair.rows))
@@ -188,6 +191,7 @@ RETURNED_LOSSES = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("loss", "in_torch"), RETURNED_LOSSES.values(), ids=RETURNED_LOSSES.keys())
 @pytest.mark.parametrize("momentum", [0.0, 0.9], ids=["plain", "momentum"])
 def test_losses_of_what_the_network_returns_are_recorded_and_attributed(loss, in_torch, momentum):
@@ -218,6 +222,7 @@ def test_machines_of_loss_derivatives_in_the_outputs_refuse_a_loss_of_something_
         machine(run, tagger_inputs(), head="logits")
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("loss", [nn.MSELoss(), nn.L1Loss(), nn.BCEWithLogitsLoss()], ids=["squared", "l1", "binary"])
 @pytest.mark.parametrize("squeeze", [True, False], ids=["n", "n_1"])
 def test_regression_with_targets_of_shape_n(loss, squeeze):

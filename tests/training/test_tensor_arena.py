@@ -72,6 +72,7 @@ def test_recording_grows_by_its_states_only():
     assert json.loads(done.stdout) < 200 << 20
 
 
+@pytest.mark.slow
 def test_a_pickled_run_holds_its_own_numbers_only():
     net = torch.nn.Linear(4, 3).double()
     X = torch.randn(20, 4, dtype=torch.float64)
