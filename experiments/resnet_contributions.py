@@ -21,7 +21,7 @@ from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
 from epk_gp.kernel_machine.attribution_results import Attribution
 from epk_gp.plots import training_image
-from epk_gp.plots.common import GREY, LOWERED, RAISED
+from epk_gp.plots.style import GREY, LOWERED, RAISED
 from harness import Experiment, main
 from problems import images
 
