@@ -64,7 +64,7 @@ def describe_plane(name: Literal["principal", "coordinates"], num_entries: int) 
         if not others:
             return ""
         are = "other one is" if others == 1 else f"other {others} are"
-        return f"Shown is the plane of the first two input coordinates; the {are} 0. Training points are projected onto it."
+        return f"Shown is the plane of the first two coordinates; the {are} 0. Training points are projected onto it."
     if not others:
         return "Shown are the two input coordinates, along the principal directions of the training inputs."
     return (

@@ -7,7 +7,7 @@ from epk_gp.plots.errors import (
     reconstruction_errors,
     reconstruction_scatter,
 )
-from epk_gp.plots.maps import draw_colorbar, map_handles, shades_of, uncertainty_map
+from epk_gp.plots.maps import class_regions, draw_colorbar, map_handles, region_handles, shades_of, uncertainty_map
 from epk_gp.plots.scores import risk_coverage, score_histogram, suspicion_bars
 from epk_gp.plots.style import COLORMAP, PALETTE, figure_style, new_figure, save_figure
 
@@ -15,6 +15,7 @@ __all__ = [
     "COLORMAP",
     "PALETTE",
     "attribution_bars",
+    "class_regions",
     "contribution_curve",
     "draw_colorbar",
     "error_against_evaluations",
@@ -24,6 +25,7 @@ __all__ = [
     "reconstruction_differences",
     "reconstruction_errors",
     "reconstruction_scatter",
+    "region_handles",
     "risk_coverage",
     "save_figure",
     "score_histogram",

@@ -175,8 +175,8 @@ def term_bars(ax: Axes, terms: Sequence[str], values: Float[Numbers, " t"], *, o
     ax.barh(range(len(widths)), widths, left=lefts, color=colours, height=0.66)
     for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
         ax.plot([end, end], [row - 0.33, row + 1.33], color=GREY, linewidth=0.7)
-        mark = UP if end >= start else DOWN
-        _write_right_of(ax, row, max(start, end), f"{mark} {short(end - start, sign=True)}")
+        mark = f"{UP} " if end > start else f"{DOWN} " if end < start else ""
+        _write_right_of(ax, row, max(start, end), mark + short(end - start, sign=True))
     _write_right_of(ax, len(terms), max(0.0, total), short(total, sign=True).removeprefix("+"))
     low, high = min(0.0, float(ends.min(initial=0.0))), max(0.0, float(ends.max(initial=0.0)))
     spread = high - low or 1.0

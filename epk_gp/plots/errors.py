@@ -173,7 +173,7 @@ def error_against_evaluations(
     for k, (family, members) in enumerate(families.items()):
         colour, marker = PALETTE[k % len(PALETTE)], _MARKERS[k % len(_MARKERS)]
         order = sorted(members, key=lambda i: x[i])
-        label = family if len(members) > 1 else None
+        label = None if len(members) == 1 else family + (", n nodes" if names[members[0]].isdigit() else "")
         ax.plot(x[order], shown[order], color=colour, marker=marker, linewidth=1.1, markersize=6, label=label)
         for i in members:
             if exact[i]:
@@ -222,7 +222,7 @@ def _families(rules: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
         families.setdefault(part[1] if part else rule, []).append(i)
     sizes = {i: len(members) for members in families.values() for i in members}
     names = [part[2] if part and sizes[i] > 1 else rules[i] for i, part in enumerate(parts)]
-    return families, [re.sub(r"e-0*", "e−", name) for name in names]
+    return families, [re.sub(r"e[-−]0*", "e−", name) for name in names]
 
 
 def _place_names(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray) -> None:
@@ -234,6 +234,12 @@ def _place_names(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray) -
     half = 5 * figure.dpi / 72  # of a point's mark, in pixels
     centres = ax.transData.transform(np.column_stack([x, y]))
     taken = [Bbox.from_extents(a - half, b - half, a + half, b + half) for a, b in centres]
+    for line in ax.lines:
+        ends = ax.transData.transform(line.get_xydata())
+        for (a, b), (c, d) in itertools.pairwise(ends):
+            for t in np.linspace(0, 1, max(2, int(np.hypot(c - a, d - b) / half))):
+                u, v = a + t * (c - a), b + t * (d - b)
+                taken.append(Bbox.from_extents(u - 1, v - 1, u + 1, v + 1))
     legend = ax.get_legend()
     if legend is not None:
         taken.append(legend.get_window_extent())

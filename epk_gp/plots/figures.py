@@ -93,17 +93,17 @@ def map_figure(
         names: Names of the classes, in order.
     """
     panels = (
-        (1 - m.probability, "1 − E[p(network's class)]: misclassification", "probability"),
-        (m.std, "standard deviation of that probability", "standard deviation"),
-        (m.entropy, "entropy of the expected probabilities", "nats"),
-        (m.kernel, "kernel value k(x, x)", "relative to the training points' mean"),
+        (1 - m.probability, "probability that the network's class is wrong", "probability", m.network_class),
+        (m.std, "standard deviation of that probability", "standard deviation", None),
+        (m.entropy, "entropy of the expected probabilities", "nats", None),
+        (m.kernel, "kernel value k(x, x)", "relative to the training points' mean", None),
     )
     stride = -(-len(m.training) // _MAX_POINTS)
     classes = class_labels(labels)
     shown = None if classes is None else classes[::stride]
-    figure = new_figure(7.5 if plane else 7.2)
+    figure = new_figure(7.1 if plane else 6.8)
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
-    for ax, (values, title, unit) in zip(axes.flat, panels, strict=True):
+    for ax, (values, title, unit, regions) in zip(axes.flat, panels, strict=True):
         uncertainty_map(
             ax,
             m.x,
@@ -113,6 +113,7 @@ def map_figure(
             points=m.training[::stride],
             labels=shown,
             boundary=m.boundary_classes,
+            regions=regions,
             colorbar_label=unit,
             names=names,
             legend=False,
@@ -171,7 +172,7 @@ def attribution_figure(
     shown = min(top, trajectory.num_points)
     with_images = images is not None and points is not None
     image_rows = -(-shown // _IMAGES_PER_ROW)
-    height = 2 * image_rows * _IMAGE_ROW + 0.75 if with_images else 1.35 + 0.42 * shown
+    height = 2 * image_rows * _IMAGE_ROW + 0.75 if with_images else 1.3 + 0.36 * shown
     figure = new_figure(height * len(chosen))
     parts = figure.subfigures(len(chosen), 1, squeeze=False)[:, 0]
     known = class_labels(trajectory.targets)
@@ -251,7 +252,7 @@ def _draw_images(
     values, order = contributions.sort(descending=True)
     raised = [(int(i), float(v)) for i, v in zip(order[:shown], values[:shown], strict=True) if v > 0]
     lowered = [(int(i), float(v)) for i, v in zip(order.flip(0)[:shown], values.flip(0)[:shown], strict=True) if v < 0]
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 4.3))
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(1, 4.3))[0]
     training_image(left.subplots(), point, "explained")
     rows, columns = -(-shown // _IMAGES_PER_ROW), min(shown, _IMAGES_PER_ROW)
     for part, entries, title in zip(
