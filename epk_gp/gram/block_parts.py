@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 import epk_gp
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint, fingerprint_tensors
 from epk_gp.core.points import Points
+from epk_gp.core.progress import progress_bar
 from epk_gp.core.validation import validate_count
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, computed_pieces, planned_pieces, scratch_folder, threads_of_workers
@@ -199,7 +199,7 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
             largest = max((len(tile.rows) * len(tile.columns) for tile in layout.tiles), default=0)
             num_bytes = largest * context.num_sums * reference.itemsize
             results = _computed_by(executor, context, (of_block, pieces), identity, num_bytes)
-        with closing(results), tqdm(total=len(pieces), desc="pieces", disable=not context.options.progress) as bar:
+        with closing(results), progress_bar(len(pieces), "pieces", unit="piece", shown=context.options.progress) as bar:
             for piece, result in zip(pieces, results, strict=True):
                 sums[piece.place] = result.pop("total").to(reference.device)
                 check.merge(result)

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
@@ -19,6 +17,7 @@ from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.gradients import ReplayedStep, has_memory, replayed_steps
 from epk_gp.core.memory_plan import integration_points, panel_points
+from epk_gp.core.progress import ProgressBar, progress_bar
 from epk_gp.core.trajectory import flat_state, flat_weights, leaves_unexplained
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import planned_pieces, results_of
@@ -130,7 +129,7 @@ class ReconstructionPieces:
         return ReconstructionSums(num_points, trajectory.num_outputs, record, mismatches).to(self.X.device)
 
     def sum_steps(
-        self, steps: slice, panels: Sequence[Tensor], bar: "tqdm[Any] | None" = None
+        self, steps: slice, panels: Sequence[Tensor], bar: ProgressBar | None = None
     ) -> list[ReconstructionSums]:
         """Walk along some steps, and sum what they add at the points of each panel (row numbers)."""
         trajectory, net, budget = self.kernel.trajectory, self._net, self.options.memory_budget
@@ -196,7 +195,7 @@ def sum_over_steps(
     pieces = ReconstructionPieces.of(net, kernel, X, options)
     total = pieces.new_sums(len(X))
     if options.executor is None and options.checkpoint is None:
-        with tqdm(desc="steps", total=kernel.trajectory.num_steps, disable=not options.progress) as bar:
+        with progress_bar(kernel.trajectory.num_steps, "steps", unit="step", shown=options.progress) as bar:
             for steps in pieces.ranges:
                 for rows, sums in zip(pieces.panels, pieces.sum_steps(steps, pieces.panels, bar), strict=True):
                     total.merge(sums, rows)
@@ -205,7 +204,7 @@ def sum_over_steps(
     named = planned_pieces("steps", net.plan, places)
     num_bytes = len(pieces.panels[0]) * (2 * kernel.trajectory.num_outputs + 1) * 8
     results = results_of(pieces, named, options, pieces.identity, num_bytes)
-    with closing(results), tqdm(desc="pieces", total=len(named), disable=not options.progress) as bar:
+    with closing(results), progress_bar(len(named), "pieces", unit="piece", shown=options.progress) as bar:
         for (panel, _), state in zip(places, results, strict=True):
             rows = pieces.panels[panel]
             total.merge(pieces.new_sums(len(rows)).load(state), rows)

@@ -206,7 +206,9 @@ def draw_attributions(
     labels: Int64[Tensor, " n"] | None = None,
 ) -> None:
     """Write `attribution_figure` to a file."""
-    save_figure(attribution_figure(breakdown, trajectory, X, chosen, top, head=head, labels=labels), path)
+    figure = attribution_figure(breakdown, trajectory, X, chosen, top, head=head, labels=labels)
+    images = as_images(X)
+    save_figure(figure, path, palette=images is None or images.ndim == 3)  # grey ones need no more colours
 
 
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "logit", "log_softmax": "log probability"}
