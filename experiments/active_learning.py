@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 from epk_gp.datasets import Dataset
-from epk_gp.plots import PALETTE
+from epk_gp.plots.style import INK, PALETTE, new_figure, styled
 from harness import Experiment, main
 from judging import mean_and_std, network_name
 from saved_rows import WAITING, Row, reasons_once, rounded, row_of
 from uncertainty_problems import Problem, record, splits, train_unrecorded
+
+PER_ROW = 3  # panels
 
 
 @dataclass(frozen=True)
@@ -205,25 +207,28 @@ def _accuracies(problem: Problem, purchase: Purchase, choose: Choice) -> list[fl
     return accuracies
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw accuracy against the number of labels for every network."""
     names = list(dict.fromkeys((row["data"], row["network"]) for row in result.table))
     methods = list(dict.fromkeys(row["method"] for row in result.table))
-    figure = Figure(figsize=(3.1 * len(names) + 0.6, 3.9), layout="constrained")
-    for ax, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    rows = -(-len(names) // PER_ROW)
+    figure = new_figure(0.9 + 2.5 * rows)
+    axes = list(figure.subplots(rows, min(len(names), PER_ROW), squeeze=False).flat)
+    for ax in axes:
+        ax.set_axis_off()
+    for ax, name in zip(axes, names, strict=False):
+        ax.set_axis_on()
         for row in result.table:
             if (row["data"], row["network"]) == name:
                 means = [mean for mean, _ in row["accuracy"]]
-                ours = row["method"].startswith("EPK")
-                color = PALETTE[methods.index(row["method"])]
-                ax.plot(result.labels, means, color=color, linewidth=2.4 if ours else 1.2, label=row["method"])
-        ax.set_title(", ".join(name), fontsize="small")
-        ax.tick_params(labelsize="small")
-        ax.grid(visible=True, color="#dddddd", linewidth=0.6)
+                ours, k = row["method"].startswith("EPK"), methods.index(row["method"])
+                style = {"color": INK if ours else PALETTE[k], "marker": "os^DvP"[k % 6], "markersize": 3}
+                ax.plot(result.labels, means, linewidth=2.2 if ours else 1.1, label=row["method"], **style)
+        ax.set(title=", ".join(name), xlabel="labels bought")
+    figure.axes[0].set_ylabel("accuracy on test images, mean of seeds")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize="small", frameon=False)
-    figure.supxlabel("labels bought", fontsize="small")
-    figure.supylabel("accuracy on test images, mean of seeds", fontsize="small")
+    figure.legend(handles, labels, loc="outside upper center", ncols=3)
     return figure
 
 

@@ -8,10 +8,13 @@ from matplotlib.figure import Figure
 
 from epk_gp.analysis.alignment import gradient_alignment
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.plots import PALETTE
+from epk_gp.plots.errors import few_decades
+from epk_gp.plots.style import PALETTE, new_figure, styled
 from harness import Experiment, main
 from problems import SMALL_TOY, Toy, record_toy
 
+DASHES = ("-", "--", "-.")
+LEAST = 3e-4  # degrees: where the axis begins, as the error is 0 at the start of each step
 KERNELS = ("DPK: gradient at the step's start", "NTK at the initial weights", "NTK at the trained weights")
 
 
@@ -81,37 +84,27 @@ def run(config: Config) -> Result:
     )
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw one point over a few steps, and the mean over all points along the run."""
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = new_figure(3.5)
+    left, right = figure.subplots(1, 2, sharey=True)
     for k, (name, values, mean) in enumerate(zip(KERNELS, result.fine_error, result.mean, strict=True)):
-        label = f"{name}: mean |error| over all points and steps {mean:.2g}°"
-        left.plot(result.fine_time, values, color=PALETTE[k], label=label)
-        left.fill_between(result.fine_time, 0, values, color=PALETTE[k], alpha=0.12, linewidth=0)
-    left.axhline(0, color="black", linewidth=1.2, label="exact path kernel (reference)")
-    left.set(
-        xlabel="training step s + t",
-        ylabel="angle error in degrees",
-        title="one test point, a few steps (linear within ±0.1°)",
-    )
-    left.set_yscale("symlog", linthresh=0.1)
+        label, dashes = f"{name} (mean {mean:.2g}°)", DASHES[k]
+        left.plot(result.fine_time, np.abs(values), dashes, color=PALETTE[k], label=label)
+    left.set(xlabel="training step s + t", ylabel="|angle error|, degrees", title="one test point, a few steps")
+    left.set(yscale="log", ylim=(LEAST, None))
+    few_decades(left)
     for k, values in enumerate(result.mean_error):
         per_step = np.array(values).reshape(round(result.time[-1]), -1).mean(1)
-        right.plot(per_step, color=PALETTE[k])
-    right.set(yscale="log", xlabel="training step s", ylabel="mean |angle error| in degrees")
-    right.set_title("all test points, mean of each step")
-    for ax in (left, right):
-        ax.grid(visible=True, color="#dddddd", linewidth=0.7)
-        ax.set_axisbelow(True)
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small", frameon=False
-    )
+        right.plot(per_step, DASHES[k], color=PALETTE[k])
+    right.set(xlabel="training step s", title="mean of all test points")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
 EXPERIMENT = Experiment(
-    "fig02_alignment", Config(), Config(toy=SMALL_TOY, times=3, first=1, shown=2, fine=4), Result, run, draw
+    "fig02_alignment", Config(), Config(toy=SMALL_TOY, times=3, first=1, shown=2, fine=4), Result, run, draw, ".svg"
 )
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, pro
 from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, probabilities, retrain
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import gram_block_per_class
-from epk_gp.plots import uncertainty_map
+from epk_gp.plots import draw_colorbar, map_handles, new_figure, shades_of, uncertainty_map
+from epk_gp.plots.style import styled
 from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 
@@ -113,11 +114,13 @@ def run(config: Config) -> Result:
     )
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw one map per class."""
-    figure = Figure(figsize=(12.5, 4.6), layout="constrained")
+    figure = new_figure(3.4)
     maps = floats_from_text(result.probability)
-    for c, ax in enumerate(figure.subplots(1, 3)):
+    axes = figure.subplots(1, 3, sharey=True)
+    for c, ax in enumerate(axes):
         uncertainty_map(
             ax,
             np.array(result.x),
@@ -127,12 +130,20 @@ def draw(result: Result) -> Figure:
             points=np.array(result.points),
             labels=np.array(result.labels),
             boundary=classes_from_text(result.network_class),
-            colorbar_label="probability",
+            limits=(0, 1),
+            colorbar=False,
+            legend=False,
         )
-        legend = ax.get_legend()
-        if legend is not None and c != 1:
-            legend.remove()
-    figure.suptitle("Probability of each class by an SVM on the exact path kernel; lines: the network's boundary")
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    draw_colorbar(axes, shades_of(axes[0]), "probability of the class")
+    figure.legend(handles=map_handles(result.labels), loc="outside lower center", ncols=4)
+    figure.suptitle(
+        "Probability of each class by a support vector machine on the exact path kernel.\nPlane of the first two "
+        "coordinates; the others are 0. Training points are projected onto it.",
+        x=0.01,
+        ha="left",
+    )
     return figure
 
 

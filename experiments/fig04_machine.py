@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 import epk_gp as epk
 from epk_gp.kernel_machine.single_machine import single_machine
-from epk_gp.plots import PALETTE, reconstruction_scatter
-from epk_gp.plots.common import short
+from epk_gp.plots import new_figure, reconstruction_errors, reconstruction_scatter
+from epk_gp.plots.style import styled
 from harness import Experiment, main, uncertified_results
 from problems import SMALL_TOY, Toy, record_toy
 
@@ -57,39 +57,26 @@ def run(config: Config) -> Result:
     )
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw the paper's rule and ours against the network, and the errors alone."""
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = new_figure(3.9)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     network = np.array(result.network)
-    chosen = [0, len(result.rules) - 3, len(result.rules) - 2]
-    found = [np.array(result.machine[i]) for i in chosen]
-    errors = [np.abs(machine - network) for machine in found]
-    lowest = min((error[error > 0].min() for error in errors if error.any()), default=1e-16)
-    for k, (i, machine, error) in enumerate(zip(chosen, found, errors, strict=True)):
-        if k != 1:
-            reconstruction_scatter(left, network, machine, label=result.rules[i])
-            left.collections[-1].set_facecolor(PALETTE[k])
-        marks, zero = {"s": 14, "marker": "o^s"[k], "linewidth": 0.8}, error == 0
-        label = f"{result.rules[i]}: largest {short(error.max())}"
-        right.scatter(network[~zero], error[~zero], color=PALETTE[k], alpha=0.8, label=label, **marks)
-        if zero.any():
-            label = f"error of exactly 0 at {zero.sum()} of {len(zero)} points, drawn below"
-            at = np.full(zero.sum(), lowest / 10)
-            right.scatter(network[zero], at, facecolor="none", edgecolor=PALETTE[k], label=label, **marks)
+    for i in (0, len(result.rules) - 3, len(result.rules) - 2):
+        machine = np.array(result.machine[i])
+        reconstruction_scatter(left, network, machine, label=result.rules[i])
+        reconstruction_errors(right, network, machine, label=result.rules[i])
     left.set(title="held-out points, class 0 (the paper's class 1)")
-    left.set_xlabel("network, log probability of class 0")
-    left.set_ylabel("kernel machine")
-    right.set(yscale="log", ylim=(lowest / 50, 10), xlabel="network, log probability of class 0")
-    right.set_title("|kernel machine − network|")
-    right.grid(visible=True, color="#dddddd", linewidth=0.7)
-    right.set_axisbelow(True)
-    left.legend(*left.get_legend_handles_labels(), fontsize="small", loc="upper left")
-    right.legend(fontsize="small", loc="center left")
+    left.set(xlabel="network, log probability of class 0", ylabel="kernel machine")
+    right.set(title="|kernel machine − network|", xlabel="network, log probability of class 0", ylabel="")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    for ax in (left, right):
+        ax.get_legend().remove()
     return figure
 
 
-EXPERIMENT = Experiment("fig04_machine", Config(), Config(toy=SMALL_TOY, riemann=(1, 10)), Result, run, draw)
+EXPERIMENT = Experiment("fig04_machine", Config(), Config(toy=SMALL_TOY, riemann=(1, 10)), Result, run, draw, ".svg")
 
 if __name__ == "__main__":
     main(EXPERIMENT)

@@ -13,9 +13,12 @@ from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, nearest_distances
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
-from epk_gp.plots import uncertainty_map
+from epk_gp.plots import map_handles, new_figure, uncertainty_map
+from epk_gp.plots.style import SMALL, styled
 from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
+
+TITLES = {"kernel": "kernel value k(x, x)", "std": "std of the class's probability"}
 
 
 @dataclass(frozen=True)
@@ -128,30 +131,34 @@ def _map(m: UncertaintyMap, labels: Tensor) -> dict[str, Any]:
     }
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw kernel value and standard deviation, one row per dimension."""
-    figure = Figure(figsize=(11.2, 4.7 * len(result.maps)), layout="constrained")
+    figure = new_figure(3.4 * len(result.maps) + 0.3)
     dims = list(dict.fromkeys(entry["dim"] for entry in result.numbers))
-    rows = figure.subplots(len(dims), 2, squeeze=False)
-    for axes, dim, m in zip(rows, dims, result.maps, strict=True):
-        titles = f"kernel value k(x, x), data in {dim} dimensions", "standard deviation of the class's probability"
-        for ax, key, title in zip(axes, ("kernel", "std"), titles, strict=True):
+    for axes, dim, m in zip(figure.subplots(len(dims), 2, squeeze=False), dims, result.maps, strict=True):
+        for ax, key in zip(axes, ("kernel", "std"), strict=True):
             uncertainty_map(
                 ax,
                 np.array(m["x"]),
                 np.array(m["y"]),
                 floats_from_text(m[key]),
-                title=title,
+                title=f"{TITLES[key]}, {dim} dimensions",
                 points=np.array(m["points"]),
                 labels=np.array(m["labels"]),
                 boundary=classes_from_text(m["network_class"]),
                 colorbar_label="relative to the training points' mean" if key == "kernel" else "standard deviation",
+                legend=False,
             )
-            if key == "std":
-                ax.set_ylabel("")  # that of the left map serves both
-            legend = ax.get_legend()
-            if legend is not None and dim != dims[-1]:
-                legend.remove()
+        axes[1].set_ylabel("")  # that of the left map serves both
+    figure.legend(handles=map_handles(result.maps[0]["labels"]), loc="outside lower center", ncols=4)
+    others = f"of {dims[-1]} the other {dims[-1] - 2} are 0"
+    figure.suptitle(
+        f"The plane of the first two coordinates; {others}. Training points are projected onto it.",
+        x=0.01,
+        ha="left",
+        fontsize=SMALL,
+    )
     return figure
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import epk_gp as epk
 from epk_gp.analysis.boundary import boundary_weight_ratio, margins
@@ -14,7 +14,8 @@ from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import GAUSSIAN_MEANS
 from epk_gp.gram.path_kernel import gram_block_per_class
-from epk_gp.plots import PALETTE
+from epk_gp.plots import class_regions, region_handles
+from epk_gp.plots.style import INK, MAGNITUDES, SMALL, new_figure, styled
 from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
 
@@ -109,37 +110,34 @@ def run(config: Config) -> Result:
     )
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw training points in their kernel value's colour, one row per test point and one column per class."""
-    figure = Figure(figsize=(12, 10.2), layout="constrained")
+    figure = new_figure(7.6)
     points, values = np.array(result.points), np.array(result.values)
     background = classes_from_text(result.network_class)
-    edges = (result.x[0], result.x[-1], result.y[0], result.y[-1])
-    faint = ListedColormap(PALETTE[:3])
-    for n, row in enumerate(figure.subplots(3, 3, sharex=True, sharey=True)):
+    rows = figure.subplots(3, 3, sharex=True, sharey=True)
+    for n, row in enumerate(rows):
         for c, ax in enumerate(row):
-            ax.imshow(
-                background,
-                origin="lower",
-                extent=edges,
-                cmap=faint,
-                vmin=0,
-                vmax=2,
-                alpha=0.3,
-                aspect="equal",
-            )
-            order = values[n, c].argsort()
-            dots = ax.scatter(*points[order].T, c=values[n, c][order], s=11, cmap="viridis")
-            ax.plot(*result.tests[n], marker="*", color="white", markeredgecolor="black", markersize=15)
+            class_regions(ax, np.array(result.x), np.array(result.y), background)
+            shown, largest = values[n, c] / values[n, c].max(), f"{values[n, c].max():,.0f}"
+            order = shown.argsort()
+            dots = ax.scatter(*points[order].T, c=shown[order], s=7, cmap=MAGNITUDES, vmin=0, vmax=1)
+            ax.plot(*result.tests[n], marker="*", color="white", markeredgecolor=INK, markersize=14)
             entry = f"{result.numbers[3 * n + c]['rank_correlation_with_distance']:+.2f}".replace("-", "−")
             star = " (predicted)" if c == result.predicted[n] else ""
-            ax.set_title(f"output {c}{star}: rank corr. with distance {entry}", fontsize="small")
-            figure.colorbar(dots, ax=ax, fraction=0.046, pad=0.03).ax.tick_params(labelsize="small")
-    figure.supxlabel("$x_1$")
-    figure.supylabel("$x_2$")
+            ax.set_title(f"output {c}{star}\nlargest {largest}, rank corr. {entry}", fontsize=SMALL)
+            ax.set(xlabel="$x_1$" if n == 2 else "", ylabel="$x_2$" if c == 0 else "")
+    bar = figure.colorbar(dots, ax=rows, fraction=0.03, pad=0.02, aspect=40)
+    bar.set_label("kernel value, relative to the largest of the panel")
+    star = Line2D([], [], color="white", marker="*", markersize=11, markeredgecolor=INK, linestyle="", label="$x$")
+    figure.legend(handles=[star, *region_handles(range(3))], loc="outside lower center", ncols=4)
     figure.suptitle(
-        "kernel value $K(x, x_i)_{cc}$ of training points $x_i$ with $x$, the mean of a class (star)\n"
-        f"{len(points)} of {result.num_train} training points are drawn; rank correlations are over all"
+        "Kernel value $K(x, x_i)_{cc}$ of training points $x_i$ (dots) with $x$ (star), the mean of a class.\n"
+        f"{len(points)} of {result.num_train} training points are drawn. Rank correlations with the distance from $x$ "
+        "are over all.",
+        x=0.01,
+        ha="left",
     )
     return figure
 

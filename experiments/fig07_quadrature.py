@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 
 import epk_gp as epk
 from epk_gp.core.head import Head
-from epk_gp.plots import PALETTE, error_against_evaluations
+from epk_gp.plots import error_against_evaluations, new_figure
 from epk_gp.plots.common import short
+from epk_gp.plots.style import EXACT, GREY, SMALL, styled
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
 from harness import Experiment, main, uncertified_results
 from problems import Images, record_images
@@ -86,17 +87,18 @@ def run(config: Config) -> Result:
     )
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw the outputs of the paper's three rules and ours, and error against evaluations for all."""
-    figure = Figure(figsize=(12, 7.4), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.45))
+    figure = new_figure(5.9)
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.5))
     network = np.array(result.network)
     errors = dict(zip(result.rules, result.max_error, strict=True))
     axes = upper.subplots(1, len(result.drawn), sharex=True, sharey=True)
-    for k, (ax, name, machine) in enumerate(zip(axes, result.drawn, result.machines, strict=True)):
-        ax.axline((0, 0), slope=1, color="black", linewidth=0.8)
-        ax.scatter(network, np.array(machine), s=9, color=PALETTE[k], linewidth=0)
-        ax.set_title(f"{_short_name(name)}\nlargest |error| {short(errors[name])}", fontsize="small")
+    for ax, name, machine in zip(axes, result.drawn, result.machines, strict=True):
+        ax.axline((0, 0), slope=1, color=GREY, linewidth=0.8)
+        ax.scatter(network, np.array(machine), s=8, color=EXACT, linewidth=0)
+        ax.set_title(f"{_short_name(name)}\nlargest |error| {short(errors[name])}", fontsize=SMALL)
         ax.set_xlabel("network output")
     axes[0].set_ylabel("kernel machine")
     ax = lower.subplots()
@@ -106,7 +108,7 @@ def draw(result: Result) -> Figure:
 
 
 def _short_name(rule: str) -> str:
-    return rule.replace("Gauss-Legendre", "Gauss").replace(" 4, tol", ", tol")
+    return rule.replace("Gauss-Legendre", "Gauss").replace(" 4, tol", ", tol").replace("e-", "e−")
 
 
 EXPERIMENT = Experiment(
@@ -116,6 +118,7 @@ EXPERIMENT = Experiment(
     Result,
     run,
     draw,
+    ".svg",
 )
 
 if __name__ == "__main__":

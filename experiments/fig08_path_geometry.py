@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 import epk_gp as epk
 from epk_gp.analysis.path_geometry import line_profile, path_profile
-from epk_gp.plots import PALETTE
+from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
 from harness import Experiment, main
 from problems import SMALL_TOY, Images, Toy, record_images, record_toy
 
@@ -89,31 +89,36 @@ def _numbers(line, path, trajectory: epk.Trajectory) -> dict[str, float]:
     }
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw the line as the paper does, and the real path beside it."""
-    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    figure = new_figure(5.6)
     (a, b), (c, d) = figure.subplots(2, 2)
     a.plot(result.t, result.accuracy, color=PALETTE[0], label="accuracy")
-    a.plot(result.t, np.array(result.loss) / result.loss[0], color=PALETTE[2], label="mean loss / its start")
+    a.plot(result.t, np.array(result.loss) / result.loss[0], "--", color=PALETTE[2], label="mean loss / its start")
     a.set(xlabel="t on the line from first to last weights", title="accuracy and loss on the line", ylim=(0, None))
-    a.legend(fontsize="small")
-    b.plot(result.t, result.norm, color=PALETTE[4], label="on the line")
+    a.legend()
+    b.plot(result.t, result.norm, "--", color=PALETTE[2], label="on the line")
     steps = len(result.path_norm) - 1
-    b.plot(np.linspace(0, 1, steps + 1), result.path_norm, color=PALETTE[1], label="along the real path, s / S")
+    b.plot(np.linspace(0, 1, steps + 1), result.path_norm, color=PALETTE[0], label="along the real path, s / S")
     b.set(xlabel="t, or s / S", ylabel="|w|", title="L2 norm of the weights")
-    b.legend(fontsize="small")
-    c.plot(result.t, result.slope, color=PALETTE[2], linestyle="--")
-    c.axhline(0, color="black", linewidth=0.8)
+    b.legend()
+    c.plot(result.t, result.slope, "--", color=PALETTE[2])
+    c.axhline(0, color=GREY, linewidth=0.8)
     c.set(xlabel="t on the line from first to last weights", title="derivative of the mean loss along the line")
     d.plot(range(steps + 1), result.path_angle_to_initial, color=PALETTE[0], label="between w and the first weights")
-    d.plot(range(1, steps + 1), result.path_angle_to_chord, color=PALETTE[1], label="between the step and the line")
-    d.set(xlabel="step s", ylabel="degrees", title="angles along the real path")
-    d.legend(fontsize="small")
+    d.plot(
+        range(1, steps + 1),
+        result.path_angle_to_chord,
+        color=PALETTE[1],
+        linewidth=1.0,
+        label="between the step and the line",
+    )
+    d.set(xlabel="training step s", ylabel="degrees", title="angles along the real path", ylim=(0, None))
+    d.legend()
     first = result.numbers[0]
-    figure.suptitle(f"ReLU CNN on images, seed {first['seed']}, {first['steps']} full-batch steps", fontsize="medium")
-    for ax in (a, b, c, d):
-        ax.grid(visible=True, color="#dddddd", linewidth=0.7)
-        ax.set_axisbelow(True)
+    title = f"ReLU CNN on images, seed {first['seed']}, {first['steps']} full-batch steps"
+    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 
@@ -124,6 +129,7 @@ EXPERIMENT = Experiment(
     Result,
     run,
     draw,
+    ".svg",
 )
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import warnings
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,11 +19,11 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from epk_gp.core.certificate import CertificateWarning
 from epk_gp.datasets import DATA_VARIABLE
+from epk_gp.plots import save_figure
 from epk_gp.provenance import Stopwatch, provenance
 from saved_rows import ONLY_VARIABLE, ROWS_VARIABLE
 
@@ -31,8 +31,8 @@ Config = TypeVar("Config")
 Result = TypeVar("Result")
 
 GALLERY = Path(__file__).parents[1] / "docs" / "gallery"
-_DPI = 90
-_WORDS = "words"  # key of a figure's words in its PNG
+_DESCRIPTION = "Description"  # of a PNG: the figure's words
+_OF_SVG = "{http://purl.org/dc/elements/1.1/}description"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Experiment(Generic[Config, Result]):
             So the saved result equals it in every digit, and a picture drawn again is the same picture.
         run: Function that computes the result.
         draw: Function that draws a result.
+        suffix: Format of the picture: ".svg" where lines and few marks are drawn, ".png" otherwise.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Experiment(Generic[Config, Result]):
     result: Callable[..., Result]
     run: Callable[[Config], Result]
     draw: Callable[[Result], Figure]
+    suffix: str = ".png"
 
 
 def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = None) -> None:
@@ -82,7 +84,7 @@ def main(experiment: Experiment[Any, Any], arguments: Sequence[str] | None = Non
         if value is not None:
             os.environ[variable] = str(value)
     options.out.mkdir(parents=True, exist_ok=True)
-    file, picture = (options.out / f"{experiment.name}{suffix}" for suffix in (".json", ".png"))
+    file, picture = (options.out / f"{experiment.name}{suffix}" for suffix in (".json", experiment.suffix))
     if options.redraw:
         result = read_result(experiment, file)
     else:
@@ -105,16 +107,8 @@ def uncertified_results() -> Iterator[None]:
 
 
 def save_picture(figure: Figure, file: Path) -> None:
-    """Write a PNG with a palette of 256 colours, which is a third of the size and looks the same.
-
-    What the figure says in words is written into the file too, so that a test can tell an old picture.
-    """
-    words = PngInfo()
-    words.add_itxt(_WORDS, json.dumps(words_of(figure), ensure_ascii=False), zip=True)
-    buffer = BytesIO()
-    figure.savefig(buffer, dpi=_DPI)
-    whole = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    whole.save(file, optimize=True, pnginfo=words)
+    """Write a PNG or an SVG, with what the figure says in words, so that a test can tell an old picture."""
+    save_figure(figure, file, description=json.dumps(words_of(figure), ensure_ascii=False), palette=True)
 
 
 def words_of(figure: Figure) -> list[str]:
@@ -132,8 +126,10 @@ def texts_of(artist: Artist) -> Iterator[Text]:
 
 def words_in(picture: Path) -> list[str]:
     """Read the words of the figure that `save_picture` wrote."""
+    if picture.suffix == ".svg":
+        return json.loads(next(ElementTree.parse(picture).iter(_OF_SVG)).text)
     with Image.open(picture) as image:
-        return json.loads(image.info[_WORDS])
+        return json.loads(image.info[_DESCRIPTION])
 
 
 def read_result(experiment: Experiment[Config, Result], file: Path) -> Result:

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from harness import Experiment, main
 from judging import Columns, Counts, Grid, GridConfig, GridResult, run_grids
-from strips import BARS, Panel, Row, strips
+from strips import Panel, Row, strips
 from uncertainty_problems import Problem
 
 FAR = ("mnist", "fashion-mnist")
@@ -64,7 +64,7 @@ def draw(result: GridResult) -> Figure:
         means(result, "NLL"),
         means(result, "ECE"),
     ]
-    return strips(result.table, panels, "a dot is a trained network, mean of its seeds; " + BARS)
+    return strips(result.table, panels, "a dot is a trained network, mean of its seeds")
 
 
 TINY = Problem(network="mlp", width=8, num_train=60, steps=20, batch_size=10)

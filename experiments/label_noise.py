@@ -13,7 +13,7 @@ from harness import Experiment, main
 from judging import mean_and_std, network_name
 from label_suspicion import METHODS, why_not
 from saved_rows import WAITING, Row, asked_for, reasons_once, rounded, row_of, saved_row
-from strips import BARS, Panel, strips
+from strips import Panel, strips
 from uncertainty_problems import Problem, judged, splits, train_unrecorded, wrong_labels
 
 KINDS = ("uniform", "confusing")
@@ -119,7 +119,7 @@ def draw(result: Result) -> Figure:
 
     shares = sorted({row["share"] for row in result.table})
     panels = [panel(kind, share) for kind in KINDS for share in shares]
-    return strips(result.table, panels, "a dot is a trained network, mean of its seeds; " + BARS)
+    return strips(result.table, panels, "a dot is a trained network, mean of its seeds")
 
 
 TINY = Problem("digits", width=8, num_train=100, steps=30, batch_size=10)

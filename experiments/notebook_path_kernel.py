@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.datasets import Dataset
-from epk_gp.plots import PALETTE
+from epk_gp.plots.style import EXACT, GREY, INK, PALETTE, SIGNED, SMALL, new_figure, styled
 from harness import Experiment, main
 from problems import images
 
@@ -192,38 +193,48 @@ def _share(right: Tensor) -> float:
     return float(right.double().mean())
 
 
+@styled
 def draw(result: Result) -> Figure:
-    """Draw confidences of the first images, and both matrices."""
-    figure = Figure(figsize=(12.5, 4.6), layout="constrained")
-    bars, left, right = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
+    """Draw confidences of the first images, and below both matrices."""
+    figure = new_figure(6.6)
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.35))
+    bars = upper.subplots()
     for k, (name, title) in enumerate(
         (("network", "network"), ("exact", "exact path kernel"), ("notebook", "notebook"))
     ):
         places = np.arange(len(result.images)) + 0.27 * (k - 1)
         heights = [image[f"{name}_confidence"] for image in result.images]
-        drawn = bars.bar(places, heights, width=0.25, color=PALETTE[k], label=title)
-        bars.bar_label(drawn, [str(image[f"{name}_prediction"]) for image in result.images], fontsize="small")
+        drawn = bars.bar(places, heights, width=0.25, color=(GREY, EXACT, PALETTE[1])[k], label=title)
+        bars.bar_label(drawn, [str(image[f"{name}_prediction"]) for image in result.images], fontsize=SMALL)
     bars.set_xticks(range(len(result.images)), [f"a {image['label']}" for image in result.images])
-    bars.set(ylim=(0, 1.25), ylabel="confidence", title="first test images; above the bars: the prediction")
-    bars.legend(fontsize="small", ncols=3, loc="upper left")
-    for ax, matrix, title in (
-        (left, result.gram, "exact path kernel, 2-D problem"),
-        (right, result.similarity, "notebook's gradient similarity"),
+    bars.set(ylim=(0, 1.3), ylabel="confidence", yticks=(0, 0.5, 1))
+    bars.set_title("first test images: confidence, and above the bars the predicted class")
+    bars.grid(visible=False, axis="x")
+    bars.legend(ncols=3, loc="upper left")
+    for ax, matrix, title in zip(
+        lower.subplots(1, 2),
+        (result.gram, result.similarity),
+        ("exact path kernel, 2-D problem", "the notebook's gradient similarity"),
+        strict=True,
     ):
-        values = np.array(matrix)
-        size = float(np.abs(values).max())
-        ax.imshow(values, cmap="RdBu_r", vmin=-size, vmax=size)
-        for i, row in enumerate(matrix):
-            for j, value in enumerate(row):
-                colour = "white" if abs(value) > 0.6 * size else "black"
-                ax.text(
-                    j, i, f"{value:.3g}".replace("-", "−"), ha="center", va="center", fontsize="small", color=colour
-                )
-        names = [f"x{i}, class {int(point[2])}" for i, point in enumerate(result.points)]
-        ax.set_xticks(range(len(names)), [f"x{i}" for i in range(len(names))])
-        ax.set_yticks(range(len(names)), names, fontsize="small")
-        ax.set_title(title, fontsize="medium")
+        _draw_matrix(ax, np.array(matrix), [f"$x_{i}$, class {int(p[2])}" for i, p in enumerate(result.points)])
+        ax.set_title(title)
     return figure
+
+
+def _draw_matrix(ax: Axes, values: np.ndarray, names: list[str]) -> None:
+    """Draw a matrix with its values; each entry's colour is its size and sign."""
+    size = float(np.abs(values).max())
+    ax.imshow(values, cmap=SIGNED, vmin=-size, vmax=size)
+    for (i, j), value in np.ndenumerate(values):
+        colour = "white" if abs(value) > 0.6 * size else INK
+        ax.text(j, i, f"{value:.3g}".replace("-", "−"), ha="center", va="center", fontsize=SMALL, color=colour)
+    ax.set_xticks(range(len(names)), [name.partition(",")[0] for name in names])
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    for side in ax.spines.values():
+        side.set_visible(False)
 
 
 EXPERIMENT = Experiment(
@@ -235,6 +246,7 @@ EXPERIMENT = Experiment(
     Result,
     run,
     draw,
+    ".svg",
 )
 
 if __name__ == "__main__":

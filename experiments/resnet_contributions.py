@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,8 +19,9 @@ import epk_gp as epk
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
 from epk_gp.kernel_machine.attribution_results import Attribution
-from epk_gp.plots import training_image
-from epk_gp.plots.common import GREY, LOWERED, RAISED
+from epk_gp.plots import new_figure, term_bars, training_image
+from epk_gp.plots.common import short
+from epk_gp.plots.style import DOWN, SMALL, UP, styled
 from harness import Experiment, main
 from problems import images
 
@@ -295,57 +295,28 @@ def _from_text(rows: list[str]) -> np.ndarray:
     return np.array([list(bytes.fromhex(row)) for row in rows]) / 255
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw some test images, the training images that raised and lowered their outputs most, and all terms."""
-    figure = Figure(figsize=(14, 2.15 * len(result.shown) + 0.4), layout="constrained")
-    count = len(result.shown[0]["raised"])
-    parts = figure.subfigures(1, 4, width_ratios=(1.15, count, count, 3.6))
-    for part, title in zip(
-        parts,
-        (
-            "test image",
-            "training images that raised its output most",
-            "those that lowered it most",
-            "all terms of the output for the predicted class",
-        ),
-        strict=True,
-    ):
-        part.suptitle(title, fontsize="medium")
-    columns = [
-        part.subplots(len(result.shown), k, squeeze=False) for part, k in zip(parts, (1, count, count, 1), strict=True)
-    ]
-    for row, shown in enumerate(result.shown):
+    figure = new_figure(2.45 * len(result.shown))
+    for part, shown in zip(figure.subfigures(len(result.shown), 1, squeeze=False)[:, 0], result.shown, strict=True):
         test = result.tests[shown["test"]]
-        training_image(columns[0][row, 0], _from_text(shown["image"]), result.names[test["label"]])
-        columns[0][row, 0].set_xlabel(f"predicted: {result.names[test['predicted']]}", fontsize="small")
-        for axes, key in ((columns[1], "raised"), (columns[2], "lowered")):
-            for ax, entry in zip(axes[row], shown[key], strict=True):
-                training_image(ax, _from_text(entry["image"]), result.names[entry["label"]], entry["value"])
-                ax.set_xlabel(f"{entry['value']:+.2f}".replace("-", "−"), fontsize="small")
-        _draw_terms(columns[3][row, 0], test)
+        predicted, true = result.names[test["predicted"]], result.names[test["label"]]
+        part.suptitle(f"predicted: {predicted}, true label: {true}", x=0.01, ha="left", weight="bold")
+        image, images, terms = part.subfigures(1, 3, width_ratios=(1.15, 3.5, 2.9))
+        training_image(image.subplots(), _from_text(shown["image"]), "test image")
+        for row, (key, title) in zip(
+            images.subfigures(2, 1),
+            (("raised", f"{UP} raised the logit of {predicted} most"), ("lowered", f"{DOWN} lowered it most")),
+            strict=True,
+        ):
+            row.suptitle(title, x=0.01, ha="left", fontsize=SMALL)
+            for ax, entry in zip(row.subplots(1, len(shown[key]), squeeze=False)[0], shown[key], strict=True):
+                training_image(ax, _from_text(entry["image"]), short(entry["value"], sign=True), entry["value"])
+                ax.set_xlabel(result.names[entry["label"]], fontsize=SMALL, labelpad=2)
+        ax = term_bars(terms.subplots(), TERMS, np.array([test[term] for term in TERMS]), output="logit")
+        ax.set_title("all terms of the logit")
     return figure
-
-
-def _draw_terms(ax: Axes, test: dict[str, Any]) -> None:
-    """Draw the terms one after the other: each bar starts where the one above ends."""
-    ends = np.cumsum([test[term] for term in TERMS])
-    starts = np.concatenate([[0.0], ends[:-1]])
-    values = [*(ends - starts), test["network"]]
-    colours = [*(RAISED if test[term] >= 0 else LOWERED for term in TERMS), GREY]
-    ax.barh(range(len(values)), values, left=[*starts, 0.0], color=colours, height=0.7)
-    low, high = min(0.0, float(ends.min())), max(0.0, float(ends.max()))
-    ax.set_xlim(low - 0.03 * (high - low), high + 0.32 * (high - low))
-    for row, (value, end) in enumerate(
-        zip(values, [*np.maximum(starts, ends), max(0.0, test["network"])], strict=True)
-    ):
-        text = f"{value:+.3f}" if row < len(TERMS) else f"{value:.3f}"
-        ax.annotate(
-            text.replace("-", "−"), (end, row), xytext=(3, 0), textcoords="offset points", va="center", fontsize="small"
-        )
-    ax.axvline(0, color="black", linewidth=0.8)
-    ax.set_yticks(range(len(values)), [*TERMS, "output"], fontsize="small")
-    ax.tick_params(axis="x", labelsize="small")
-    ax.invert_yaxis()
 
 
 EXPERIMENT = Experiment(

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from harness import Experiment, main
 from judged_networks import FAR, NETWORKS, TINY
 from judging import Columns, Counts, Grid, GridConfig, GridResult, run_grids
-from strips import BARS, Panel, strips
+from strips import Panel, strips
 from uncertainty_problems import EPS, SHIFTS
 
 COLUMNS: Columns = {
@@ -38,7 +38,7 @@ def draw(result: GridResult) -> Figure:
         panel("PGD, error AUROC", *(f"PGD {eps}, error AUROC" for eps in EPS)),
         panel("PGD, detection AUROC", *(f"PGD {eps}, detection AUROC" for eps in EPS)),
     ]
-    return strips(result.table, panels, "a dot is a trained network and shift, mean of its seeds; " + BARS)
+    return strips(result.table, panels, "a dot is a trained network and shift, mean of its seeds")
 
 
 EXPERIMENT = Experiment(

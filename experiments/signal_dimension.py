@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 import epk_gp as epk
 from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.plots import PALETTE
+from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
 from harness import Experiment, main
 from problems import SMALL_TOY, Images, Toy, record_images, record_toy
 
@@ -89,23 +90,24 @@ def run(config: Config) -> Result:
     return Result(**{key: [row[key] for row in rows] for key in rows[0]})
 
 
+@styled
 def draw(result: Result) -> Figure:
     """Draw what the largest directions hold."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = new_figure(3.6)
+    left, right = figure.subplots(1, 2, sharey=True)
     for k, name in enumerate(result.problems):
         for ax, values, label in (
             (left, result.eigenvalues[k], f"{name}: {result.gram_principal[k]} hold 95 %"),
             (right, result.energies[k], f"{name}: {result.dimension[k]:.1f} of {result.inputs[k]} hold 95 % (mean)"),
         ):
             held = np.array(values).cumsum(0)
-            ax.plot(range(1, len(held) + 1), held, color=PALETTE[k], label=label)
+            ax.plot(range(1, len(held) + 1), held, ("-", "--")[k % 2], color=PALETTE[k], label=label)
     for ax, title in ((left, "eigenvalues of the Gram matrix"), (right, "principal directions of input gradients")):
-        ax.axhline(0.95, color="black", linestyle=":", linewidth=0.8)
-        ax.set(xscale="log", xlabel="largest directions", ylabel="share held", title=title, ylim=(0, 1.02))
-        ax.legend(fontsize="small", loc="lower right")
-        ax.grid(visible=True, color="#dddddd", linewidth=0.7)
-        ax.set_axisbelow(True)
+        ax.axhline(0.95, color=GREY, linestyle=":", linewidth=1)
+        ax.set(xscale="log", xlabel="largest directions", title=title, ylim=(0, 1.02))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.legend(loc="lower right")
+    left.set_ylabel("share held")
     return figure
 
 
@@ -116,6 +118,7 @@ EXPERIMENT = Experiment(
     Result,
     run,
     draw,
+    ".svg",
 )
 
 if __name__ == "__main__":

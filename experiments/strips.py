@@ -6,14 +6,17 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from epk_gp.plots import PALETTE
+from epk_gp.plots.style import INK, PALETTE, SMALL, new_figure, styled
 
 Row = dict[str, Any]
 DECADE = 10
 NETWORK = ("data", "network", "num_train", "share", "kind", "seeds")  # entries that say what a row is about
-BARS = "a bar is the mean of what all methods have"
+BARS = "mean of what all methods have"
+PER_ROW = 3  # panels
+MARKERS = "os^D"  # of the data sets
 
 
 @dataclass(frozen=True)
@@ -31,23 +34,30 @@ class Panel:
     log: bool = False
 
 
+@styled
 def strips(table: Sequence[Row], panels: Sequence[Panel], label: str) -> Figure:
-    """Draw all panels side by side, with the methods in the order in which they come and a colour for each data set.
+    """Draw panels of three a row, with the methods in the order in which they come and a colour for each data set.
 
     Panels that no row has a value for are left out, unless all are.
     """
     panels = [panel for panel in panels if any(panel.values(row) for row in table)] or panels[:1]
     methods = list(dict.fromkeys(row["method"] for row in table))
     data = list(dict.fromkeys(row["data"] for row in table))
-    height = 1.3 + 0.3 * len(methods)
-    figure = Figure(figsize=(2.2 + 2.2 * len(panels), height), layout="constrained")
-    for i, (ax, panel) in enumerate(zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True)):
+    rows, columns = -(-len(panels) // PER_ROW), min(len(panels), PER_ROW)
+    figure = new_figure(0.75 + rows * (0.55 + 0.2 * len(methods)))
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_axis_off()
+    for i, (ax, panel) in enumerate(zip(axes.flat, panels, strict=False)):
         _strip(ax, table, panel, methods, data)
-        ax.set_yticks(range(len(methods)), methods if i == 0 else [], fontsize="small")
+        ax.set_yticks(range(len(methods)), methods if i % columns == 0 else [])
         ax.set_ylim(len(methods) - 0.5, -0.5)
+        ax.tick_params(axis="y", length=0)
     handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=len(names), fontsize="small", frameon=False)
-    figure.supxlabel(label, fontsize="small")
+    mean = Line2D([], [], color=INK, marker="|", markersize=9, markeredgewidth=1.8, linestyle="", label=BARS)
+    entries = [*handles, mean]
+    figure.legend(entries, [*names, BARS], loc="outside upper left", ncols=len(entries))
+    figure.supxlabel(label, fontsize=SMALL)
     return figure
 
 
@@ -60,7 +70,7 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
             for value in panel.values(row)
         ]
         x, y = zip(*dots, strict=True) if dots else ((), ())
-        ax.plot(x, y, "o", color=PALETTE[k], markersize=3, alpha=0.8, label=name)
+        ax.plot(x, y, MARKERS[k % 4], color=PALETTE[k], markersize=3.2, markeredgewidth=0, alpha=0.8, label=name)
     found = [value for row in table for value in panel.values(row)]
     common = _common(table, panel)
     for place, method in enumerate(methods):
@@ -68,18 +78,15 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
             value for row in table if row["method"] == method and _network(row) in common for value in panel.values(row)
         ]
         if values:
-            ax.plot([sum(values) / len(values)] * 2, [place - 0.36, place + 0.36], color="black", linewidth=1.6)
-    ax.set_title(panel.title, fontsize="small")
-    ax.tick_params(axis="x", labelsize="small")
+            ax.plot([sum(values) / len(values)] * 2, [place - 0.38, place + 0.38], color=INK, linewidth=1.8)
+    ax.set_title(panel.title)
     if panel.log and found and max(found) > DECADE * min(found) > 0:
         ax.set_xscale("log")
-        ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        ax.xaxis.set_major_locator(LogLocator(subs=(1,) if max(found) > DECADE**2 * min(found) else (1, 3)))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         ax.xaxis.set_minor_formatter(NullFormatter())
     else:
         ax.xaxis.set_major_locator(MaxNLocator(4))
-    ax.grid(visible=True, color="#dddddd", linewidth=0.6)
-    ax.set_axisbelow(True)
 
 
 def _common(table: Sequence[Row], panel: Panel) -> set[tuple[Any, ...]]:

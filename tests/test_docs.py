@@ -215,7 +215,7 @@ def test_the_page_on_the_top_level_lists_what_it_exports():
 
 def test_every_figure_of_the_gallery_has_its_command():
     gallery = (DOCS / "gallery.md").read_text()
-    for picture in (DOCS / "gallery").glob("*.png"):
+    for picture in (DOCS / "gallery").glob("*.[ps][nv]g"):
         assert f"gallery/{picture.name}" in gallery
         assert f"python experiments/{picture.stem}.py" in gallery
 

@@ -60,7 +60,7 @@ def run_and_redraw(experiment: Experiment, folder: Path) -> tuple[list, list[Fig
 
     for option in ("--smoke", "--redraw"):
         main(replace(experiment, draw=draw), [option, "--out", str(folder)])
-        picture = folder / f"{experiment.name}.png"
+        picture = folder / f"{experiment.name}{experiment.suffix}"
         pictures.append(picture.read_bytes())
         assert words_in(picture) == words_of(figures[-1])
         picture.unlink()
@@ -83,7 +83,7 @@ def test_the_experiment_runs_and_redraws(name, tmp_path):
     assert asdict(live) == asdict(again)
     assert not [reason for reason in getattr(live, "left_out", []) if "not installed" not in reason]
     assert_drawn_alike(*figures)
-    assert pictures[0].startswith(b"\x89PNG")
+    assert pictures[0].startswith(b"\x89PNG" if experiment.suffix == ".png" else b"<?xml")
     assert pictures[0] == pictures[1]
     saved = json.loads((tmp_path / f"{name}.json").read_text())
     assert saved.keys() == {"experiment", "config", "results", "versions", "machine", "seconds"}
@@ -156,5 +156,7 @@ def test_the_gallery_holds_the_full_run_and_it_is_small(name):
     saved = json.loads((GALLERY / f"{name}.json").read_text())
     assert saved["config"] != json.loads(json.dumps(experiment.smoke, default=vars))
     assert saved["config"] == json.loads(json.dumps(experiment.config, default=vars))
-    for suffix in (".json", ".png"):
-        assert (GALLERY / f"{name}{suffix}").stat().st_size <= 200 * 1024
+    for suffix, kilobytes in {".json": 200, ".png": 200, ".svg": 150}.items():
+        file = GALLERY / f"{name}{suffix}"
+        assert file.exists() == (suffix in (".json", experiment.suffix))
+        assert not file.exists() or file.stat().st_size <= kilobytes * 1024

@@ -231,7 +231,7 @@ def test_the_picture_says_what_its_saved_result_draws(name):
     """A picture drawn by older code, or from another result, has other words; the numbers in titles are words."""
     experiment = importlib.import_module(name).EXPERIMENT
     drawn = words_of(experiment.draw(read_result(experiment, GALLERY / f"{name}.json")))
-    assert words_in(GALLERY / f"{name}.png") == drawn
+    assert words_in(GALLERY / f"{name}{experiment.suffix}") == drawn
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_a_word_that_is_cut_off_or_under_another_is_found():
 def test_an_error_that_is_not_zero_is_not_drawn_as_zero():
     """The errors of Figure 4 are differences of saved outputs, which six digits would turn into 0."""
     for name in ("fig04_machine", "fig07_quadrature"):
-        words = " ".join(words_in(GALLERY / f"{name}.png"))
+        words = " ".join(words_in(GALLERY / f"{name}.svg"))
         assert min(saved(name)["max_error"]) > 0
         assert not re.search(r"\|error\| 0(?![.\d])", words)
         assert not re.search(r"largest 0(?![.\d])", words)

@@ -23,7 +23,8 @@ from epk_gp.gp.label_kernel import median_lengthscale, squared_distances
 from epk_gp.gp.label_process import centred_labels, condition_exactly
 from epk_gp.gp.stacking import most_likely_temperature, stack_logits
 from epk_gp.gram.ntk import tangent_trajectory
-from epk_gp.plots import PALETTE, training_image
+from epk_gp.plots import new_figure, save_figure, score_histogram, training_image
+from epk_gp.plots.style import EXACT, GREY, PALETTE, RIGHT, SMALL, WRONG, styled
 
 HERE = Path(__file__).parent
 KEPT = Path(tempfile.gettempdir()) / "epk_gp_deciding"
@@ -32,10 +33,10 @@ NUM_TRAIN, NUM_VALIDATION, NUM_TEST, NUM_OUTSIDE = 2000, 1000, 2000, 1000
 STEPS, BATCH = 600, 64
 OUTSIDE = {"mnist": ("fashion-mnist", "kmnist"), "fashion-mnist": ("mnist", "kmnist")}
 CURVES = {
-    "softmax": (PALETTE[3], "softmax"),
-    "ensemble of 5": (PALETTE[1], "ensemble of 5"),
-    "RBF on pixels": (PALETTE[4], "RBF on pixels"),
-    "UncertainClassifier": (PALETTE[0], "error score"),
+    "softmax": (GREY, "softmax", ":"),
+    "ensemble of 5": (PALETTE[1], "ensemble of 5", "--"),
+    "RBF on pixels": (PALETTE[4], "RBF on pixels", "-."),
+    "UncertainClassifier": (EXACT, "error score", "-"),
 }
 FASHION = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 
@@ -220,92 +221,100 @@ def draw() -> None:
     }
     parts["label"] = {"mnist": [each["row"] for each in kept("label", "mnist")]}
     (HERE / "deciding.json").write_text(json.dumps(sizes | parts) + "\n")
-    draw_curves()
-    draw_histograms()
-    draw_sets()
-    draw_labels()
-    draw_learning()
+    save(curves_figure(), "abstain")
+    save(histograms_figure(), "detect")
+    save(sets_figure(), "sets")
+    save(labels_figure(), "clean")
+    save(learning_figure(), "label")
 
 
 def save(figure: Figure, name: str) -> None:
     """Write a picture."""
-    figure.savefig(HERE / f"deciding_{name}.png", dpi=80)
+    save_figure(figure, HERE / f"deciding_{name}.png", palette=True)
 
 
-def draw_curves() -> None:
+@styled
+def curves_figure() -> Figure:
     """Draw risk-coverage curves, means of the seeds."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = new_figure(3.3)
     for ax, name in zip(figure.subplots(1, 2), OUTSIDE, strict=True):
         runs = kept("judge", name)
-        for score, (colour, words) in CURVES.items():
+        for score, (colour, words, dashes) in CURVES.items():
             risk = torch.stack([each["risk"][score] for each in runs]).mean(0)
             coverage = torch.arange(1, len(risk) + 1) / len(risk)
-            ax.plot(100 * coverage[100:], 100 * risk[100:], color=colour, label=words)
+            ax.plot(100 * coverage[100:], 100 * risk[100:], dashes, color=colour, label=words)
         ax.set(title=name, xlabel="predictions kept, %", ylabel="wrong among them, %", xlim=(0, 100))
         ax.set_ylim(bottom=0)
-        ax.grid(visible=True, color="#dddddd", linewidth=0.7)
-        ax.legend(fontsize="small")
-    save(figure, "abstain")
+        ax.legend()
+    return figure
 
 
-def draw_histograms() -> None:
+@styled
+def histograms_figure() -> Figure:
     """Draw the out-of-distribution score inside and outside, of one network for each data set."""
-    figure = Figure(figsize=(9, 3.3), layout="constrained")
+    figure = new_figure(2.9)
     for ax, name in zip(figure.subplots(1, 2), OUTSIDE, strict=True):
         of_sets = kept("judge", name)[0]["ood"]
-        for (other, values), colour in zip(of_sets.items(), (PALETTE[0], PALETTE[2], PALETTE[1]), strict=True):
-            known = " (held out)" if other == name else ""
-            ax.hist(values.numpy(), bins=50, range=(0, 1), density=True, color=colour, alpha=0.6, label=other + known)
-        ax.set(title=f"trained on {name}", xlabel="out-of-distribution score", yticks=[], xlim=(0, 1))
-        ax.set_ylim(top=1.4 * ax.get_ylim()[1])  # room for the legend
-        ax.legend(fontsize="small", loc="upper left")
-    save(figure, "detect")
+        known = {f"{other} (held out)" if other == name else other: values for other, values in of_sets.items()}
+        score_histogram(ax, known, label="out-of-distribution score")
+        ax.set(title=f"trained on {name}", ylim=(0, 0.42))
+        ax.legend(loc="upper left")
+    return figure
 
 
-def draw_sets() -> None:
+@styled
+def sets_figure() -> Figure:
     """Draw images of Fashion with their sets of classes at 99 %: of one class, of two, of more."""
     sets = kept("judge", "fashion-mnist")[0]["sets"]
     data = shuffled("fashion-mnist", "test", SEEDS[0])[NUM_VALIDATION : NUM_VALIDATION + NUM_TEST]
     size = sets.sum(1)
-    rows = [(size == 1).nonzero()[:7, 0], (size == 2).nonzero()[:7, 0], (size >= 3).nonzero()[:7, 0]]
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
-    for axes, points in zip(figure.subplots(3, 7), rows, strict=True):
-        for ax, n in zip(axes, points.tolist(), strict=False):
+    rows = {
+        "one class in the set": (size == 1).nonzero()[:7, 0],
+        "two classes": (size == 2).nonzero()[:7, 0],
+        "three or more": (size >= 3).nonzero()[:7, 0],
+    }
+    figure = new_figure(5.9)
+    parts = figure.subfigures(3, 1, height_ratios=(1, 1.12, 1.35))
+    for part, (title, points) in zip(parts, rows.items(), strict=True):
+        part.suptitle(title, x=0.01, ha="left")
+        for ax, n in zip(part.subplots(1, 7), points.tolist(), strict=False):
             words = [FASHION[c] for c in sets[n].nonzero()[:, 0].tolist()]
             true = FASHION[int(data.labels[n])]
-            caption = "\n".join(", ".join(words[i : i + 2]) for i in range(0, len(words), 2))
-            training_image(ax, data.inputs[n, 0], caption, 1.0 if true in words else -1.0)
-            ax.title.set_fontsize(8)
-            ax.set_xlabel(f"is: {true}", fontsize=8)
-    save(figure, "sets")
+            sign, mark = (1.0, "✓") if true in words else (-1.0, "✗")
+            training_image(ax, data.inputs[n, 0], "\n".join(words), sign, colours=(RIGHT, WRONG))
+            ax.set_xlabel(f"is: {true} {mark}", fontsize=SMALL, labelpad=2)
+    return figure
 
 
-def draw_labels() -> None:
-    """Draw the most suspicious labels; a green frame means that the label was flipped."""
-    figure = Figure(figsize=(9, 5.2), layout="constrained")
+@styled
+def labels_figure() -> Figure:
+    """Draw the most suspicious labels; a solid teal frame and a tick mean that the label was flipped."""
+    figure = new_figure(5.6)
     for part, name in zip(figure.subfigures(2, 1), OUTSIDE, strict=True):
+        part.suptitle(f"{name}: label → expected class", x=0.01, ha="left")
         found, data = kept("clean", name)[0], shuffled(name, "train", SEEDS[0])[:NUM_TRAIN]
         words = FASHION if name == "fashion-mnist" else tuple("0123456789")
         for ax, i in zip(part.subplots(2, 9).flat, found["order"][:18].tolist(), strict=True):
             given, expected = int(found["labels"][i]), int(found["expected"][i])
-            mark = 1.0 if given != data.labels[i] else -1.0
-            training_image(ax, data.inputs[i, 0], f"{words[given]} →\n{words[expected]}", mark)
-            ax.title.set_fontsize(8)
-    save(figure, "clean")
+            sign, mark = (1.0, "✓") if given != data.labels[i] else (-1.0, "✗")
+            caption = f"{words[given]} →\n{words[expected]} {mark}"
+            training_image(ax, data.inputs[i, 0], caption, sign, colours=(RIGHT, WRONG))
+    return figure
 
 
-def draw_learning() -> None:
+@styled
+def learning_figure() -> Figure:
     """Draw accuracy against the number of labels: mean and standard error of the seeds."""
-    figure = Figure(figsize=(5.5, 3.6), layout="constrained")
+    figure = new_figure(3.3, 5.0)
     ax, curves = figure.subplots(), [each["row"] for each in kept("label", "mnist")]
-    for name, colour in zip(curves[0], (PALETTE[0], PALETTE[1], PALETTE[3]), strict=True):
+    for name, colour, marker in zip(curves[0], (EXACT, PALETTE[1], GREY), "osD", strict=True):
         values = 100 * torch.tensor([curve[name] for curve in curves])
         error = values.std(0) / len(SEEDS) ** 0.5
-        ax.errorbar(range(100, 401, 50), values.mean(0), error, color=colour, label=name, capsize=3)
+        places = range(100, 401, 50)
+        ax.errorbar(places, values.mean(0), error, color=colour, marker=marker, markersize=4, label=name, capsize=3)
     ax.set(xlabel="labels of training points", ylabel="accuracy, %", title="MNIST, 784-64-10")
-    ax.grid(visible=True, color="#dddddd", linewidth=0.7)
     ax.legend()
-    save(figure, "label")
+    return figure
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
+from epk_gp.core.progress import tracked
 
 from epk_gp.analysis.alignment import output_gradients
 from epk_gp.core.head import Head, resolve_head
@@ -63,7 +63,7 @@ def input_gradients(
     model = trajectory.model_for(x)
     chosen = torch.tensor([output], device=x.device)
     total = torch.zeros_like(trajectory.inputs.to(x))
-    for step in tqdm(trajectory.steps, desc="steps", disable=not progress):
+    for step in tracked(trajectory.steps, "steps", unit="step", shown=progress):
         w, end = (flat_state(trajectory, s, x) for s in (step.index, step.index + 1))
         direction = torch.zeros_like(w[: model.num_weights])
         for t, weight in rule:

@@ -63,7 +63,9 @@ def attribute(
     metadata = {"head": asked.head, "rule": asked.rule.name, "digest": trajectory.digest, "outputs": outputs.value}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
     shutil.rmtree(folder / PARTIAL)
-    draw_attributions(folder / "attribution.png", breakdown, trajectory, X, range(min(_MAX_DRAWN, len(X))), top)
+    drawn = range(min(_MAX_DRAWN, len(X)))
+    picture = folder / "attribution.png"
+    draw_attributions(picture, breakdown, trajectory, X, drawn, top, head=asked.head, labels=asked.chosen.labels)
     results = summarise(parts, breakdown, trajectory.targets, top)
     write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
     config: dict[str, object] = {
@@ -78,8 +80,8 @@ def attribute(
     config |= {"workers": workers, "scheduler": scheduler}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
     num_outputs = trajectory.num_outputs if outputs is ExplainedOutputs.every else 1
-    drawn = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
-    typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points{drawn}")
+    note = f"; the first {_MAX_DRAWN} are drawn" if len(X) > _MAX_DRAWN else ""
+    typer.echo(f"{len(X)} points x {num_outputs} outputs x {trajectory.num_points} training points{note}")
     typer.echo(
         f"the contributions sum to the network's outputs to within {results['max_error']:.2e} "
         f"({results['max_relative_error']:.1e} of each point's largest output)"

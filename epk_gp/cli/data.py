@@ -155,11 +155,13 @@ class ChosenPoints:
         X: n inputs.
         available: Number of points that they were chosen from.
         origin: What they are: "held-out points", "points of FILE" or training inputs.
+        labels: Their classes, or None where the source has no classes.
     """
 
     X: Shaped[Tensor, "n ..."]
     available: int
     origin: str
+    labels: Int64[Tensor, " n"] | None = None
 
     def __str__(self) -> str:
         """Say how many points there are, and which."""
@@ -190,7 +192,8 @@ def read_points(source: PointSource, trajectory: Trajectory, num_points: int | N
     else:
         origin = "training inputs, for the run has no held-out points (--points names others)"
     has_file = source.file is not None or file.is_file()
-    X = require_array(read_arrays(file), "inputs", file) if has_file else trajectory.inputs
+    arrays = read_arrays(file) if has_file else {"inputs": trajectory.inputs, "labels": trajectory.targets}
+    X = require_array(arrays, "inputs", file)
     if not len(X):
         raise ValueError(f"{file} must hold at least one point: `inputs` is empty.")
     validate_inputs(X, "inputs", file)
@@ -200,7 +203,9 @@ def read_points(source: PointSource, trajectory: Trajectory, num_points: int | N
     rows = draw_rows(len(X), num_points, source.seed)
     chosen = cast_points(X[rows], trajectory, source.dtype)
     validate_finite(chosen, f"`inputs` in {file} as {chosen.dtype}" if has_file else "training inputs")
-    return ChosenPoints(chosen, len(X), origin)
+    labels = arrays.get("labels")  # for pictures alone: none are drawn that are no classes
+    is_known = labels is not None and labels.dtype == torch.int64 and labels.shape == (len(X),)
+    return ChosenPoints(chosen, len(X), origin, labels[rows] if labels is not None and is_known else None)
 
 
 def cast_points(

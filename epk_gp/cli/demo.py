@@ -15,9 +15,9 @@ from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.cli.options import Dtype
 from epk_gp.cli.parsing import make_folder, torch_dtype
-from epk_gp.cli.summaries import certificate, describe_map, fitted_numbers, map_numbers
+from epk_gp.cli.summaries import certificate, describe_map, describe_plane, fitted_numbers, map_numbers
 from epk_gp.core.certificate import CertificateWarning
-from epk_gp.core.head import Head
+from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.datasets import Dataset, three_gaussians
@@ -67,7 +67,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
     table, machines = _reconstruct(trajectory, X, quiet)
     timer.lap("reconstruct")
     first, best = next(iter(machines.items())), list(machines.items())[-1]
-    draw_reconstruction(folder / "reconstruction.png", [first, best])
+    draw_reconstruction(folder / "reconstruction.png", [first, best], "log_softmax")
     draw_errors(
         folder / "error_vs_evaluations.png", [(name, r.evaluations, r.max_error) for name, r in machines.items()]
     )
@@ -79,7 +79,16 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
     parts, by_range = attribute_many(trajectory, X[chosen], groupings, progress=not quiet)
     breakdown = prediction_breakdown(parts, by_range, parts.network.argmax(dim=1))
     attributions = summarise(parts, breakdown, trajectory.targets, 5)
-    draw_attributions(folder / "attribution.png", breakdown, trajectory, X[chosen], range(len(chosen)), 5)
+    draw_attributions(
+        folder / "attribution.png",
+        breakdown,
+        trajectory,
+        X[chosen],
+        range(len(chosen)),
+        5,
+        head=resolve_head(None, trajectory.loss, trajectory.num_outputs),
+        labels=held_out.labels[chosen],
+    )
     typer.echo(f"the contributions of {M} training points to {len(chosen)} predictions sum to the network's outputs")
     typer.echo(f"to within {attributions['max_error']:.1e}")
     timer.lap("attribute")
@@ -99,7 +108,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
         generator=generator,
         progress=not quiet,
     )
-    draw_map(folder / "uncertainty.png", m, trajectory.targets)
+    draw_map(folder / "uncertainty.png", m, trajectory.targets, plane=describe_plane("coordinates", size.dim))
     typer.echo(describe_map(m))
     timer.lap("uncertainty")
 

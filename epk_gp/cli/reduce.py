@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from tqdm.auto import tqdm
-
 from epk_gp.cli.gram import PART_FILES, write_block
 from epk_gp.cli.parsing import make_folder
+from epk_gp.core.progress import tracked
 from epk_gp.gram.block_parts import reduce_gram_parts
 from epk_gp.gram.part_files import read_gram_part
 from epk_gp.provenance import Stopwatch
@@ -15,7 +14,7 @@ def reduce(*, parts: list[Path], out: Path, quiet: bool) -> None:
     """Add all parts of a block, and write what `epk-gp gram` writes in one go."""
     timer = Stopwatch()
     files = [file for path in parts for file in _files_of(path)]
-    read = [read_gram_part(file) for file in tqdm(files, desc="parts", disable=quiet)]
+    read = [read_gram_part(file) for file in tracked(files, "parts", unit="part", shown=not quiet)]
     K = reduce_gram_parts(read)
     folder = make_folder(out)
     block = read[0].description

@@ -1,5 +1,7 @@
 """The numbers that several commands report: a reconstruction's certificate, a GP's fit, a map's summary."""
 
+from typing import Literal
+
 from torch import Tensor
 
 from epk_gp.analysis.maps import UncertaintyMap
@@ -47,4 +49,25 @@ def describe_map(m: UncertaintyMap) -> str:
         f"standard deviation of the class probability over the map: at most {float(m.std.max()):.3f}\n"
         f"its rank correlation with the distance to the training data: {correlation}\n"
         f"share of directions in which it falls outwards: {100 * m.share_std_decreasing:.0f} %"
+    )
+
+
+def describe_plane(name: Literal["principal", "coordinates"], num_entries: int) -> str:
+    """Return which plane a map shows, and what the other coordinates are there, as the line above the picture.
+
+    Args:
+        name: The plane: of the first two principal directions, or of the first two coordinates.
+        num_entries: Number of coordinates of an input.
+    """
+    others = num_entries - 2
+    if name == "coordinates":
+        if not others:
+            return ""
+        are = "other one is" if others == 1 else f"other {others} are"
+        return f"Shown is the plane of the first two coordinates; the {are} 0. Training points are projected onto it."
+    if not others:
+        return "Shown are the two input coordinates, along the principal directions of the training inputs."
+    return (
+        f"Shown is the plane of the first two principal directions of the training inputs ({num_entries} coordinates) "
+        "through their mean.\nTraining points are projected onto it."
     )

@@ -13,7 +13,7 @@ from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName
 from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
 from epk_gp.cli.scores import ScoreOptions, write_scores
-from epk_gp.cli.summaries import describe_map, fitted_numbers, map_numbers
+from epk_gp.cli.summaries import describe_map, describe_plane, fitted_numbers, map_numbers
 from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory
@@ -109,7 +109,8 @@ def uncertainty(
         m = uncertainty_on_plane(
             gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
         )
-    draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane.value])
+    words = describe_plane(plane.value, trajectory.inputs[0].numel())
+    draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane.value], plane=words)
     metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
     arrays = _map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}
     write_arrays(folder / "map.safetensors", _cast(arrays, torch_dtype(dtype)), metadata)

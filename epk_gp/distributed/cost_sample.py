@@ -8,11 +8,11 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil, inf, isfinite
 from statistics import fmean, variance
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Protocol, final, runtime_checkable
 
 from scipy.special import stdtrit
-from tqdm.auto import tqdm
 
+from epk_gp.core.progress import ProgressBar, progress_bar
 from epk_gp.distributed.job import Place
 
 Clock = Callable[[], float]
@@ -156,7 +156,7 @@ def sample_costs(
     """
     start = clock()
     samples = [_KindSample(kind) for kind in work.kinds if kind.pieces]
-    with tqdm(total=100, desc="measuring", unit="%", disable=not progress) as bar:
+    with progress_bar(100, "measuring", unit="%", shown=progress) as bar:
         for family in _families(samples):
             _warm_up(work, family, clock, seconds / (LEAST_SAMPLES * len(samples)))
             for _ in range(LEAST_SAMPLES):
@@ -351,5 +351,5 @@ def _gain(sample: _KindSample, samples: Sequence[_KindSample]) -> float:
     return cost.seconds / max(1, n) if n < LEAST_SAMPLES else cost.standard_error / n**0.5 + 0.01 * cost.seconds / n
 
 
-def _show(bar: "tqdm[Any]", share: float) -> None:
+def _show(bar: ProgressBar, share: float) -> None:
     bar.update(max(0, min(100, int(100 * share)) - int(bar.n)))

@@ -1,7 +1,6 @@
 """Pieces of a computation, computed by an executor's workers and read in their order."""
 
 import shutil
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -15,11 +14,11 @@ from uuid import uuid4
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.executors import PendingResult, SupportsSubmit
+from epk_gp.core.progress import write_line
 from epk_gp.distributed.job import Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -301,7 +300,7 @@ def _is_dask(executor: SupportsSubmit) -> bool:
 
 
 def _say(line: str) -> None:
-    tqdm.write(line, file=sys.stderr)
+    write_line(line)
 
 
 def _gave_up(piece: Piece) -> RuntimeError:

@@ -9,11 +9,11 @@ import torch
 from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.input_layout import Inputs
+from epk_gp.core.progress import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_number, validate_positive, validate_tensor
 from epk_gp.gp.likelihoods import NOISE_FLOOR
@@ -249,7 +249,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         spectrum = self._spectrum()
         optimizer = torch.optim.Adam(self.parameters(), lr=lr)
         losses = []
-        for _ in tqdm(range(steps), desc="fit", unit="step", disable=not progress):
+        for _ in tracked(range(steps), "fit", unit="step", shown=progress):
             optimizer.zero_grad()
             loss = self._loss(spectrum)
             loss.backward()

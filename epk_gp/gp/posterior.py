@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.memory_plan import posterior_points
+from epk_gp.core.progress import progress_bar
 from epk_gp.core.validation import validate_count, validate_number, validate_tensor
 from epk_gp.gp.output_coupling import OutputCoupling
 from epk_gp.kernels.cache import BlockCache
@@ -158,7 +158,7 @@ def posterior_at(
     size = _default_block_size(factorization) if block_size is None else int(block_size)
     means, covariances = [], []
     largest_variance = 0.0
-    with torch.no_grad(), tqdm(total=len(x), desc="posterior", unit="point", disable=not progress) as bar:
+    with torch.no_grad(), progress_bar(len(x), "posterior", unit="point", shown=progress) as bar:
         for number, rows in enumerate(x.split(size)):
             blocks, norms = point_blocks(factorization.config, rows, first=number * size)
             prior = coupling.prior_covariances(blocks, factorization.scale)

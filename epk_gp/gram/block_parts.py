@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 import epk_gp
 from epk_gp.core.fingerprint import fingerprint, fingerprint_tensors
 from epk_gp.core.points import Points
+from epk_gp.core.progress import progress_bar
 from epk_gp.core.validation import validate_count
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import threads_of_workers
@@ -192,7 +192,7 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
         num_bytes = largest * context.num_sums * reference.itemsize
         pieces = GramPieces.of(context, a, b)
         results = pieces.results("piece", places, context.options, lambda: _identity(description), num_bytes)
-        with closing(results), tqdm(total=len(places), desc="pieces", disable=not context.options.progress) as bar:
+        with closing(results), progress_bar(len(places), "pieces", unit="piece", shown=context.options.progress) as bar:
             for place, result in zip(places, results, strict=True):
                 sums[place] = result.pop("total").to(reference.device)
                 check.merge(result)

@@ -5,10 +5,10 @@ from functools import cached_property
 
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.points import Points
+from epk_gp.core.progress import progress_bar
 from epk_gp.distributed.job import Place
 from epk_gp.gram.accumulation import Steps, step_batches
 from epk_gp.gram.context import ExecutionContext
@@ -20,10 +20,10 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
     """Compute the blocks of points with themselves."""
     C, options = context.num_outputs, context.options
     result = context.reference.new_zeros(len(a), C, C)
-    rows, hidden = diagonal_rows(context, a), not options.progress
+    rows = diagonal_rows(context, a)
     ranges = step_ranges(len(context.steps))
     if options.executor is None and options.checkpoint is None:
-        with tqdm(total=len(rows) * len(context.steps), desc="steps", disable=hidden) as bar:
+        with progress_bar(len(rows) * len(context.steps), "steps", unit="step", shown=options.progress) as bar:
             for (is_train, _), indices in rows.items():
                 for steps in (context.steps[steps] for steps in ranges):
                     result[indices] += diagonal_of(context, steps, a.X[indices], is_train=bool(is_train))
@@ -33,7 +33,7 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
     num_bytes = max(map(len, rows.values()), default=0) * C**2 * context.reference.itemsize
     pieces = DiagonalPieces.of(context, a, a)
     results = pieces.results("diagonal", places, options, lambda: _identity(context, a), num_bytes)
-    with closing(results), tqdm(total=len(places), desc="pieces", disable=hidden) as bar:
+    with closing(results), progress_bar(len(places), "pieces", unit="piece", shown=options.progress) as bar:
         for place, found in zip(places, results, strict=True):
             context.integrations.merge(found)
             result[rows[place[:2]]] += found["total"].to(result)

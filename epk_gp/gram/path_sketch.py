@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
@@ -18,6 +17,7 @@ from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head
 from epk_gp.core.points import Points
+from epk_gp.core.progress import progress_bar, tracked
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.planned_pieces import PlannedPieces
@@ -141,7 +141,7 @@ class PathSketch:
         pieces = ProductPieces(self, a, b, options.memory_budget, plan=net.plan)
         largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
         computed = self._computed(pieces, options, largest**2 * K * net.itemsize)
-        bar = tqdm(pieces.places, desc="tiles", disable=not options.progress)
+        bar = tracked(pieces.places, "tiles", unit="tile", shown=options.progress)
         with closing(computed):
             for (i, j), found in zip(bar, computed, strict=True):
                 (n, m), block = (pieces.rows[i], pieces.columns[j]), found["block"].to(result)
@@ -157,7 +157,7 @@ class PathSketch:
         pieces = FeaturePieces(self, points, plan=net.plan)
         num_bytes = max(map(len, pieces.rows.values()), default=0) * K * k * net.itemsize
         computed = self._computed(pieces, options, num_bytes)
-        with closing(computed), tqdm(total=len(points), desc="points", disable=not options.progress) as bar:
+        with closing(computed), progress_bar(len(points), "points", unit="point", shown=options.progress) as bar:
             for rows, found in zip(pieces.rows.values(), computed, strict=True):
                 result[rows] = found["features"].to(result)
                 bar.update(len(rows))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.points import Points
+from epk_gp.core.progress import progress_bar
 from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
 from epk_gp.gram.accumulator import scatter_block, transpose_block
 from epk_gp.gram.context import ExecutionContext
@@ -87,7 +87,7 @@ def _totals_here(
         total, done = _stored_total(context, sums, name)
         initial = min(len(steps), ranges[done].start) if done < len(ranges) else len(steps)
         used = list[str]()
-        with tqdm(total=len(steps), initial=initial, desc="steps", disable=not context.options.progress) as bar:
+        with progress_bar(len(steps), "steps", unit="step", initial=initial, shown=context.options.progress) as bar:
             for number in range(done, len(ranges)):
                 part = None if sums is None else _part_of_worker(context, sums, f"{name}-{number}")
                 if part is None:
@@ -124,7 +124,7 @@ def _by_workers(
         size, initial = len(tiles) * pieces.per_tile, sum(map(pieces.num_finished, done))
         with (
             closing(results),
-            tqdm(total=size, initial=initial, desc="pieces", disable=not context.options.progress) as bar,
+            progress_bar(size, "pieces", unit="piece", initial=initial, shown=context.options.progress) as bar,
         ):
             for tile, first in zip(tiles, done, strict=True):
                 name, used = tile_name(prefix, tile), list[str]()

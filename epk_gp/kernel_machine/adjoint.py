@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.gradients import RunReplay
+from epk_gp.core.progress import progress_bar
 from epk_gp.core.replay import passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state, flat_weights
@@ -91,7 +91,7 @@ def adjoint_pass(
     S = trajectory.num_steps
     work_items = len(blocks) * S
     products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
-    with tqdm(total=work_items, initial=progress.done, desc="steps", disable=not problem.options.progress) as bar:
+    with progress_bar(work_items, "steps", unit="step", initial=progress.done, shown=problem.options.progress) as bar:
         for number, rows in enumerate(blocks):
             for position in range(max(0, progress.done - number * S), S):
                 step = trajectory.steps[S - 1 - position]

@@ -5,16 +5,15 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
+from epk_gp.core.progress import ProgressBar, progress_bar
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Here, Piece, results_of, threads_of_workers
@@ -104,7 +103,7 @@ class AttributionPass:
         self,
         place: Place,
         residuals: StepResiduals | None,
-        bar: "tqdm[Any] | None" = None,
+        bar: ProgressBar | None = None,
         begun: tuple[PartialSums | None, str] = (None, ""),
     ) -> PassProgress:
         """Sum the terms of a range of steps at the points of a block.
@@ -249,7 +248,7 @@ def _add_blocks(
         own = replace(options, executor=executor)
         parts = results_of(AttributionPieces.of(work), pieces, own, lambda: identity, num_bytes)
     waiting, is_hidden = deque(pieces), executor is None or not options.progress
-    with closing(parts), tqdm(total=len(pieces), desc="pieces", disable=is_hidden) as bar:
+    with closing(parts), progress_bar(len(pieces), "pieces", unit="piece", shown=not is_hidden) as bar:
         for block, rows in enumerate(work.blocks):
             span, used = slice(int(rows[0]), int(rows[-1]) + 1), list[str]()
             total = PassProgress(None, [x[span] for x in progress.sums], work.new_record)
@@ -273,7 +272,7 @@ def _parts_here(
     """Compute pieces one after another, but for those that workers of an earlier call have computed."""
     S = work.problem.trajectory.num_steps
     left = sum(len(range(S)[work.ranges[piece.place[1]]]) for piece in pieces)
-    with tqdm(total=left, desc="steps", disable=not work.problem.options.progress) as bar:
+    with progress_bar(left, "steps", unit="step", shown=work.problem.options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
             yield found or work.part(piece.place, None, bar, (stored, piece.name + _BEGUN)).state()

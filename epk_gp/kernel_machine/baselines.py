@@ -11,13 +11,13 @@ from typing import Unpack
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, loss_derivatives, soft_targets
 from epk_gp.core.points import Points
+from epk_gp.core.progress import tracked
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, network_outputs, parse_inputs
 from epk_gp.gram.ntk import ntk_at
 from epk_gp.gram.path_kernel import PathKernel
@@ -166,7 +166,7 @@ def _path_blocks(
     validate_vanilla_gd(trajectory, "this kernel machine's run")
     validate_loss_takes_outputs(trajectory, "this kernel machine")
     quiet = replace(options, progress=False)
-    for step in tqdm(trajectory.steps, desc="steps", disable=not options.progress):
+    for step in tracked(trajectory.steps, "steps", unit="step", shown=options.progress):
         size = vanilla_lr(trajectory, step)
         if size == 0:
             continue

@@ -2,14 +2,12 @@
 
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents
@@ -21,15 +19,16 @@ from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.gradients import RunReplay
+from epk_gp.core.progress import ProgressBar, progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.loss_curvature import LossCurvature
 from epk_gp.kernel_machine.optimizer_adjoint import MemoryTrace, OptimizerJacobian
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.storage.stored import require_same_run
 
 # Vectors of P numbers of each output that the pass holds: adjoints of weights, memory and gradient, before and after.
 _VECTORS = 16
@@ -136,7 +135,7 @@ class InfluencePass:
     def part(
         self,
         number: int,
-        bar: "tqdm[Any] | None" = None,
+        bar: ProgressBar | None = None,
         begun: tuple[PartialSums | None, str] = (None, ""),
     ) -> dict[str, Tensor]:
         """Go through the run with the inputs of a block, and return its sums.
@@ -281,30 +280,25 @@ class _Sums:
 
 
 @dataclass(frozen=True, eq=False)
-class InfluencePieces:
+class InfluencePieces(PlannedPieces):
     """The pass as pieces for workers: a block of inputs each.
 
     Attributes:
         problem: What is wanted, without an executor.
-        plan: How to differentiate the network.
     """
 
     problem: InfluenceProblem
-    plan: DifferentiationPlan
+    plan: DifferentiationPlan = field(kw_only=True)
 
-    def __getstate__(self) -> dict[str, object]:
-        """Return the pickled form, without what is found out again."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
-
-    def check(self) -> None:
-        """Raise if the run on disk is not the one that the owner of the job opened."""
-        require_same_run(self.problem.trajectory)
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and the inputs."""
+        return self.problem.trajectory, self.problem.X
 
     @cached_property
     def whole(self) -> InfluencePass:
         """The pass of all inputs."""
-        problem = self.problem
-        return InfluencePass(problem, PlannedModel(problem.trajectory.model_for(problem.X), self.plan))
+        return InfluencePass(self.problem, self.net)
 
     def piece(self, place: Place) -> dict[str, Tensor]:
         """Go through the run with the inputs of a block."""
@@ -321,9 +315,9 @@ def run_pass(work: InfluencePass) -> dict[str, Tensor]:
     else:
         alone = replace(problem, options=replace(options, executor=None, progress=False, checkpoint=None))
         num_bytes = work.points_per_block * problem.cotangents.shape[1] * 8 * problem.trajectory.num_points
-        parts = results_of(InfluencePieces(alone, work.net.plan), pieces, options, problem.identity, num_bytes)
+        parts = results_of(InfluencePieces(alone, plan=work.net.plan), pieces, options, problem.identity, num_bytes)
     is_hidden = options.executor is None or not options.progress
-    with closing(parts), tqdm(total=len(pieces), desc="pieces", disable=is_hidden) as bar:
+    with closing(parts), progress_bar(len(pieces), "pieces", unit="piece", shown=not is_hidden) as bar:
         found = []
         for part in parts:
             found.append(part)
@@ -337,7 +331,7 @@ def _parts_here(work: InfluencePass, pieces: list[Piece]) -> Generator[dict[str,
     problem, options = work.problem, work.problem.options
     stored = None if options.checkpoint is None else PartialSums(options.checkpoint, problem.identity())
     total = len(pieces) * problem.truncate
-    with tqdm(total=total, desc="steps", disable=not options.progress) as bar:
+    with progress_bar(total, "steps", unit="step", shown=options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
             if found:

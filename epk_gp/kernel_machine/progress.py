@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from epk_gp.core.progress import ProgressBar
 from epk_gp.kernel_machine.certification import IntegrationRecord
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.storage.partial_sums import PartialSums
@@ -36,7 +35,7 @@ class PassProgress:
         sums: Sequence[Tensor],
         record: IntegrationRecord,
         name: str = "sums",
-        bar: "tqdm[Any] | None" = None,
+        bar: ProgressBar | None = None,
     ) -> None:
         self.checkpoint, self.sums, self.name, self.bar = checkpoint, sums, name, bar
         self.adjoint_state: Tensor | None = None

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.planned_model import PlannedModel
@@ -18,6 +16,7 @@ from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.gradients import ReplayedStep, has_memory, replayed_steps
 from epk_gp.core.memory_plan import integration_points, panel_points
+from epk_gp.core.progress import ProgressBar, progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.planned_pieces import PlannedPieces
@@ -123,7 +122,7 @@ class ReconstructionPieces(PlannedPieces):
         return ReconstructionSums(num_points, trajectory.num_outputs, record, mismatches).to(self.X.device)
 
     def sum_steps(
-        self, steps: slice, panels: Sequence[Tensor], bar: "tqdm[Any] | None" = None
+        self, steps: slice, panels: Sequence[Tensor], bar: ProgressBar | None = None
     ) -> list[ReconstructionSums]:
         """Walk along some steps, and sum what they add at the points of each panel (row numbers)."""
         trajectory, net, budget = self.kernel.trajectory, self.net, self.options.memory_budget
@@ -184,7 +183,7 @@ def sum_over_steps(
     pieces = ReconstructionPieces.of(net, kernel, X, options)
     total = pieces.new_sums(len(X))
     if options.executor is None and options.checkpoint is None:
-        with tqdm(desc="steps", total=kernel.trajectory.num_steps, disable=not options.progress) as bar:
+        with progress_bar(kernel.trajectory.num_steps, "steps", unit="step", shown=options.progress) as bar:
             for steps in pieces.ranges:
                 for rows, sums in zip(pieces.panels, pieces.sum_steps(steps, pieces.panels, bar), strict=True):
                     total.merge(sums, rows)
@@ -192,7 +191,7 @@ def sum_over_steps(
     places = [(panel, number) for number in range(len(pieces.ranges)) for panel in range(len(pieces.panels))]
     num_bytes = len(pieces.panels[0]) * (2 * kernel.trajectory.num_outputs + 1) * 8
     results = pieces.results("steps", places, options, pieces.identity, num_bytes)
-    with closing(results), tqdm(desc="pieces", total=len(places), disable=not options.progress) as bar:
+    with closing(results), progress_bar(len(places), "pieces", unit="piece", shown=options.progress) as bar:
         for (panel, _), state in zip(places, results, strict=True):
             rows = pieces.panels[panel]
             total.merge(pieces.new_sums(len(rows)).load(state), rows)

@@ -9,7 +9,6 @@ from typing import Unpack
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.certificate import warn_uncertified
@@ -17,6 +16,7 @@ from epk_gp.core.compute_options import MEMORY_BUDGET, ComputeOptions, ComputeSe
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
+from epk_gp.core.progress import progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_weights, parse_inputs, validate_trajectory
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.core.validation import validate_finite
@@ -228,7 +228,7 @@ def _results(problem: _Problem) -> Iterator[dict[str, Tensor]]:
         num_bytes = 8 * problem.trajectory.num_weights * len(problem.blocks[0])
         parts = results_of(alone, pieces, options, problem.identity, num_bytes)
     is_hidden = options.executor is None or not options.progress
-    with closing(parts), tqdm(total=len(pieces), desc="pieces", disable=is_hidden) as bar:
+    with closing(parts), progress_bar(len(pieces), "pieces", unit="piece", shown=not is_hidden) as bar:
         for part in parts:
             yield part
             bar.update()
@@ -239,7 +239,7 @@ def _parts_here(problem: _Problem, pieces: list[Piece]) -> Generator[dict[str, T
     stored = None if options.checkpoint is None else PartialSums(options.checkpoint, problem.identity())
     trainer = StackedTraining(problem.trajectory)
     total = len(pieces) * problem.trajectory.num_steps
-    with tqdm(total=total, desc="steps", disable=not options.progress) as bar:
+    with progress_bar(total, "steps", unit="step", shown=options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
             if not found:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.gradients import RunReplay
+from epk_gp.core.progress import ProgressBar
 from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
 from epk_gp.core.replay import PassData, passes_of
 from epk_gp.core.step import Step
@@ -73,7 +73,7 @@ class StackedTraining:
             self._maps = False  # it computes convolutions with weights of their own by copies
         self._bound: float | None = None  # of the last step that clipped the norm of all gradients
 
-    def end(self, weights: Float[Tensor, "m M"], bar: "tqdm[Any] | None" = None) -> dict[str, Tensor]:
+    def end(self, weights: Float[Tensor, "m M"], bar: ProgressBar | None = None) -> dict[str, Tensor]:
         """Train with these weights of the samples.
 
         Args:

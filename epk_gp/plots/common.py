@@ -1,4 +1,4 @@
-"""Colours, number formatting and validation that all drawing functions share."""
+"""Number formatting and validation that all drawing functions share."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -6,14 +6,23 @@ from typing import TypeAlias
 import numpy as np
 from torch import Tensor
 
-Numbers: TypeAlias = Tensor | np.ndarray
+from epk_gp.plots.style import COLORMAP, GREY, LOWERED, PALETTE, RAISED, REST
 
-# Petroff (2021): ten colours that can be distinguished in each of the three kinds of colour blindness.
-PALETTE = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd")
-GREY, REST = "#4d4d4d", "#e4e4e4"
-RAISED, LOWERED = "#1b7837", "#b2182b"
-# Maps are grey, so that the colour of a point stands for its class only.
-COLORMAP = "Greys"
+__all__ = [
+    "COLORMAP",
+    "GREY",
+    "LOWERED",
+    "Numbers",
+    "PALETTE",
+    "RAISED",
+    "REST",
+    "as_numpy",
+    "class_name",
+    "require_shape",
+    "short",
+]
+
+Numbers: TypeAlias = Tensor | np.ndarray
 
 
 def as_numpy(name: str, values: Numbers | Sequence[int | float]) -> np.ndarray:
@@ -46,4 +55,10 @@ def require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
 def short(value: float, *, sign: bool = False) -> str:
     """Format a number in a few characters, with a typographic minus."""
     text = f"{value:+.3g}" if sign else f"{value:.2g}"
-    return text.replace("-", "−")
+    mantissa, exponent, power = text.partition("e")
+    return (mantissa + (f"e{int(power)}" if exponent else "")).replace("-", "−")
+
+
+def class_name(number: int, names: Sequence[str] | None) -> str:
+    """Return the name of a class: the given one, or "class 3"."""
+    return f"class {number}" if names is None else names[number]

@@ -1,13 +1,32 @@
 """Drawings of maps over a plane."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import matplotlib.patheffects as effects
 import numpy as np
 from jaxtyping import Float, Int
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.contour import ContourSet
 from matplotlib.lines import Line2D
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from scipy.interpolate import RectBivariateSpline, RegularGridInterpolator
+from scipy.ndimage import convolve, distance_transform_edt, gaussian_filter
 
-from epk_gp.plots.common import COLORMAP, PALETTE, Numbers, as_numpy, require_shape
+from epk_gp.plots.common import Numbers, as_numpy, class_name, require_shape
+from epk_gp.plots.style import COLORMAP, GREY, INK, PALETTE, SMALL
+
+_FINE = 241  # nodes per side between which a map is drawn: a node is a pixel or two
+_LEVELS = 12  # shades, about
+_BLUR = 0.012  # of the side: the width over which the steps of a boundary between nodes are rounded off
+_FEW = 5  # classes whose colours are enough; the regions of more are named
+_SMOOTHINGS = 20  # of what is continued beyond a region: it is drawn up to a node's distance from it
+_NEIGHBOURS = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]]) / 4
+_PALE = 0.22  # share of a class's colour in that of its region
+_HALO: list[effects.AbstractPathEffect] = [effects.withStroke(linewidth=2.8, foreground="white")]
 
 
 def uncertainty_map(
@@ -20,9 +39,18 @@ def uncertainty_map(
     points: Float[Numbers, "n 2"] | None = None,
     labels: Int[Numbers, " n"] | None = None,
     boundary: Int[Numbers, "fine_y fine_x"] | None = None,
+    regions: Int[Numbers, "ny nx"] | None = None,
     colorbar_label: str = "standard deviation",
+    names: Sequence[str] | None = None,
+    limits: tuple[float, float] | None = None,
+    colorbar: bool = True,
+    legend: bool = True,
 ) -> Axes:
     """Draw a scalar over a plane, dark where it is large, with training points and the decision boundary.
+
+    The values between the nodes are interpolated by cubic splines, cut at the smallest and the largest value, and drawn
+    in about ten shades whose edges are contour lines. The boundary is smoothed over 1 % of the side. Where the network
+    predicts more than five classes, their regions are named in the map.
 
     Args:
         ax: Axes to draw into; a colour bar is added to its figure.
@@ -34,79 +62,259 @@ def uncertainty_map(
         labels: Class of each point, which gives its colour.
         boundary: Class that the network predicts at each node of the grid, or of a finer grid over the same extent;
             lines are drawn where it changes.
+        regions: Class that the network predicts at each node of the grid, where the values jump at the boundary, as all
+            do that are of the predicted class: they are interpolated in the region of each class by itself.
         colorbar_label: Name and unit of `values`.
+        names: Names of the classes, in order; None means "class 0", "class 1", …
+        limits: Smallest and largest value of the shades; None means those of `values`.
+        colorbar: Whether a colour bar is drawn.
+        legend: Whether a legend is drawn below the map; several maps share one, made of `map_handles`.
 
     Returns:
         The Axes.
 
     Raises:
         ValueError: The shapes do not match, or the grid is not evenly spaced, or a value is not finite, or labels are
-            given without points.
+            given without points, or regions without a boundary, or a class has no name.
     """
     x, y, z = as_numpy("grid_x", grid_x), as_numpy("grid_y", grid_y), as_numpy("values", values)
-    step_x, step_y = _spacing("grid_x", x), _spacing("grid_y", y)
+    _require_even("grid_x", x)
+    _require_even("grid_y", y)
     require_shape("values", z, (len(y), len(x)))
-    edges = (x[0] - step_x / 2, x[-1] + step_x / 2, y[0] - step_y / 2, y[-1] + step_y / 2)
-    image = ax.imshow(z, origin="lower", extent=edges, cmap=COLORMAP, interpolation="nearest", aspect="equal")
-    formatter = ScalarFormatter()
-    formatter.set_powerlimits((-2, 3))
-    bar = ax.figure.colorbar(image, ax=ax, format=formatter, fraction=0.046, pad=0.03)
-    bar.set_label(colorbar_label)
-    if boundary is not None:
-        _draw_boundary(ax, x, y, as_numpy("boundary", boundary))
+    classes = None if labels is None else as_numpy("labels", labels)
+    borders = None if boundary is None else _Borders(x, y, as_numpy("boundary", boundary))
+    _require_names(names, classes, None if borders is None else borders.classes)
+    if regions is None:
+        fine = _interpolated(x, y, z)
+    elif borders is None:
+        raise ValueError("regions must come with a boundary: got regions alone. Pass the boundary too.")
+    else:
+        fine = _interpolated_by_region(x, y, z, as_numpy("regions", regions), borders)
+    shades = _draw_shades(ax, (x, y), fine, limits or (float(z.min()), float(z.max())))
+    if colorbar:
+        draw_colorbar([ax], shades, colorbar_label)
+    if borders is not None:
+        _draw_boundary(ax, borders, names)
     if points is not None:
-        _draw_points(ax, as_numpy("points", points), None if labels is None else as_numpy("labels", labels))
+        _draw_points(ax, as_numpy("points", points), classes)
     elif labels is not None:
         raise ValueError("labels must come with points: got labels alone. Pass points too.")
-    ax.set(xlim=edges[:2], ylim=edges[2:], xlabel="$x_1$", ylabel="$x_2$", title=title)
+    _frame(ax, x, y)
+    ax.set_title(title)
+    if legend and classes is not None:
+        handles = map_handles(classes, names=names, boundary=borders is not None)
+        # Below the map, where the legend covers neither points nor boundaries.
+        below: tuple[float, float] = (0.5, -0.16)
+        columns = min(len(handles), 4)
+        ax.legend(handles=handles, loc="upper center", bbox_to_anchor=below, ncols=columns, fontsize=SMALL)
     return ax
 
 
-def _spacing(name: str, grid: np.ndarray) -> float:
+def class_regions(
+    ax: Axes, grid_x: Float[Numbers, " nx"], grid_y: Float[Numbers, " ny"], classes: Int[Numbers, "ny nx"]
+) -> Axes:
+    """Draw where the network predicts which class, in pale colours: a background for points.
+
+    Args:
+        ax: Axes to draw into.
+        grid_x: Evenly spaced, increasing coordinates of the columns.
+        grid_y: Evenly spaced, increasing coordinates of the rows.
+        classes: Class that the network predicts at each node.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: The shapes do not match, or the grid is not evenly spaced.
+    """
+    x, y = as_numpy("grid_x", grid_x), as_numpy("grid_y", grid_y)
+    _require_even("grid_x", x)
+    _require_even("grid_y", y)
+    borders = _Borders(x, y, as_numpy("classes", classes))
+    for c, lead in zip(borders.present.tolist(), borders.leads, strict=True):
+        ax.contourf(borders.x, borders.y, lead, levels=[0, 2], colors=[_pale(c)], zorder=0)
+    _frame(ax, x, y)
+    return ax
+
+
+def region_handles(classes: Sequence[int], *, names: Sequence[str] | None = None) -> list[Artist]:
+    """Return the entries of a legend of `class_regions`.
+
+    Args:
+        classes: Classes that are drawn.
+        names: Names of the classes, in order; None means "class 0", "class 1", …
+    """
+    return [
+        Patch(facecolor=_pale(c), edgecolor=GREY, linewidth=0.6, label=f"network: {class_name(c, names)}")
+        for c in classes
+    ]
+
+
+def map_handles(
+    labels: Int[Numbers, " n"] | Sequence[int], *, names: Sequence[str] | None = None, boundary: bool = True
+) -> list[Artist]:
+    """Return the entries of a legend that several maps share: one per class of training points, and the boundary.
+
+    Args:
+        labels: Classes of the points that are drawn.
+        names: Names of the classes, in order; None means "class 0", "class 1", …
+        boundary: Whether the decision boundary is drawn.
+    """
+    present = np.unique(as_numpy("labels", labels)).tolist()
+    handles: list[Artist] = [
+        Line2D([], [], color=PALETTE[c % len(PALETTE)], marker="o", linestyle="", label=class_name(c, names))
+        for c in present
+    ]
+    line = Line2D([], [], color=INK, linewidth=1.2, label="decision boundary of the network")
+    return [*handles, line] if boundary else handles
+
+
+def draw_colorbar(axes: Sequence[Axes], shades: ContourSet, label: str) -> None:
+    """Draw the colour bar of one or several maps beside them, with few ticks."""
+    formatter = ScalarFormatter()
+    formatter.set_powerlimits((-2, 4))
+    figure = axes[0].figure
+    bar = figure.colorbar(
+        shades, ax=list(axes), format=formatter, fraction=0.046, pad=0.03, ticks=np.asarray(shades.levels)[::2]
+    )
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+def shades_of(ax: Axes) -> ContourSet:
+    """Return the shades of a map, for a colour bar that several maps share."""
+    return next(artist for artist in ax.collections if isinstance(artist, ContourSet) and artist.filled)
+
+
+class _Borders:
+    """The network's classes on a fine grid, smoothed so that their borders have no steps.
+
+    Attributes:
+        x: Columns of the fine grid.
+        y: Its rows.
+        classes: Class at each of its nodes.
+        present: Classes that occur, ascending.
+        leads: How far each of them is ahead of the best other one (class, y, x): neighbours change sign on one line.
+    """
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> None:
+        if classes.ndim != 2 or classes.shape[0] < len(y) or classes.shape[1] < len(x):
+            raise ValueError(f"boundary must have shape {(len(y), len(x))}, or be finer: got {classes.shape}.")
+        self.y, self.x = (np.linspace(a[0], a[-1], size) for a, size in zip((y, x), classes.shape, strict=True))
+        self.classes, self.present = classes, np.unique(classes)
+        blur = max(1.5, _BLUR * max(classes.shape))
+        shares = np.stack([gaussian_filter((classes == c).astype(float), blur, mode="nearest") for c in self.present])
+        first, second = np.sort(shares, axis=0)[[-1, -2]] if len(shares) > 1 else (shares[0], 0 * shares[0])
+        self.leads = np.where(shares == first, shares - second, shares - first)
+
+    def region_at(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return the class at each node of another grid over the same extent."""
+        nodes = np.stack(np.meshgrid(y, x, indexing="ij"), axis=-1)
+        leads = [RegularGridInterpolator((self.y, self.x), lead)(nodes) for lead in self.leads]
+        classes: np.ndarray = self.present[np.argmax(leads, axis=0)]
+        return classes
+
+
+def _fine_axes(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return np.linspace(x[0], x[-1], max(_FINE, len(x))), np.linspace(y[0], y[-1], max(_FINE, len(y)))
+
+
+def _interpolated(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    fine_x, fine_y = _fine_axes(x, y)
+    spline = RectBivariateSpline(y, x, z, kx=min(3, len(y) - 1), ky=min(3, len(x) - 1))
+    fine: np.ndarray = spline(fine_y, fine_x).clip(z.min(), z.max())
+    return fine
+
+
+def _interpolated_by_region(
+    x: np.ndarray, y: np.ndarray, z: np.ndarray, regions: np.ndarray, borders: _Borders
+) -> np.ndarray:
+    """Interpolate the values of each class by themselves, continued to the other nodes harmonically."""
+    require_shape("regions", regions, z.shape)
+    fine, at = _interpolated(x, y, z), borders.region_at(*_fine_axes(x, y))
+    for c in np.unique(regions):
+        others = regions != c
+        rows, columns = distance_transform_edt(others, return_distances=False, return_indices=True)
+        own = z[rows, columns]
+        for _ in range(_SMOOTHINGS):
+            own = np.where(others, convolve(own, _NEIGHBOURS, mode="nearest"), z)
+        fine[at == c] = _interpolated(x, y, own)[at == c]
+    return fine
+
+
+def _draw_shades(
+    ax: Axes, axes: tuple[np.ndarray, np.ndarray], fine: np.ndarray, limits: tuple[float, float]
+) -> ContourSet:
+    low, high = limits
+    if high <= low:  # all values are equal: one shade
+        high = low + max(abs(low), 1.0) * 1e-6
+    levels = MaxNLocator(_LEVELS, steps=[1, 2, 2.5, 4, 5, 10]).tick_values(low, high)
+    half = (levels[1] - levels[0]) / 2  # a shade stands for its middle: the first is white, the last the darkest
+    shown = fine.clip(levels[0], levels[-1])
+    shades = ax.contourf(
+        *_fine_axes(*axes), shown, levels=levels, cmap=COLORMAP, vmin=levels[0] + half, vmax=levels[-1] - half, zorder=0
+    )
+    shades.set_edgecolor("face")  # no light seams between the shades
+    return shades
+
+
+def _frame(ax: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    ax.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]), xlabel="$x_1$", ylabel="$x_2$", aspect="equal")
+    ax.grid(visible=False)
+    for side in ax.spines.values():
+        side.set_visible(True)
+
+
+def _pale(c: int) -> str:
+    """Return the colour of a class, mixed with white."""
+    red, green, blue = (_PALE * part + 1 - _PALE for part in to_rgb(PALETTE[c % len(PALETTE)]))
+    return to_hex((red, green, blue))
+
+
+def _require_even(name: str, grid: np.ndarray) -> None:
     steps = np.diff(grid)
     if grid.ndim != 1 or len(grid) < 2 or steps.min() <= 0 or np.ptp(steps) > 1e-3 * steps.mean():
         raise ValueError(
             f"{name} must be 1-dimensional, increasing and evenly spaced: got {_describe(grid)}. Make it with linspace."
         )
-    return float(steps.mean())
 
 
 def _describe(grid: np.ndarray) -> str:
     return f"{len(grid)} coordinates that are not" if grid.ndim == 1 else f"shape {grid.shape}"
 
 
-def _draw_boundary(ax: Axes, x: np.ndarray, y: np.ndarray, classes: np.ndarray) -> None:
-    if classes.ndim != 2 or classes.shape[0] < len(y) or classes.shape[1] < len(x):
-        raise ValueError(f"boundary must have shape {(len(y), len(x))}, or be finer: got {classes.shape}.")
-    y, x = (np.linspace(axis[0], axis[-1], size) for axis, size in zip((y, x), classes.shape, strict=True))
-    present = np.unique(classes)
-    # Every border of the last class is a border of another class too.
-    for c in present[:-1]:
-        lines = ax.contour(x, y, (classes == c).astype(float), levels=[0.5], colors="black", linewidths=1.1, zorder=3)
-        lines.set_path_effects([effects.withStroke(linewidth=2.6, foreground="white")])
+def _require_names(names: Sequence[str] | None, *of_classes: np.ndarray | None) -> None:
+    largest = max((int(classes.max()) for classes in of_classes if classes is not None and classes.size), default=-1)
+    if names is not None and largest >= len(names):
+        raise ValueError(
+            f"names must name each class: got {len(names)} names for classes up to {largest}. Add the others."
+        )
+
+
+def _draw_boundary(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> None:
+    for lead in borders.leads[:-1]:  # every border of the last class is a border of another class too
+        lines = ax.contour(borders.x, borders.y, lead, levels=[0.0], colors=INK, linewidths=1.2, zorder=3)
+        lines.set_path_effects(_HALO)
+    if len(borders.present) > _FEW:
+        _name_regions(ax, borders, names)
+
+
+def _name_regions(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> None:
+    """Write each class of the network where its region is widest."""
+    for c in borders.present.tolist():
+        depth = distance_transform_edt(np.pad(borders.classes == c, 1))[1:-1, 1:-1]  # the frame is a border too
+        row, column = divmod(int(depth.argmax()), depth.shape[1])
+        name, colour = str(c) if names is None else names[c], PALETTE[c % len(PALETTE)]
+        box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 1.6}
+        place: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 5}
+        ax.text(borders.x[column], borders.y[row], name, fontsize=SMALL, color=INK, weight="bold", bbox=box, **place)
 
 
 def _draw_points(ax: Axes, points: np.ndarray, labels: np.ndarray | None) -> None:
     require_shape("points", points, (len(points), 2))
     if labels is None:
-        labels = np.zeros(len(points), dtype=int)
-        handles = []
+        colours = [PALETTE[0]] * len(points)
     else:
         require_shape("labels", labels, (len(points),))
-        handles = [
-            Line2D([], [], color=PALETTE[c % len(PALETTE)], marker="o", linestyle="", markersize=5, label=f"class {c}")
-            for c in np.unique(labels)
-        ]
-    colours = [PALETTE[c % len(PALETTE)] for c in labels]
-    ax.scatter(points[:, 0], points[:, 1], s=9, c=colours, edgecolors="white", linewidths=0.3, zorder=4)
-    if handles:
-        # Below the map, where the legend covers neither points nor boundaries.
-        ax.legend(
-            handles=handles,
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.13),
-            ncols=min(len(handles), 5),
-            fontsize="small",
-            frameon=False,
-            title="training points",
-        )
+        colours = [PALETTE[c % len(PALETTE)] for c in labels]
+    ax.scatter(points[:, 0], points[:, 1], s=10, c=colours, edgecolors="white", linewidths=0.35, zorder=4)

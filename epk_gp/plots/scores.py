@@ -6,7 +6,8 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 
-from epk_gp.plots.common import GREY, PALETTE, Numbers, as_numpy
+from epk_gp.plots.common import Numbers, as_numpy
+from epk_gp.plots.style import GREY, IN_DISTRIBUTION, OUT_OF_DISTRIBUTION, PALETTE, SMALL, WRONG
 
 _MIN_KEPT = 0.02  # the share of points from which a curve is drawn: the risk of a few points is 0 or 1
 
@@ -35,9 +36,7 @@ def risk_coverage(ax: Axes, risks: Mapping[str, Float[Numbers, " n"]]) -> Axes:
         ax.plot(100 * coverage[drawn], 100 * risk[drawn], color=colour, label=name, linewidth=1.6)
     ax.set(xlabel="predictions kept, the surest first, %", ylabel="wrong among them, %", xlim=(0, 100))
     ax.set_ylim(bottom=0)
-    ax.grid(visible=True, color="#dddddd", linewidth=0.7)
-    ax.set_axisbelow(True)
-    ax.legend(fontsize="small")
+    ax.legend(fontsize=SMALL)
     return ax
 
 
@@ -46,7 +45,7 @@ def score_histogram(ax: Axes, scores: Mapping[str, Float[Numbers, " n"]], *, lab
 
     Args:
         ax: Axes to draw into.
-        scores: By name of the points.
+        scores: By name of the points, at most three: ordinary ones first, which are filled, then others.
         label: Name of the score.
 
     Returns:
@@ -55,14 +54,17 @@ def score_histogram(ax: Axes, scores: Mapping[str, Float[Numbers, " n"]], *, lab
     Raises:
         ValueError: A score is not finite.
     """
-    for (name, values), colour in zip(scores.items(), PALETTE, strict=False):
+    colours = (IN_DISTRIBUTION, OUT_OF_DISTRIBUTION, PALETTE[6]) if len(scores) > 1 else (OUT_OF_DISTRIBUTION,)
+    for number, ((name, values), colour) in enumerate(zip(scores.items(), colours, strict=False)):
         array = as_numpy(name, values)
+        # The first is filled and the others are outlines: they are told apart where they overlap, and without colours.
         ax.hist(
             array.clip(0, 1), bins=40, range=(0, 1), weights=np.full(len(array), 1 / len(array)), color=colour,
-            alpha=0.6, label=name,
+            histtype="stepfilled" if number == 0 else "step", alpha=0.75 if number == 0 else 1, label=name,
+            linewidth=0.5 if number == 0 else 1.6, linestyle=("-", "-", "--")[number],
         )  # fmt: skip
     ax.set(xlabel=label, ylabel="share of points", xlim=(0, 1))
-    ax.legend(fontsize="small")
+    ax.legend(fontsize=SMALL)
     return ax
 
 
@@ -83,10 +85,12 @@ def suspicion_bars(ax: Axes, margins: Float[Numbers, " m"], names: Sequence[str]
     values = as_numpy("margins", margins)
     if len(names) != len(values):
         raise ValueError(f"names must name each label: got {len(names)} names for {len(values)} margins.")
-    colours = [PALETTE[2] if value < 0 else PALETTE[3] for value in values]
-    ax.barh(range(len(values)), values, color=colours, edgecolor=GREY, linewidth=0.6, height=0.8)
+    colours = [WRONG if value < 0 else IN_DISTRIBUTION for value in values]
+    ax.barh(range(len(values)), values, color=colours, edgecolor=GREY, linewidth=0.6, height=0.78)
     ax.axvline(0, color=GREY, linewidth=1)
-    ax.set_yticks(range(len(values)), names, fontsize="small")
+    ax.set_yticks(range(len(values)), names, fontsize=SMALL)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
     ax.set_ylim(len(values) - 0.4, -0.6)
     ax.set(xlabel="margin of the label: below 0 another class is expected")
     return ax

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
+from epk_gp.core.progress import tracked
 from epk_gp.core.step import Step
 from epk_gp.storage.atomic_files import regular_file_size
 from epk_gp.storage.chunk_verification import read_steps
@@ -63,7 +62,7 @@ def check_run(path: str | os.PathLike[str], *, progress: bool = False) -> RunSum
     data = read_data(path, header)
     journal = read_journal(path)
     steps: list[Step] = []
-    for chunk in tqdm(journal.chunks, desc="chunks", disable=not progress):
+    for chunk in tracked(journal.chunks, "chunks", unit="chunk", shown=progress):
         own = read_steps(path, schema, chunk)
         for step in own:
             for _ in step.passes:  # each is unpacked, checked and left

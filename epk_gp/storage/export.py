@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.progress import tracked
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.chunk_verification import read_steps
@@ -83,7 +83,7 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
 
     with _new_file(Path(file)) as write:
         write(len(text).to_bytes(8, "little") + text)
-        for number in tqdm(range(S + 1), desc="states", disable=not progress):
+        for number in tracked(range(S + 1), "states", unit="state", shown=progress):
             write(tensor_bytes(states[number]))
         for number in range(S):
             write(tensor_bytes(_numbers_per_parameter(updates[number], schema)))

@@ -9,13 +9,13 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from tqdm.auto import tqdm
 
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.graph import Graph
 from epk_gp.core.input_layout import Inputs, pack_inputs
 from epk_gp.core.loss_terms import loss_terms
 from epk_gp.core.losses import CrossEntropy, Loss, sample_weights
+from epk_gp.core.progress import tracked
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import UpdateRule
 from epk_gp.core.validation import validate_count, validate_generator
@@ -108,9 +108,8 @@ def train(
     ) as recorder:
         signature = recorder.signature
         X = signature.pack(recorder.X)
-        remaining = tqdm(
-            recorder.until(steps), desc="training", initial=recorder.num_steps, total=steps, disable=not progress
-        )
+        begun, remaining = recorder.num_steps, recorder.until(steps)
+        remaining = tracked(remaining, "training", total=steps, unit="step", initial=begun, shown=progress)
         for _ in remaining:
             batch = None if sampler is None else sampler.next_batch()
             inputs, targets = (X, recorder.y) if batch is None else (X[batch], recorder.y[batch])

@@ -1,0 +1,153 @@
+"""Progress of long calls: a bar on a terminal or in a notebook, a line for each tenth in a log, nothing when quiet."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from tqdm.auto import tqdm as auto_tqdm
+from tqdm.std import tqdm as std_tqdm
+
+Item = TypeVar("Item")
+
+if TYPE_CHECKING:
+    ProgressBar: TypeAlias = std_tqdm[Any]
+else:
+    ProgressBar = std_tqdm
+
+_TENTHS = 10
+_SHORT = 1.0  # seconds: a call that takes less writes its last line only
+
+
+def progress_bar(total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True) -> ProgressBar:
+    """Return a progress bar, to be used in a `with` statement and advanced by `update(n)`.
+
+    On a terminal and in a notebook it is tqdm's bar with rate and remaining time. Where the standard error stream is
+    no terminal, as in a log, it is a `LogLines`.
+
+    Args:
+        total: Number of items of the whole call.
+        desc: What is counted, such as "training".
+        unit: Name of an item.
+        initial: Number of items that were done before.
+        shown: Whether there is any output.
+    """
+    stream = sys.stderr
+    if not shown or stream is None:
+        return auto_tqdm(total=total, initial=initial, disable=True)
+    if _in_notebook():
+        return auto_tqdm(total=total, desc=desc, unit=unit, initial=initial)
+    if stream.isatty():
+        return auto_tqdm(total=total, desc=desc, unit=unit, initial=initial, dynamic_ncols=True, file=stream)
+    return LogLines(total, desc, unit=unit, initial=initial, file=stream)
+
+
+def tracked(
+    items: Iterable[Item],
+    desc: str,
+    *,
+    total: int | None = None,
+    unit: str = "it",
+    initial: int = 0,
+    shown: bool = True,
+) -> Iterator[Item]:
+    """Yield items, and show how many are done.
+
+    Args:
+        items: What is iterated over.
+        desc: What is counted.
+        total: Number of items of the whole call; None means the length of `items`.
+        unit: Name of an item.
+        initial: Number of items that were done before.
+        shown: Whether there is any output.
+    """
+    size = len(items) if total is None else total  # type: ignore[arg-type]
+    with progress_bar(size, desc, unit=unit, initial=initial, shown=shown) as bar:
+        for item in items:
+            yield item
+            bar.update()
+
+
+def write_line(line: str) -> None:
+    """Write a line to the standard error stream, above a bar that is shown there."""
+    std_tqdm.write(line, file=sys.stderr)
+
+
+@runtime_checkable
+class Writable(Protocol):
+    """A stream of text."""
+
+    def write(self, text: str, /) -> int:
+        """Write text."""
+        ...
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        ...
+
+
+class LogLines(ProgressBar):
+    """Progress as plain lines for a log: one for each tenth, with rate and remaining time.
+
+    A call of less than a second writes its last line only.
+
+    Args:
+        total: Number of items of the whole call.
+        desc: What is counted.
+        unit: Name of an item.
+        initial: Number of items that were done before.
+        file: Stream that is written to; the standard error stream by default.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        desc: str,
+        *,
+        unit: str = "it",
+        initial: int = 0,
+        file: Writable | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock, self._begun, self._stream = clock, clock(), sys.stderr if file is None else file
+        self._size = max(1, total)
+        self._written = _TENTHS * initial // self._size  # tenths
+        super().__init__(total=total, desc=desc, unit=unit, initial=initial, file=self._stream)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Draw nothing: there is no bar."""
+
+    def update(self, n: int | float | None = 1) -> bool | None:
+        """Count n more items, and write a line if another tenth is done."""
+        if self.disable:
+            return None
+        self.n += n or 0
+        tenth = int(_TENTHS * self.n // self._size)
+        seconds = self._clock() - self._begun
+        if tenth <= self._written or (seconds < _SHORT and self.n < self._size):
+            return None
+        self._written = tenth
+        self._stream.write(self._line(seconds) + "\n")
+        self._stream.flush()
+        return True
+
+    def close(self) -> None:
+        """Count no more."""
+        if not self.disable:
+            self.disable = True
+            self._decr_instances(self)  # type: ignore[attr-defined]
+
+    def _line(self, seconds: float) -> str:
+        done = self.n - self.initial
+        rate = done / seconds if seconds > 0 else 0.0
+        speed = "" if not rate else f", {rate:.3g} {self.unit}/s" if rate >= 1 else f", {1 / rate:.3g} s/{self.unit}"
+        is_last = self.n >= self._size
+        left = seconds if is_last else (self._size - self.n) / rate if rate else 0.0
+        words = f"took {self.format_interval(left)}" if is_last else f"{self.format_interval(left)} left"
+        return f"{self.desc}: {100 * self.n / self._size:.0f} %, {self.n:g} of {self._size}{speed}, {words}"
+
+
+def _in_notebook() -> bool:
+    """Return whether tqdm found a notebook that can show its bars."""
+    return any(base.__name__ == "tqdm_notebook" for base in auto_tqdm.__mro__)
