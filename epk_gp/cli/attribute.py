@@ -36,7 +36,7 @@ def attribute(
     """
     timer, workers = Stopwatch(), options["workers"]
     require_one_executor(workers, scheduler)
-    asked = read_predictions(options)
+    asked = read_predictions(options, options["rule"])
     trajectory, X, outputs = asked.trajectory, asked.chosen.X, asked.outputs
     folder = make_folder(out)
     typer.echo(f"explaining {asked.chosen}")

@@ -11,25 +11,20 @@ from epk_gp.cli.options import (
     ColumnsSide,
     CommitSeconds,
     CompressionName,
-    CoupledOutputs,
     Dtype,
     EstimatedCommand,
     Explained,
     ExplainedOutputs,
-    Features,
     HeadOption,
     LossName,
     MeasuringSeconds,
     Memory,
-    MissRate,
     Network,
-    Nodes,
     NumColumns,
     NumExplained,
     NumRows,
     OptimizerName,
     Out,
-    PlaneName,
     PointsFile,
     Quiet,
     RowsSide,
@@ -41,19 +36,13 @@ from epk_gp.cli.options import (
     SeedOfPoints,
     ShareOfParts,
     Side,
+    SmoothingRuns,
     StepsOfPart,
-    TargetsName,
     TopListed,
     VerifiedHeads,
     Workers,
     count,
     number,
-)
-
-# options of `uncertainty` that mean something where points are scored
-_OF_SCORES = (
-    *("run", "out", "points", "alpha", "features", "nodes", "save_model", "memory"),
-    *("num_samples", "network", "dtype", "seed", "quiet"),
 )
 
 
@@ -222,6 +211,31 @@ def attribute(
     """
 
 
+@command("Write how predictions depend on each point's weight.")
+def influence(
+    run: RunFolder,
+    out: Out = Path("influence"),
+    num_points: NumExplained = 6,
+    top: TopListed = 8,
+    head: HeadOption = None,
+    outputs: Explained = ExplainedOutputs.predicted,
+    smoothing: SmoothingRuns = 0,
+    memory: Memory = 1.0,
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write the derivative of outputs in every training point's weight, a table of the largest, and draw them.
+
+    The negative of a derivative predicts what leaving the point out would do. A command that was killed resumes from
+    its partial sums when it is run again.
+    """
+
+
 @command("Write a block of the exact path kernel.")
 def gram(
     run: RunFolder,
@@ -286,101 +300,3 @@ def reduce(
     quiet: Quiet = False,
 ) -> None:
     """Add all parts of a block of the kernel, and write what epk-gp gram writes in one go, to the same bytes."""
-
-
-@command(
-    "Map a GP's uncertainty, or score points.",
-    alone={"validation": _OF_SCORES},
-    needing={"validation": ("alpha", "features", "nodes", "save_model", "memory")},
-)
-def uncertainty(
-    ctx: typer.Context,
-    run: RunFolder,
-    out: Out = Path("uncertainty"),
-    validation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Score points, with labelled points that the network has not seen: a file (.safetensors or .npz) with "
-            "`inputs` and `labels`, a folder of MNIST-format files (its test part), or held-out, the run's own. "
-            "Without --points half of them, drawn with --seed, are kept to be scored.",
-        ),
-    ] = None,
-    points: Annotated[
-        Path | None,
-        typer.Option(
-            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; with --validation also a folder of "
-            "MNIST-format files, whose labels are not read. By default, without --validation, the run's held-out "
-            "points, or its training inputs if it has none."
-        ),
-    ] = None,
-    alpha: MissRate = 0.1,
-    features: Features = None,
-    nodes: Nodes = None,
-    save_model: Annotated[
-        Path | None, typer.Option(help="Scores: new folder for the fitted UncertainClassifier; none by default.")
-    ] = None,
-    memory: Memory = 1.0,
-    num_condition: Annotated[
-        int, typer.Option(help="Map: largest number of training points of its GP.", callback=count())
-    ] = 300,
-    outputs: Annotated[
-        CoupledOutputs, typer.Option(help="Map: coupled classes, or one GP per class.")
-    ] = CoupledOutputs.full,
-    targets: Annotated[
-        TargetsName, typer.Option(help="Map: the network's outputs, or Dirichlet-transformed labels.")
-    ] = TargetsName.network,
-    plane: Annotated[
-        PlaneName,
-        typer.Option(help="Map: the data's two principal directions, or the first two coordinates, others 0."),
-    ] = PlaneName.principal,
-    grid: Annotated[int, typer.Option(help="Map: nodes per side, 2 to 400.", callback=count(2, 400))] = 40,
-    margin: Annotated[
-        float,
-        typer.Option(
-            help="Map: border around the training points, in units of their extent (< 1000).",
-            callback=number(below=1000.0),
-        ),
-    ] = 0.4,
-    num_samples: Annotated[
-        int, typer.Option(help="Monte Carlo draws through the softmax, 2 to 100000.", callback=count(2, 10**5))
-    ] = 1024,
-    rule: Annotated[
-        str, typer.Option(help="Map: a fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
-    ] = "gauss-legendre:4",
-    fit_steps: Annotated[
-        int, typer.Option(help="Map: steps of the fit by marginal likelihood.", callback=count())
-    ] = 50,
-    network: Network = None,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
-    ] = Dtype.float64,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    seed: Seed = 0,
-    quiet: Quiet = False,
-) -> None:
-    """Score points with --validation; without it, map the uncertainty of a GP on the logits over a plane.
-
-    Scores say how likely a prediction is wrong, and how unlike the training data a point is; beside them stand sets of
-    classes that hold the true one as often as asked for.
-    """
-
-
-@command("Rank the training labels by how suspicious they are.")
-def audit(
-    run: RunFolder,
-    out: Out = Path("audit"),
-    top: Annotated[
-        int, typer.Option(help="Labels printed and drawn, at most 60; the table holds all.", callback=count(1, 60))
-    ] = 20,
-    features: Features = None,
-    nodes: Nodes = None,
-    memory: Memory = 1.0,
-    network: Network = None,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    seed: Seed = 0,
-    quiet: Quiet = False,
-) -> None:
-    """Rank the training labels of a classifier by how suspicious they are; the worst are printed and drawn."""

@@ -74,7 +74,7 @@ def estimate(
         written = found.disk.result + sum(side.X.nbytes + len(side) for side in (asked.a, asked.b))
         copies = _COPIES_OF_BLOCK if asked.which is None else _COPIES_OF_PART
     else:
-        explained = read_predictions(options)
+        explained = read_predictions(options, options["rule"])
         typer.echo(f"explaining {explained.chosen}")
         config |= {"points": str(explained.chosen), "outputs": explained.outputs.value}
         found = estimate_attribution(

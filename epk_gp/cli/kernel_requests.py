@@ -11,7 +11,7 @@ from torch import Tensor
 from epk_gp.analysis.breakdown import step_ranges
 from epk_gp.cli.data import ChosenPoints, PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import BlockOptions, ExplainedOptions, ExplainedOutputs, KernelOptions, Side
+from epk_gp.cli.options import BlockOptions, ExplainedOutputs, PredictionOptions, RunOptions, Side
 from epk_gp.cli.parsing import parse_part, parse_rule, torch_dtype
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.points import Points
@@ -103,24 +103,28 @@ class ExplanationRequest:
         return [[by_sample(self.trajectory)], [step_ranges(self.trajectory)]]
 
 
-def read_predictions(options: ExplainedOptions) -> ExplanationRequest:
+def read_predictions(options: PredictionOptions, rule: str = "adaptive") -> ExplanationRequest:
     """Open the run and read the points whose predictions are explained.
+
+    Args:
+        options: The command's options.
+        rule: The quadrature rule, where the command has one.
 
     Raises:
         ValueError, TypeError, OSError: An option is wrong, or a file cannot be read.
     """
-    rule = parse_rule(options["rule"])
+    quadrature = parse_rule(rule)
     trajectory, head = _open(options)
     chosen = read_points(_source(options), trajectory, options["num_points"])
-    return ExplanationRequest(trajectory, head, rule, chosen, options["outputs"])
+    return ExplanationRequest(trajectory, head, quadrature, chosen, options["outputs"])
 
 
-def _open(options: KernelOptions) -> tuple[Trajectory, Head]:
+def _open(options: RunOptions) -> tuple[Trajectory, Head]:
     trajectory, head = open_run(options["run"], options["network"]), options["head"]
     return trajectory, resolve_head(None if head is None else head.value, trajectory.loss, trajectory.num_outputs)
 
 
-def _source(options: KernelOptions) -> PointSource:
+def _source(options: RunOptions) -> PointSource:
     dtype = options["dtype"]
     return PointSource(
         options["run"], options["points"], None if dtype is None else torch_dtype(dtype), options["seed"]

@@ -100,12 +100,11 @@ class TargetsName(StrEnum):
     dirichlet = "dirichlet"
 
 
-class KernelOptions(TypedDict):
-    """Options of commands that compute from a run's kernel."""
+class RunOptions(TypedDict):
+    """Options of commands that compute from a run."""
 
     run: Path
     head: HeadName | None
-    rule: str
     memory: float
     points: Path | None
     network: str | None
@@ -113,6 +112,12 @@ class KernelOptions(TypedDict):
     seed: int | None
     workers: int | None
     quiet: bool
+
+
+class KernelOptions(RunOptions):
+    """Options of commands that compute from a run's kernel."""
+
+    rule: str
 
 
 class BlockOptions(KernelOptions):
@@ -126,11 +131,15 @@ class BlockOptions(KernelOptions):
     part: str | None
 
 
-class ExplainedOptions(KernelOptions):
+class PredictionOptions(RunOptions):
     """Options that say which predictions are explained."""
 
     num_points: int
     outputs: ExplainedOutputs
+
+
+class ExplainedOptions(KernelOptions, PredictionOptions):
+    """Options that say which predictions are explained, and by which kernel."""
 
 
 class EstimatedOptions(BlockOptions, ExplainedOptions):
@@ -255,6 +264,14 @@ Explained = Annotated[
 ]
 TopListed = Annotated[
     int, typer.Option(help="Training points listed and drawn of either sign, at most 50.", callback=count(1, 50))
+]
+SmoothingRuns = Annotated[
+    int,
+    typer.Option(
+        help="Average the derivative over so many runs with random weights of the points, trained again: for ReLUs and "
+        "long runs. 0 for the derivative itself.",
+        callback=count(0, 10_000),
+    ),
 ]
 MissRate = Annotated[
     float,

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from commands import refused, run
-from epk_gp.cli import commands
 from epk_gp.cli.app import app
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
@@ -339,7 +338,7 @@ def test_a_network_that_cannot_fit_into_the_memory_is_refused_before_it_is_made(
 @pytest.mark.parametrize("command", [info.callback for info in app.registered_commands], ids=lambda f: f.__name__)
 def test_the_declared_options_are_those_that_the_command_takes(command):
     """Their names and kinds; mypy cannot compare them, for the module is imported by its name."""
-    declared = get_type_hints(getattr(commands, command.__name__))
+    declared = get_type_hints(command)
     declared.pop("ctx", None)
     body = getattr(BODIES[command.__name__], command.__name__)
     taken = get_type_hints(body)
