@@ -1,4 +1,4 @@
-"""How well attribution scores predict retraining: leave-one-out effects and the linear datamodeling score."""
+"""What added, and what would change: scores of training points against networks that were trained without them."""
 
 import time
 from collections.abc import Callable
@@ -9,19 +9,21 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import epk_gp as epk
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.counterfactual import datamodeling_score, leave_one_out, random_subsets, rank_agreement
 from epk_gp.datasets import Dataset
 from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.plots import PALETTE
 from epk_gp.plots.common import short
+from epk_gp.plots.style import GREY, new_figure, styled
+from epk_gp.quadrature.rules import Rule
 from harness import Experiment, main, uncertified_results
 from problems import build, images
 
 CAPTUM = find_spec("captum") is not None  # an optional peer: pip install captum
+CONTRIBUTIONS, INFLUENCE = "contributions", "influence"
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "gradient descent": lambda p: torch.optim.SGD(p, lr=0.5),
@@ -31,16 +33,45 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @dataclass(frozen=True)
-class Config:
-    """Sizes: scikit-learn's digits, full batches, one hidden layer of ReLU units."""
+class Problem:
+    """A network of one hidden layer on scikit-learn's digits, and how it is trained."""
 
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
-    seeds: tuple[int, ...] = (0, 1, 2)
+    activation: str
+    optimizer: str
     num_train: int = 100
-    num_test: int = 30
     width: int = 16
     steps: int = 150
-    num_subsets: int = 200
+    batch_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What is said of it in the table."""
+        batches = "full batches" if self.batch_size is None else f"batches of {self.batch_size}"
+        return f"{self.activation}, {self.optimizer}, {self.num_train} digits, {batches}, {self.steps} steps"
+
+
+PROBLEMS = (
+    Problem("tanh", "gradient descent"),
+    Problem("tanh", "momentum"),
+    Problem("relu", "gradient descent"),
+    Problem("relu", "momentum"),
+    Problem("tanh", "gradient descent", 200, 32),
+    Problem("relu", "gradient descent", 200, 32),
+    Problem("tanh", "Adam", 200, 32, 160, 25),
+    Problem("relu", "Adam", 200, 32, 160, 25),
+    Problem("relu", "Adam", 200, 32, 480, 25),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes."""
+
+    problems: tuple[Problem, ...] = PROBLEMS
+    seeds: tuple[int, ...] = (0, 1, 2)
+    num_test: int = 30
+    num_subsets: int = 100
+    num_smoothing: int = 8
     checkpoints: int = 10
 
 
@@ -50,12 +81,15 @@ class Result:
 
     Attributes:
         num_seeds: Number of seeds.
-        table: One row per optimizer and score: rank correlation with leave-one-out effects over training points, and
-            linear datamodeling score (rank correlation over random halves of the training set), each averaged over
-            test points, as [mean, standard deviation over seeds]; seconds for the score.
-        retraining: Mean seconds of one retraining of each kind, and their number.
-        scatter: Contribution and effect of every training point for one test point, per optimizer (seed 0).
-        slope: Least-squares slope of effect over contribution in `scatter`, per optimizer.
+        table: One row per problem and score: rank correlation with leave-one-out effects over training points, and
+            linear datamodeling scores (over random subsets of half and of nine tenths of the training points), each
+            averaged over test points, as [mean, standard deviation over seeds]; and the score's time, in times of
+            attribution on the same points.
+        retraining: Seconds of one retraining, on average, and their number.
+        scatter: Contribution, influence and effect of every training point for one test point, by problem (seed 0).
+        slope: Least-squares slope of effect over contribution and over influence in `scatter`, by problem.
+        jackknife: Rank correlation of the jackknife standard deviation with the standard deviation over retrainings on
+            nine tenths, over test points, by problem, as [mean, standard deviation over seeds].
         completeness: Largest |sum of contributions - network|.
         left_out: Scores that could not be computed, and why.
     """
@@ -65,126 +99,140 @@ class Result:
     retraining: dict
     scatter: dict
     slope: dict
+    jackknife: dict
     completeness: float
     left_out: list[str] = field(default_factory=list)
 
 
 def run(config: Config) -> Result:
-    """Record, score and retrain."""
+    """Record, score and train again."""
     entries: dict[tuple[str, str], list[dict]] = {}
     scatter, slope, seconds, completeness = {}, {}, [], 0.0
-    for name in config.optimizers:
+    jackknife: dict[str, list[float]] = {}
+    for problem in config.problems:
         for seed in config.seeds:
-            train, test = _data(config, seed)
-            trajectory = _record(config, name, seed, train)
+            train, test = _data(config, problem, seed)
+            trajectory = _record(problem, seed, train)
             scores, times, error = _scores(config, trajectory, test)
             completeness = max(completeness, error)
             start = time.perf_counter()
-            effects = _leave_one_out(config, name, seed, train, test)
-            masks, outcomes = _halves(config, name, seed, train, test)
-            seconds.append((time.perf_counter() - start) / (len(train) + config.num_subsets + 1))
+            effects = _of_class(leave_one_out(trajectory, test.inputs).permute(2, 0, 1), test).T
+            sets = {
+                key: random_subsets(problem.num_train, config.num_subsets, share=share, seed=seed)
+                for key, share in {"half": 0.5, "most": 0.9}.items()
+            }
+            outcomes = {
+                key: _of_class(epk.retrain(trajectory, rows).outputs(test.inputs), test) for key, rows in sets.items()
+            }
+            seconds.append((time.perf_counter() - start) / (len(train) + 2 * config.num_subsets))
             for score, values in scores.items():
-                row = {
-                    "leave-one-out": _mean_rank(values, effects),
-                    "datamodel": _mean_rank(values @ masks.T, outcomes),
-                    "seconds": times[score],
-                }
-                entries.setdefault((name, score), []).append(row)
+                row = {"leave-one-out": rank_agreement(values, effects).mean}
+                row |= {key: datamodeling_score(values, sets[key], outcomes[key]).mean for key in sets}
+                row["seconds"] = times[score] / times[CONTRIBUTIONS]
+                entries.setdefault((problem.name, score), []).append(row)
+            moved = outcomes["most"].std(dim=0)
+            std = scores[INFLUENCE].square().sum(dim=1).sqrt()
+            jackknife.setdefault(problem.name, []).append(rank_agreement(std[None], moved[None]).mean)
             if seed == config.seeds[0]:
-                x, y = scores["exact path kernel"][0], effects[0]
-                scatter[name] = [x.tolist(), y.tolist()]
-                slope[name] = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+                x, z, y = scores[CONTRIBUTIONS][0], scores[INFLUENCE][0], effects[0]
+                scatter[problem.name] = [x.tolist(), z.tolist(), y.tolist()]
+                slope[problem.name] = [_slope(x, y), _slope(z, y)]
     return Result(
         num_seeds=len(config.seeds),
-        table=[{"optimizer": o, "score": s} | _spread(rows) for (o, s), rows in entries.items()],
-        retraining={"seconds": float(np.mean(seconds)), "count": config.num_train + config.num_subsets + 1},
+        table=[{"problem": o, "score": s} | _spread(rows) for (o, s), rows in entries.items()],
+        retraining={
+            "seconds": float(np.mean(seconds)),
+            "count": sum(p.num_train + 2 * config.num_subsets for p in config.problems) * len(config.seeds),
+        },
         scatter=scatter,
         slope=slope,
+        jackknife={name: _mean_and_std(values) for name, values in jackknife.items()},
         completeness=completeness,
         left_out=[] if CAPTUM else ["captum: not installed"],
     )
 
 
-def _data(config: Config, seed: int) -> tuple[Dataset, Dataset]:
+def _data(config: Config, problem: Problem, seed: int) -> tuple[Dataset, Dataset]:
     generator = torch.Generator().manual_seed(seed)
     train, test = images("digits", "train"), images("digits", "test")
     return (
-        train[torch.randperm(len(train), generator=generator)[: config.num_train]],
+        train[torch.randperm(len(train), generator=generator)[: problem.num_train]],
         test[torch.randperm(len(test), generator=generator)[: config.num_test]],
     )
 
 
-def _network(config: Config, seed: int, data: Dataset) -> nn.Module:
+def _network(problem: Problem, seed: int, data: Dataset) -> nn.Module:
     torch.manual_seed(seed)
-    net = build("mlp", tuple(data.inputs.shape[1:]), data.num_classes, config.width)
+    net = build("mlp", tuple(data.inputs.shape[1:]), data.num_classes, problem.width)
+    if problem.activation == "tanh":
+        parts = [nn.Tanh() if isinstance(part, nn.ReLU) else part for part in net]
+        net = nn.Sequential(*parts)
     return net.double()
 
 
-def _record(config: Config, name: str, seed: int, train: Dataset) -> epk.Trajectory:
-    net = _network(config, seed, train)
-    return epk.train(net, train.inputs, train.labels, optimizer=OPTIMIZERS[name](net.parameters()), steps=config.steps)
+def _record(problem: Problem, seed: int, train: Dataset) -> epk.Trajectory:
+    net = _network(problem, seed, train)
+    return epk.train(
+        net,
+        train.inputs,
+        train.labels,
+        optimizer=OPTIMIZERS[problem.optimizer](net.parameters()),
+        steps=problem.steps,
+        batch_size=problem.batch_size,
+        generator=None if problem.batch_size is None else torch.Generator().manual_seed(seed),
+    )
 
 
-def _retrained(config: Config, name: str, seed: int, train: Dataset, rows: Tensor, test: Dataset) -> Tensor:
-    """Train on a subset of the rows from the same initial weights, and return log p(true class) of the test points."""
-    net = _network(config, seed, train)
-    optimizer = OPTIMIZERS[name](net.parameters())
-    X, y = train.inputs[rows], train.labels[rows]
-    for _ in range(config.steps):
-        optimizer.zero_grad()
-        F.cross_entropy(net(X), y).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return -F.cross_entropy(net(test.inputs), test.labels, reduction="none")
+def _of_class(outputs: Tensor, test: Dataset) -> Tensor:
+    """Return log p(true class) of each test point: (m, n, C) to (m, n)."""
+    return outputs[:, torch.arange(len(test)), test.labels]
 
 
-def _leave_one_out(config: Config, name: str, seed: int, train: Dataset, test: Dataset) -> Tensor:
-    """Return the change of log p(true class) that each training point makes: (n, M)."""
-    every = torch.arange(len(train))
-    whole = _retrained(config, name, seed, train, every, test)
-    without = [_retrained(config, name, seed, train, every[every != i], test) for i in range(len(train))]
-    return whole[:, None] - torch.stack(without, dim=1)
-
-
-def _halves(config: Config, name: str, seed: int, train: Dataset, test: Dataset) -> tuple[Tensor, Tensor]:
-    """Retrain on random halves: their masks (k, M) and outcomes (n, k)."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = [torch.randperm(len(train), generator=generator)[: len(train) // 2] for _ in range(config.num_subsets)]
-    masks = torch.stack([torch.zeros(len(train), dtype=torch.float64).index_fill(0, half, 1.0) for half in rows])
-    return masks, torch.stack([_retrained(config, name, seed, train, half, test) for half in rows], dim=1)
+def _slope(x: Tensor, y: Tensor) -> float:
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
 def _scores(
     config: Config, trajectory: epk.Trajectory, test: Dataset
 ) -> tuple[dict[str, Tensor], dict[str, float], float]:
     """Return the scores of every training point for every test point, (n, M), and the seconds of each score."""
-    scores: dict[str, Tensor] = {}
-    times: dict[str, float] = {}
-    every = {"exact path kernel": epk.adaptive(), "first order (In-Run Shapley)": epk.left_endpoint()}
+    X, y = test.inputs, test.labels
+    smoothing = {"0 to 2": epk.Smoothing(config.num_smoothing), "0 to 1": epk.Smoothing(config.num_smoothing, high=1.0)}
     error = 0.0
-    for name, rule in every.items():
-        start = time.perf_counter()
+
+    def contributions(rule: Rule, run: epk.Trajectory) -> Tensor:
+        nonlocal error
         with uncertified_results():
-            parts = epk.attribute(trajectory, test.inputs, classes=test.labels, rule=rule)
-        scores[name], times[name] = parts.samples[:, 0], time.perf_counter() - start
-        if name == "exact path kernel":
-            error = float((parts.total - parts.network).abs().max())
-    others = {"last-step gradients": _last_step} | ({"TracIn (captum)": _tracin} if CAPTUM else {})
-    for name, score in others.items():
+            parts = epk.attribute(run, X, classes=y, rule=rule)
+        if parts.certified:
+            error = max(error, float((parts.total - parts.network).abs().max()))
+        return parts.samples[:, 0]
+
+    def random() -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(len(X), trajectory.num_points, generator=generator, dtype=torch.float64)
+
+    functions: dict[str, Callable[[], Tensor]] = {
+        CONTRIBUTIONS: lambda: contributions(epk.adaptive(), trajectory),
+        INFLUENCE: lambda: epk.influence(trajectory, X, classes=y).values[:, 0],
+        **{
+            f"influence, smoothed, weights {name}": (
+                lambda own=own: epk.influence(trajectory, X, classes=y, smoothing=own).values[:, 0]
+            )
+            for name, own in smoothing.items()
+        },
+        "first order (In-Run Shapley)": lambda: contributions(epk.left_endpoint(), trajectory),
+        "last-step gradients": lambda: contributions(epk.left_endpoint(), tangent_trajectory(trajectory)),
+        **({"TracIn (captum)": lambda: _tracin(config, trajectory, test)} if CAPTUM else {}),
+        "nearest pixels": lambda: -torch.cdist(X.flatten(1), trajectory.inputs.flatten(1)),
+        "random": random,
+    }
+    scores, times = {}, {}
+    for name, function in functions.items():
         start = time.perf_counter()
-        scores[name], times[name] = score(config, trajectory, test), time.perf_counter() - start
-    generator = torch.Generator().manual_seed(0)
-    scores["random"] = torch.randn(scores["exact path kernel"].shape, generator=generator, dtype=torch.float64)
-    times["random"] = 0.0
+        scores[name] = function()
+        times[name] = time.perf_counter() - start
     return scores, times, error
-
-
-def _last_step(config: Config, trajectory: epk.Trajectory, test: Dataset) -> Tensor:
-    """Take inner products of loss gradients at the trained weights alone."""
-    last = tangent_trajectory(trajectory)
-    with uncertified_results():
-        parts = epk.attribute(last, test.inputs, classes=test.labels, rule=epk.left_endpoint())
-    return parts.samples[:, 0]
 
 
 def _tracin(config: Config, trajectory: epk.Trajectory, test: Dataset) -> Tensor:
@@ -192,7 +240,7 @@ def _tracin(config: Config, trajectory: epk.Trajectory, test: Dataset) -> Tensor
     from captum.influence import TracInCP  # noqa: PLC0415  an optional peer
 
     data = TensorDataset(trajectory.inputs, trajectory.targets)
-    net = _network(config, 0, test)
+    net = trajectory.model.module
     states = torch.linspace(0, trajectory.num_steps - 1, config.checkpoints).round().long().unique().tolist()
 
     def load(model: nn.Module, state: int) -> float:
@@ -204,42 +252,48 @@ def _tracin(config: Config, trajectory: epk.Trajectory, test: Dataset) -> Tensor
     return tracer.influence((test.inputs, test.labels)).to(torch.float64)
 
 
-def _mean_rank(scores: Tensor, effects: Tensor) -> float:
-    return float(np.mean([rank_correlation(a, b) or 0.0 for a, b in zip(scores, effects, strict=True)]))
+def _mean_and_std(values: list[float]) -> list[float]:
+    return [float(np.mean(values)), float(np.std(values, ddof=min(1, len(values) - 1)))]
 
 
 def _spread(rows: list[dict]) -> dict:
-    columns = {key: [row[key] for row in rows] for key in rows[0]}
-    return {key: [float(np.mean(v)), float(np.std(v, ddof=min(1, len(v) - 1)))] for key, v in columns.items()}
+    return {key: _mean_and_std([row[key] for row in rows]) for key in rows[0]}
 
 
+@styled
 def draw(result: Result) -> Figure:
-    """Draw contribution against effect for one test point, and both rank correlations of every score."""
+    """Draw contribution and influence against effect for one test point, and the rank correlations of every score."""
     names = list(result.scatter)
-    figure = Figure(figsize=(11.5, 7.0), layout="constrained")
-    upper, lower = figure.subfigures(2, 1)
-    for k, (ax, name) in enumerate(zip(np.atleast_1d(upper.subplots(1, len(names))), names, strict=True)):
-        x, y = (np.array(values) for values in result.scatter[name])
-        ax.scatter(x, y, s=12, color=PALETTE[k], linewidth=0)
-        ax.axline((x.mean(), y.mean()), slope=result.slope[name], color="black", linewidth=0.8)
-        ax.set(xlabel="exact contribution", title=f"{name}: slope {short(result.slope[name])}")
-        ax.grid(visible=True, color="#dddddd", linewidth=0.7)
-    upper.axes[0].set_ylabel("effect of having the point\n(leave-one-out retraining)")
-    upper.suptitle("log p(true class) of one test point, a dot per training point", fontsize="medium")
+    figure = new_figure(9.6)
+    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 2.1))
+    first = names[0]
+    contribution, influence, effect = (np.array(values) for values in result.scatter[first])
+    pairs = zip(
+        upper.subplots(1, 2, sharey=True),
+        (("exact contribution", contribution, 0), ("influence (derivative in its weight)", influence, 1)),
+        strict=True,
+    )
+    for ax, (label, x, k) in pairs:
+        ax.scatter(x, effect, s=12, color=PALETTE[k], linewidth=0)
+        ax.axline((x.mean(), effect.mean()), slope=result.slope[first][k], color=GREY, linewidth=0.8)
+        ax.set(xlabel=label, title=f"slope {short(result.slope[first][k])}")
+    upper.axes[0].set_ylabel("effect of having the point")
+    upper.suptitle(f"log p(true class) of one test point, a dot per training point ({first})", x=0.01, ha="left")
     scores = list(dict.fromkeys(row["score"] for row in result.table))
-    titles = {"leave-one-out": "rank correlation with leave-one-out effects", "datamodel": "linear datamodeling score"}
-    for ax, (key, title) in zip(lower.subplots(1, 2, sharey=True), titles.items(), strict=True):
+    titles = {"leave-one-out": "leave-one-out", "half": "LDS, half left out", "most": "LDS, a tenth left out"}
+    for ax, (key, title) in zip(lower.subplots(1, 3, sharey=True), titles.items(), strict=True):
         for k, name in enumerate(names):
-            rows = {row["score"]: row[key] for row in result.table if row["optimizer"] == name}
+            rows = {row["score"]: row[key] for row in result.table if row["problem"] == name}
             means, spreads = zip(*(rows[score] for score in scores), strict=True)
-            places = [number + 0.2 * (k - (len(names) - 1) / 2) for number in range(len(scores))]
-            ax.errorbar(means, places, xerr=spreads, fmt="o", color=PALETTE[k], markersize=5, capsize=2, label=name)
-        ax.axvline(0, color="black", linewidth=0.8, linestyle=":")
+            places = [number + 0.09 * (k - (len(names) - 1) / 2) for number in range(len(scores))]
+            colour = PALETTE[k % len(PALETTE)]
+            ax.errorbar(means, places, xerr=spreads, fmt="o", color=colour, markersize=3, linewidth=0.8, label=name)
+        ax.axvline(0, color=GREY, linewidth=0.8, linestyle=":")
         ax.set_yticks(range(len(scores)), scores)
-        ax.set(xlabel=f"mean ± standard deviation of {result.num_seeds} seeds", title=title)
-        ax.grid(visible=True, axis="x", color="#dddddd", linewidth=0.7)
-        ax.legend(fontsize="small")
+        ax.set(xlabel="rank correlation", title=title, xlim=(-0.25, 1.0))
     lower.axes[0].invert_yaxis()
+    handles, labels = lower.axes[0].get_legend_handles_labels()
+    lower.legend(handles, labels, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -247,7 +301,12 @@ EXPERIMENT = Experiment(
     "counterfactual",
     Config(),
     Config(
-        ("gradient descent", "Adam"), (0,), num_train=12, num_test=3, width=4, steps=5, num_subsets=4, checkpoints=2
+        (Problem("tanh", "gradient descent", 12, 4, 5), Problem("relu", "Adam", 12, 4, 6, 4)),
+        (0,),
+        num_test=3,
+        num_subsets=4,
+        num_smoothing=2,
+        checkpoints=2,
     ),
     Result,
     run,
