@@ -1,5 +1,6 @@
 """What added, and what would change: scores of training points against networks that were trained without them."""
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -240,7 +241,7 @@ def _tracin(config: Config, trajectory: epk.Trajectory, test: Dataset) -> Tensor
     from captum.influence import TracInCP  # noqa: PLC0415  an optional peer
 
     data = TensorDataset(trajectory.inputs, trajectory.targets)
-    net = trajectory.model.module
+    net = copy.deepcopy(trajectory.model.module).requires_grad_(True)
     states = torch.linspace(0, trajectory.num_steps - 1, config.checkpoints).round().long().unique().tolist()
 
     def load(model: nn.Module, state: int) -> float:

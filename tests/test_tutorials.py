@@ -80,3 +80,10 @@ def test_regression():
     assert abs(function["path kernel"][2] - 0.9) < 0.03
     middle, _, far = names["prediction"].std[:, 0].tolist()
     assert far > 2 * middle
+
+
+@pytest.mark.slow
+def test_removing_points():
+    names = run("removing_points")
+    assert names["found"] >= 12
+    assert abs(names["predicted"] - names["validated"][0]) < 0.25 * (float(names["effect"].outputs) - names["validated"][0])

@@ -51,7 +51,7 @@ def influence(
 
     T_s is the recorded step: its batch, rows as seen, random numbers, and the optimizer with its momentum, weight
     decay, gradient clipping and preconditioner, whose own dependence on the gradients counts (docs/theory.md, section
-    9). Contributions (`attribute`) say what each sample added; this says what would be without it, to first order.
+    10). Contributions (`attribute`) say what each sample added; this says what would be without it, to first order.
 
     Args:
         trajectory: Training run with S steps on M points.

@@ -52,7 +52,7 @@ class Influence:
     def std(self) -> Float[Tensor, "n K"]:
         """Jackknife standard deviation sqrt(sum_i values_i^2), (n, K): how much retraining moves each number.
 
-        Its order over numbers means more than its size (docs/theory.md, section 9).
+        Its order over numbers means more than its size (docs/theory.md, section 10).
 
         Raises:
             ValueError: The values are not split by samples alone.

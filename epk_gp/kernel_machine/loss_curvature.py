@@ -1,4 +1,4 @@
-"""Products of adjoints with the first and second derivatives of a training pass (docs/theory.md, section 9).
+"""Products of adjoints with the first and second derivatives of a training pass (docs/theory.md, section 10).
 
 With g(w, c) = sum_i c_i grad loss_i(w) and an adjoint G of g, one double backward pass gives both
 
