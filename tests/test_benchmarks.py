@@ -73,3 +73,11 @@ def test_processes_are_timed_on_a_whole_block(load, capsys):
 def test_a_map_by_workers_is_watched(load, capsys):
     load("map_by_workers").grid(points=60, num_train=10, steps=3, workers=1, memory=0.25)
     assert "60 grid points x 10 training points x 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_influence_is_timed_beside_attribution(load, monkeypatch, capsys):
+    benchmark = load("influence")
+    monkeypatch.setattr(benchmark, "CASES", benchmark.CASES[:1])
+    benchmark.main(rounds=1, num_train=12, num_test=2, steps=2)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| MLP 64-32-10, tanh, SGD, full batch | ")

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.analysis.alignment import gradient_alignment
+from epk_gp.analysis.counterfactual import leave_one_out
 from epk_gp.analysis.signal import input_gradients
 from epk_gp.core.head import resolve_head
 from epk_gp.core.losses import NegativeLogLikelihood, as_loss
@@ -26,6 +27,7 @@ from epk_gp.kernel_machine.single_machine import single_machine
 from epk_gp.kernels.precomputed import epk_gram
 
 RULE = epk.gauss_legendre(2)
+HALVES = torch.full((1, 6), 0.5, dtype=torch.float64)
 TEST = torch.randn(2, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
@@ -97,6 +99,9 @@ DOORS: dict[str, Callable[..., Tensor]] = {
     "kernel_machine.attribute.attribute_many": lambda run, **h: (
         attribute_many(run, TEST, [[]], rule=RULE, **h)[0].values
     ),
+    "kernel_machine.influence.influence": lambda run, **h: epk.influence(run, TEST, **h).values,
+    "kernel_machine.retrain.Retraining": lambda run, **h: epk.retrain(run, HALVES).outputs(TEST, **h),
+    "analysis.counterfactual.leave_one_out": lambda run, **h: leave_one_out(run, TEST, **h),
     "kernel_machine.baselines.k_prime_block": lambda run, **h: k_prime_block(run, TEST, TEST, rule=RULE, **h),
     "analysis.signal.input_gradients": lambda run, **h: input_gradients(run, TEST[:1], 0, rule=RULE, **h),
     "analysis.alignment.gradient_alignment": angles,
@@ -106,9 +111,14 @@ OTHER_DOORS = {
     "kernel_machine.single_machine.single_machine",
     "cli.commands.gram",
     "cli.commands.attribute",
+    "cli.commands.influence",
     "cli.commands.verify",
     "gram.estimate.estimate_gram",  # seconds and bytes
     "kernel_machine.estimate.estimate_attribution",
+    # names on pictures: None stands for outputs of an unknown kind
+    *(f"plots.figures.{name}" for name in ("attribution_figure", "draw_attributions")),
+    *(f"plots.figures.{name}" for name in ("reconstruction_figure", "draw_reconstruction")),
+    *(f"plots.influences.{name}" for name in ("influence_figure", "draw_influences")),
     "autodiff.cotangents.Cotangents",  # internal: None stands for other outputs than a head's
 }
 # What they compute has logits in its definition: the network's own outputs, a GP on logits, two machines of the logits.

@@ -18,10 +18,14 @@ from epk_gp._moved import MOVED
 PUBLIC = {
     "CertificateWarning",
     "ComputeOptions", "CrossEntropy", "EPKKernel", "Graph", "LogitGP", "MeanSquaredError", "PathKernel",
-    "PerSampleLoss", "Points", "Recorder", "StepMismatchError", "Storage", "Trajectory", "adaptive", "attribute",
+    "PerSampleLoss", "Points", "Recorder", "Smoothing",
+    "StepMismatchError", "Storage", "Trajectory", "adaptive", "attribute",
     "gauss_legendre", "gram_block", "left_endpoint", "left_riemann", "load_trajectory", "midpoint", "network_outputs",
-    "reconstruct", "softmax_uncertainty", "split_copy", "test_copy", "train", "train_copy",
-    "UncertainClassifier", "label_errors", "next_to_label", "path_features",
+    "reconstruct", "retrain",
+    "self_influence",
+    "softmax_uncertainty", "split_copy", "test_copy", "train", "train_copy",
+    "UncertainClassifier", "influence",
+    "label_errors", "next_to_label", "path_features",
 }  # fmt: skip
 BEFORE = {
     "AdaptiveRule", "ArcCosineKernel", "Attribution", "Axis", "Baseline", "ClipNorm", "ClipValue", "CrossEntropy",
@@ -39,9 +43,9 @@ BEFORE = {
 RENAMED = {"StepLaw": "UpdateRule", "UnexplainedStepError": "StepMismatchError", "attribute_by_each": "attribute_many"}
 
 
-def test_the_top_level_has_its_33_names():
+def test_the_top_level_has_its_37_names():
     assert set(epk_gp.__all__) == PUBLIC
-    assert len(PUBLIC) == 33
+    assert len(PUBLIC) == 37
 
 
 def test_a_name_is_imported_from_where_a_type_checker_sees_it():

@@ -86,4 +86,6 @@ def test_regression():
 def test_removing_points():
     names = run("removing_points")
     assert names["found"] >= 12
-    assert abs(names["predicted"] - names["validated"][0]) < 0.25 * (float(names["effect"].outputs) - names["validated"][0])
+    assert abs(names["predicted"] - names["validated"][0]) < 0.25 * (
+        float(names["effect"].outputs) - names["validated"][0]
+    )

@@ -109,7 +109,7 @@ class Retraining:
             )
 
 
-def retrain(trajectory: Trajectory, weights: Float[Tensor, "m M"], **options: Unpack[ComputeSettings]) -> Retraining:
+def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: Unpack[ComputeSettings]) -> Retraining:
     """Train as recorded with other weights of the samples: same initial weights, batches, rows and random numbers.
 
     A weight multiplies the loss terms of its sample, 0 leaves it out; the divisor of a mean over a batch stays, and so
@@ -159,7 +159,7 @@ def require_replays(trajectory: Trajectory) -> None:
         )
 
 
-def _parse_weights(trajectory: Trajectory, weights: Float[Tensor, "m M"]) -> Float[Tensor, "m M"]:
+def _parse_weights(trajectory: Trajectory, weights: Float[Tensor, "*m M"]) -> Float[Tensor, "m M"]:
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         got = str(weights.dtype) if isinstance(weights, Tensor) else type(weights).__name__
         raise TypeError(f"weights must be a torch.Tensor of floating-point numbers: got {got}.")

@@ -103,9 +103,8 @@ class Recorder:
             loss: The loss that will be minimised.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
-            clip: The gradient clipping that the loop does before each step. Clipping to a bound of at most three digits
-                shows in the gradient and need not be stated.
-            path: New folder for the run; the run is kept in memory if None.
+            clip: The loop's gradient clipping. A bound of at most three digits shows, and need not be stated.
+            path: New folder for the run; it is kept in memory if None.
             resume: Continue the run at `path`, if there is one, from its last commit: network, optimizer, torch's
                 random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
                 random numbers are not stored.
@@ -120,9 +119,8 @@ class Recorder:
                 check all of them afterwards.
             unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
                 its own in every result. None refuses a step that they do not explain up to rounding.
-            trained: Names of parameters that are trained later in the run and that no optimizer holds yet. Frozen
-                parameters that an optimizer holds are recorded too, unless they are many: more than the trained ones,
-                and more than 2^20 weights in all.
+            trained: Names of parameters that are trained later and that no optimizer holds yet. Frozen ones that an
+                optimizer holds are recorded too, unless they are many: more than the trained ones, and 2^20 weights.
             output: Takes the outputs (n, C) that are to be explained from what the network returns, where that is
                 something else, such as `lambda returned: returned.logits`.
 
