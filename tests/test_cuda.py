@@ -99,3 +99,32 @@ def test_sketched_features_on_a_gpu_equal_those_on_the_cpu() -> None:
     actual = epk.path_features(case.trajectory, case.test.cuda(), 256, nodes=4, num_probe=0)
     assert actual.is_cuda
     torch.testing.assert_close(actual.cpu() + 0, expected + 0, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_influence_and_retraining_on_a_gpu_equal_those_on_the_cpu(clip: float | None) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        X = torch.randn(20, 5, generator=generator, dtype=torch.float64).to(device)
+        y = (torch.arange(20) % 3).to(device)
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+        )
+        net = net.double().to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3)
+        with epk.Recorder(net, optimizer, X, y) as recorder:
+            for step in range(6):
+                batch = (torch.arange(8) + 3 * step) % 20
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(net(X[batch.to(device)]), y[batch.to(device)]).backward()
+                if clip is not None:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+                recorder.batch(batch)
+                optimizer.step()
+        run = recorder.trajectory
+        weights = torch.linspace(0, 2, 40, dtype=torch.float64).reshape(2, 20)
+        found.append((epk.influence(run, X[:3]).values.cpu(), epk.retrain(run, weights).outputs(X[:3]).cpu()))
+    for on_cpu, on_gpu in zip(*found, strict=True):
+        assert_close(on_gpu, on_cpu, rounding=1e8)

@@ -72,6 +72,34 @@ def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, 
     assert run(*asked, "--rule", "gauss-legendre:2") == 0  # it promises nothing
 
 
+def test_influence_writes_the_library_s_derivatives(recorded, tmp_path):
+    assert run("influence", recorded, "--out", tmp_path, "--num-points", 3, "--top", 2, "--quiet") == 0
+    arrays = load_file(tmp_path / "influence.safetensors")
+    trajectory = epk.load_trajectory(recorded, build_network(NetworkSpec("mlp", (10,), 3, 4)))
+    effect = epk.influence(trajectory, arrays["inputs"], classes=arrays["predicted"])
+    assert torch.equal(arrays["values"], effect.values)
+    assert torch.equal(arrays["std"], effect.std)
+    lines = (tmp_path / "influence.csv").read_text().splitlines()
+    assert lines[0] == "point,output,network,training_point,label,influence,predicted_without"
+    first = lines[1].split(",")
+    assert float(first[5]) == float(effect.values[0, 0].max())
+    assert float(first[6]) == pytest.approx(float(effect.outputs[0, 0]) - float(first[5]))
+    saved = json.loads((tmp_path / "influence.json").read_text())["results"]
+    assert saved["certified"]
+    assert saved["points"][0]["std"] == pytest.approx(float(effect.std[0, 0]))
+    assert (tmp_path / "influence.png").stat().st_size > 10_000
+    assert not (tmp_path / "partial").exists()
+
+
+def test_smoothed_influence_averages_over_runs_trained_again(recorded, tmp_path):
+    options = ("--num-points", 2, "--smoothing", 2, "--outputs", "all", "--quiet")
+    assert run("influence", recorded, "--out", tmp_path, *options) == 0
+    arrays = load_file(tmp_path / "influence.safetensors")
+    trajectory = epk.load_trajectory(recorded, build_network(NetworkSpec("mlp", (10,), 3, 4)))
+    expected = epk.influence(trajectory, arrays["inputs"], smoothing=epk.Smoothing(2)).values
+    assert torch.equal(arrays["values"], expected)
+
+
 def test_a_predicted_output_is_explained_alone(recorded, tmp_path):
     asked = ("--num-points", 4, "--head", "logits", "--outputs", "predicted", "--quiet")
     assert run("attribute", recorded, "--out", tmp_path, *asked) == 0

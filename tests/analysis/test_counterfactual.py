@@ -1,0 +1,101 @@
+"""Scores against retraining: rank correlations, subsets, brittleness and wrong labels, each with its spread."""
+
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+from weighted_loops import CLASSES, POINTS, WeightedLoop
+
+import epk_gp as epk
+from epk_gp.analysis.counterfactual import (
+    brittleness,
+    datamodeling_score,
+    leave_one_out,
+    mislabel_detection,
+    random_subsets,
+    rank_agreement,
+)
+
+LOOP = WeightedLoop(lambda p: torch.optim.SGD(p, lr=0.3))
+
+
+@pytest.fixture(scope="module")
+def run() -> epk.Trajectory:
+    return LOOP.record()
+
+
+def test_leave_one_out_is_what_having_a_sample_did(run: epk.Trajectory) -> None:
+    effects = leave_one_out(run, LOOP.test_points, samples=torch.tensor([5, 2]))
+    assert effects.shape == (3, CLASSES, 2)
+    weights = torch.ones(POINTS, dtype=torch.float64)
+    weights[5] = 0
+    expected = LOOP.outputs(torch.ones(POINTS, dtype=torch.float64)) - LOOP.outputs(weights)
+    assert torch.allclose(effects[:, :, 0], expected, rtol=0, atol=1e-12)
+
+
+def test_subsets_keep_their_share_and_differ() -> None:
+    subsets = random_subsets(20, 5, share=0.9, seed=1)
+    assert subsets.sum(dim=1).tolist() == [18.0] * 5
+    assert torch.equal(subsets, random_subsets(20, 5, share=0.9, seed=1))
+    assert len(subsets.unique(dim=0)) > 1
+
+
+def test_agreement_is_spearmans_at_each_point() -> None:
+    scores, effects = torch.randn(4, 9, dtype=torch.float64), torch.randn(4, 9, dtype=torch.float64)
+    agreement = rank_agreement(scores, effects)
+    expected = torch.tensor([spearmanr(a, b).statistic for a, b in zip(scores.numpy(), effects.numpy(), strict=True)])
+    assert torch.allclose(agreement.per_point, expected)
+    assert agreement.mean == pytest.approx(float(expected.mean()))
+    assert agreement.standard_error == pytest.approx(float(expected.std() / 2))
+    scores[0] = 1.0
+    assert rank_agreement(scores, effects).per_point[0].isnan()
+    assert rank_agreement(scores, effects).mean == pytest.approx(float(expected[1:].mean()))
+
+
+def test_scores_that_are_the_outcomes_slopes_have_a_datamodeling_score_of_one(run: epk.Trajectory) -> None:
+    scores, subsets = torch.randn(3, POINTS, dtype=torch.float64), random_subsets(POINTS, 8)
+    assert datamodeling_score(scores, subsets, 2 + subsets @ scores.T).mean == pytest.approx(1.0)
+    outcomes = epk.retrain(run, subsets).outputs(LOOP.test_points)[:, :, 0]
+    assert datamodeling_score(epk.influence(run, LOOP.test_points).values[:, 0], subsets, outcomes).mean > 0.7
+
+
+def test_brittleness_trains_without_the_samples_of_the_largest_scores(run: epk.Trajectory) -> None:
+    predicted = epk.network_outputs(run, LOOP.test_points).argmax(dim=1)
+    scores = epk.influence(run, LOOP.test_points, classes=predicted).values[:, 0]
+    found = brittleness(run, LOOP.test_points, scores, (1, POINTS - 1))
+    weights = torch.ones(POINTS, dtype=torch.float64)
+    weights[scores[1].topk(POINTS - 1).indices] = 0
+    assert bool(found.changed[1, 1]) == bool(LOOP.outputs(weights)[1].argmax() != predicted[1])
+    assert found.changed.shape == (2, 3)
+    assert found.shares[1] == found.changed[1].double().mean()
+    assert found.standard_errors.shape == (2,)
+
+
+def test_scores_of_wrong_labels_are_judged_with_their_spread() -> None:
+    wrong = torch.arange(40) < 10
+    auroc, spread = mislabel_detection(wrong.double() + torch.randn(40, dtype=torch.float64) / 10, wrong)
+    assert auroc > 0.99
+    assert spread < 0.02
+    _, wide = mislabel_detection(torch.randn(40, dtype=torch.float64), wrong)
+    assert wide > 0.05
+
+
+SCORES = torch.zeros(3, POINTS, dtype=torch.float64)
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "sample": (lambda run: leave_one_out(run, LOOP.test_points, samples=torch.tensor([12])), ValueError, r"in 0\.\.11"),
+    "share": (lambda run: random_subsets(10, 2, share=0.01), ValueError, "share must keep some of 10 samples"),
+    "shapes": (lambda run: rank_agreement(SCORES, SCORES[:2]), ValueError, "the same shape"),
+    "subsets": (lambda run: datamodeling_score(SCORES, SCORES[:, :5], SCORES), ValueError, "must fit: got"),
+    "counts": (lambda run: brittleness(run, LOOP.test_points, SCORES, (0,)), ValueError, "whole numbers in 1"),
+    "all_right": (
+        lambda run: mislabel_detection(torch.zeros(4), torch.zeros(4, dtype=torch.bool)), ValueError, "all alike",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD.values(), ids=BAD)
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_arguments_are_refused(run: epk.Trajectory, call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call(run)
