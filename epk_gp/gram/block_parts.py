@@ -199,7 +199,7 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
             largest = max((len(tile.rows) * len(tile.columns) for tile in layout.tiles), default=0)
             num_bytes = largest * context.num_sums * reference.itemsize
             results = _computed_by(executor, context, (of_block, pieces), identity, num_bytes)
-        with closing(results), progress_bar(len(pieces), "pieces", unit="piece", shown=context.options.progress) as bar:
+        with closing(results), progress_bar(len(pieces), "kernel", unit="piece", shown=context.options.progress) as bar:
             for piece, result in zip(pieces, results, strict=True):
                 sums[piece.place] = result.pop("total").to(reference.device)
                 check.merge(result)

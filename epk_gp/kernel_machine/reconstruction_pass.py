@@ -195,7 +195,7 @@ def sum_over_steps(
     pieces = ReconstructionPieces.of(net, kernel, X, options)
     total = pieces.new_sums(len(X))
     if options.executor is None and options.checkpoint is None:
-        with progress_bar(kernel.trajectory.num_steps, "steps", unit="step", shown=options.progress) as bar:
+        with progress_bar(kernel.trajectory.num_steps, "reconstruction", unit="step", shown=options.progress) as bar:
             for steps in pieces.ranges:
                 for rows, sums in zip(pieces.panels, pieces.sum_steps(steps, pieces.panels, bar), strict=True):
                     total.merge(sums, rows)
@@ -204,7 +204,7 @@ def sum_over_steps(
     named = planned_pieces("steps", net.plan, places)
     num_bytes = len(pieces.panels[0]) * (2 * kernel.trajectory.num_outputs + 1) * 8
     results = results_of(pieces, named, options, pieces.identity, num_bytes)
-    with closing(results), progress_bar(len(named), "pieces", unit="piece", shown=options.progress) as bar:
+    with closing(results), progress_bar(len(named), "reconstruction", unit="piece", shown=options.progress) as bar:
         for (panel, _), state in zip(places, results, strict=True):
             rows = pieces.panels[panel]
             total.merge(pieces.new_sums(len(rows)).load(state), rows)

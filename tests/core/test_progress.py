@@ -2,6 +2,8 @@
 
 import ast
 import io
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,6 +105,20 @@ def test_a_terminal_shows_a_bar_with_rate_and_remaining_time(terminal):
     assert "\rparts: 100%" in terminal.getvalue()
     assert "part/s]" in terminal.getvalue()
     assert "<" in terminal.getvalue()  # elapsed < remaining
+
+
+def test_a_pseudo_terminal_of_no_columns_shows_a_bar_too(monkeypatch):
+    """tqdm's own bar is empty there."""
+    pty = pytest.importorskip("pty")
+    leader, follower = pty.openpty()
+    with open(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert os.get_terminal_size(follower).columns == 0
+        list(tracked(range(3), "parts", unit="part"))
+        stream.flush()
+        shown = os.read(leader, 4096).decode()
+    os.close(leader)
+    assert "parts: 100%" in shown
 
 
 @pytest.mark.parametrize("stream", ["log", "terminal"])
