@@ -51,16 +51,16 @@ CERTAIN, UNCERTAIN = COLORMAP(0), COLORMAP(255)
 SIGNED = LinearSegmentedColormap.from_list("epk_gp_signed", [LOWERED, "#ffffff", RAISED])
 MAGNITUDES = "viridis"  # values at points that have no class
 
-_STYLE = Path(__file__).with_name("house.mplstyle")
+STYLE = "epk_gp.plots.house"  # matplotlib's name of house.mplstyle, beside this file
 
 
 @contextmanager
 def figure_style() -> Generator[None, None, None]:
     """Give figures that are made and saved in this context the look of this package.
 
-    The same look for a whole session is `plt.style.use("epk_gp.plots.house")`.
+    The same look for a whole session is `plt.style.use(STYLE)`.
     """
-    with matplotlib.style.context(_STYLE):
+    with matplotlib.style.context(STYLE):
         yield
 
 

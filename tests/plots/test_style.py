@@ -18,6 +18,7 @@ from epk_gp.plots.style import (
     RIGHT,
     SIGNED,
     SMALL,
+    STYLE,
     WIDTH,
     WRONG,
     figure_style,
@@ -89,7 +90,7 @@ def test_the_style_is_left_where_it_was_entered():
 
 
 def test_the_style_has_a_name_of_its_own_for_a_whole_session():
-    with plt.style.context("epk_gp.plots.house"):
+    with plt.style.context(STYLE):
         assert rcParams["axes.prop_cycle"].by_key()["color"] == list(PALETTE)
 
 
