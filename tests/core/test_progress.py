@@ -147,6 +147,11 @@ def test_a_notebook_gets_its_own_bar_though_its_error_stream_is_no_terminal(log,
     assert log.getvalue() == ""
 
 
+def test_tqdm_calls_its_notebook_bar_by_this_name():
+    notebook = pytest.importorskip("tqdm.notebook")
+    assert notebook.tqdm_notebook.__name__ == "tqdm_notebook"
+
+
 def test_a_written_line_stands_on_a_line_of_its_own(log):
     progress.write_line("the scheduler has no workers")
     assert log.getvalue() == "the scheduler has no workers\n"
