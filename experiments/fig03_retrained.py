@@ -130,13 +130,13 @@ def draw(result: Result) -> Figure:
             points=np.array(result.points),
             labels=np.array(result.labels),
             boundary=classes_from_text(result.network_class),
-            limits=(0, 1),
+            limits=(0.0, 1.0),
             colorbar=False,
             legend=False,
         )
     for ax in axes[1:]:
         ax.set_ylabel("")
-    draw_colorbar(axes, shades_of(axes[0]), "probability of the class")
+    draw_colorbar(list(axes), shades_of(axes[0]), "probability of the class")
     figure.legend(handles=map_handles(result.labels), loc="outside lower center", ncols=4)
     figure.suptitle(
         "Probability of each class by a support vector machine on the exact path kernel.\nPlane of the first two "

@@ -255,6 +255,32 @@ def covered_words(figure: Figure) -> list[str]:
     return outside + [f"{a.get_text()} / {b.get_text()}" for (a, box), (b, other) in pairs if box.overlaps(other)]
 
 
+SHOWN = 7.6  # inches: the site's column at 100 pixels an inch
+LEGIBLE = 8  # points: 11 pixels
+WIDE = {"counterfactual"}  # not yet drawn for the site's column
+
+
+def smallest_text(figure: Figure) -> float:
+    """The smallest text in points, at the size at which the page shows the figure."""
+    return min(text.get_fontsize() for text in texts_of(figure)) * min(1.0, SHOWN / figure.get_figwidth())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in WIDE])
+def test_the_text_of_a_picture_is_legible_at_the_width_of_the_page(name):
+    experiment = importlib.import_module(name).EXPERIMENT
+    figure = experiment.draw(read_result(experiment, GALLERY / f"{name}.json"))
+    assert smallest_text(figure) >= LEGIBLE
+    ticks = [label for ax in figure.axes for label in (*ax.get_xticklabels(), *ax.get_yticklabels())]
+    assert min(label.get_fontsize() for label in ticks) >= LEGIBLE
+
+
+def test_a_figure_that_the_page_shrinks_is_not_legible():
+    """The negative control."""
+    figure = Figure(figsize=(12, 4))
+    figure.text(0.5, 0.5, "ten points", fontsize=10)
+    assert smallest_text(figure) < LEGIBLE
+
+
 def test_a_word_that_is_cut_off_or_under_another_is_found():
     """The negative control."""
     figure = Figure()

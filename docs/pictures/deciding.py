@@ -288,7 +288,7 @@ def sets_figure() -> Figure:
 
 @styled
 def labels_figure() -> Figure:
-    """Draw the most suspicious labels; a solid teal frame and a tick mean that the label was flipped."""
+    """Draw the most suspicious labels; a solid dark frame and a tick mean that the label was flipped."""
     figure = new_figure(5.6)
     for part, name in zip(figure.subfigures(2, 1), OUTSIDE, strict=True):
         part.suptitle(f"{name}: label → expected class", x=0.01, ha="left")

@@ -1,5 +1,6 @@
 """Progress of long calls: a bar on a terminal or in a notebook, a line for each tenth in a log, nothing when quiet."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ else:
     ProgressBar = std_tqdm
 
 _TENTHS = 10
+_WIDTH, _HEIGHT = 80, 24  # of a terminal that does not tell its size, as some pseudo-terminals: tqdm would draw nothing
 _SHORT = 1.0  # seconds: a call that takes less writes its last line only
 
 
@@ -38,7 +40,8 @@ def progress_bar(total: int, desc: str, *, unit: str = "it", initial: int = 0, s
     if _in_notebook():
         return auto_tqdm(total=total, desc=desc, unit=unit, initial=initial)
     if stream.isatty():
-        return auto_tqdm(total=total, desc=desc, unit=unit, initial=initial, dynamic_ncols=True, file=stream)
+        width: dict[str, Any] = {"dynamic_ncols": True} if _has_width(stream) else {"ncols": _WIDTH, "nrows": _HEIGHT}
+        return auto_tqdm(total=total, desc=desc, unit=unit, initial=initial, file=stream, **width)
     return LogLines(total, desc, unit=unit, initial=initial, file=stream)
 
 
@@ -146,6 +149,13 @@ class LogLines(ProgressBar):
         left = seconds if is_last else (self._size - self.n) / rate if rate else 0.0
         words = f"took {self.format_interval(left)}" if is_last else f"{self.format_interval(left)} left"
         return f"{self.desc}: {100 * self.n / self._size:.0f} %, {self.n:g} of {self._size}{speed}, {words}"
+
+
+def _has_width(stream: Writable) -> bool:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def _in_notebook() -> bool:

@@ -192,7 +192,7 @@ def gram_part(context: ExecutionContext, a: Points, b: Points, which: StepInterv
         num_bytes = largest * context.num_sums * reference.itemsize
         pieces = GramPieces.of(context, a, b)
         results = pieces.results("piece", places, context.options, lambda: _identity(description), num_bytes)
-        with closing(results), progress_bar(len(places), "pieces", unit="piece", shown=context.options.progress) as bar:
+        with closing(results), progress_bar(len(places), "kernel", unit="piece", shown=context.options.progress) as bar:
             for place, result in zip(places, results, strict=True):
                 sums[place] = result.pop("total").to(reference.device)
                 check.merge(result)

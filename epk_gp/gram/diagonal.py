@@ -23,7 +23,9 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
     rows = diagonal_rows(context, a)
     ranges = step_ranges(len(context.steps))
     if options.executor is None and options.checkpoint is None:
-        with progress_bar(len(rows) * len(context.steps), "steps", unit="step", shown=options.progress) as bar:
+        with progress_bar(
+            len(rows) * len(context.steps), "kernel diagonal", unit="step", shown=options.progress
+        ) as bar:
             for (is_train, _), indices in rows.items():
                 for steps in (context.steps[steps] for steps in ranges):
                     result[indices] += diagonal_of(context, steps, a.X[indices], is_train=bool(is_train))
@@ -33,7 +35,7 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
     num_bytes = max(map(len, rows.values()), default=0) * C**2 * context.reference.itemsize
     pieces = DiagonalPieces.of(context, a, a)
     results = pieces.results("diagonal", places, options, lambda: _identity(context, a), num_bytes)
-    with closing(results), progress_bar(len(places), "pieces", unit="piece", shown=options.progress) as bar:
+    with closing(results), progress_bar(len(places), "kernel diagonal", unit="piece", shown=options.progress) as bar:
         for place, found in zip(places, results, strict=True):
             context.integrations.merge(found)
             result[rows[place[:2]]] += found["total"].to(result)

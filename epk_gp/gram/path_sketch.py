@@ -141,7 +141,7 @@ class PathSketch:
         pieces = ProductPieces(self, a, b, options.memory_budget, plan=net.plan)
         largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
         computed = self._computed(pieces, options, largest**2 * K * net.itemsize)
-        bar = tracked(pieces.places, "tiles", unit="tile", shown=options.progress)
+        bar = tracked(pieces.places, "kernel", unit="tile", shown=options.progress)
         with closing(computed):
             for (i, j), found in zip(bar, computed, strict=True):
                 (n, m), block = (pieces.rows[i], pieces.columns[j]), found["block"].to(result)
@@ -157,7 +157,7 @@ class PathSketch:
         pieces = FeaturePieces(self, points, plan=net.plan)
         num_bytes = max(map(len, pieces.rows.values()), default=0) * K * k * net.itemsize
         computed = self._computed(pieces, options, num_bytes)
-        with closing(computed), progress_bar(len(points), "points", unit="point", shown=options.progress) as bar:
+        with closing(computed), progress_bar(len(points), "features", unit="point", shown=options.progress) as bar:
             for rows, found in zip(pieces.rows.values(), computed, strict=True):
                 result[rows] = found["features"].to(result)
                 bar.update(len(rows))

@@ -87,7 +87,7 @@ def _totals_here(
         total, done = _stored_total(context, sums, name)
         initial = min(len(steps), ranges[done].start) if done < len(ranges) else len(steps)
         used = list[str]()
-        with progress_bar(len(steps), "steps", unit="step", initial=initial, shown=context.options.progress) as bar:
+        with progress_bar(len(steps), "kernel", unit="step", initial=initial, shown=context.options.progress) as bar:
             for number in range(done, len(ranges)):
                 part = None if sums is None else _part_of_worker(context, sums, f"{name}-{number}")
                 if part is None:
@@ -124,7 +124,7 @@ def _by_workers(
         size, initial = len(tiles) * pieces.per_tile, sum(map(pieces.num_finished, done))
         with (
             closing(results),
-            progress_bar(size, "pieces", unit="piece", initial=initial, shown=context.options.progress) as bar,
+            progress_bar(size, "kernel", unit="piece", initial=initial, shown=context.options.progress) as bar,
         ):
             for tile, first in zip(tiles, done, strict=True):
                 name, used = tile_name(prefix, tile), list[str]()

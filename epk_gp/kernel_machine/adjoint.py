@@ -91,7 +91,9 @@ def adjoint_pass(
     S = trajectory.num_steps
     work_items = len(blocks) * S
     products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
-    with progress_bar(work_items, "steps", unit="step", initial=progress.done, shown=problem.options.progress) as bar:
+    with progress_bar(
+        work_items, "attribution", unit="step", initial=progress.done, shown=problem.options.progress
+    ) as bar:
         for number, rows in enumerate(blocks):
             for position in range(max(0, progress.done - number * S), S):
                 step = trajectory.steps[S - 1 - position]

@@ -248,7 +248,7 @@ def _add_blocks(
         own = replace(options, executor=executor)
         parts = results_of(AttributionPieces.of(work), pieces, own, lambda: identity, num_bytes)
     waiting, is_hidden = deque(pieces), executor is None or not options.progress
-    with closing(parts), progress_bar(len(pieces), "pieces", unit="piece", shown=not is_hidden) as bar:
+    with closing(parts), progress_bar(len(pieces), "attribution", unit="piece", shown=not is_hidden) as bar:
         for block, rows in enumerate(work.blocks):
             span, used = slice(int(rows[0]), int(rows[-1]) + 1), list[str]()
             total = PassProgress(None, [x[span] for x in progress.sums], work.new_record)
@@ -272,7 +272,7 @@ def _parts_here(
     """Compute pieces one after another, but for those that workers of an earlier call have computed."""
     S = work.problem.trajectory.num_steps
     left = sum(len(range(S)[work.ranges[piece.place[1]]]) for piece in pieces)
-    with progress_bar(left, "steps", unit="step", shown=work.problem.options.progress) as bar:
+    with progress_bar(left, "attribution", unit="step", shown=work.problem.options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
             yield found or work.part(piece.place, None, bar, (stored, piece.name + _BEGUN)).state()

@@ -166,7 +166,7 @@ def _path_blocks(
     validate_vanilla_gd(trajectory, "this kernel machine's run")
     validate_loss_takes_outputs(trajectory, "this kernel machine")
     quiet = replace(options, progress=False)
-    for step in tracked(trajectory.steps, "steps", unit="step", shown=options.progress):
+    for step in tracked(trajectory.steps, "baseline", unit="step", shown=options.progress):
         size = vanilla_lr(trajectory, step)
         if size == 0:
             continue

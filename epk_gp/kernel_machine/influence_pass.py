@@ -317,7 +317,7 @@ def run_pass(work: InfluencePass) -> dict[str, Tensor]:
         num_bytes = work.points_per_block * problem.cotangents.shape[1] * 8 * problem.trajectory.num_points
         parts = results_of(InfluencePieces(alone, plan=work.net.plan), pieces, options, problem.identity, num_bytes)
     is_hidden = options.executor is None or not options.progress
-    with closing(parts), progress_bar(len(pieces), "pieces", unit="piece", shown=not is_hidden) as bar:
+    with closing(parts), progress_bar(len(pieces), "influence", unit="piece", shown=not is_hidden) as bar:
         found = []
         for part in parts:
             found.append(part)
@@ -331,7 +331,7 @@ def _parts_here(work: InfluencePass, pieces: list[Piece]) -> Generator[dict[str,
     problem, options = work.problem, work.problem.options
     stored = None if options.checkpoint is None else PartialSums(options.checkpoint, problem.identity())
     total = len(pieces) * problem.truncate
-    with progress_bar(total, "steps", unit="step", shown=options.progress) as bar:
+    with progress_bar(total, "influence", unit="step", shown=options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
             if found:

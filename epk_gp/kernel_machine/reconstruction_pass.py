@@ -183,7 +183,7 @@ def sum_over_steps(
     pieces = ReconstructionPieces.of(net, kernel, X, options)
     total = pieces.new_sums(len(X))
     if options.executor is None and options.checkpoint is None:
-        with progress_bar(kernel.trajectory.num_steps, "steps", unit="step", shown=options.progress) as bar:
+        with progress_bar(kernel.trajectory.num_steps, "reconstruction", unit="step", shown=options.progress) as bar:
             for steps in pieces.ranges:
                 for rows, sums in zip(pieces.panels, pieces.sum_steps(steps, pieces.panels, bar), strict=True):
                     total.merge(sums, rows)
@@ -191,7 +191,7 @@ def sum_over_steps(
     places = [(panel, number) for number in range(len(pieces.ranges)) for panel in range(len(pieces.panels))]
     num_bytes = len(pieces.panels[0]) * (2 * kernel.trajectory.num_outputs + 1) * 8
     results = pieces.results("steps", places, options, pieces.identity, num_bytes)
-    with closing(results), progress_bar(len(places), "pieces", unit="piece", shown=options.progress) as bar:
+    with closing(results), progress_bar(len(places), "reconstruction", unit="piece", shown=options.progress) as bar:
         for (panel, _), state in zip(places, results, strict=True):
             rows = pieces.panels[panel]
             total.merge(pieces.new_sums(len(rows)).load(state), rows)

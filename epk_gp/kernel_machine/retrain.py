@@ -228,7 +228,7 @@ def _results(problem: _Problem) -> Iterator[dict[str, Tensor]]:
         num_bytes = 8 * problem.trajectory.num_weights * len(problem.blocks[0])
         parts = results_of(alone, pieces, options, problem.identity, num_bytes)
     is_hidden = options.executor is None or not options.progress
-    with closing(parts), progress_bar(len(pieces), "pieces", unit="piece", shown=not is_hidden) as bar:
+    with closing(parts), progress_bar(len(pieces), "retraining", unit="piece", shown=not is_hidden) as bar:
         for part in parts:
             yield part
             bar.update()
@@ -239,7 +239,7 @@ def _parts_here(problem: _Problem, pieces: list[Piece]) -> Generator[dict[str, T
     stored = None if options.checkpoint is None else PartialSums(options.checkpoint, problem.identity())
     trainer = StackedTraining(problem.trajectory)
     total = len(pieces) * problem.trajectory.num_steps
-    with progress_bar(total, "steps", unit="step", shown=options.progress) as bar:
+    with progress_bar(total, "retraining", unit="step", shown=options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
             if not found:

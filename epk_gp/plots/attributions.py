@@ -61,11 +61,11 @@ def attribution_bars(
     rest = float(values[others].sum())
 
     # Rows run from the top down; the rest stands between the two signs.
-    rows = [*helpful, *([None] if len(others) else []), *harmful]
+    rows = [*helpful.tolist(), *([None] if len(others) else []), *harmful.tolist()]
     heights = np.array([rest if i is None else values[i] for i in rows])
     longest = max((abs(values[i]) for i in rows if i is not None), default=abs(rest))
     drawn = np.clip(heights, -_CUT * longest, _CUT * longest)
-    colours = [REST if i is None else _bar_colour(values[i], None if classes is None else classes[i]) for i in rows]
+    colours = [REST if i is None else _bar_colour(values, classes, i) for i in rows]
     ax.barh(range(len(rows)), drawn, color=colours, edgecolor=GREY, linewidth=0.6, height=0.78)
     for row, (height, width) in enumerate(zip(heights, drawn, strict=True)):
         _write_beside_bar(ax, row, height, width)
@@ -198,8 +198,10 @@ def _require_classes(classes: np.ndarray, values: np.ndarray, names: Sequence[st
         )
 
 
-def _bar_colour(value: float, label: int | None) -> str:
-    return (RAISED if value > 0 else LOWERED) if label is None else PALETTE[label % len(PALETTE)]
+def _bar_colour(values: np.ndarray, classes: np.ndarray | None, index: int) -> str:
+    if classes is not None:
+        return PALETTE[classes[index] % len(PALETTE)]
+    return RAISED if values[index] > 0 else LOWERED
 
 
 def _name_of_point(index: int, classes: np.ndarray | None, names: Sequence[str] | None) -> str:

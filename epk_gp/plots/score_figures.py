@@ -47,7 +47,7 @@ class ScoredPoints:
 def scores_figure(scored: ScoredPoints, ordinary: Float[Tensor, " m"]) -> Figure:
     """Draw the risk of the predictions kept, or error scores; scores beside ordinary points'; and images, if they are.
 
-    A frame of an image is solid and teal, with a tick, where the network's class is right; dashed and magenta, with a
+    A frame of an image is solid and dark, with a tick, where the network's class is right; dashed and pink, with a
     cross, where it is wrong; and grey where no label is known.
 
     Args:

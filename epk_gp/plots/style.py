@@ -25,7 +25,7 @@ GREY = "#4d4d4d"  # edges, and lines of reference
 GRID = "#e3e3e3"
 REST = "#e4e4e4"  # what is summed up in one bar
 RAISED, LOWERED = "#2166ac", "#b35806"  # what raised an output and what lowered it: blue and orange
-RIGHT, WRONG = "#0b7a75", "#a3195b"  # predictions that are right and wrong: teal and magenta
+RIGHT, WRONG = "#004d4f", "#e0559b"  # predictions that are right and wrong: dark teal and pink
 IN_DISTRIBUTION, OUT_OF_DISTRIBUTION = "#94a4a2", "#832db6"  # points like the training data, and others
 EXACT = PALETTE[0]  # the exact path kernel, or what is computed with it
 UP, DOWN = "▲", "▼"  # marks of what raised an output and of what lowered it
@@ -51,16 +51,16 @@ CERTAIN, UNCERTAIN = COLORMAP(0), COLORMAP(255)
 SIGNED = LinearSegmentedColormap.from_list("epk_gp_signed", [LOWERED, "#ffffff", RAISED])
 MAGNITUDES = "viridis"  # values at points that have no class
 
-_STYLE = Path(__file__).with_name("house.mplstyle")
+STYLE = "epk_gp.plots.house"  # matplotlib's name of house.mplstyle, beside this file
 
 
 @contextmanager
 def figure_style() -> Generator[None, None, None]:
     """Give figures that are made and saved in this context the look of this package.
 
-    The same look for a whole session is `plt.style.use("epk_gp.plots.house")`.
+    The same look for a whole session is `plt.style.use(STYLE)`.
     """
-    with matplotlib.style.context(_STYLE):
+    with matplotlib.style.context(STYLE):
         yield
 
 

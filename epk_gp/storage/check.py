@@ -62,7 +62,7 @@ def check_run(path: str | os.PathLike[str], *, progress: bool = False) -> RunSum
     data = read_data(path, header)
     journal = read_journal(path)
     steps: list[Step] = []
-    for chunk in tracked(journal.chunks, "chunks", unit="chunk", shown=progress):
+    for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
         own = read_steps(path, schema, chunk)
         for step in own:
             for _ in step.passes:  # each is unpacked, checked and left

@@ -83,7 +83,7 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
 
     with _new_file(Path(file)) as write:
         write(len(text).to_bytes(8, "little") + text)
-        for number in tracked(range(S + 1), "states", unit="state", shown=progress):
+        for number in tracked(range(S + 1), "export", unit="state", shown=progress):
             write(tensor_bytes(states[number]))
         for number in range(S):
             write(tensor_bytes(_numbers_per_parameter(updates[number], schema)))

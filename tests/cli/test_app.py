@@ -65,13 +65,24 @@ def test_help_does_not_wait_for_pytorch(words):
     assert len(ended.stdout.splitlines()) > 1
 
 
-def test_progress_bars_go_to_stderr(recorded, capsys):
-    assert run("verify", recorded, "--num-points", 2) == 0
-    captured = capsys.readouterr()
-    assert "steps: 100%" in captured.err
-    assert "100%" not in captured.out
-    assert run("verify", recorded, "--num-points", 2, "--quiet") == 0
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize(
+    ("words", "counted"),
+    [
+        (("verify", "--num-points", 2), "reconstruction"),
+        (("verify", "--checksums"), "checking"),
+        (("gram", "--num-rows", 2, "--num-columns", 2), "kernel"),
+        (("export",), "export"),
+    ],
+)
+def test_progress_goes_to_stderr_and_not_where_it_is_to_be_quiet(recorded, capsys, tmp_path, words, counted):
+    command, *options = words
+    for quiet in ([], ["--quiet"]):
+        out = [] if command == "verify" else ["--out", tmp_path / f"{command}{len(quiet)}.safetensors"]
+        assert run(command, recorded, *options, *out, *quiet) == 0
+        captured = capsys.readouterr()
+        assert "100 %" not in captured.out
+        lines = captured.err.splitlines()
+        assert lines == [] if quiet else all(line.startswith(f"{counted}: 100 %, ") for line in lines) and lines
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from epk_gp.cli.labelled import halves, read_labelled
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.gp.class_data import count_seen
-from epk_gp.plots.score_figures import draw_suspicious_labels
+from epk_gp.plots.score_figures import suspicious_labels_figure
 
 FAST = ("--nodes", 3, "--num-samples", 16, "--quiet")
 
@@ -217,12 +217,11 @@ def test_audit_ranks_every_label_as_the_library_does(request, tmp_path, capsys, 
     assert (tmp_path / "audit.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_worst_images_are_drawn_in_their_order(images, monkeypatch, tmp_path):
-    trajectory, drawn = open_run(images / "run", None), []
+def test_the_worst_images_are_drawn_in_their_order(images):
+    trajectory = open_run(images / "run", None)
     found = epk.label_errors(trajectory, nodes=2)
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **options: drawn.append(figure))
-    draw_suspicious_labels(tmp_path / "a.png", found, trajectory.inputs, trajectory.targets, 13)
-    captions = [ax.get_title() for ax in drawn[0].get_axes() if ax.images]
+    figure = suspicious_labels_figure(found, trajectory.inputs, trajectory.targets, 13)
+    captions = [ax.get_title() for ax in figure.get_axes() if ax.images]
     assert [int(caption.split()[0].removeprefix("#")) for caption in captions] == found.indices[:13].tolist()
 
 

@@ -2,6 +2,8 @@
 
 import ast
 import io
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +107,20 @@ def test_a_terminal_shows_a_bar_with_rate_and_remaining_time(terminal):
     assert "<" in terminal.getvalue()  # elapsed < remaining
 
 
+def test_a_pseudo_terminal_of_no_columns_shows_a_bar_too(monkeypatch):
+    """tqdm's own bar is empty there."""
+    pty = pytest.importorskip("pty")
+    leader, follower = pty.openpty()
+    with open(follower, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert os.get_terminal_size(follower).columns == 0
+        list(tracked(range(3), "parts", unit="part"))
+        stream.flush()
+        shown = os.read(leader, 4096).decode()
+    os.close(leader)
+    assert "parts: 100%" in shown
+
+
 @pytest.mark.parametrize("stream", ["log", "terminal"])
 def test_nothing_is_written_where_progress_is_not_shown(stream, request):
     written = request.getfixturevalue(stream)
@@ -129,6 +145,11 @@ def test_a_notebook_gets_its_own_bar_though_its_error_stream_is_no_terminal(log,
     assert list(tracked(range(3), "parts")) == [0, 1, 2]
     assert made == ["parts"]
     assert log.getvalue() == ""
+
+
+def test_tqdm_calls_its_notebook_bar_by_this_name():
+    notebook = pytest.importorskip("tqdm.notebook")
+    assert notebook.tqdm_notebook.__name__ == "tqdm_notebook"
 
 
 def test_a_written_line_stands_on_a_line_of_its_own(log):

@@ -1,14 +1,19 @@
 """The figures that commands write."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
-from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import epk_gp as epk
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
+from epk_gp.analysis.maps import UncertaintyMap
+from epk_gp.cli.summaries import describe_plane
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.plots.figures import draw_attributions
+from epk_gp.plots.figures import attribution_figure, map_figure, reconstruction_figure
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +42,93 @@ def test_the_curve_of_an_output_ends_at_the_network_where_statistics_move():
 
 
 @pytest.mark.parametrize("top", [1, 6, 8])
-def test_as_many_training_images_are_drawn_as_are_asked_for(images, tmp_path, monkeypatch, top):
+def test_as_many_training_images_are_drawn_as_are_asked_for(images, top):
     trajectory, X, breakdown = images
     assert min((breakdown.samples[0] > 0).sum(), (breakdown.samples[0] < 0).sum()) >= top
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
-    draw_attributions(tmp_path / "a.png", breakdown, trajectory, X, [0], top)
-    captions = [ax.get_title() for ax in drawn[0].get_axes() if ax.images]
-    assert captions[0] == "explained"
+    figure = attribution_figure(breakdown, trajectory, X, [0], top)
+    axes = [ax for ax in figure.get_axes() if ax.images]
+    assert axes[0].get_title() == "explained"
     order = breakdown.samples[0].argsort(descending=True).tolist()
     expected = [*order[:top], *order[::-1][:top]]
-    assert [int(caption.split()[0].removeprefix("#")) for caption in captions[1:]] == expected
+    assert [ax.get_xlabel() for ax in axes[1:]] == [f"#{i}\nlabel {int(trajectory.targets[i])}" for i in expected]
+    signs = [ax.get_title()[0] for ax in axes[1:]]
+    assert signs == ["+"] * top + ["−"] * top
+
+
+def words_of(figure):
+    return " / ".join(text.get_text() for text in figure.findobj(Text) if text.get_text())
+
+
+def test_an_attribution_says_head_class_and_true_label(images):
+    trajectory, X, breakdown = images
+    labels, c = torch.tensor([1]), int(breakdown.output[0])
+    words = words_of(attribution_figure(breakdown, trajectory, X, [0], 1, head="logits", labels=labels))
+    assert f"point 0: predicted class {c}, true label 1" in words
+    assert f"▲ raised the logit of class {c} most" in words
+    assert "▼ lowered it most" in words
+    assert f"logit of class {c} so far" in words
+    named = words_of(attribution_figure(breakdown, trajectory, X, [0], 1, head="log_softmax", names=["cat", "dog"]))
+    assert f"log probability of class {'cat' if c == 0 else 'dog'} so far" in named
+    assert "true label" not in named
+
+
+def test_points_that_are_no_images_are_drawn_as_bars(images):
+    trajectory, X, breakdown = images
+    flat = replace(trajectory, inputs=trajectory.inputs.flatten(1))
+    figure = attribution_figure(breakdown, flat, X.flatten(1), [0, 0], 2, head="logits")
+    assert not any(ax.images for ax in figure.get_axes())
+    bars = [ax for ax in figure.get_axes() if ax.get_ylabel() == "training point"]
+    ticks = [[label.get_text() for label in ax.get_yticklabels()] for ax in bars]
+    assert [rows[2] for rows in ticks] == ["36 others"] * 2
+    assert all(re.fullmatch(r"#\d+, class [01]", word) for word in ticks[0][:2])
+
+
+def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
+    g, x = torch.Generator().manual_seed(0), torch.linspace(0, 1, 6, dtype=torch.float64)
+    values = torch.rand(6, 6, generator=g, dtype=torch.float64)
+    classes = (x > 0.5).long().expand(6, 6).contiguous()
+    m = UncertaintyMap(
+        x=x,
+        y=x,
+        training=torch.rand(9, 2, generator=g, dtype=torch.float64),
+        kernel=values,
+        network_class=classes,
+        boundary_classes=classes.repeat_interleave(5, 0).repeat_interleave(5, 1),
+        probability=values,
+        std=values,
+        entropy=values,
+        mutual_information=values,
+        standard_error=0.1,
+        distance_correlation=None,
+        share_std_decreasing=0.5,
+    )
+    plane = describe_plane("coordinates", 100)
+    figure = map_figure(m, torch.arange(9) % 2, plane=plane)
+    assert "the other 98 are 0" in words_of(figure)
+    assert len(figure.legends) == 1
+    assert not any(ax.get_legend() for ax in figure.get_axes())
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["class 0", "class 1", "decision boundary of the network"]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("coordinates", 2, "^$"),
+        ("coordinates", 3, "the other one is 0"),
+        ("principal", 2, "two input coordinates"),
+        ("principal", 784, r"two principal directions of the training inputs \(784 coordinates\)"),
+    ],
+)
+def test_a_plane_is_described_by_what_the_other_coordinates_are(name, size, message):
+    assert re.search(message, describe_plane(name, size))
+
+
+def test_a_reconstruction_shows_differences_to_scale_and_on_a_logarithmic_axis(images):
+    trajectory, X, _ = images
+    machine = epk.reconstruct(trajectory, X, rule=epk.gauss_legendre(2))
+    figure = reconstruction_figure([("coarse", machine), ("fine", machine)], "logits")
+    left, right = figure.get_axes()
+    assert (left.get_yscale(), right.get_yscale()) == ("linear", "log")
+    assert left.get_xlabel() == right.get_xlabel() == "logit of the network"
+    assert len(figure.legends) == 1

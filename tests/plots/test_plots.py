@@ -8,9 +8,13 @@ from epk_gp.plots import (
     PALETTE,
     attribution_bars,
     error_against_evaluations,
+    reconstruction_differences,
+    reconstruction_errors,
     reconstruction_scatter,
-    uncertainty_map,
+    term_bars,
+    training_image,
 )
+from epk_gp.plots.style import LOWERED, RAISED, REST
 
 
 @pytest.fixture
@@ -69,72 +73,28 @@ def test_the_scatter_refuses_what_it_cannot_compare(ax, network, machine, messag
         reconstruction_scatter(ax, np.array(network), np.array(machine))
 
 
-# Uncertainty map
-
-X, Y = np.linspace(0.0, 4.0, 5), np.linspace(0.0, 2.0, 3)
-VALUES = np.arange(15.0).reshape(3, 5)
-
-
-def test_the_map_places_each_value_at_its_node(ax):
-    uncertainty_map(ax, X, Y, VALUES, title="t", colorbar_label="nats")
-    image = ax.images[0]
-    assert np.array_equal(image.get_array(), VALUES)
-    assert image.get_extent() == [-0.5, 4.5, -0.5, 2.5]  # half a cell beyond the outer nodes
-    assert image.origin == "lower"
-    assert image.get_clim() == (0, 14)
-    assert ax.get_aspect() == 1
-    assert ax.get_title() == "t"
-    assert image.colorbar.ax.get_ylabel() == "nats"
+def test_differences_keep_their_sign_and_scale(ax):
+    network = torch.tensor([0.0, 1.0, 2.0])
+    assert reconstruction_differences(ax, network, network + torch.tensor([0.5, -0.25, 0.0])) is ax
+    reconstruction_differences(ax, network, network, label="exact")
+    assert np.array_equal(ax.collections[0].get_offsets(), [[0, 0.5], [1, -0.25], [2, 0]])
+    assert len(ax.lines) == 1
+    assert legend(ax) == ["kernel machine: largest 0.5", "exact: largest 0"]
 
 
-def test_the_map_colours_points_by_class(ax):
-    points = torch.tensor([[0.0, 0.0], [1.0, 1.0], [9.0, 9.0]])
-    uncertainty_map(ax, X, Y, VALUES, title="", points=points, labels=torch.tensor([2, 0, 2]))
-    colours = [to_hex(c) for c in ax.collections[-1].get_facecolor()]
-    assert colours == [PALETTE[2], PALETTE[0], PALETTE[2]]
-    assert legend(ax) == ["class 0", "class 2"]
-    assert ax.get_xlim() == (-0.5, 4.5)  # the point outside does not widen the map
-
-
-def test_the_boundary_lies_where_the_class_changes(ax):
-    boundary = np.repeat([[0, 0, 2, 2, 2]], 3, axis=0)
-    uncertainty_map(ax, X, Y, VALUES, title="", boundary=boundary)
-    (lines,) = ax.collections
-    vertices = np.concatenate([path.vertices for path in lines.get_paths()])
-    assert np.array_equal(np.unique(vertices[:, 0]), [1.5])
-
-
-def test_a_finer_boundary_lies_on_the_same_extent(ax):
-    boundary = np.repeat([[0] * 5 + [1] * 4], 6, axis=0)
-    uncertainty_map(ax, X, Y, VALUES, title="", boundary=boundary)
-    (lines,) = ax.collections
-    vertices = np.concatenate([path.vertices for path in lines.get_paths()])
-    assert np.allclose(vertices[:, 0], 2.25)  # the middle of 2.0 and 2.5
-
-
-def test_one_class_has_no_boundary(ax):
-    uncertainty_map(ax, X, Y, VALUES, title="", boundary=np.zeros((3, 5), dtype=int))
-    assert not ax.collections
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"values": VALUES.T}, r"values must have shape \(3, 5\): got \(5, 3\)"),
-        ({"grid_x": X[::-1]}, "grid_x must be 1-dimensional, increasing and evenly spaced"),
-        ({"grid_x": X**2}, "grid_x must be 1-dimensional, increasing and evenly spaced"),
-        ({"grid_y": Y[:1]}, "grid_y must be 1-dimensional"),
-        ({"values": VALUES + np.inf}, "values must be finite"),
-        ({"boundary": np.zeros((5, 3), dtype=int)}, "boundary must have shape"),
-        ({"points": np.zeros((4, 3))}, r"points must have shape \(4, 2\)"),
-        ({"points": np.zeros((4, 2)), "labels": np.zeros(3, dtype=int)}, r"labels must have shape \(4,\)"),
-        ({"labels": np.zeros(3, dtype=int)}, "labels must come with points"),
-    ],
-)
-def test_the_map_refuses_what_does_not_fit(ax, options, message):
-    with pytest.raises(ValueError, match=message):
-        uncertainty_map(ax, **({"grid_x": X, "grid_y": Y, "values": VALUES, "title": ""} | options))
+def test_errors_below_the_rounding_are_drawn_in_its_band(ax):
+    network = torch.tensor([1.0, -4.0, 2.0], dtype=torch.float64)
+    assert reconstruction_errors(ax, network, network + torch.tensor([1e-3, 0.0, 1e-6])) is ax
+    reconstruction_errors(ax, network, network, label="exact")
+    errors = np.asarray(ax.collections[0].get_offsets())[:, 1]
+    band = ax.patches[0].get_extents().transformed(ax.transData.inverted())
+    rounding = 4 * np.finfo(np.float64).eps / 2
+    assert len(ax.patches) == 1
+    assert band.y1 == pytest.approx(rounding)
+    assert errors[[0, 2]] == pytest.approx([1e-3, 1e-6])
+    assert 0 < errors[1] < rounding
+    assert ax.get_yscale() == "log"
+    assert legend(ax)[0] == "below the rounding of float64"
 
 
 # Attribution
@@ -159,7 +119,7 @@ def test_bars_sum_to_the_total(ax):
 def test_bars_are_the_most_helpful_and_the_most_harmful_points(ax):
     values = np.array([0.1, -0.5, 0.4, -0.2, 0.3, -0.1])
     attribution_bars(ax, values, np.array([0, 1, 2, 0, 1, 2]), names=["cat", "dog", "bird"], top=2)
-    assert ticks(ax) == ["#2", "#4", "2 others", "#3", "#1"]
+    assert ticks(ax) == ["#2, bird", "#4, dog", "2 others", "#3, cat", "#1, dog"]
     assert np.allclose(widths(ax), [0.4, 0.3, 0.0, -0.2, -0.5])
     assert [to_hex(bar.get_facecolor()) for bar in ax.patches[:2]] == [PALETTE[2], PALETTE[1]]
     assert words(ax) == ["+0.4", "+0.3", "+0", "−0.2", "−0.5"]
@@ -171,18 +131,51 @@ def test_a_long_rest_is_cut_and_says_so(ax):
     attribution_bars(ax, values, np.zeros(1000, dtype=int), top=2)
     assert "+9.98 (bar cut)" in words(ax)
     assert max(widths(ax)) == pytest.approx(0.025)
-    assert "all bars together: +10)" in ax.get_xlabel()
+    assert "all bars together: +10" in ax.get_xlabel()
 
 
 def test_without_others_there_is_no_bar_for_them(ax):
     attribution_bars(ax, np.array([1.0, -1.0]), np.array([0, 1]))
-    assert ticks(ax) == ["#0", "#1"]
+    assert ticks(ax) == ["#0, class 0", "#1, class 1"]
 
 
 def test_contributions_of_zero_are_others(ax):
     attribution_bars(ax, np.zeros(4), np.zeros(4, dtype=int))
     assert ticks(ax) == ["4 others"]
     assert words(ax) == ["+0"]
+
+
+def test_the_sign_of_a_bar_is_its_side_and_its_marks_say_so(ax):
+    attribution_bars(ax, np.array([2.0, -1.0, 0.5]), None, top=1, output="logit of class 2")
+    assert [np.sign(width) for width in widths(ax)] == [1, 1, -1]
+    assert ticks(ax) == ["#0", "1 other", "#1"]
+    assert [to_hex(bar.get_facecolor()) for bar in ax.patches] == [RAISED, REST, LOWERED]
+    assert ax.get_xlabel().startswith("▼ lowered     contribution to the logit of class 2     ▲ raised")
+    assert ax.get_legend() is None
+
+
+def test_terms_start_where_the_one_above_ends(ax):
+    assert term_bars(ax, ["initial", "samples", "decay"], np.array([-0.5, 4.0, -1.5]), output="logit") is ax
+    starts = [bar.get_x() for bar in ax.patches]
+    assert np.allclose(starts, [0, -0.5, 3.5, 0])
+    assert np.allclose(widths(ax), [-0.5, 4, -1.5, 2])
+    assert ticks(ax) == ["initial", "samples", "decay", "logit"]
+    assert words(ax) == ["▼ −0.5", "▲ +4", "▼ −1.5", "2"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_every_term_needs_a_value(ax):
+    with pytest.raises(ValueError, match=r"values must have shape \(2,\): got \(1,\)"):
+        term_bars(ax, ["a", "b"], np.array([1.0]))
+
+
+@pytest.mark.parametrize(("contribution", "style"), [(2.0, "-"), (-2.0, (0, (2.2, 1.2))), (0.0, "-")])
+def test_the_frame_of_an_image_tells_the_sign_without_colours(ax, contribution, style):
+    training_image(ax, np.eye(4), "caption", contribution)
+    (drawn,) = {spine.get_linestyle() for spine in ax.spines.values()}
+    assert drawn == style
+    (width,) = {spine.get_linewidth() for spine in ax.spines.values()}
+    assert (width > 1) == (contribution != 0)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -211,6 +204,21 @@ def test_each_rule_stands_at_its_cost_and_error(ax):
     assert words(ax) == ["left", "adaptive"]
 
 
+def test_rules_of_a_family_share_colour_mark_and_line(ax):
+    rules = ["left Riemann 100", "left Riemann 1", "adaptive Gauss-Legendre 4, tol 1e-06", "midpoint"]
+    error_against_evaluations(ax, rules, [100, 1, 8, 2], [1e-4, 1e-1, 1e-7, 1e-2])
+    assert legend(ax) == ["left Riemann, n nodes"]
+    assert [line.get_xydata().tolist() for line in ax.lines] == [[[1, 1e-1], [100, 1e-4]], [[8, 1e-7]], [[2, 1e-2]]]
+    assert len({line.get_color() for line in ax.lines}) == len({line.get_marker() for line in ax.lines}) == 3
+    assert words(ax) == ["100", "1", "adaptive Gauss-Legendre 4, tol 1e−6", "midpoint"]
+
+
+def test_many_rules_of_one_family_repeat_no_colour_for_another(ax):
+    rules = [f"Gauss-Legendre {n}" for n in range(1, 12)] + ["left Riemann 1"]
+    error_against_evaluations(ax, rules, list(range(1, 13)), [10.0**-n for n in range(12)])
+    assert [line.get_color() for line in ax.lines] == list(PALETTE[:2])
+
+
 def test_names_keep_clear_of_each_other(ax):
     error_against_evaluations(ax, ["first rule", "second rule", "third rule"], [100, 100, 101], [1e-3, 1e-3, 1.1e-3])
     boxes = [text.get_window_extent() for text in ax.texts]
@@ -220,7 +228,8 @@ def test_names_keep_clear_of_each_other(ax):
 def test_an_error_of_zero_is_drawn_and_named(ax):
     error_against_evaluations(ax, ["a", "b"], torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.0]))
     assert words(ax) == ["a", "b (error 0)"]
-    assert ax.lines[1].get_ydata()[0] == 0.25
+    assert [line.get_ydata()[0] for line in ax.lines] == [0.5, 0.25, 0.25]
+    assert (ax.lines[2].get_marker(), ax.lines[2].get_markerfacecolor()) == ("v", "white")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,28 @@ def test_a_resumed_training_ends_as_an_uninterrupted_one(tmp_path, optimizer, dt
     assert epk.load_trajectory(tmp_path / "run", mlp(dtype)).digest == whole[0].digest
 
 
+def test_the_state_of_every_optimizer_is_resumed(tmp_path):
+    def train_with_two(path, steps, **options):
+        torch.manual_seed(1)
+        net, (X, y) = mlp(), data()
+        parameters = list(net.parameters())
+        optimizers = [sgd(net[0], momentum=0.9), torch.optim.Adam(parameters[2:], lr=0.01)]
+        with epk.Recorder(net, optimizers, X, y, path=path, **options) as recorder:
+            for step in recorder.until(steps):
+                batch = (torch.arange(4) + step) % len(X)
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                F.cross_entropy(net(X[batch]), y[batch]).backward()
+                recorder.batch(batch)
+                for optimizer in optimizers:
+                    optimizer.step()
+        return recorder.trajectory
+
+    whole = train_with_two(None, 6)
+    train_with_two(tmp_path / "run", 3)
+    assert train_with_two(tmp_path / "run", 6, resume=True).digest == whole.digest
+
+
 @pytest.mark.mostly_slow
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # torch's own, of its SequentialLR
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

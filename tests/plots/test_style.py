@@ -1,0 +1,131 @@
+"""One look for all figures: its colours, its style file, and how pictures are written."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib import rcParams
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from PIL import Image
+
+from epk_gp.plots.style import (
+    COLORMAP,
+    IN_DISTRIBUTION,
+    LOWERED,
+    OUT_OF_DISTRIBUTION,
+    PALETTE,
+    RAISED,
+    RIGHT,
+    SIGNED,
+    SMALL,
+    STYLE,
+    WIDTH,
+    WRONG,
+    figure_style,
+    new_figure,
+    save_figure,
+    styled,
+)
+
+# Machado, Oliveira and Fernandes (2009), severity 1: what is left of linear RGB without one kind of cone.
+BLINDNESS = {
+    "none": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(colour, kind="none"):
+    """CIELAB of a colour as it is seen with a kind of colour blindness."""
+    srgb = np.array(to_rgb(colour))
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    seen = (np.array(BLINDNESS[kind]) @ linear).clip(0, 1)
+    ratio = TO_XYZ @ seen / TO_XYZ.sum(1)
+    f = np.where(ratio > (6 / 29) ** 3, np.cbrt(ratio), ratio * (29 / 6) ** 2 / 3 + 4 / 29)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def distance(a, b, kind):
+    return np.linalg.norm(lab(a, kind) - lab(b, kind))
+
+
+@pytest.mark.parametrize("kind", BLINDNESS)
+@pytest.mark.parametrize("pair", [(RAISED, LOWERED), (RIGHT, WRONG), (IN_DISTRIBUTION, OUT_OF_DISTRIBUTION)])
+def test_opposites_are_told_apart_in_each_kind_of_colour_blindness(pair, kind):
+    assert distance(*pair, kind) > 25
+
+
+def test_green_and_red_of_one_lightness_are_not():
+    """The negative control."""
+    assert distance("#4e8f2f", "#b2662f", "deuteranopia") < 25
+
+
+@pytest.mark.parametrize("kind", BLINDNESS)
+def test_the_first_classes_are_told_apart_in_each_kind_of_colour_blindness(kind):
+    first = PALETTE[:3]
+    assert min(distance(a, b, kind) for i, a in enumerate(first) for b in first[:i]) > 25
+
+
+def test_equal_steps_of_a_map_look_equal():
+    lightness = np.array([lab(COLORMAP(k)[:3])[0] for k in range(256)])
+    steps = -np.diff(lightness)
+    assert steps.min() > 0.8 * steps.mean()
+    assert steps.max() < 1.2 * steps.mean()
+
+
+def test_values_of_either_sign_have_the_colours_of_what_raises_and_lowers():
+    assert SIGNED(0.0)[:3] == pytest.approx(to_rgb(LOWERED))
+    assert SIGNED(1.0)[:3] == pytest.approx(to_rgb(RAISED))
+    assert SIGNED(0.5)[:3] == pytest.approx((1, 1, 1), abs=0.01)
+
+
+def test_the_style_is_left_where_it_was_entered():
+    before = dict(rcParams)
+    with figure_style():
+        assert rcParams["savefig.dpi"] == 200
+        assert rcParams["font.size"] == 9
+    assert dict(rcParams) == before
+
+
+def test_the_style_has_a_name_of_its_own_for_a_whole_session():
+    with plt.style.context(STYLE):
+        assert rcParams["axes.prop_cycle"].by_key()["color"] == list(PALETTE)
+
+
+def test_the_marks_of_axes_have_the_style_when_they_are_drawn_later():
+    @styled
+    def draw():
+        figure = new_figure(2.0)
+        figure.subplots().plot([0, 1])
+        return figure
+
+    figure = draw()
+    figure.draw_without_rendering()
+    (ax,) = figure.axes
+    assert figure.get_figwidth() == WIDTH
+    assert {label.get_fontsize() for label in (*ax.get_xticklabels(), *ax.get_yticklabels())} == {SMALL}
+
+
+def new_line() -> Figure:
+    figure = Figure(figsize=(2, 1))
+    figure.subplots().plot([0, 1, 4], color=PALETTE[0])
+    return figure
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_same_figure_gives_the_same_bytes(suffix, tmp_path):
+    files = [tmp_path / f"{name}{suffix}" for name in "ab"]
+    for file in files:
+        save_figure(new_line(), file, description="a line")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert ("a line" in files[0].read_text(errors="ignore")) == (suffix == ".svg")  # compressed in a PNG
+
+
+def test_a_picture_has_twice_the_pixels_of_the_page(tmp_path):
+    save_figure(new_line(), tmp_path / "a.png", description="a line", palette=True)
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.size == (400, 200)
+        assert picture.mode == "P"
+        assert picture.info["Description"] == "a line"
