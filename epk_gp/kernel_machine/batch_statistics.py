@@ -38,7 +38,7 @@ class SeenBatches:
         layers = [
             (name, part)
             for name, part in module.named_modules()
-            if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is not None
+            if isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None
         ]
         handles = [part.register_forward_pre_hook(self._hook(name)) for name, part in layers]
         try:
@@ -51,6 +51,10 @@ class SeenBatches:
         def look(module: nn.Module, args: tuple[Any, ...]) -> None:
             a = args[0]
             if not module.training or a.numel() // a.shape[1] < 2:
+                return
+            if isinstance(module, nn.modules.instancenorm._InstanceNorm):  # those of each row, averaged
+                rows = a.reshape(-1, module.num_features, *a.shape[2:] if a.ndim > 2 else a.shape[1:]).flatten(2)
+                self.of_layer[name] = (rows.mean(dim=2).mean(dim=0), rows.var(dim=2).mean(dim=0))
                 return
             others = [dimension for dimension in range(a.ndim) if dimension != 1]
             self.of_layer[name] = (a.mean(dim=others), a.var(dim=others))
@@ -86,7 +90,7 @@ def fixed_statistics(module: nn.Module) -> set[str]:
     return {
         f"{name}.{kind}".lstrip(".")
         for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not part.training
+        if isinstance(part, nn.modules.batchnorm._NormBase) and not part.training
         for kind in _KINDS
     }
 

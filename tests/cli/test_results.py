@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import SMALL, refused, run, write_data
+from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.kernel_machine.attribute import attribute_many
 
@@ -75,7 +76,7 @@ def test_contributions_that_do_not_sum_are_an_error(recorded, tmp_path, capsys, 
 def test_influence_writes_the_library_s_derivatives(recorded, tmp_path):
     assert run("influence", recorded, "--out", tmp_path, "--num-points", 3, "--top", 2, "--quiet") == 0
     arrays = load_file(tmp_path / "influence.safetensors")
-    trajectory = epk.load_trajectory(recorded, build_network(NetworkSpec("mlp", (10,), 3, 4)))
+    trajectory = open_run(recorded, None)
     effect = epk.influence(trajectory, arrays["inputs"], classes=arrays["predicted"])
     assert torch.equal(arrays["values"], effect.values)
     assert torch.equal(arrays["std"], effect.std)
@@ -95,7 +96,7 @@ def test_smoothed_influence_averages_over_runs_trained_again(recorded, tmp_path)
     options = ("--num-points", 2, "--smoothing", 2, "--outputs", "all", "--quiet")
     assert run("influence", recorded, "--out", tmp_path, *options) == 0
     arrays = load_file(tmp_path / "influence.safetensors")
-    trajectory = epk.load_trajectory(recorded, build_network(NetworkSpec("mlp", (10,), 3, 4)))
+    trajectory = open_run(recorded, None)
     expected = epk.influence(trajectory, arrays["inputs"], smoothing=epk.Smoothing(2)).values
     assert torch.equal(arrays["values"], expected)
 

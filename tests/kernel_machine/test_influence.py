@@ -11,7 +11,8 @@ import torch
 from optimizer_cases import CASES, OF_TORCH
 from torch import Tensor, nn
 from torch.nn import functional as F
-from weighted_loops import CLASSES, POINTS, Encoder, WeightedLoop, convolutions, mlp
+from torch.nn.utils.parametrizations import spectral_norm
+from weighted_loops import CLASSES, INPUTS, POINTS, Encoder, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
 from epk_gp.core.averaging import averaged_trajectory, averaging_coefficients
@@ -52,6 +53,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else "")
 def test_influence_is_the_derivative_of_retraining_under_every_optimizer(name: str, options: dict[str, Any]) -> None:
     # an eps that the step of the central difference does not cross
@@ -59,11 +61,18 @@ def test_influence_is_the_derivative_of_retraining_under_every_optimizer(name: s
     assert_is_slope(WeightedLoop(lambda p: OF_TORCH[name](p, **smooth, **options)))
 
 
+def instance_norm() -> nn.Module:
+    norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+    layers = [nn.Unflatten(1, (1, INPUTS)), nn.Conv1d(1, 3, 2), norm, nn.Tanh(), nn.Flatten(), nn.Linear(9, CLASSES)]
+    return nn.Sequential(*layers)
+
+
 LOOPS: dict[str, WeightedLoop] = {
     "dropout": WeightedLoop(adamw, lambda: mlp(nn.Dropout(0.3))),
     "batch_norm": WeightedLoop(momentum, lambda: mlp(nn.BatchNorm1d(6))),
     "batch_norm_cumulative": WeightedLoop(momentum, lambda: mlp(nn.BatchNorm1d(6, momentum=None))),
     "batch_norm_accumulated": WeightedLoop(adamw, lambda: mlp(nn.BatchNorm1d(6)), accumulated=2),
+    "instance_norm": WeightedLoop(momentum, instance_norm),
     "convolutions": WeightedLoop(momentum, convolutions),
     "transformer": WeightedLoop(adamw, Encoder),
     "accumulated": WeightedLoop(adamw, accumulated=3),
@@ -75,6 +84,7 @@ LOOPS: dict[str, WeightedLoop] = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_influence_is_the_derivative_of_retraining_in_every_loop(loop: WeightedLoop) -> None:
     assert_is_slope(loop)
@@ -115,6 +125,15 @@ def test_a_preconditioner_that_is_held_is_said_aloud(name: str) -> None:
         effect = epk.influence(run, loop.test_points)
     assert effect.held == (name,)
     assert not effect.certified
+
+
+def test_statistics_that_no_batch_explains_are_said_aloud() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(spectral_norm(nn.Linear(INPUTS, 6)), nn.Tanh(), nn.Linear(6, CLASSES))
+
+    loop = WeightedLoop(momentum, net)
+    with pytest.warns(epk.CertificateWarning, match="how moving statistics would change"):
+        assert epk.influence(loop.record(), loop.test_points).held == ("moving statistics",)
 
 
 def test_a_rule_of_ones_own_is_held_and_said() -> None:

@@ -32,6 +32,7 @@ def assert_is_the_loop(loop: WeightedLoop, run: epk.Trajectory | None = None) ->
 OPTIMIZERS = [(n, o) for case, (n, o) in CASES.items() if n not in (*NOT_KNOWN, "SparseAdam") and "foreach" not in case]
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else "")
 def test_retraining_is_the_loop_with_weights_under_every_optimizer(name: str, options: dict[str, Any]) -> None:
     assert_is_the_loop(WeightedLoop(lambda p: OF_TORCH[name](p, **options)))
@@ -52,6 +53,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_retraining_is_the_loop_with_weights(loop: WeightedLoop) -> None:
     assert_is_the_loop(loop)
