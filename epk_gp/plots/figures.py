@@ -115,6 +115,7 @@ def map_figure(
             boundary=m.boundary_classes,
             regions=regions,
             colorbar_label=unit,
+            limits=(0.0, float(values.max())),  # white is 0: a map of almost equal values is all of one shade
             names=names,
             legend=False,
         )

@@ -22,6 +22,7 @@ from epk_gp.plots.style import COLORMAP, GREY, INK, PALETTE, SMALL
 _FINE = 241  # nodes per side between which a map is drawn: a node is a pixel or two
 _LEVELS = 12  # shades, about
 _BLUR = 0.012  # of the side: the width over which the steps of a boundary between nodes are rounded off
+_VISIBLE = 0.015  # of the side: half the width of the narrowest region that is named
 _FEW = 5  # classes whose colours are enough; the regions of more are named
 _SMOOTHINGS = 20  # of what is continued beyond a region: it is drawn up to a node's distance from it
 _NEIGHBOURS = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]]) / 4
@@ -172,7 +173,7 @@ def map_handles(
 def draw_colorbar(axes: Sequence[Axes], shades: ContourSet, label: str) -> None:
     """Draw the colour bar of one or several maps beside them, with few ticks."""
     formatter = ScalarFormatter()
-    formatter.set_powerlimits((-2, 4))
+    formatter.set_powerlimits((-3, 4))
     figure = axes[0].figure
     bar = figure.colorbar(
         shades, ax=list(axes), format=formatter, fraction=0.046, pad=0.03, ticks=np.asarray(shades.levels)[::2]
@@ -300,10 +301,12 @@ def _draw_boundary(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> 
 
 
 def _name_regions(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> None:
-    """Write each class of the network where its region is widest."""
-    for c in borders.present.tolist():
-        depth = distance_transform_edt(np.pad(borders.classes == c, 1))[1:-1, 1:-1]  # the frame is a border too
+    """Write each class of the network where its region is widest, if it is wide enough to be seen."""
+    for c, lead in zip(borders.present.tolist(), borders.leads, strict=True):
+        depth = distance_transform_edt(np.pad(lead > 0, 1))[1:-1, 1:-1]  # the frame is a border too
         row, column = divmod(int(depth.argmax()), depth.shape[1])
+        if depth[row, column] < _VISIBLE * max(depth.shape):
+            continue
         name, colour = str(c) if names is None else names[c], PALETTE[c % len(PALETTE)]
         box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 1.6}
         place: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 5}

@@ -13,6 +13,7 @@ from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.cli.summaries import describe_plane
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
+from epk_gp.plots import shades_of
 from epk_gp.plots.figures import attribution_figure, map_figure, reconstruction_figure
 
 
@@ -109,6 +110,8 @@ def test_the_plane_of_a_map_is_said_and_one_legend_serves_all_maps():
     assert not any(ax.get_legend() for ax in figure.get_axes())
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["class 0", "class 1", "decision boundary of the network"]
+    maps = [ax for ax in figure.get_axes() if ax.get_title(loc="left")]
+    assert [shades_of(ax).levels[0] for ax in maps] == [0, 0, 0, 0]  # white is 0
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,14 @@ def test_many_classes_are_named_in_their_regions(ax):
     assert np.allclose(places, (np.arange(6) + 0.5) * 4 / 6, atol=0.05)
 
 
+def test_a_class_whose_region_is_too_small_to_be_seen_is_not_named(ax):
+    classes = np.repeat(np.arange(7).repeat(20)[None], 60, axis=0)
+    classes[:, 120:] = 0
+    classes[30, 0] = 6
+    uncertainty_map(ax, X, Y, VALUES, title="", boundary=classes)
+    assert words(ax) == ["0", "1", "2", "3", "4", "5"]
+
+
 def test_few_classes_are_told_by_their_colours_alone(ax):
     uncertainty_map(ax, X, Y, VALUES, title="", boundary=np.repeat(np.arange(5)[None], 3, axis=0))
     assert words(ax) == []
