@@ -85,9 +85,12 @@ def _images(saved: dict) -> str:
 
 
 def _scores(saved: dict) -> str:
-    keys = {"leave-one-out": "leave-one-out", "datamodel": "linear datamodeling score", "seconds": "seconds"}
-    rows = [[row["optimizer"], row["score"], *(_spread(row[key]) for key in keys)] for row in saved["results"]["table"]]
-    return _table(["optimizer", "score", *keys.values()], rows)
+    keys = {"leave-one-out": "leave-one-out", "half": "LDS, half left out", "most": "LDS, a tenth left out"}
+    rows = [
+        [row["problem"], row["score"], *(_spread(row[key], 2) for key in keys), f"{row['seconds'][0]:.2g}"]
+        for row in saved["results"]["table"]
+    ]
+    return _table(["problem", "score", *keys.values(), "time, in attributions"], rows)
 
 
 def _terms(saved: dict) -> str:
