@@ -3,8 +3,11 @@
 import copy
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import starmap
+from multiprocessing import get_context
 
 import numpy as np
 import torch
@@ -74,6 +77,7 @@ class Config:
     num_subsets: int = 100
     num_smoothing: int = 8
     checkpoints: int = 10
+    num_processes: int = 2
 
 
 @dataclass(frozen=True)
@@ -107,49 +111,74 @@ class Result:
 
 def run(config: Config) -> Result:
     """Record, score and train again."""
+    asked = [(config, problem, seed) for problem in config.problems for seed in config.seeds]
+    if config.num_processes == 1:
+        found = list(starmap(_measure, asked))
+    else:
+        with ProcessPoolExecutor(config.num_processes, mp_context=get_context("spawn")) as pool:
+            found = list(pool.map(_measure, *zip(*asked, strict=True)))
     entries: dict[tuple[str, str], list[dict]] = {}
-    scatter, slope, seconds, completeness = {}, {}, [], 0.0
     jackknife: dict[str, list[float]] = {}
-    for problem in config.problems:
-        for seed in config.seeds:
-            train, test = _data(config, problem, seed)
-            trajectory = _record(problem, seed, train)
-            scores, times, error = _scores(config, trajectory, test)
-            completeness = max(completeness, error)
-            start = time.perf_counter()
-            effects = _of_class(leave_one_out(trajectory, test.inputs).permute(2, 0, 1), test).T
-            sets = {
-                key: random_subsets(problem.num_train, config.num_subsets, share=share, seed=seed)
-                for key, share in {"half": 0.5, "most": 0.9}.items()
-            }
-            outcomes = {
-                key: _of_class(epk.retrain(trajectory, rows).outputs(test.inputs), test) for key, rows in sets.items()
-            }
-            seconds.append((time.perf_counter() - start) / (len(train) + 2 * config.num_subsets))
-            for score, values in scores.items():
-                row = {"leave-one-out": rank_agreement(values, effects).mean}
-                row |= {key: datamodeling_score(values, sets[key], outcomes[key]).mean for key in sets}
-                row["seconds"] = times[score] / times[CONTRIBUTIONS]
-                entries.setdefault((problem.name, score), []).append(row)
-            moved = outcomes["most"].std(dim=0)
-            std = scores[INFLUENCE].square().sum(dim=1).sqrt()
-            jackknife.setdefault(problem.name, []).append(rank_agreement(std[None], moved[None]).mean)
-            if seed == config.seeds[0]:
-                x, z, y = scores[CONTRIBUTIONS][0], scores[INFLUENCE][0], effects[0]
-                scatter[problem.name] = [x.tolist(), z.tolist(), y.tolist()]
-                slope[problem.name] = [_slope(x, y), _slope(z, y)]
+    for (_, problem, _), measured in zip(asked, found, strict=True):
+        jackknife.setdefault(problem.name, []).append(measured.jackknife)
+        for score, row in measured.rows.items():
+            entries.setdefault((problem.name, score), []).append(row)
+    of_first_seed = {p.name: m for (_, p, seed), m in zip(asked, found, strict=True) if seed == config.seeds[0]}
     return Result(
         num_seeds=len(config.seeds),
         table=[{"problem": o, "score": s} | _spread(rows) for (o, s), rows in entries.items()],
         retraining={
-            "seconds": float(np.mean(seconds)),
+            "seconds": float(np.mean([measured.seconds for measured in found])),
             "count": sum(p.num_train + 2 * config.num_subsets for p in config.problems) * len(config.seeds),
         },
-        scatter=scatter,
-        slope=slope,
+        scatter={name: measured.scatter for name, measured in of_first_seed.items()},
+        slope={name: measured.slope for name, measured in of_first_seed.items()},
         jackknife={name: _mean_and_std(values) for name, values in jackknife.items()},
-        completeness=completeness,
+        completeness=max(measured.completeness for measured in found),
         left_out=[] if CAPTUM else ["captum: not installed"],
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one recorded run gives; the fields of `Result` for one problem and seed."""
+
+    rows: dict[str, dict]
+    scatter: list[list[float]]
+    slope: list[float]
+    jackknife: float
+    completeness: float
+    seconds: float
+
+
+def _measure(config: Config, problem: Problem, seed: int) -> Measured:
+    torch.set_num_threads(1)
+    train, test = _data(config, problem, seed)
+    trajectory = _record(problem, seed, train)
+    scores, times, error = _scores(config, trajectory, test)
+    start = time.perf_counter()
+    effects = _of_class(leave_one_out(trajectory, test.inputs).permute(2, 0, 1), test).T
+    sets = {
+        key: random_subsets(problem.num_train, config.num_subsets, share=share, seed=seed)
+        for key, share in {"half": 0.5, "most": 0.9}.items()
+    }
+    outcomes = {key: _of_class(epk.retrain(trajectory, rows).outputs(test.inputs), test) for key, rows in sets.items()}
+    seconds = (time.perf_counter() - start) / (len(train) + 2 * config.num_subsets)
+    rows = {
+        score: {"leave-one-out": rank_agreement(values, effects).mean}
+        | {key: datamodeling_score(values, sets[key], outcomes[key]).mean for key in sets}
+        | {"seconds": times[score] / times[CONTRIBUTIONS]}
+        for score, values in scores.items()
+    }
+    std = scores[INFLUENCE].square().sum(dim=1).sqrt()
+    x, z, y = scores[CONTRIBUTIONS][0], scores[INFLUENCE][0], effects[0]
+    return Measured(
+        rows=rows,
+        scatter=[x.tolist(), z.tolist(), y.tolist()],
+        slope=[_slope(x, y), _slope(z, y)],
+        jackknife=rank_agreement(std[None], outcomes["most"].std(dim=0)[None]).mean,
+        completeness=error,
+        seconds=seconds,
     )
 
 
@@ -308,6 +337,7 @@ EXPERIMENT = Experiment(
         num_subsets=4,
         num_smoothing=2,
         checkpoints=2,
+        num_processes=1,
     ),
     Result,
     run,

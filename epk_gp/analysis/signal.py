@@ -63,7 +63,7 @@ def input_gradients(
     model = trajectory.model_for(x)
     chosen = torch.tensor([output], device=x.device)
     total = torch.zeros_like(trajectory.inputs.to(x))
-    for step in tracked(trajectory.steps, "steps", unit="step", shown=progress):
+    for step in tracked(trajectory.steps, "input gradients", unit="step", shown=progress):
         w, end = (flat_state(trajectory, s, x) for s in (step.index, step.index + 1))
         direction = torch.zeros_like(w[: model.num_weights])
         for t, weight in rule:

@@ -106,7 +106,7 @@ def influence(
     return _said(
         replace(
             worst,
-            values=torch.stack([result.values for result in found]).mean(dim=0),
+            values=smoothing.average(torch.stack([result.values for result in found])),
             adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
             held=tuple(sorted({name for result in found for name in result.held})),
         )

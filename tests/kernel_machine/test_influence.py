@@ -296,6 +296,15 @@ def test_smoothing_is_the_mean_of_the_derivatives_of_retrained_runs(run: epk.Tra
     assert torch.equal(smooth.outputs, epk.influence(run, X).outputs)
 
 
+def test_a_run_with_huge_derivatives_does_not_spoil_the_average() -> None:
+    values = torch.randn(8, 5, dtype=torch.float64)
+    values[3] *= 1e6
+    average = epk.Smoothing(8).average(values)
+    assert torch.allclose(average, values.sort(dim=0).values[1:-1].mean(dim=0))
+    assert average.abs().max() < 3
+    assert torch.equal(epk.Smoothing(2).average(values[:2]), values[:2].mean(dim=0))
+
+
 BAD: dict[str, tuple[Callable[[epk.Trajectory, Tensor], Any], type[Exception], str]] = {
     "joint_rows": (
         lambda run, X: epk.influence(run, X, function=lambda f: f - f.mean(dim=0)), ValueError, "first result depends",
