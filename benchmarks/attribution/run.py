@@ -18,16 +18,16 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from agreement import area_under_roc, linear_datamodeling_score, mean_rank_correlation
 from processes import HERE, environment
 from report import markdown
+from retraining import retraining_seconds
 from rows import WAITING, Row, Rows
 from scores import PACKAGES, SCORES, Score, Trained, computed
 from settings import SETTINGS, TINY, Problem, Setting
-from training import retraining_seconds
 from truth import ALPHAS, brittleness, leave_one_out, outcomes, problem_key
 
 from epk_gp.provenance import Stopwatch, provenance
-from judging import area_under_roc, linear_datamodeling_score, mean_rank_correlation
 
 Pythons = dict[str, Path | str]  # by environment: its interpreter, or why there is none
 
@@ -101,7 +101,9 @@ def _rows(
         row["class detection"] = detection.get(score.name)
         noisy = on_flipped.get(score.name, {"failure": WAITING})
         if "scores" in noisy and option in noisy["scores"]:
-            row["wrong labels"] = area_under_roc(noisy["scores"][option].diagonal(), flipped.wrong())
+            suspected = flipped.suspected()
+            own_values = noisy["scores"][option].gather(1, suspected[:, None]).squeeze(1)
+            row["wrong labels"] = area_under_roc(own_values, flipped.wrong()[suspected])
         judged.append(row)
     return judged
 

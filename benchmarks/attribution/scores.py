@@ -11,11 +11,11 @@ from pathlib import Path
 
 import nets
 import torch
+from retraining import record, retrained, weights_at
 from rows import Row
 from settings import Problem
 from torch import Tensor
 from torch.nn import functional as F
-from training import record, retrained, weights_at
 
 import epk_gp as epk
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from epk_gp.datasets import digits, mnist_folder
 
 FLIPPED = 0.1  # share of the labels that are wrong where wrong labels are to be found
+NUM_SUSPECTED = 100  # samples among which they are to be found: all wrong ones, and right ones
 DATTRI_MEAN, DATTRI_STD = 0.1307, 0.3081  # dattri normalises MNIST with these
 
 
@@ -82,7 +83,7 @@ TINY = [
 
 @dataclass(frozen=True)
 class Problem:
-    """A setting with a seed; its labels are partly wrong if `flipped`, and then the training samples are explained.
+    """A setting with a seed; its labels are partly wrong if `flipped`, and then training samples are explained.
 
     Attributes:
         setting: The setting.
@@ -112,13 +113,18 @@ class Problem:
         shift = torch.randint(1, whole.num_classes, whole.y.shape, generator=self.generator(1))
         mask = wrong if whole.y.ndim == 1 else wrong[:, None]
         y = torch.where(mask, (whole.y + shift) % whole.num_classes, whole.y)
-        return Data(whole.X, y, whole.X, y, whole.num_classes)
+        suspected = self.suspected()
+        return Data(whole.X, y, whole.X[suspected], y[suspected], whole.num_classes)
 
     def wrong(self) -> Tensor:
         """Return which labels are wrong where some are, (M,) booleans."""
         count = self.setting.num_train
         chosen = torch.randperm(count, generator=self.generator(2))[: round(FLIPPED * count)]
         return torch.zeros(count, dtype=torch.bool).index_fill(0, chosen, True)
+
+    def suspected(self) -> Tensor:
+        """Return the samples among which wrong labels are to be found: the wrong ones, then the first right ones."""
+        return self.wrong().long().argsort(descending=True, stable=True)[:NUM_SUSPECTED]
 
     def network(self) -> nn.Module:
         """Return the network with its initial weights."""

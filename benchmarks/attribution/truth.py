@@ -3,11 +3,11 @@
 from dataclasses import asdict
 
 import torch
+from retraining import retrained_outcomes
 from rows import Row, Rows
 from settings import Problem
 from torch import Tensor
 from tqdm import tqdm
-from training import retrained_outcomes
 
 ALPHAS = (0.5, 0.9)
 BRITTLE_POINTS, BRITTLE_SHARE = 20, 0.1
