@@ -23,7 +23,7 @@ from processes import HERE, environment
 from report import markdown
 from retraining import retraining_seconds
 from rows import WAITING, Row, Rows
-from scores import PACKAGES, SCORES, Score, Trained, computed
+from scores import PACKAGES, SCORES, Score, Trained, computed, peer_process
 from settings import SETTINGS, TINY, Problem, Setting
 from truth import ALPHAS, brittleness, leave_one_out, outcomes, problem_key
 
