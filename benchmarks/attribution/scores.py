@@ -24,7 +24,7 @@ PACKAGES = {  # by environment
     "dattri": ["torch==2.13.0", "dattri==0.3.0"],
     "captum": ["torch==2.13.0", "captum==0.9.0"],
     "trak": ["torch==2.13.0", "traker==0.3.2"],
-    # quanda's captum needs NumPy 1, which later versions of datasets and pyarrow do not take; it does not name omegaconf
+    # its captum needs NumPy 1, which later versions of datasets and pyarrow do not take; it does not name omegaconf
     "quanda": ["torch==2.13.0", "quanda==0.5.0", "datasets==4.8.4", "pyarrow==21.0.0", "omegaconf"],
 }
 CHECKPOINTS = 10  # of TracIn, evenly spaced

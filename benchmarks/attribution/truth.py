@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 ALPHAS = (0.5, 0.9)
-BRITTLE_POINTS, BRITTLE_SHARE = 20, 0.1
+BRITTLE_POINTS, BRITTLE_SHARE = 20, 0.05  # a tenth would be a whole class
 
 
 def problem_key(problem: Problem) -> Row:

@@ -12,7 +12,7 @@ if not torch.version.cuda:
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-from quanda.metrics.downstream_eval import ClassDetectionMetric  # noqa: E402  after the operator
+from quanda.metrics.downstream_eval import ClassDetectionMetric
 
 _, _, file, out = sys.argv
 job = torch.load(file, weights_only=True)
