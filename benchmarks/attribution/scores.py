@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import nets
@@ -100,9 +101,17 @@ class Score:
         return self.texts if problem.setting.source == "text" else ""
 
 
-def _influence(trained: Trained) -> Tensor:
-    X, classes = trained.explained
-    return epk.influence(trained.run, X, classes=classes).values[:, 0]
+def _influence(**options: object) -> Compute:
+    def compute(trained: Trained) -> Tensor:
+        X, classes = trained.explained
+        return epk.influence(trained.run, X, classes=classes, **options).values[:, 0]
+
+    return compute
+
+
+def _smoothed(trained: Trained) -> Tensor:
+    smoothing = import_module("epk_gp.kernel_machine.smoothing").Smoothing
+    return _influence(smoothing=smoothing())(trained)
 
 
 def _contributions(rule: object) -> Compute:
@@ -144,7 +153,8 @@ def _random(trained: Trained) -> Tensor:
 INFLUENCE = "influence (epk_gp)"
 ONE_LABEL = "takes one label per sample"
 SCORES = [
-    Score(INFLUENCE, _influence),
+    Score(INFLUENCE, _influence()),
+    Score("influence, smoothed (epk_gp)", _smoothed),
     Score("contributions (epk_gp)", _contributions(epk.adaptive(1e-6))),
     Score("In-Run Shapley, first order (epk_gp)", _contributions(epk.left_endpoint())),
     Score("TracInCP (captum)", peer=("captum", "captum_scores.py", "TracInCP"), texts=ONE_LABEL),
@@ -168,10 +178,11 @@ SCORES = [
 def computed(score: Score, trained: Trained, pythons: dict[str, Path | str], job: Path) -> Row:
     """Compute a score: {"scores": {option: (n, M)}, "seconds": {option: processor seconds}} or {"failure": why not}."""
     if score.compute is not None:
-        if score.name == INFLUENCE and not hasattr(epk, "influence"):
-            return {"failure": "this version of epk_gp has none"}
         before = time.process_time()
-        values = score.compute(trained)
+        try:
+            values = score.compute(trained)
+        except (AttributeError, ImportError) as error:
+            return {"failure": f"this version of epk_gp has none: {error}"}
         return {"scores": {"": values.float()}, "seconds": {"": time.process_time() - before}}
     environment, script, method = score.peer or ("", "", "")
     python = pythons[environment]
