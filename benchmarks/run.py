@@ -90,7 +90,8 @@ def main(
         found = pythons[name] = _environment(environments / name, name)
         versions = found if isinstance(found, str) else " ".join(PEERS[name])
         numbers["peers"] = {**numbers.get("peers", {}), name: versions}
-    numbers["machine"] = _machine()
+    if set(chosen) != {"explaind"} or "machine" not in numbers:  # its rows say themselves how many threads they had
+        numbers["machine"] = _machine()
     without_peers = ["floor", "epk_gp"]
     work: dict[str, Callable[[], Any]] = {
         "ntk": lambda: [row for problem in ntk_problems() for row in _blocks(problem, BLOCKS, pythons, rounds)],
@@ -198,10 +199,11 @@ def _explaind(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
     rng.shuffle(pairs)
     labels = (pairs[:, 0] + pairs[:, 2]) % PRIME
     sums = {"Y": pairs[:120], "labels": labels[:120], "X": pairs[120:130]}
-    return [
+    rows = [
         *_compare(ATTRIBUTION, _three_gaussians(), ["attribute", "explaind"], pythons, rounds),
         *_compare(MODULO, sums, ["attribute, its example", "explaind"], pythons, rounds),
     ]
+    return [row | {"threads": _machine()["threads"]} for row in rows]
 
 
 def _three_gaussians() -> dict[str, np.ndarray]:

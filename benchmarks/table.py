@@ -62,7 +62,10 @@ def _attribution(rows: list[dict[str, Any]]) -> str:
 
 
 def _explaind(rows: list[dict[str, Any]]) -> list[str]:
-    parts = ["explaind takes weights in float32 alone; it sums a midpoint rule with 100 nodes a step."]
+    parts = [
+        "explaind takes weights in float32 alone; it sums a midpoint rule with 100 nodes a step. Threads: "
+        f"{rows[0]['threads']}; turns that count: {max(row.get('rounds', 0) for row in rows)}."
+    ]
     for problem in dict.fromkeys(row["problem"] for row in rows):
         contenders = [row for row in rows if row["problem"] == problem]
         dtype = contenders[0]["dtype"]

@@ -302,8 +302,8 @@ def _scored(setting: str) -> Callable[[dict], str]:
 def _score_sizes(saved: dict) -> str:
     config = saved["config"]
     return (
-        f"*{config['seeds']} seeds where there is a ±, {config['subsets']} subsets of each size, the first "
-        f"{config['points']} test samples, one thread; {_versions(saved)}.*"
+        f"*Means ± standard deviations over seeds ({config['seeds']}), {config['subsets']} subsets of each size, the "
+        f"first {config['points']} test samples, one thread; {_versions(saved)}.*"
     )
 
 

@@ -151,10 +151,10 @@ def test_a_tiny_benchmark_runs_and_goes_on_where_it_was_stopped(load, tmp_path, 
     first = json.loads((tmp_path / "first.json").read_text())["results"]["table"]
     random = next(row for row in first if row["score"] == "random")
     assert -1 <= random["LDS 0.5"] <= 1
-    assert next(row for row in first if row["score"].startswith("In-Run"))["failure"] == "not computed yet"
+    assert next(row for row in first if row["score"].startswith("first-order"))["failure"] == "not computed yet"
     saved = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "rows").iterdir()}
     benchmark.main(out=tmp_path / "second", only="Shapley|seconds", peers=False, tiny=True, **options)
     second = json.loads((tmp_path / "second.json").read_text())["results"]["table"]
     assert next(row for row in second if row["score"] == "random")["LDS 0.5"] == random["LDS 0.5"]
-    assert next(row for row in second if row["score"].startswith("In-Run"))["seconds"] > 0
+    assert next(row for row in second if row["score"].startswith("first-order"))["seconds"] > 0
     assert all((tmp_path / "rows" / name).stat().st_mtime_ns == when for name, when in saved.items())

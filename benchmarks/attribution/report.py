@@ -34,7 +34,9 @@ def setting_table(table: Rows, setting: str) -> str:
         for number, score in enumerate(scores)
         if any(row.get("seconds") is not None for row in rows if row["score"] == score)
     ]
-    parts = [_table(["", *shown, "retrainings (seconds)"], lines)] if lines else []
+    if not lines:
+        return "*Not computed yet.*"
+    parts = [_table(["", *shown, "retrainings (seconds)"], lines)]
     if reasons := left_out(rows):
         parts.append("Left out: " + "; ".join(reasons) + ".")
     return "\n\n".join(parts)

@@ -154,9 +154,9 @@ INFLUENCE = "influence (epk_gp)"
 ONE_LABEL = "takes one label per sample"
 SCORES = [
     Score(INFLUENCE, _influence()),
-    Score("influence, smoothed (epk_gp)", _smoothed),
+    Score("smoothed influence (epk_gp)", _smoothed),
     Score("contributions (epk_gp)", _contributions(epk.adaptive(1e-6))),
-    Score("In-Run Shapley, first order (epk_gp)", _contributions(epk.left_endpoint())),
+    Score("first-order In-Run Shapley (epk_gp)", _contributions(epk.left_endpoint())),
     Score("TracInCP (captum)", peer=("captum", "captum_scores.py", "TracInCP"), texts=ONE_LABEL),
     Score("TracIn (dattri)", peer=("dattri", "dattri_scores.py", "TracIn")),
     Score("Grad-Cos (dattri)", peer=("dattri", "dattri_scores.py", "Grad-Cos"), labels=False),
@@ -166,11 +166,11 @@ SCORES = [
         "TRAK-10 (traker)", peer=("trak", "trak_scores.py", "TRAK-10"), retrainings=HALVES,
         texts="its tasks are classification, CLIP and two of BERT's",
     ),
-    Score("influence functions, EK-FAC (dattri)", peer=("dattri", "dattri_scores.py", "EK-FAC")),
-    Score("influence functions, CG (dattri)", peer=("dattri", "dattri_scores.py", "conjugate gradients")),
+    Score("influence functions by EK-FAC (dattri)", peer=("dattri", "dattri_scores.py", "EK-FAC")),
+    Score("influence functions by CG (dattri)", peer=("dattri", "dattri_scores.py", "conjugate gradients")),
     Score("representer points (dattri)", peer=("dattri", "dattri_scores.py", "representer points"), texts=ONE_LABEL),
-    Score("neighbours, features", _in_features, labels=False),
-    Score("neighbours, inputs", _in_inputs, labels=False),
+    Score("neighbours in features", _in_features, labels=False),
+    Score("neighbours in inputs", _in_inputs, labels=False),
     Score("random", _random),
 ]  # fmt: skip
 
