@@ -38,6 +38,7 @@ def tiny(load, name):
     return settings.Problem(setting, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny MLP", "tiny transformer"])
 def test_retraining_with_every_sample_is_the_recorded_run(load, name):
     retraining, problem = load("retraining"), tiny(load, name)
