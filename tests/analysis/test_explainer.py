@@ -15,7 +15,7 @@ CLASSES = [0, 2, 1, 1, 0]
 
 @pytest.fixture(scope="module")
 def case():
-    return make_case("tanh", steps=1)
+    return make_case("tanh", steps=2)
 
 
 @pytest.fixture(scope="module")
