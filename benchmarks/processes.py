@@ -1,9 +1,10 @@
 """Contenders as processes of their own, each in an environment where its versions fit."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -96,16 +97,43 @@ class Worker:
         raise RuntimeError(lines[-1] if lines else "the process ended without a message")
 
 
-def environment(folder: Path, packages: list[str]) -> Path | None:
-    """Make a virtual environment once, and return its interpreter, or None if the registry lacks a package."""
-    python, done = folder / "bin" / "python", folder / "done"
+def environment(folder: Path, packages: list[str], python: Path | None = None) -> Path:
+    """Make a virtual environment once, and return its interpreter.
+
+    Args:
+        folder: Its folder.
+        packages: What it holds, as pip takes it.
+        python: Interpreter that makes it; None means the one that runs this process.
+
+    Raises:
+        RuntimeError: A package cannot be installed; the message is what pip says last.
+    """
+    inside, done = folder / "bin" / "python", folder / "done"
     if not done.exists():
-        venv.create(folder, with_pip=True, clear=True)
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
-        if subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
-            return None
+        subprocess.run([str(python or current_python()), "-m", "venv", "--clear", str(folder)], check=True)
+        command = [str(inside), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+        found = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if found.returncode:
+            raise RuntimeError(([line for line in found.stderr.splitlines() if "ERROR" in line] or ["pip failed"])[-1])
         done.touch()
-    return python
+    return inside
+
+
+def interpreter(version: tuple[int, int]) -> Path:
+    """Find an interpreter of this version of Python or a later one: this one, on the PATH, or among pyenv's.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    names = [f"python{version[0]}.{minor}" for minor in range(version[1], version[1] + 4)]
+    found = [current_python(), *(Path(path) for name in names if (path := shutil.which(name)))]
+    found += [file for name in names for file in sorted(pyenv.glob(f"*/bin/{name}"))]
+    ask = f"import sys; sys.exit(sys.version_info < {version})"
+    for python in found:  # pyenv's shims are on the PATH and fail for versions that are not chosen
+        if not subprocess.run([str(python), "-c", ask], stderr=subprocess.DEVNULL, check=False).returncode:
+            return python
+    raise RuntimeError(f"no Python {version[0]}.{version[1]} or later on this machine")
 
 
 def current_python() -> Path:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from processes import HERE, Worker, current_python, environment
+from processes import HERE, Worker, current_python, environment, interpreter
 from table import markdown
 from tqdm import tqdm
 
@@ -25,8 +25,9 @@ FLOOR_SIZE = 1500
 PEERS = {
     "neural-tangents": ["jax==0.4.20", "jaxlib==0.4.20", "neural-tangents==0.6.5", "numpy<2", "scipy<1.13"],
     "nngeometry": ["torch==2.13.0", "nngeometry==0.4", "numpy"],
-    "explaind": ["explaind"],
+    "explaind": ["torch==2.13.0", "explaind==0.1.0"],
 }
+LATER_PYTHONS = {"explaind": (3, 12)}  # others are run by this Python; where torch has no CPU build: 5 GB of CUDA
 CONTENDERS = {  # script, environment
     "floor": ("floor.py", None),
     "epk_gp": ("epk_gp_block.py", None),
@@ -38,21 +39,39 @@ CONTENDERS = {  # script, environment
     "attribute": ("attribution.py", None),
     "algorithm 1": ("attribution.py", None),
     "algorithm 1, points together": ("attribution.py", None),
+    "attribute, its example": ("modulo_attribution.py", None),
+    "explaind": ("explaind_attribution.py", "explaind"),
 }
-BLOCKS = [name for name, (script, _) in CONTENDERS.items() if script != "attribution.py"]
+BLOCKS = [name for name, (script, _) in CONTENDERS.items() if not script.endswith("attribution.py")]
 ATTRIBUTION = {
     "name": "M = 300, d = 100, h = 64, 20 steps, 30 test points",
     "dtype": "float64",
     "width": 64,
     "steps": 20,
+    "optimizer": "gradient descent",
+}
+# ExPLAIND's own example, smaller (its own has p = 113 and 5000 steps); learning rate and decay are its own
+PRIME = 17
+MODULO = {
+    "name": f"a + b mod {PRIME}, one block of attention, AdamW with decay, M = 120, 10 steps, 10 test points",
+    "dtype": "float32",
+    "tokens": PRIME + 2,
+    "dim": 32,
+    "hidden": 64,
+    "steps": 10,
+    "lr": 1e-3,
+    "decay": 1.0,
+    "tol": 1e-6,
+    "optimizer": "AdamW",
 }
 
 RUN_SECONDS = {"attribution": 900, "other": 120}  # a contender whose run takes longer is stopped
 SLOW_SECONDS, SLOW_ROUNDS = 5, 3  # contenders slower than that take part in fewer rounds
 
-PARTS = ("ntk", "epk", "attribution", "grid", "growth")
+PARTS = ("ntk", "epk", "attribution", "explaind", "grid", "growth")
+PEERS_OF = {"ntk": ("neural-tangents", "nngeometry"), "explaind": ("explaind",)}
 
-Pythons = dict[str | None, Path | None]
+Pythons = dict[str | None, Path | str]  # by environment: its interpreter, or why there is none
 
 
 def main(
@@ -67,15 +86,18 @@ def main(
         raise typer.BadParameter(f"must be of {', '.join(PARTS)}: got {', '.join(sorted(unknown))}.")
     numbers: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
     pythons: Pythons = {None: current_python()}
-    if {"ntk", "attribution"} & set(chosen):
-        pythons |= {name: environment(environments / name, packages) for name, packages in PEERS.items()}
-        numbers["peers"] = {name: " ".join(PEERS[name]) if pythons[name] else None for name in PEERS}
-    numbers["machine"] = _machine()
+    for name in (name for part in chosen for name in PEERS_OF.get(part, ())):
+        found = pythons[name] = _environment(environments / name, name)
+        versions = found if isinstance(found, str) else " ".join(PEERS[name])
+        numbers["peers"] = {**numbers.get("peers", {}), name: versions}
+    if set(chosen) != {"explaind"} or "machine" not in numbers:  # its rows say themselves how many threads they had
+        numbers["machine"] = _machine()
     without_peers = ["floor", "epk_gp"]
     work: dict[str, Callable[[], Any]] = {
         "ntk": lambda: [row for problem in ntk_problems() for row in _blocks(problem, BLOCKS, pythons, rounds)],
         "epk": lambda: [row for problem in epk_problems() for row in _blocks(problem, without_peers, pythons, rounds)],
         "attribution": lambda: _attribution(pythons, rounds),
+        "explaind": lambda: _explaind(pythons, rounds),
         "grid": _grid,
         "growth": lambda: _growth(pythons, rounds),
     }
@@ -143,8 +165,8 @@ def _start(
     name = row["contender"]
     script, needed = CONTENDERS[name]
     python = pythons[needed]
-    if python is None:
-        row["failure"] = f"{needed} is not on this registry"
+    if isinstance(python, str):
+        row["failure"] = python
         return
     variant = name.removeprefix("neural-tangents ")
     try:
@@ -165,15 +187,38 @@ def _take_turn(row: dict[str, Any], workers: dict[str, Worker], number: int, lim
 
 
 def _attribution(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
+    names = ["attribute", "algorithm 1", "algorithm 1, points together"]
+    return _compare(ATTRIBUTION, _three_gaussians(), names, pythons, min(rounds, 3))
+
+
+def _explaind(pythons: Pythons, rounds: int) -> list[dict[str, Any]]:
+    """Compare with ExPLAIND on the problem of its kind that is measured here anyway, and on its own example."""
+    rounds = min(rounds, 3)
+    rng = np.random.default_rng(0)
+    pairs = np.array([(b, PRIME, a, PRIME + 1) for a in range(PRIME) for b in range(a, PRIME)])
+    rng.shuffle(pairs)
+    labels = (pairs[:, 0] + pairs[:, 2]) % PRIME
+    sums = {"Y": pairs[:120], "labels": labels[:120], "X": pairs[120:130]}
+    rows = [
+        *_compare(ATTRIBUTION, _three_gaussians(), ["attribute", "explaind"], pythons, rounds),
+        *_compare(MODULO, sums, ["attribute, its example", "explaind"], pythons, rounds),
+    ]
+    return [row | {"threads": _machine()["threads"]} for row in rows]
+
+
+def _three_gaussians() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(3, 100))
-    arrays = {name: centres[np.arange(n) % 3] + rng.normal(size=(n, 100)) for name, n in (("X", 30), ("Y", 300))}
-    rows = _compare(
-        ATTRIBUTION, arrays, ["attribute", "algorithm 1", "algorithm 1, points together"], pythons, min(rounds, 3)
-    )
-    failure = "not run: no contender is written" if pythons["explaind"] else "not run: not on this registry"
-    rows.append({**ATTRIBUTION, "contender": "explaind", "failure": failure})
-    return rows
+    return {name: centres[np.arange(n) % 3] + rng.normal(size=(n, 100)) for name, n in (("X", 30), ("Y", 300))}
+
+
+def _environment(folder: Path, name: str) -> Path | str:
+    """Return the interpreter of a peer's environment, or why there is none."""
+    try:
+        python = interpreter(LATER_PYTHONS[name]) if name in LATER_PYTHONS else None
+        return environment(folder, PEERS[name], python)
+    except RuntimeError as error:
+        return str(error)
 
 
 def _grid() -> dict[str, Any]:

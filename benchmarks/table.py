@@ -13,6 +13,8 @@ def markdown(numbers: dict[str, Any]) -> str:
         parts += ["### A whole path-kernel block", *_blocks(numbers["epk"])]
     if "attribution" in numbers:
         parts += ["### Contributions of all training points", _attribution(numbers["attribution"])]
+    if "explaind" in numbers:
+        parts += ["### Contributions beside ExPLAIND's", *_explaind(numbers["explaind"])]
     if "grid" in numbers:
         parts += ["### An uncertainty map", _grid(numbers["grid"])]
     if "growth" in numbers:
@@ -22,7 +24,7 @@ def markdown(numbers: dict[str, Any]) -> str:
 
 def _preface(numbers: dict[str, Any]) -> str:
     machine = numbers["machine"]
-    peers = "; ".join(f"{name}: {versions or 'not on this registry'}" for name, versions in numbers["peers"].items())
+    peers = "; ".join(f"{name}: {versions}" for name, versions in numbers["peers"].items())
     return (
         f"{machine['cores']} cores, {machine['threads']} threads. Medians (interquartile ranges) over rounds in which "
         "the contenders take turns; runs of less than 1 s come twice in a turn, and the second counts; contenders of "
@@ -55,18 +57,34 @@ def _blocks(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _attribution(rows: list[dict[str, Any]]) -> str:
-    ours = next(row for row in rows if row["contender"] == "attribute")
+    text = f"{rows[0]['problem']}, float64; Algorithm 1 with dense Jacobians and 100 Riemann nodes."
+    return f"{text}\n\n{_contributions(rows)}"
+
+
+def _explaind(rows: list[dict[str, Any]]) -> list[str]:
+    parts = [
+        "explaind takes weights in float32 alone; it sums a midpoint rule with 100 nodes a step. Threads: "
+        f"{rows[0]['threads']}; turns that count: {max(row.get('rounds', 0) for row in rows)}."
+    ]
+    for problem in dict.fromkeys(row["problem"] for row in rows):
+        contenders = [row for row in rows if row["problem"] == problem]
+        dtype = contenders[0]["dtype"]
+        parts.append(f"**{problem}** (epk_gp in {dtype})\n\n{_contributions(contenders)}")
+    return parts
+
+
+def _contributions(rows: list[dict[str, Any]]) -> str:
     lines = [
         [
             row["contender"],
             _time(row),
-            f"{row['median'] / ours['median']:.0f}" if "median" in row else "–",
+            f"{row['median'] / rows[0]['median']:.1f}" if "median" in row and "median" in rows[0] else "–",
+            f"{row['peak_bytes'] / 2**30:.2f} ({row['bytes_before'] / 2**30:.2f})" if "peak_bytes" in row else "–",
             f"{row['error']:.1e}" if "error" in row else "–",
         ]
         for row in rows
     ]
-    table = _table(["", "ms", "x epk_gp", "sum against the network"], lines)
-    return f"{ours['problem']}, float64; Algorithm 1 with dense Jacobians and 100 Riemann nodes.\n\n{table}"
+    return _table(["", "ms", "x epk_gp", "peak GiB (before)", "sum against the network"], lines)
 
 
 def _grid(numbers: dict[str, Any]) -> str:

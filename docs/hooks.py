@@ -1,15 +1,18 @@
 """Three things that MkDocs does not do: formulas as MathML, tables from saved results, and a package's modules."""
 
 import html
+import importlib.util
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from latex2mathml.converter import convert
 
 GALLERY = Path(__file__).parent / "gallery"
+ATTRIBUTION = Path(__file__).parents[1] / "benchmarks" / "attribution"
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _TABLE = re.compile(r"^\{\{ (\w+) (\w+) \}\}$", re.MULTILINE)
 _MODULES = re.compile(r"^\{\{ modules ([\w.]+) \}\}$", re.MULTILINE)
@@ -46,7 +49,8 @@ def _reference(package: str) -> str:
 
 
 def _saved(name: str) -> dict:
-    return json.loads((GALLERY / f"{name}.json").read_text())
+    file = ATTRIBUTION / "results.json" if name == "attribution" else GALLERY / f"{name}.json"
+    return json.loads(file.read_text())
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -284,7 +288,35 @@ def _winners(ours: str, *measures: Callable[[dict], list[Measure]]) -> Callable[
     return sentence
 
 
+def _report() -> ModuleType:
+    """Import the tables of the attribution benchmark, which need nothing beyond Python."""
+    specification = importlib.util.spec_from_file_location("attribution_report", ATTRIBUTION / "report.py")
+    if specification is None or specification.loader is None:
+        raise FileNotFoundError(f"the attribution benchmark must have its tables in {ATTRIBUTION / 'report.py'}.")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def _scored(setting: str) -> Callable[[dict], str]:
+    return lambda saved: _report().setting_table(saved["results"]["table"], setting)
+
+
+def _score_sizes(saved: dict) -> str:
+    config = saved["config"]
+    return (
+        f"*Means ± standard deviations over seeds ({config['seeds']}), {config['subsets']} subsets of each size, the "
+        f"first {config['points']} test samples, one thread; {_versions(saved)}.*"
+    )
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
+    "scores_mlp": _scored("MNIST, MLP"),
+    "scores_logistic": _scored("MNIST, logistic regression"),
+    "scores_cnn": _scored("MNIST, CNN"),
+    "scores_transformer": _scored("text, transformer"),
+    "score_winners": lambda saved: _report().winners(saved["results"]["table"], "influence (epk_gp)"),
+    "score_sizes": _score_sizes,
     "outside": _methods(_outside_measures),
     "inside": _methods(_inside_measures),
     "sizes": _methods(_size_measures),

@@ -1,6 +1,7 @@
 """The benchmarks can be imported, and those that are cheap run in their smallest form: a rename must not break them."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -31,6 +32,29 @@ def load(monkeypatch):
 @pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.py")))
 def test_every_benchmark_can_be_imported(load, name):
     assert load(name)
+
+
+def test_the_committed_tables_are_those_of_the_committed_numbers(load):
+    numbers = json.loads((FOLDER / "results.json").read_text())
+    assert load("table").markdown(numbers) == (FOLDER / "results.md").read_text()
+
+
+def test_an_interpreter_is_found_where_there_is_one(load):
+    processes = load("processes")
+    assert processes.interpreter((3, 11)) == Path(sys.executable)
+    with pytest.raises(RuntimeError, match=r"no Python 9\.0 or later on this machine"):
+        processes.interpreter((9, 0))
+
+
+def test_an_environment_that_is_ready_is_not_made_again(load, tmp_path):
+    (tmp_path / "done").touch()
+    assert load("processes").environment(tmp_path, ["no-such-package"]) == tmp_path / "bin" / "python"
+
+
+def test_a_peer_that_cannot_run_has_its_reason_in_the_table(load):
+    benchmark, row = load("run"), {"contender": "explaind"}
+    benchmark._start(row, {}, {}, {"explaind": "no Python 3.12 or later on this machine"}, Path())
+    assert row["failure"] == "no Python 3.12 or later on this machine"
 
 
 @pytest.mark.slow

@@ -1,0 +1,111 @@
+"""The tables of the attribution benchmark, in Markdown."""
+
+from collections.abc import Callable
+from statistics import mean, stdev
+from typing import Any
+
+Rows = list[dict[str, Any]]
+
+MEASURES = {  # head and key; of each the largest is the best
+    "LDS, half": "LDS 0.5",
+    "LDS, 90 %": "LDS 0.9",
+    "leave-one-out": "leave-one-out",
+    "wrong labels, AUROC": "wrong labels",
+    "log p lost": "brittleness",
+    "class detection": "class detection",
+}
+
+
+def markdown(table: Rows) -> str:
+    """Return a table for every setting, and what was left out."""
+    settings = list(dict.fromkeys(row["setting"] for row in table))
+    return "\n\n".join(f"### {setting}\n\n{setting_table(table, setting)}" for setting in settings) + "\n"
+
+
+def setting_table(table: Rows, setting: str) -> str:
+    """Return one setting's table: means ± standard deviations over seeds, the best mean in bold."""
+    rows = [row for row in table if row["setting"] == setting]
+    shown = {head: key for head, key in MEASURES.items() if any(row.get(key) is not None for row in rows)}
+    scores = list(dict.fromkeys(row["score"] for row in rows))
+    columns = [_column(rows, scores, lambda row, key=key: row.get(key)) for key in shown.values()]
+    times = [_times([row for row in rows if row["score"] == score]) for score in scores]
+    lines = [
+        [score, *(column[number] for column in columns), times[number]]
+        for number, score in enumerate(scores)
+        if any(row.get("seconds") is not None for row in rows if row["score"] == score)
+    ]
+    if not lines:
+        return "*Not computed yet.*"
+    parts = [_table(["", *shown, "retrainings (seconds)"], lines)]
+    if reasons := left_out(rows):
+        parts.append("Left out: " + "; ".join(reasons) + ".")
+    return "\n\n".join(parts)
+
+
+def left_out(rows: Rows) -> list[str]:
+    """List the scores that are not there, with the reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if "failure" in row and row["score"] not in reasons.setdefault(row["failure"], []):
+            reasons[row["failure"]].append(row["score"])
+    return [f"{', '.join(scores)} ({reason})" for reason, scores in reasons.items()]
+
+
+def means(rows: Rows, key: str) -> dict[str, float]:
+    """Return the mean over seeds of every score that has any value."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row.get(key) is not None:
+            found.setdefault(row["score"], []).append(row[key])
+    return {score: mean(values) for score, values in found.items()}
+
+
+def winners(table: Rows, ours: str) -> str:
+    """Say where another score is better than ours, and after it where ours is the best."""
+    lost, won = [], []
+    for setting in dict.fromkeys(row["setting"] for row in table):
+        rows = [row for row in table if row["setting"] == setting]
+        for head, key in MEASURES.items():
+            found = means(rows, key)
+            if ours not in found:
+                continue
+            best = max(found, key=lambda score: found[score])
+            where = f"{setting}, {head}"
+            if best == ours:
+                won.append(where)
+            else:
+                lost.append(f"{where} ({best} {found[best]:.2f}, ours {found[ours]:.2f})")
+    parts = [f"**Another score is better at:** {'; '.join(lost)}."] if lost else []
+    if won:
+        parts.append(f"**{ours} is the best at:** {'; '.join(won)}.")
+    return " ".join(parts) or f"{ours} is not computed yet."
+
+
+def _column(rows: Rows, scores: list[str], value: Callable[[dict[str, Any]], float | None]) -> list[str]:
+    found = {
+        score: [number for row in rows if row["score"] == score and (number := value(row)) is not None]
+        for score in scores
+    }
+    best = max((mean(values) for values in found.values() if values), default=None)
+    return [_cell(found[score], best) for score in scores]
+
+
+def _cell(values: list[float], best: float | None) -> str:
+    if not values:
+        return "–"
+    text = f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+    return f"**{text}**" if mean(values) == best else text
+
+
+def _times(rows: Rows) -> str:
+    """Write the time as a multiple of one retraining, the networks that the score needs included."""
+    measured = [row for row in rows if row.get("seconds") is not None]
+    if not measured or any(not row["retraining"] for row in measured):
+        return "–"
+    ratio = mean(row["seconds"] / row["retraining"] + row["retrainings"] for row in measured)
+    seconds = mean(row["seconds"] + row["retrainings"] * row["retraining"] for row in measured)
+    return " (".join(f"{value:.2g}" if value < 10 else f"{value:.0f}" for value in (ratio, seconds)) + ")"
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])

@@ -1,0 +1,100 @@
+"""Recording a problem's run, and training it again with other sample weights, several networks side by side."""
+
+import time
+
+import nets
+import torch
+from settings import Data, Problem
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+import epk_gp as epk
+
+
+def record(problem: Problem) -> epk.Trajectory:
+    """Train the network with every sample, and record it in memory."""
+    data, net = problem.data(), problem.network()
+    X, y, loss, train = data.X, data.y, epk.CrossEntropy(), net
+    if data.y.ndim > 1:  # a text has several targets: the network is recorded together with its log-likelihood
+        X, train = (data.X, data.y), nets.Scored(net)
+        loss = epk.PerSampleLoss(lambda returned, _: -returned[:, 0])
+    optimizer = problem.optimizer(list(train.parameters()))
+    train.train()
+    torch.manual_seed(problem.seed)
+    with epk.Recorder(train, optimizer, X, y, loss=loss) as recorder:
+        for batch in problem.batches():
+            optimizer.zero_grad()
+            if data.y.ndim > 1:
+                (-train(data.X[batch], data.y[batch]).mean()).backward()
+            else:
+                nn.functional.cross_entropy(train(data.X[batch]), data.y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    return recorder.trajectory
+
+
+def weights_at(run: epk.Trajectory, state: int) -> dict[str, Tensor]:
+    """Return a state's weights under the names of the network of `Problem.network`."""
+    return {name.removeprefix("net."): value.clone() for name, value in run.weights(state).items()}
+
+
+def retrained_outcomes(problem: Problem, subsets: Tensor) -> Tensor:
+    """Train again with other sample weights, and return log p(target) of every test sample.
+
+    Initial weights, batches, their order, dropout and the divisor of the loss are those of the recorded run: a sample
+    of weight 0 leaves a gap. It is a loop of its own on purpose: the truth does not come from the package that is
+    judged by it.
+
+    Args:
+        problem: The problem.
+        subsets: Sample weights, (m, M).
+
+    Returns:
+        (m, n).
+    """
+    data, net, weights = problem.data(), problem.network().eval(), retrained(problem, subsets)
+    with torch.no_grad():
+        return torch.stack(
+            [_in_parts(net, {name: value[k] for name, value in weights.items()}, data) for k in range(len(subsets))]
+        )
+
+
+def retrained(problem: Problem, subsets: Tensor) -> dict[str, Tensor]:
+    """Train networks side by side, one for each row of sample weights: each parameter gets one axis more."""
+    data, net, count = problem.data(), problem.network(), len(subsets)
+    weights = {
+        name: value.detach().expand(count, *value.shape).clone().requires_grad_()
+        for name, value in net.named_parameters()
+    }
+    optimizer = problem.optimizer(list(weights.values()))
+    net.train()
+
+    def losses(w: dict[str, Tensor], X: Tensor, y: Tensor) -> Tensor:
+        return -nets.log_p(functional_call(net, w, (X,)), y)
+
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(problem.seed)  # dropout: the same masks for all networks, and those of the recorded run
+        for batch in problem.batches():
+            optimizer.zero_grad()
+            each = vmap(losses, (0, None, None), randomness="same")(weights, data.X[batch], data.y[batch])
+            ((subsets[:, batch] * each).sum() / len(batch)).backward()
+            optimizer.step()
+    return {name: value.detach() for name, value in weights.items()}
+
+
+def retraining_seconds(problem: Problem) -> float:
+    """Measure the processor seconds of training the network once, by torch's plain loop."""
+    data, net = problem.data(), problem.network()
+    optimizer = problem.optimizer(list(net.parameters()))
+    net.train()
+    before = time.process_time()
+    for batch in problem.batches():
+        optimizer.zero_grad()
+        (-nets.log_p(net(data.X[batch]), data.y[batch]).mean()).backward()
+        optimizer.step()
+    return time.process_time() - before
+
+
+def _in_parts(net: nn.Module, weights: dict[str, Tensor], data: Data) -> Tensor:
+    parts = zip(data.X_test.split(1000), data.y_test.split(1000), strict=True)
+    return torch.cat([nets.functional_log_p(net, weights, X, y) for X, y in parts])

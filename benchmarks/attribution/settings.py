@@ -1,0 +1,176 @@
+"""The settings of the attribution benchmark: data, network and training, each with a seed of its own."""
+
+import itertools
+from dataclasses import dataclass
+from functools import cache
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+import nets
+import torch
+from torch import Tensor, nn
+
+from epk_gp.datasets import digits, mnist_folder
+
+FLIPPED = 0.1  # share of the labels that are wrong where wrong labels are to be found
+NUM_SUSPECTED = 100  # samples among which they are to be found: all wrong ones, and right ones
+DATTRI_MEAN, DATTRI_STD = 0.1307, 0.3081  # dattri normalises MNIST with these
+
+
+class Data(NamedTuple):
+    """Training and test samples.
+
+    Attributes:
+        X: Training inputs.
+        y: Their targets.
+        X_test: Test inputs.
+        y_test: Their targets, whose log-likelihoods are explained.
+        num_classes: Classes, or letters.
+    """
+
+    X: Tensor
+    y: Tensor
+    X_test: Tensor
+    y_test: Tensor
+    num_classes: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One problem.
+
+    Attributes:
+        name: Its name.
+        source: "mnist" (EPK_GP_DATA), "digits" (scikit-learn's) or "text" (help texts of the standard library).
+        network: As `nets.build`.
+        num_train: Training samples, M.
+        num_test: Test samples of the ground truth. Expensive scores explain the first ones alone (`--points`).
+        optimizer: "sgd" or "adamw".
+        lr: Learning rate.
+        momentum: Momentum of SGD.
+        epochs: Passes over the data.
+        batch_size: Samples per step.
+        small: Whether it is small enough for leave-one-out, wrong labels and brittleness.
+        together: Networks that are retrained side by side.
+    """
+
+    name: str
+    source: str
+    network: str
+    num_train: int
+    num_test: int
+    optimizer: str = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0
+    epochs: int = 20
+    batch_size: int = 64
+    small: bool = False
+    together: int = 10
+
+
+SETTINGS = [
+    # https://github.com/TRAIS-Lab/dattri, dattri/benchmark/datasets/mnist: sizes, optimizers, epochs, dropout
+    Setting("MNIST, MLP", "mnist", "mlp", 5000, 500, momentum=0.9, epochs=50),
+    Setting("MNIST, logistic regression", "mnist", "logistic", 5000, 500),
+    Setting("MNIST, CNN", "mnist", "cnn", 400, 100, "adamw", lr=3e-3, epochs=15, batch_size=50, small=True),
+    Setting("text, transformer", "text", "transformer", 300, 60, "adamw", 3e-3, epochs=12, batch_size=30, small=True),
+]  # fmt: skip
+TINY = [
+    Setting("tiny MLP", "digits", "mlp", 30, 5, momentum=0.9, epochs=2, batch_size=10, small=True),
+    Setting("tiny transformer", "text", "transformer", 12, 3, "adamw", epochs=1, batch_size=6, small=True),
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A setting with a seed; its labels are partly wrong if `flipped`, and then training samples are explained.
+
+    Attributes:
+        setting: The setting.
+        seed: Seed of initial weights, order of the batches, dropout, subsets and wrong labels.
+        flipped: Whether `FLIPPED` of the labels are wrong.
+    """
+
+    setting: Setting
+    seed: int
+    flipped: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return a name for rows."""
+        return f"{self.setting.name}, seed {self.seed}" + (", wrong labels" if self.flipped else "")
+
+    def generator(self, purpose: int) -> torch.Generator:
+        """Return a source of random numbers of its own for each purpose."""
+        return torch.Generator().manual_seed(1000 * self.seed + purpose)
+
+    def data(self) -> Data:
+        """Return the samples: the same for every seed, as dattri has it."""
+        whole = _data(self.setting.source, self.setting.num_train, self.setting.num_test)
+        if not self.flipped:
+            return whole
+        wrong = self.wrong()
+        shift = torch.randint(1, whole.num_classes, whole.y.shape, generator=self.generator(1))
+        mask = wrong if whole.y.ndim == 1 else wrong[:, None]
+        y = torch.where(mask, (whole.y + shift) % whole.num_classes, whole.y)
+        suspected = self.suspected()
+        return Data(whole.X, y, whole.X[suspected], y[suspected], whole.num_classes)
+
+    def wrong(self) -> Tensor:
+        """Return which labels are wrong where some are, (M,) booleans."""
+        count = self.setting.num_train
+        chosen = torch.randperm(count, generator=self.generator(2))[: round(FLIPPED * count)]
+        return torch.zeros(count, dtype=torch.bool).index_fill(0, chosen, True)
+
+    def suspected(self) -> Tensor:
+        """Return the samples among which wrong labels are to be found: the wrong ones, then the first right ones."""
+        return self.wrong().long().argsort(descending=True, stable=True)[:NUM_SUSPECTED]
+
+    def network(self) -> nn.Module:
+        """Return the network with its initial weights."""
+        data = self.data()
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(self.seed)
+            return nets.build(self.setting.network, tuple(data.X.shape[1:]), data.num_classes)
+
+    def batches(self) -> list[Tensor]:
+        """Return the samples of every step."""
+        generator = self.generator(3)
+        orders = [torch.randperm(self.setting.num_train, generator=generator) for _ in range(self.setting.epochs)]
+        return list(itertools.chain.from_iterable(order.split(self.setting.batch_size) for order in orders))
+
+    def optimizer(self, weights: list[Tensor]) -> torch.optim.Optimizer:
+        """Return the optimizer; it treats every number by itself, so networks can be trained stacked."""
+        s = self.setting
+        if s.optimizer == "adamw":
+            return torch.optim.AdamW(weights, lr=s.lr, weight_decay=0.01)
+        return torch.optim.SGD(weights, lr=s.lr, momentum=s.momentum)
+
+    def subsets(self, alpha: float, count: int, *, purpose: int = 4) -> Tensor:
+        """Draw subsets that hold a share alpha of the samples: (count, M), zeros and ones."""
+        size, generator = self.setting.num_train, self.generator(10 * purpose + round(1000 * alpha))
+        kept = [torch.randperm(size, generator=generator)[: round(alpha * size)] for _ in range(count)]
+        return torch.stack([torch.zeros(size).index_fill(0, rows, 1.0) for rows in kept])
+
+
+@cache
+def _data(source: str, num_train: int, num_test: int) -> Data:
+    if source == "text":
+        return _text(num_train, num_test)
+    if source == "digits":
+        whole = digits(dtype=torch.float32)
+        train, test = whole[:num_train], whole[num_train : num_train + num_test]
+    else:
+        train, test = mnist_folder(split="train", dtype=torch.float32), mnist_folder(split="test", dtype=torch.float32)
+        train, test = train[:num_train], test[:num_test]
+    X, X_test = ((part.inputs - DATTRI_MEAN) / DATTRI_STD for part in (train, test))
+    return Data(X, train.labels, X_test, test.labels, train.num_classes)
+
+
+def _text(num_train: int, num_test: int, length: int = 32) -> Data:
+    """Cut the help texts of Python's language into pieces; test samples are the pieces behind the training samples."""
+    text = " ".join(" ".join(topics[name].split()) for name in sorted(topics)).lower()
+    letters = sorted(set(text[: (num_train + num_test) * length + 1]))
+    tokens = torch.tensor([letters.index(letter) for letter in text[: (num_train + num_test) * length + 1]])
+    X, y = tokens[:-1].view(-1, length), tokens[1:].view(-1, length)
+    return Data(X[:num_train], y[:num_train], X[num_train:], y[num_train:], len(letters))

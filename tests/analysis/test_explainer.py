@@ -1,0 +1,93 @@
+"""Explainers under quanda's and captum's names."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import epk_gp as epk
+from epk_gp.analysis.explainer import Explainer, MostInfluential, contribution_scores
+from helpers import make_case
+
+CLASSES = [0, 2, 1, 1, 0]
+
+
+@pytest.fixture(scope="module")
+def case():
+    return make_case("tanh", steps=2)
+
+
+@pytest.fixture(scope="module")
+def explainer(case):
+    return Explainer(trajectory=case.trajectory, scores=contribution_scores)
+
+
+@pytest.mark.parametrize("targets", [CLASSES, torch.tensor(CLASSES), torch.tensor(CLASSES, dtype=torch.int32)])
+def test_explanations_are_contributions_to_the_targets(case, explainer, targets):
+    whole = epk.attribute(case.trajectory, case.test).samples
+    expected = torch.stack([whole[n, c] for n, c in enumerate(CLASSES)])
+    assert_close(explainer.explain(test_data=case.test, targets=targets), expected)
+
+
+def test_influence_is_what_an_explainer_shows_unless_told_otherwise(case, monkeypatch):
+    values = torch.arange(35.0).reshape(5, 1, 7)
+    calls = []
+
+    def influence(trajectory, X, *, classes):
+        calls.append((trajectory, X, classes))
+        return SimpleNamespace(values=values)
+
+    monkeypatch.setattr(epk, "influence", influence, raising=False)
+    shown = Explainer(trajectory=case.trajectory).explain(case.test, CLASSES)
+    assert torch.equal(shown, values[:, 0])
+    assert calls[0][0] is case.trajectory
+    assert calls[0][1] is case.test
+    assert calls[0][2].tolist() == CLASSES
+
+
+@pytest.mark.parametrize("batch_size", [3, 32])
+def test_self_influence_is_the_diagonal(case, explainer, batch_size):
+    run = case.trajectory
+    whole = explainer.explain(run.inputs, run.targets)
+    assert_close(explainer.self_influence(batch_size=batch_size), whole.diagonal())
+
+
+def test_captums_name_gives_all_scores_or_the_most_extreme_ones(case, explainer):
+    whole = explainer.explain(case.test, CLASSES)
+    inputs = (case.test, torch.tensor(CLASSES))
+    assert torch.equal(explainer.influence(inputs), whole)
+    order = whole.argsort(dim=1)
+    for proponents, expected in ((True, order.flip(1)), (False, order)):
+        found = explainer.influence(inputs, k=2, proponents=proponents)
+        assert isinstance(found, MostInfluential)
+        assert torch.equal(found.indices, expected[:, :2])
+        assert_close(found.influence_scores, whole.gather(1, expected[:, :2]))
+
+
+def test_an_explainer_is_made_as_quanda_makes_it(case):
+    """As `quanda.explainers.utils._init_explainer` calls it: by keywords, with more than is needed."""
+    explainer = Explainer(
+        model=object(),
+        train_dataset=range(7),
+        checkpoints=["file"],
+        checkpoints_load_func=None,
+        trajectory=case.trajectory,
+        scores=contribution_scores,
+    )
+    assert explainer.explain(test_data=case.test, targets=CLASSES).shape == (5, 7)
+
+
+def test_other_data_are_refused(case):
+    with pytest.raises(ValueError, match="train_dataset must be the run's 7 training samples in their order: got 6"):
+        Explainer(train_dataset=range(6), trajectory=case.trajectory)
+    with pytest.raises(ValueError, match=r"task must be one of .*: got 'causal_lm'"):
+        Explainer(trajectory=case.trajectory, task="causal_lm")
+
+
+def test_numbers_that_mean_nothing_are_refused(case, explainer):
+    with pytest.raises(ValueError, match="k must be at most 7, the number of training samples: got 8"):
+        explainer.influence((case.test, torch.tensor(CLASSES)), k=8)
+    regression = Explainer(trajectory=make_case("one_class").trajectory, scores=contribution_scores)
+    with pytest.raises(ValueError, match=r"self_influence needs a run on classes.*got targets of shape \(7, 1\)"):
+        regression.self_influence()

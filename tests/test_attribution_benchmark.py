@@ -1,0 +1,161 @@
+"""The attribution benchmark: its truth is that of the recorded run, scores are judged as usual, rows are kept."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "attribution"
+NAMES = sorted(file.stem for file in FOLDER.glob("*.py"))
+NEIGHBOURS = ("processes",)
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a module of the benchmark as its scripts do, and forget all of them afterwards."""
+    monkeypatch.syspath_prepend(FOLDER.parent)
+    monkeypatch.syspath_prepend(FOLDER)
+    for name in (*NAMES, *NEIGHBOURS):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module
+    for name in (*NAMES, *NEIGHBOURS):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_module_can_be_imported(load, name):
+    assert load(name)
+
+
+def tiny(load, name):
+    settings = load("settings")
+    setting = next(setting for setting in settings.TINY if setting.name == name)
+    return settings.Problem(setting, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny MLP", "tiny transformer"])
+def test_retraining_with_every_sample_is_the_recorded_run(load, name):
+    retraining, problem = load("retraining"), tiny(load, name)
+    run = retraining.record(problem)
+    again = retraining.retrained(problem, torch.ones(2, problem.setting.num_train))
+    # AdamW divides gradients that are rounding by their own size, so single weights may move by a step of size lr
+    atol = 2 * problem.setting.lr * run.num_steps * (1e-2 if problem.setting.optimizer == "adamw" else 1e-5)
+    for key, value in retraining.weights_at(run, run.num_steps).items():
+        for network in again[key]:
+            assert_close(network, value, rtol=0, atol=atol)
+
+
+def test_a_sample_of_weight_zero_does_not_matter(load):
+    retraining, problem = load("retraining"), tiny(load, "tiny MLP")
+    weights = torch.ones(1, problem.setting.num_train)
+    weights[0, 3] = 0
+    before = retraining.retrained_outcomes(problem, weights)
+    whole = retraining.retrained_outcomes(problem, torch.ones_like(weights))
+    problem.data().X[3] += 1.0  # the data are cached: the same tensor
+    try:
+        assert_close(retraining.retrained_outcomes(problem, weights), before)
+        assert float((whole - before).abs().max()) > 1e-4
+    finally:
+        problem.data().X[3] -= 1.0
+
+
+def test_networks_side_by_side_are_those_trained_alone(load):
+    retraining, problem = load("retraining"), tiny(load, "tiny MLP")
+    subsets = problem.subsets(0.5, 3)
+    together = retraining.retrained_outcomes(problem, subsets)
+    alone = torch.cat([retraining.retrained_outcomes(problem, subset[None]) for subset in subsets])
+    assert_close(together, alone)
+
+
+def test_subsets_have_their_size_and_those_of_peers_are_others(load):
+    problem = tiny(load, "tiny MLP")
+    truth, peers = problem.subsets(0.5, 20), problem.subsets(0.5, 20, purpose=5)
+    assert truth.sum(1).tolist() == [15.0] * 20
+    assert not (truth[:, None] == peers).all(2).any()
+
+
+def test_a_tenth_of_the_labels_is_wrong_where_it_is_to_be_found(load):
+    problem = tiny(load, "tiny MLP")
+    flipped = replace(problem, flipped=True)
+    assert torch.equal(flipped.data().y != problem.data().y, flipped.wrong())
+    assert int(flipped.wrong().sum()) == 3
+    suspected = flipped.suspected()
+    assert flipped.wrong()[suspected].tolist() == [True] * 3 + [False] * 27
+    assert torch.equal(flipped.data().y_test, flipped.data().y[suspected])
+
+
+def test_scores_that_add_up_to_the_outcomes_have_a_datamodeling_score_of_one(load):
+    agreement = load("agreement")
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(4, 10, generator=generator)
+    subsets = (torch.rand(30, 10, generator=generator) < 0.5).float()
+    outcomes = subsets @ scores.T
+    assert agreement.linear_datamodeling_score(scores, subsets, outcomes.exp()) == pytest.approx(1.0)
+    assert agreement.linear_datamodeling_score(-scores, subsets, outcomes) == pytest.approx(-1.0)
+    assert agreement.linear_datamodeling_score(torch.zeros(4, 10), subsets, outcomes) == 0.0
+
+
+def test_the_area_under_the_curve_counts_pairs(load):
+    area = load("agreement").area_under_roc
+    positive = torch.tensor([True, False, True, False])
+    assert area(torch.tensor([3.0, 1.0, 2.0, 0.0]), positive) == 1.0
+    assert area(torch.tensor([0.0, 1.0, 2.0, 2.0]), positive) == 0.375
+
+
+def test_rows_are_computed_once_if_they_are_asked_for_and_failures_are_not_kept(load, tmp_path):
+    rows = load("rows").Rows(tmp_path, "wanted")
+    assert rows.get("other", {}, lambda: pytest.fail("not asked for")) is None
+    assert rows.get("wanted", {"seed": 0}, lambda: {"failure": "no network"}) == {"failure": "no network"}
+    assert rows.get("wanted", {"seed": 0}, lambda: {"value": 1.0}) == {"value": 1.0}
+    assert rows.get("wanted", {"seed": 0}, lambda: pytest.fail("saved")) == {"value": 1.0}
+    assert rows.saved("wanted", {"seed": 1}) is None
+
+
+TABLE = [
+    {"setting": "S", "seed": seed, "score": score, "LDS 0.5": lds + 0.1 * seed, "seconds": seconds, "retraining": 2.0,
+     "retrainings": networks}
+    for seed in (0, 1)
+    for score, lds, seconds, networks in (("ours", 0.5, 4.0, 0), ("peer", 0.7, 1.0, 10))
+] + [{"setting": "S", "seed": 0, "score": "other", "failure": "not on this registry"}]  # fmt: skip
+
+
+def test_tables_hold_spreads_and_times_as_retrainings_and_say_what_is_missing(load):
+    assert load("report").setting_table(TABLE, "S").splitlines() == [
+        "|  | LDS, half | retrainings (seconds) |",
+        "| --- | --- | --- |",
+        "| ours | 0.55 ± 0.07 | 2 (4) |",
+        "| peer | **0.75 ± 0.07** | 10 (21) |",
+        "",
+        "Left out: other (not on this registry).",
+    ]
+
+
+def test_where_another_score_wins_is_said_first(load):
+    winners = load("report").winners
+    assert winners(TABLE, "ours") == "**Another score is better at:** S, LDS, half (peer 0.75, ours 0.55)."
+    assert winners(TABLE, "peer") == "**peer is the best at:** S, LDS, half."
+    assert winners(TABLE, "none") == "none is not computed yet."
+
+
+@pytest.mark.slow
+def test_a_tiny_benchmark_runs_and_goes_on_where_it_was_stopped(load, tmp_path, monkeypatch):
+    benchmark = load("run")
+    options = {"rows": tmp_path / "rows", "seeds": 1, "subsets": 6, "points": 3, "environments": tmp_path}
+    monkeypatch.setattr(benchmark, "TINY", benchmark.TINY[:1])
+    benchmark.main(out=tmp_path / "first", only="truth|random|neighbours", peers=False, tiny=True, **options)
+    first = json.loads((tmp_path / "first.json").read_text())["results"]["table"]
+    random = next(row for row in first if row["score"] == "random")
+    assert -1 <= random["LDS 0.5"] <= 1
+    assert next(row for row in first if row["score"].startswith("first-order"))["failure"] == "not computed yet"
+    saved = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "rows").iterdir()}
+    benchmark.main(out=tmp_path / "second", only="Shapley|seconds", peers=False, tiny=True, **options)
+    second = json.loads((tmp_path / "second.json").read_text())["results"]["table"]
+    assert next(row for row in second if row["score"] == "random")["LDS 0.5"] == random["LDS 0.5"]
+    assert next(row for row in second if row["score"].startswith("first-order"))["seconds"] > 0
+    assert all((tmp_path / "rows" / name).stat().st_mtime_ns == when for name, when in saved.items())
