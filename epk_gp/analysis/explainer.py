@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-import epk_gp
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.validation import validate_count
 from epk_gp.kernel_machine.attribute import attribute
+from epk_gp.kernel_machine.influence import influence
 
 # What every training sample means for one output of every input: run, inputs, outputs (n,) -> (n, M).
 SampleScores = Callable[[Trajectory, Inputs, Int64[Tensor, " n"]], Float[Tensor, "n M"]]
@@ -34,8 +34,7 @@ def influence_scores(trajectory: Trajectory, X: Inputs, classes: Int64[Tensor, "
 
     Positive where the sample raises the output; the negative predicts the change if the sample is left out.
     """
-    values: Tensor = getattr(epk_gp, "influence")(trajectory, X, classes=classes).values  # noqa: B009
-    return values[:, 0]
+    return influence(trajectory, X, classes=classes).values[:, 0]
 
 
 def contribution_scores(trajectory: Trajectory, X: Inputs, classes: Int64[Tensor, " n"]) -> Float[Tensor, "n M"]:
