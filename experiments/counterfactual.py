@@ -308,7 +308,9 @@ def draw(result: Result) -> Figure:
         ax.axline((x.mean(), effect.mean()), slope=result.slope[first][k], color=GREY, linewidth=0.8)
         ax.set(xlabel=label, title=f"slope {short(result.slope[first][k])}")
     upper.axes[0].set_ylabel("effect of having the point")
-    upper.suptitle(f"log p(true class) of one test point, a dot per training point ({first})", x=0.01, ha="left")
+    upper.suptitle(
+        "log p(true class) of one test point of the first problem, a dot per training point", x=0.01, ha="left"
+    )
     scores = list(dict.fromkeys(row["score"] for row in result.table))
     titles = {"leave-one-out": "leave-one-out", "half": "LDS, half left out", "most": "LDS, a tenth left out"}
     for ax, (key, title) in zip(lower.subplots(1, 3, sharey=True), titles.items(), strict=True):
