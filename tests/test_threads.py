@@ -20,6 +20,7 @@ from epk_gp.autodiff.planning import plan_for
 from epk_gp.autodiff.verification import passes_check
 from epk_gp.autodiff.warning_filter import filter_own_warnings
 from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.kept_activations import quiet_checkpoints
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.training import own_random_numbers
 from epk_gp.training.own_random_numbers import draw_from
@@ -203,7 +204,8 @@ def test_a_module_that_was_interrupted_is_not_used_again() -> None:
 
 def test_a_warning_in_another_thread_is_no_error_of_it() -> None:
     case = make_case("tanh", steps=1)
-    before = list(warnings.filters)
+    with quiet_checkpoints():  # its filter stays
+        before = list(warnings.filters)
     inside, done = threading.Event(), threading.Event()
 
     def attempt() -> tuple[Tensor, Tensor]:

@@ -56,7 +56,9 @@ def ask(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run a command on one of the runs, and return its folder of results."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("epk_gp.cli.attribute.draw_attributions", lambda *args: None)  # the picture takes a second
+    monkeypatch.setattr(
+        "epk_gp.cli.attribute.draw_attributions", lambda *args, **options: None
+    )  # the picture takes a second
 
     def ask(command: str, name: str, *arguments: object) -> Path:
         out = tmp_path / "_".join(["out", *map(str, arguments)])
