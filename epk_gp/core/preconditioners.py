@@ -122,6 +122,61 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
 LINEAR_RULES = frozenset({"SGD", "ASGD"})
 
 
+@dataclass(frozen=True)
+class CoupledPreconditioner:
+    """The scale of an optimizer's coefficients where the weights of one parameter share it.
+
+    Attributes:
+        scale: Maps what the optimizer keeps, h, the weights, the number of the step, the options and the parameter's
+            shape to the scale, and to what is kept after the step; on flat tensors with any leading dimensions.
+        sizes: Returns the lengths of the kept tensors, for the parameter's shape; they hold 0 before the first step.
+        fields: As of a `Preconditioner`.
+        replays: As of a `Preconditioner`.
+    """
+
+    scale: Callable[[Memory, Tensor, Tensor, Tensor, Options, torch.Size], tuple[Tensor, Memory]]
+    sizes: Callable[[torch.Size], tuple[int, ...]]
+    fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
+    replays: bool = True
+
+
+def _adafactor(
+    memory: Memory, h: Tensor, w: Tensor, count: Tensor, options: Options, shape: torch.Size
+) -> tuple[Tensor, Memory]:
+    eps1, eps2 = options["eps"]
+    eps1 = torch.finfo(h.dtype).eps if eps1 is None else float(eps1)
+    share = count ** float(options["beta2_decay"])
+    if len(shape) > 1:
+        squares = h.unflatten(-1, shape).square()
+        found = (squares.mean(dim=-1).flatten(-len(shape) + 1), squares.mean(dim=-2).flatten(-len(shape) + 1))
+        memory = tuple(torch.lerp(kept, value, share) for kept, value in zip(memory, found, strict=True))
+        row = memory[0].unflatten(-1, shape[:-1])
+        column = memory[1].unflatten(-1, (*shape[:-2], shape[-1]))
+        size = row.mean(dim=-1, keepdim=True).clamp(min=eps1)
+        V = ((row / size)[..., None] * column[..., None, :]).flatten(-len(shape))
+    else:
+        memory = (torch.lerp(memory[0], h.square(), share),)
+        V = memory[0]
+    inverse = V.clamp(min=eps1 * eps1).rsqrt()
+    clipping = (_root_mean_square(inverse * h) / float(options["d"])).clamp(min=1.0)
+    return _root_mean_square(w).clamp(min=float(eps2)) / clipping * inverse, memory
+
+
+def _root_mean_square(value: Tensor) -> Tensor:
+    return _sqrt(value.square().mean(dim=-1, keepdim=True))
+
+
+COUPLED: dict[str, CoupledPreconditioner] = {
+    "Adafactor": CoupledPreconditioner(
+        _adafactor,
+        lambda shape: (
+            (shape[:-1].numel(), shape.numel() // max(1, shape[-2])) if len(shape) > 1 else (max(1, shape.numel()),)
+        ),
+        lambda options: ("lr",),
+    )
+}
+
+
 @dataclass(frozen=True, eq=False)
 class PreconditionedPart:
     """Neighbouring weights that one preconditioner scales.
@@ -130,17 +185,45 @@ class PreconditionedPart:
         preconditioner: The preconditioner.
         options: The options of its optimizer.
         columns: Which of the flat weights.
-        parameters: Which of the L parameters.
+        parameters: Which of the L parameters; one alone for a coupled preconditioner.
+        shape: Shape of that one.
     """
 
-    preconditioner: Preconditioner
+    preconditioner: Preconditioner | CoupledPreconditioner
     options: Options
     columns: slice
     parameters: slice
+    shape: torch.Size | None = None
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the scale of a weight depends on the other weights."""
+        return self.shape is not None
+
+    def scale(
+        self, memory: Memory, h: Float[Tensor, "... p"], w: Float[Tensor, "... p"], count: Tensor
+    ) -> tuple[Tensor, Memory]:
+        """Return the scale of these weights, and what the optimizer keeps of them after the step.
+
+        Args:
+            memory: What it keeps before.
+            h: Of these weights.
+            w: The weights before the step.
+            count: Number of the step.
+        """
+        if isinstance(self.preconditioner, CoupledPreconditioner) and self.shape is not None:
+            return self.preconditioner.scale(memory, h, w, count, self.options, self.shape)
+        if isinstance(self.preconditioner, CoupledPreconditioner):
+            raise ValueError("a coupled preconditioner must know its parameter's shape.")
+        return self.preconditioner.scale(memory, h, count, self.options)
 
     def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
         """Return what the optimizer keeps of these weights before the first step."""
         like = reference[..., self.columns]
+        if isinstance(self.preconditioner, CoupledPreconditioner) and self.shape is not None:
+            return tuple(like.new_zeros(*like.shape[:-1], size) for size in self.preconditioner.sizes(self.shape))
+        if isinstance(self.preconditioner, CoupledPreconditioner):
+            raise ValueError("a coupled preconditioner must know its parameter's shape.")
         return tuple(torch.full_like(like, value) for value in self.preconditioner.initial(self.options))
 
     @property

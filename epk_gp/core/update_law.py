@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.preconditioners import LINEAR_RULES, PRECONDITIONERS, Memory, PreconditionedPart
+from epk_gp.core.preconditioners import COUPLED, LINEAR_RULES, PRECONDITIONERS, Memory, PreconditionedPart
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import FIELDS, broadcast_to_params
 
@@ -77,10 +77,11 @@ class StepLaw:
         for part, before in zip(self.parts, memory.kept, strict=True):
             own = counts[part.parameters].clamp(min=1)
             count = own[0] if bool((own == own[0]).all()) else own.repeat_interleave(self._repeats(part))
-            value, after = part.preconditioner.scale(before, h[..., part.columns], count.to(h), part.options)
+            value, after = part.scale(before, h[..., part.columns], w[..., part.columns], count.to(h))
             if self.is_moved is not None:
                 moved = self.is_moved[part.columns]
-                after = tuple(torch.where(moved, new, old) for new, old in zip(after, before, strict=True))
+                kept_still = bool(moved.any()) if part.is_coupled else moved  # one parameter moves or does not
+                after = tuple(_where(kept_still, new, old) for new, old in zip(after, before, strict=True))
                 value = torch.where(moved, value, 1.0)
             scales.append(value)
             kept.append(after)
@@ -169,13 +170,16 @@ class UpdateLaw:
         for group in self.trajectory.optimizer_groups:
             if group.rule in LINEAR_RULES:
                 continue
-            if group.rule not in PRECONDITIONERS:
+            known = PRECONDITIONERS.get(group.rule) or COUPLED.get(group.rule)
+            if known is None:
                 held.add(group.rule or "own rule")
                 continue
             for number in sorted(places[name] for name in group.names if name in places):
                 columns = slice(firsts[number], firsts[number + 1])
-                own = PreconditionedPart(PRECONDITIONERS[group.rule], group.options, columns, slice(number, number + 1))
-                if parts and parts[-1].options is own.options and parts[-1].columns.stop == columns.start:
+                shape = model.shapes[number] if group.rule in COUPLED else None
+                own = PreconditionedPart(known, group.options, columns, slice(number, number + 1), shape)
+                is_next = bool(parts) and parts[-1].columns.stop == columns.start
+                if is_next and not own.is_coupled and parts[-1].options is own.options:
                     before = parts.pop()
                     own = replace(
                         own,
@@ -226,3 +230,7 @@ class UpdateLaw:
     def steps(self) -> Iterator[StepLaw]:
         """Return the steps in their order."""
         return map(self.step, range(self.trajectory.num_steps))
+
+
+def _where(condition: Tensor | bool, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(condition, new, old) if isinstance(condition, Tensor) else new if condition else old

@@ -2,7 +2,7 @@
 
 Entry by entry a step is a function of the weight, its gradient and what the optimizer keeps, so its Jacobian is one
 small matrix per weight: one backward pass gives a row of it for all weights. Adjoints of any number of outputs are
-then multiplied with it.
+then multiplied with it. Where a preconditioner couples the weights of a parameter, adjoints go back through the graph.
 """
 
 from collections.abc import Sequence
@@ -63,8 +63,10 @@ class OptimizerJacobian:
             own = OptimizerMemory(inputs[2], tuple(kept), memory.counts)
             direction, after = law.advance(own, inputs[0], inputs[1])
             outputs = [direction, *after.tensors()]
+        self._graph = (inputs, outputs) if any(part.is_coupled for part in law.parts) else None
         # one matrix per weight: entries (output, input), None where it is zero
-        self.entries = [_row(output, inputs, is_last=output is outputs[-1]) for output in outputs]
+        is_coupled = self._graph is not None
+        self.entries = [] if is_coupled else [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
         self.columns: list[slice] = [slice(0, len(w))] * 3  # of each input
         for part, before in zip(law.parts, memory.kept, strict=True):
             self.columns += [part.columns] * len(before)
@@ -78,21 +80,39 @@ class OptimizerJacobian:
         """
         law = self.law
         of_direction = -apply_matrices(self.update, law.sizes, of_weights, transposed=True)
+        found = self._pulled([of_direction, *of_memory])
+        decay = law.recorded["decoupled_decay"]
+        through = of_weights * (1 - decay) if bool(decay.any()) else of_weights.clone()
+        through = through if found[0] is None else through.add_(found[0])
+        of_gradient = torch.zeros_like(of_weights) if found[1] is None else found[1]
+        return StepAdjoints(through, self._unclipped(of_gradient), found[2:])
+
+    def _pulled(self, adjoints: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the adjoints of all inputs, given those of all outputs; None for zero."""
+        if self._graph is not None:
+            inputs, outputs = self._graph
+            given = [(out, own) for out, own in zip(outputs, adjoints, strict=True) if own is not None]
+            return list(
+                torch.autograd.grad(
+                    [out for out, _ in given],
+                    inputs,
+                    [own for _, own in given],
+                    is_grads_batched=True,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+            )
         found: list[Tensor | None] = []
         for number in range(len(self.columns)):
             total: Tensor | None = None
-            for output, adjoint in enumerate((of_direction, *of_memory)):
+            for output, adjoint in enumerate(adjoints):
                 entry = self.entries[output][number]
                 if adjoint is None or entry is None:
                     continue
                 product = _product(adjoint, entry, self._place(output), self.columns[number])
                 total = product if total is None else total.add_(product)
             found.append(total)
-        decay = law.recorded["decoupled_decay"]
-        through = of_weights * (1 - decay) if bool(decay.any()) else of_weights.clone()
-        through = through if found[0] is None else through.add_(found[0])
-        of_gradient = torch.zeros_like(of_weights) if found[1] is None else found[1]
-        return StepAdjoints(through, self._unclipped(of_gradient), found[2:])
+        return found
 
     def _place(self, output: int) -> slice:
         """Return the columns of an output: the direction, the momentum, and what preconditioners keep."""

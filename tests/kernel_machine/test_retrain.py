@@ -18,7 +18,7 @@ WEIGHTS = torch.cat(
         torch.linspace(0.1, 2, POINTS, dtype=torch.float64)[None],
     ]
 )
-NOT_KNOWN = ("Adafactor", "Muon", "Rprop")
+NOT_KNOWN = ("Muon", "Rprop")
 
 
 def assert_is_the_loop(loop: WeightedLoop, run: epk.Trajectory | None = None) -> None:
