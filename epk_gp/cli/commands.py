@@ -38,6 +38,7 @@ from epk_gp.cli.options import (
     Side,
     SmoothingRuns,
     StepsOfPart,
+    StoredDtype,
     TopListed,
     VerifiedHeads,
     Workers,
@@ -128,6 +129,25 @@ def record(
     compression: Annotated[
         CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
     ] = CompressionName.none,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep every so many-th weight state; those between are computed again when they are read. 1 by "
+            "default: all.",
+            callback=count(),
+        ),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Space for the run, such as 2GB or 500MB: --keep-every is the smallest number with which it fits.",
+        ),
+    ] = None,
+    weights_dtype: Annotated[
+        StoredDtype | None,
+        typer.Option(help="Type of the kept weight states on disk; by default that of the weights."),
+    ] = None,
     commit_seconds: CommitSeconds = 60.0,
     check_every: CheckEvery = 1,
     seed: Seed = 0,

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.preconditioners import COUPLED, LINEAR_RULES, PRECONDITIONERS, Memory, PreconditionedPart
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, step_coefficients
 from epk_gp.core.update_rules import FIELDS, broadcast_to_params
 
 
@@ -211,7 +211,7 @@ class UpdateLaw:
 
     def step(self, index: int) -> StepLaw:
         """Return a step as a function."""
-        update = self.trajectory.updates[index]
+        update = step_coefficients(self.trajectory, index, self.reference)
         recorded = {name: broadcast_to_params(getattr(update, name), self.sizes, self.reference) for name in FIELDS}
         is_still = (
             (recorded["grad_scale"] == 0)

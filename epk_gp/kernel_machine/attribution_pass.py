@@ -14,6 +14,7 @@ from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.progress import ProgressBar, progress_bar
+from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Here, Piece, results_of, threads_of_workers
@@ -60,7 +61,7 @@ class AttributionPass:
         """Whether contributions are computed from layers' factors: of plain gradient descent."""
         trajectory = self.problem.trajectory
         is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
-        return self.is_whole and is_plain and trajectory.unexplained is None
+        return self.is_whole and is_plain and trajectory.unexplained is None and recomputation_of(trajectory) is None
 
     @cached_property
     def points_per_block(self) -> int:

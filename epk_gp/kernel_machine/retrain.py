@@ -24,8 +24,8 @@ from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.kernel_machine.retrained_run import retrained_run
 from epk_gp.kernel_machine.stacked_training import StackedTraining
+from epk_gp.storage.kept import require_same_run
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.storage.stored import require_same_run
 
 # Vectors of P numbers that a retraining holds: weights, gradients, what the optimizer keeps, and what joins them.
 _VECTORS = 16

@@ -10,11 +10,11 @@ from torch import Tensor
 from epk_gp.core.averaging import averaged_trajectory
 from epk_gp.core.fingerprint import tensor_bytes
 from epk_gp.core.replay import passes_of
+from epk_gp.core.rows_on_disk import rows_of_weights
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, step_coefficients
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.kernel_machine.stacked_training import StackedStep, StackedTraining
-from epk_gp.kernel_machine.step_residuals import rows_of_weights
 
 
 def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], room: int) -> Trajectory:
@@ -41,7 +41,7 @@ def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], room:
         if statistics is not None:
             statistics.append(made.states[1, P:].clone())
         steps.append(_reweighted(training, made, weights))
-        updates.append(made.update(recorded.updates[index], 1).map(torch.clone))
+        updates.append(made.update(step_coefficients(recorded, index, recorded.inputs), 1).map(torch.clone))
     digest = hashlib.blake2b(recorded.digest.encode(), digest_size=16)
     digest.update(tensor_bytes(weights))
     run = replace(
