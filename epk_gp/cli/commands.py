@@ -198,13 +198,30 @@ def verify(
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
 
 
-@command("Write a run to one safetensors file.")
+@command("Write a run to one file, or with fewer weight states.")
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option(help="New file, its name ending in .safetensors.")] = Path("run.safetensors"),
+    out: Annotated[
+        Path,
+        typer.Option(help="New file, its name ending in .safetensors; a new folder for fewer states."),
+    ] = Path("run.safetensors"),
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Write a run that keeps every so many-th weight state; those between are computed again when they are "
+            "read.",
+            callback=count(),
+        ),
+    ] = None,
+    weights_dtype: Annotated[
+        StoredDtype | None, typer.Option(help="Write a run with its weight states in this type.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a recorded run, after checking its files, to one safetensors file for other tools."""
+    """Write a recorded run, after checking its files, to one safetensors file for other tools.
+
+    With --keep-every, or --weights-dtype, write a copy of the run with fewer weight states to a new folder.
+    """
 
 
 @command("Write the contribution of each training point.")

@@ -59,3 +59,15 @@ def test_space_that_does_not_hold_the_run_is_refused(tmp_path, capsys):
 
 def test_amounts_of_memory_are_read_with_their_units():
     assert [parse_bytes(text, "--disk") for text in ("12B", "1.5kB", "2 GB", "2GiB")] == [12, 1500, 2 * 10**9, 2**31]
+
+
+def test_a_recorded_run_is_exported_with_fewer_states(recorded, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    assert run("export", recorded, "--keep-every", 3, "--out", copy, "--quiet") == 0
+    assert f"epk-gp verify {copy}" in capsys.readouterr().out
+    assert run("verify", copy, "--quiet", "--num-points", 1) == 0
+    assert run("record", "--resume", "--out", copy, "--steps", 5, "--quiet") == 0
+    assert read_header(copy)["keep_every"] == 3
+    capsys.readouterr()
+    assert "--out must be a new folder" in refused(capsys, "export", recorded, "--keep-every", 3)
+    assert "must hold every state" in refused(capsys, "export", copy, "--quiet", "--out", tmp_path / "x.safetensors")

@@ -14,28 +14,9 @@ from epk_gp.storage.check import check_run
 from epk_gp.storage.export import export_run
 from epk_gp.storage.schema import read_header
 from loops import data, file_hashes, mlp, sgd
-from stored_runs import chunk_files, refused, replace_chunk, unfinished
-
-STEPS, KEEP = 7, 3
-
-
-def adam(net):
-    return torch.optim.Adam(net.parameters(), lr=0.02)
-
-
-def record(path, optimizer=adam, until=STEPS, finish=True, resume=False, keep_every=KEEP, **options):
-    """Commits follow every second step: at kept states and between them."""
-    net, (X, y) = mlp(), data()
-    storage = epk.Storage(steps=2, keep_every=keep_every, **options)
-    recorder = epk.Recorder(net, optimizer(net), X, y, path=path, storage=storage, resume=resume)
-    with recorder if finish else unfinished(recorder):
-        for step in recorder.until(until):
-            batch = torch.tensor([step, 9, 2])
-            recorder.optimizer.zero_grad()
-            F.cross_entropy(net(X[batch]), y[batch]).backward()
-            recorder.batch(batch)
-            recorder.optimizer.step()
-    return recorder.trajectory, net
+from stored_runs import KEPT_STEPS as STEPS
+from stored_runs import chunk_files, refused, replace_chunk
+from stored_runs import record_kept as record
 
 
 @pytest.fixture
