@@ -105,3 +105,14 @@ def test_influence_is_timed_beside_attribution(load, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "CASES", benchmark.CASES[:1])
     benchmark.main(rounds=1, num_train=12, num_test=2, steps=2)
     assert capsys.readouterr().out.splitlines()[-1].startswith("| MLP 64-32-10, tanh, SGD, full batch | ")
+
+
+@pytest.mark.slow
+def test_a_run_of_fewer_states_is_measured(load, tmp_path, capsys):
+    benchmark, found = load("fewer_states"), []
+    for part in ("record", "attribute"):
+        options = {"steps": 3, "keep_every": 2, "base": 2, "side": 4, "batch_size": 4, "nodes": 2, "threads": 1}
+        benchmark.main(**options, part=part, folder=tmp_path / "run")
+        found.append(json.loads(capsys.readouterr().out))
+    assert 0.5 < found[0]["announced"] / found[0]["bytes"] < 1.5
+    assert found[1]["residual"] < 1
