@@ -23,6 +23,7 @@ import epk_gp as epk
 from epk_gp.storage.disk_space import run_bytes, run_dimensions
 
 CLASSES, POINTS = 10, 128
+_BUDGET = 1 << 28  # bytes; what weights, states and gradients take comes on top of it
 
 
 class Block(nn.Module):
@@ -68,7 +69,7 @@ def images(side: int) -> tuple[Tensor, Tensor]:
 def record(folder: Path, steps: int, storage: epk.Storage, base: int, side: int, batch_size: int) -> dict[str, float]:
     """Record the run."""
     net, (X, y) = resnet(base), images(side)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.002, momentum=0.9, weight_decay=5e-4)
     net.train()
     generator = torch.Generator().manual_seed(2)
     start = time.perf_counter()
@@ -93,7 +94,7 @@ def attribute(folder: Path, base: int, side: int, nodes: int) -> dict[str, float
     label = epk.network_outputs(trajectory, x).argmax(dim=1)
     rule = epk.adaptive() if nodes == 0 else epk.gauss_legendre(nodes)
     start = time.perf_counter()
-    parts = epk.attribute(trajectory, x, classes=label, rule=rule)
+    parts = epk.attribute(trajectory, x, classes=label, rule=rule, memory_budget=_BUDGET)
     return {
         "seconds": time.perf_counter() - start,
         "output": float(parts.network),
