@@ -1,15 +1,17 @@
 """Retraining is the recorded loop with other weights of its samples."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from optimizer_cases import CASES, OF_TORCH
-from torch import nn
+from torch import Tensor, nn
 from weighted_loops import POINTS, Encoder, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import random_subsets
+from epk_gp.core.preconditioners import COUPLED, PRECONDITIONERS
 
 WEIGHTS = torch.cat(
     [
@@ -83,6 +85,20 @@ def test_rules_whose_steps_on_other_gradients_are_not_known_are_refused(name: st
     run = loop.record(unexplained=0.9 if name == "Muon" else None)
     with pytest.raises(ValueError, match=f"those of {name} are known for the recorded ones only"):
         epk.retrain(run, WEIGHTS)
+
+
+@pytest.mark.parametrize(("table", "rule"), [(PRECONDITIONERS, "AdamW"), (COUPLED, "Adafactor")])
+def test_every_scale_is_computed_once_a_step(table: dict[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, counts = WeightedLoop(lambda p: OF_TORCH[rule](p, lr=0.02)).record(), []
+
+    def counted(memory: Any, h: Tensor, *rest: Any) -> Any:
+        counts.append(h.shape[-1])
+        return own.scale(memory, h, *rest)
+
+    own = table[rule]
+    monkeypatch.setitem(table, rule, replace(own, scale=counted))
+    epk.retrain(run, WEIGHTS)
+    assert sum(counts) == run.num_steps * run.num_weights
 
 
 def test_blocks_of_runs_change_nothing() -> None:
