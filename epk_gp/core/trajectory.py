@@ -16,6 +16,7 @@ from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs, validate_packed, validate_same_layout
 from epk_gp.core.loss_terms import takes_outputs
 from epk_gp.core.losses import Loss
+from epk_gp.core.memory_plan import EVALUATED_ROWS
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.points import Points
@@ -323,7 +324,7 @@ def network_outputs(
     *,
     state: int = -1,
     head: Head | None = "logits",
-    block_size: int = 512,
+    block_size: int = EVALUATED_ROWS,
 ) -> Float[Tensor, "n C"]:
     """Evaluate the recorded network f_{w_s}.
 

@@ -95,7 +95,7 @@ def influence(
         return _said(_differentiate(whole, outputs))
     found = []
     for number, weights in enumerate(_drawn(trajectory, smoothing)):
-        run = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget // 4)
+        run = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
         _, own = _numbers(run, X, head, classes, function)
         options_of_run = parsed
         if parsed.checkpoint is not None:

@@ -10,12 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.autodiff.planning import plan_for
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.compute_options import MEMORY_BUDGET, ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
+from epk_gp.core.memory_plan import EVALUATED_ROWS
 from epk_gp.core.progress import progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_weights, parse_inputs, validate_trajectory
 from epk_gp.core.update_law import UpdateLaw
@@ -26,15 +28,6 @@ from epk_gp.kernel_machine.retrained_run import retrained_run
 from epk_gp.kernel_machine.stacked_training import StackedTraining
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.storage.stored import require_same_run
-
-# Vectors of P numbers that a retraining holds: weights, gradients, what the optimizer keeps, and what joins them.
-_VECTORS = 16
-
-# Inputs that are evaluated at a time.
-_ROWS = 512
-
-# Passes of a batch that a retraining holds at once.
-_PASSES = 6
 
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
 # recorded weights went.
@@ -83,7 +76,7 @@ class Retraining:
 
         Its loss terms have the recorded weights times those of its samples.
         """
-        return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET // 4)
+        return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET)
 
     def outputs(self, X: Inputs, *, head: Head | None = None) -> Float[Tensor, "m n C"]:
         """Evaluate all networks.
@@ -102,7 +95,10 @@ class Retraining:
             return torch.stack(
                 [
                     torch.cat(
-                        [apply_head(model(model.unflatten(state.to(X.device)), part), head) for part in X.split(512)]
+                        [
+                            apply_head(model(model.unflatten(state.to(X.device)), part), head)
+                            for part in X.split(EVALUATED_ROWS)
+                        ]
                     )
                     for state in self.states.to(model.spec.dtype)
                 ]
@@ -133,7 +129,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     validate_trajectory(trajectory)
     rows = _parse_weights(trajectory, weights)
     require_replays(trajectory)
-    problem = _Problem(trajectory, rows, parsed)
+    problem = _Problem(trajectory, rows, _runs_at_once(trajectory, parsed.memory_budget), parsed)
     found = list(_results(problem))
     states = torch.cat([part["states"] for part in found]).to(rows.device)
     difference, ratio = torch.stack([part["difference"] for part in found]).amax(dim=0).tolist()
@@ -172,6 +168,14 @@ def _parse_weights(trajectory: Trajectory, weights: Float[Tensor, "*m M"]) -> Fl
     return rows.to(device=trajectory.device, dtype=torch.float64)
 
 
+def _runs_at_once(trajectory: Trajectory, budget: int) -> int:
+    net = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
+    batches = (trajectory.num_points if step.batch is None else len(step.batch) for step in trajectory.steps)
+    graph = net.model.signature.graph
+    num_rows = max(batches, default=1) if graph is None else graph.num_nodes
+    return net.memory_plan(budget).retrained_runs(num_rows)
+
+
 @dataclass(frozen=True, eq=False)
 class _Problem:
     """What is trained again.
@@ -179,11 +183,13 @@ class _Problem:
     Attributes:
         trajectory: The run.
         weights: The weights of the samples, (m, M).
+        runs_at_once: Number of runs that are computed together.
         options: How to compute.
     """
 
     trajectory: Trajectory
     weights: Float[Tensor, "m M"]
+    runs_at_once: int
     options: ComputeOptions
 
     def __getstate__(self) -> dict[str, object]:
@@ -193,17 +199,7 @@ class _Problem:
     @cached_property
     def blocks(self) -> list[Tensor]:
         """The runs that are computed together, (m',) each."""
-        model, trajectory = self.trajectory.model_for(self.trajectory.inputs), self.trajectory
-        per_run = _VECTORS * model.num_weights * model.spec.dtype.itemsize
-        count = max(1, self.options.memory_budget // (2 * per_run))
-        return list(torch.arange(len(self.weights)).split(min(count, max(1, self._fitting_runs(trajectory)))))
-
-    def _fitting_runs(self, trajectory: Trajectory) -> int:
-        """Count the runs whose activations on the largest batch fit into half of the budget."""
-        largest = max((trajectory.num_points if s.batch is None else len(s.batch) for s in trajectory.steps), default=1)
-        row = trajectory.inputs[0].numel() + sum(trajectory.model.sizes) // max(1, len(trajectory.model.sizes))
-        itemsize = trajectory.model_for(trajectory.inputs).spec.dtype.itemsize
-        return int(self.options.memory_budget // (2 * _PASSES * largest * row * itemsize))
+        return list(torch.arange(len(self.weights)).split(self.runs_at_once))
 
     def check(self) -> None:
         """Raise if the run on disk is not the one that the owner of the job opened."""
@@ -215,7 +211,7 @@ class _Problem:
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the runs depend."""
-        return fingerprint("retrain", self.trajectory.digest, self.weights, self.options.memory_budget)
+        return fingerprint("retrain", self.trajectory.digest, self.weights, self.runs_at_once)
 
 
 def _results(problem: _Problem) -> Iterator[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import replayed_steps
+from epk_gp.core.memory_plan import weight_rows
 from epk_gp.core.trajectory import Trajectory, flat_weights, leaves_unexplained
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
 from epk_gp.kernel_machine.problem import AttributionProblem
@@ -29,13 +30,13 @@ class StepResiduals:
         dtype = coarsest_dtype(trajectory, outputs)
         self.mismatches = StepMismatches(dtype)
         self._rows: Tensor | None = None
-        room = problem.options.memory_budget // 4
+        budget = problem.options.memory_budget
         if keeps and leaves_residuals(trajectory, outputs):
-            self._rows = rows_of_weights(trajectory.num_steps, model.num_weights, outputs, room)
+            self._rows = rows_of_weights(trajectory.num_steps, model.num_weights, outputs, budget)
         for replayed in replayed_steps(trajectory, model, X):
             is_amplified = self.mismatches.add(trajectory, model, replayed)
             if keeps and is_amplified and self._rows is None:
-                self._rows = rows_of_weights(trajectory.num_steps, model.num_weights, outputs, room).zero_()
+                self._rows = rows_of_weights(trajectory.num_steps, model.num_weights, outputs, budget).zero_()
             if self._rows is not None:
                 step = flat_weights(trajectory.trained, replayed.step.index + 1, X) - replayed.w
                 self._rows[replayed.step.index] = (step - replayed.d).to(self._rows)
@@ -55,9 +56,9 @@ def leaves_residuals(trajectory: Trajectory, outputs: Float[Tensor, "n C"]) -> b
     return coarsest_dtype(trajectory, outputs) != torch.float64 or leaves_unexplained(trajectory)
 
 
-def rows_of_weights(num_steps: int, num_weights: int, reference: Tensor, room: int) -> Tensor:
-    """Return uninitialised rows: in memory if they fit into it, else in a temporary file that goes with them."""
-    if num_steps * num_weights * reference.element_size() <= room:
+def rows_of_weights(num_steps: int, num_weights: int, reference: Tensor, budget: int) -> Tensor:
+    """Return uninitialised rows: in memory if they fit into its share, else in a temporary file that goes with them."""
+    if num_steps <= weight_rows(budget, reference.element_size(), num_weights):
         return reference.new_empty(num_steps, num_weights)
     kind = np.dtype(str(reference.dtype).removeprefix("torch."))
     with tempfile.TemporaryFile() as file:
