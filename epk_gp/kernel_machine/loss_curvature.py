@@ -16,6 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.second_derivatives import needing_second_derivatives, require_second_derivatives
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
@@ -162,11 +163,17 @@ class LossCurvature:
         params |= {name: leaf for name, leaf in zip(model.statistics, statistics, strict=True) if name in fixed}
         c = data.c.detach().to(parameters[0], copy=True).requires_grad_()
         seen = SeenBatches()
-        with torch.enable_grad(), seen.watching(module), WrittenOutNormalisation(statistics):
+        with (
+            torch.enable_grad(),
+            seen.watching(module),
+            WrittenOutNormalisation(statistics),
+            needing_second_derivatives(),
+        ):
             losses = replay.losses(params, data)
             gradients = torch.autograd.grad(
                 c.to(losses) @ losses, parameters, create_graph=True, allow_unused=True, materialize_grads=True
             )
+            require_second_derivatives(gradients, losses)
             results = [torch.cat([gradient.reshape(-1) for gradient in gradients])]
             if moves:
                 before = torch.cat([value.reshape(-1) for value in statistics])
@@ -203,9 +210,10 @@ class LossCurvature:
                     self._maps = all(_is_same(a[0], b) for a, b in zip(found, single, strict=True))
                 found = found if self._maps else None
         if found is None:
-            singles = [
-                _back(results, graph.leaves, [value[k] for value in given], is_mapped=False) for k in range(count)
-            ]
+            with needing_second_derivatives():
+                singles = [
+                    _back(results, graph.leaves, [value[k] for value in given], is_mapped=False) for k in range(count)
+                ]
             found = [torch.stack(values) for values in zip(*singles, strict=True)]
         own, parameters = found[0], found[1 : 1 + graph.num_parameters]
         statistics = found[1 + graph.num_parameters :]
