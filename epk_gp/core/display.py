@@ -87,15 +87,15 @@ class Displayed(ABC):
 
     def __repr__(self) -> str:
         """Show the result as text."""
-        return as_text(self._summary())
+        return as_text(_summary_of(self))
 
     def __str__(self) -> str:
         """Show the result as text."""
-        return as_text(self._summary())
+        return as_text(_summary_of(self))
 
     def _repr_html_(self) -> str:
         """Show the result in a notebook."""
-        return as_html(self._summary())
+        return as_html(_summary_of(self))
 
 
 def as_text(summary: Summary) -> str:
@@ -180,6 +180,19 @@ def columns_note(num_shown: int, num_all: int, noun: str = "point", outputs: str
     shown = "" if num_shown == num_all else f"the first {num_shown} of {count(num_all, noun)}"
     parts = [part for part in (shown, outputs) if part]
     return f"Shown: {'; '.join(parts)}." if parts else ""
+
+
+def _summary_of(result: Displayed) -> Summary:
+    """Return the summary of a result, or why it has none.
+
+    Debuggers, loggers and tracebacks show objects that were put together wrongly, or are not finished yet. What is
+    wrong with them must not be hidden by another error.
+    """
+    try:
+        return result._summary()
+    except Exception as error:  # whatever a malformed result makes of it
+        reason = f"{type(error).__name__}: {error}"
+        return Summary(type(result).__name__, (Entry("cannot be shown", reason, is_warning=True),))
 
 
 def _text_rows(table: Table) -> list[str]:

@@ -50,8 +50,12 @@ class LogitPosterior(Displayed):
         return Summary(
             f"Posterior of {count(C, 'logit')} at {count(n, 'point')}, mean ± standard deviation",
             (
-                Entry("mean", f"{tuple(self.mean.shape)}", kind_of(self.mean)),
-                Entry("covariance", f"{tuple(self.covariance.shape)}", "of the outputs at each point, without noise"),
+                Entry("shape of mean", f"{tuple(self.mean.shape)}", kind_of(self.mean)),
+                Entry(
+                    "shape of covariance",
+                    f"{tuple(self.covariance.shape)}",
+                    "of a point's outputs, without noise",
+                ),
             ),
             Table(("", *(f"point {i}" for i in range(len(columns)))), rows, note) if rows else None,
         )

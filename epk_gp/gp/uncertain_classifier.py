@@ -76,7 +76,7 @@ class ClassUncertainty(Displayed):
         columns = ("", *(f"point {i}" for i in range(shown)), "mean of all", "largest")
         return Summary(
             f"Uncertainty of the classes of {count(n, 'point')}; larger is less sure",
-            (Entry("scores", f"({n},) each", kind_of(scores["error"])),),
+            (Entry("shape of each score", f"({n},)", kind_of(scores["error"])),),
             Table(columns, rows, columns_note(shown, n)) if n else None,
         )
 

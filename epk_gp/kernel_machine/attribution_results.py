@@ -1,5 +1,6 @@
 """The results of an attribution: the terms of a prediction, with their certificate."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,9 +76,10 @@ class CertifiedTerms(Displayed):
 
     def _entries(self) -> tuple[Entry, ...]:
         """Return what a summary says of all terms."""
-        amplification = self.amplification
-        largest = (Entry("amplification", number(float(amplification.max())), "at most"),) * bool(amplification.numel())
-        return (*certificate_entries(self), *largest)
+        if not self.amplification.numel():
+            return certificate_entries(self)
+        largest = float(self.amplification.max())
+        return (*certificate_entries(self), Entry("amplification", number(largest), "at most"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -119,7 +121,7 @@ class Attribution(CertifiedTerms):
         ]
         return Summary(
             f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {count(M, 'training sample')}",
-            (*self._entries(), Entry("samples", f"{tuple(self.samples.shape)}", kind_of(self.samples))),
+            (*self._entries(), Entry("shape of samples", f"{tuple(self.samples.shape)}", kind_of(self.samples))),
             place_table(self.network, places, rows),
         )
 
@@ -149,7 +151,8 @@ class GroupedAttribution(CertifiedTerms):
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
         terms = (self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained)
-        return self.initial + torch.stack([term.reshape(*term.shape[:2], -1).sum(dim=2) for term in terms]).sum(dim=0)
+        sums = [term.reshape(*term.shape[:2], math.prod(term.shape[2:])).sum(dim=2) for term in terms]
+        return self.initial + torch.stack(sums).sum(dim=0)
 
     def _summary(self) -> Summary:
         n, C = self.network.shape
@@ -169,6 +172,6 @@ class GroupedAttribution(CertifiedTerms):
         ]
         return Summary(
             f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {describe_axes(self.axes)}",
-            (*self._entries(), Entry("values", f"{tuple(self.values.shape)}", kind_of(self.values))),
+            (*self._entries(), Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values))),
             place_table(self.network, places, rows),
         )

@@ -142,7 +142,7 @@ class Influence(Displayed):
                 Entry(
                     "largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"
                 ),
-                Entry("values", f"{tuple(self.values.shape)}", kind_of(self.values)),
+                Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values)),
             ),
             place_table(self.outputs, places, rows),
         )

@@ -90,7 +90,10 @@ class Reconstruction(Displayed):
         ]
         return Summary(
             f"Reconstruction of {count(n, 'point')} × {count(C, 'output')}",
-            (*certificate_entries(self), Entry("outputs", f"{tuple(self.outputs.shape)}", kind_of(self.outputs))),
+            (
+                *certificate_entries(self),
+                Entry("shape of outputs", f"{tuple(self.outputs.shape)}", kind_of(self.outputs)),
+            ),
             place_table(self.network, places, rows),
         )
 

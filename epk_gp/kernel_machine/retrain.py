@@ -147,7 +147,7 @@ class Retraining(Displayed):
                 certificate_entry(self.findings, meaning),
                 Entry("difference from the run", number(self.difference_ratio), "of the way that the weights went"),
                 Entry("recorded run", repr(self.trajectory)),
-                Entry("states", f"{tuple(self.states.shape)}", kind_of(self.states)),
+                Entry("shape of states", f"{tuple(self.states.shape)}", kind_of(self.states)),
             ),
             table if m else None,
         )
