@@ -16,7 +16,8 @@ _WIDTH = 100  # characters of a line of text
 NAME_LENGTH = 24  # characters of a name in a table
 
 # Colours are those of the page that shows the result, light or dark; lines are half-transparent grey, which is seen on
-# both. Notebooks have styles of their own for tables, striped rows and cells aligned to the right: these override them.
+# both. Notebooks have styles of their own for tables, such as black text, striped rows and cells aligned to the right:
+# these override them.
 _CELL = "border: none; vertical-align: top; background: transparent; color: inherit;"
 _LEFT = f"{_CELL} padding: 0.15em 0.8em 0.15em 0; text-align: left;"
 _NAME = f"{_LEFT} font-weight: normal; opacity: 0.75; white-space: nowrap;"
@@ -24,7 +25,8 @@ _VALUE = f"{_LEFT} max-width: 45em; white-space: normal; overflow-wrap: anywhere
 _RIGHT = f"{_CELL} padding: 0.15em 0 0.15em 1.2em; text-align: right;"
 _NUMBER = f"{_RIGHT} font-variant-numeric: tabular-nums; white-space: nowrap;"
 _RULE = "border-bottom: 1px solid rgba(128, 128, 128, 0.6);"
-_TABLE = "border-collapse: collapse; border: none; margin: 0.4em 0; background: transparent; font-size: inherit;"
+_ROW = "background: transparent; color: inherit;"
+_TABLE = f"{_ROW} border-collapse: collapse; border: none; margin: 0.4em 0; font-size: inherit;"
 _FRAME = "color: inherit; font-size: 0.95em; line-height: 1.35; overflow-x: auto; padding: 0.2em 0;"
 
 
@@ -121,7 +123,7 @@ def as_html(summary: Summary) -> str:
     Every text is escaped. Colours are those of the page, so that it can be read on light and on dark ones.
     """
     rows = "".join(
-        f'<tr style="background: transparent;"><th scope="row" style="{_NAME}">{_escaped(entry.name)}</th>'
+        f'<tr style="{_ROW}"><th scope="row" style="{_NAME}">{_escaped(entry.name)}</th>'
         f'<td style="{_VALUE}{" font-weight: bold;" if entry.is_warning else ""}">{_escaped(entry.value)}'
         + (f' <span style="opacity: 0.75;">({_escaped(entry.note)})</span>' if entry.note else "")
         + "</td></tr>"
@@ -212,16 +214,13 @@ def _html_table(table: Table) -> str:
         for column in table.columns
     )
     body = "".join(
-        f'<tr style="background: transparent;"><th scope="row" style="{_NAME}">{_escaped(row[0])}</th>'
+        f'<tr style="{_ROW}"><th scope="row" style="{_NAME}">{_escaped(row[0])}</th>'
         + "".join(f'<td style="{_NUMBER}">{_escaped(cell)}</td>' for cell in row[1:])
         + "</tr>"
         for row in table.rows
     )
     note = f'<div style="opacity: 0.75;">{_escaped(table.note)}</div>' if table.note else ""
-    return (
-        f'<table style="{_TABLE}"><thead><tr style="background: transparent;">{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table>{note}"
-    )
+    return f'<table style="{_TABLE}"><thead><tr style="{_ROW}">{head}</tr></thead><tbody>{body}</tbody></table>{note}'
 
 
 def _escaped(text: str) -> str:
