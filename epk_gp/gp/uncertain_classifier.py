@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Unpack, final
 
 import numpy as np
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
+from epk_gp.core.display import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.core.fingerprint import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.core.validation import validate_count
@@ -39,8 +40,8 @@ _UNSUPPORTED = ("checkpoint", "accumulate")
 _OPTIONS = ("memory_budget", "progress", "executor")
 
 
-@dataclass(frozen=True, eq=False)
-class ClassUncertainty:
+@dataclass(frozen=True, eq=False, repr=False)
+class ClassUncertainty(Displayed):
     """How unsure the classes of n points are; larger is less sure, for every score.
 
     Attributes:
@@ -63,6 +64,21 @@ class ClassUncertainty:
     entropy: Float[Tensor, " n"] | Float[np.ndarray, " n"]
     mutual_information: Float[Tensor, " n"] | Float[np.ndarray, " n"]
     std: Float[Tensor, " n"] | Float[np.ndarray, " n"]
+
+    def _summary(self) -> Summary:
+        scores = {f.name.replace("_", " "): torch.as_tensor(getattr(self, f.name)) for f in fields(self)}
+        n = len(self.error)
+        shown = min(n, SHOWN_POINTS)
+        rows = tuple(
+            (name, *map(number, [*score[:shown].tolist(), float(score.mean()), float(score.max())]))
+            for name, score in (scores.items() if n else ())
+        )
+        columns = ("", *(f"point {i}" for i in range(shown)), "mean of all", "largest")
+        return Summary(
+            f"Uncertainty of the classes of {count(n, 'point')}; larger is less sure",
+            (Entry("shape of each score", f"({n},)", kind_of(scores["error"])),),
+            Table(columns, rows, columns_note(shown, n)) if n else None,
+        )
 
 
 @dataclass(frozen=True, eq=False)

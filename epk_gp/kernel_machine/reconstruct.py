@@ -10,23 +10,26 @@ from torch import Tensor
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.display import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.head import Head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import (
+    certificate_entries,
     coarsest_dtype,
     describe_findings,
     sum_tolerance,
     warn_if_uncertified,
 )
 from epk_gp.kernel_machine.reconstruction_pass import sum_over_steps
+from epk_gp.kernel_machine.term_tables import number_row, place_table, shown_places
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.quadrature.status import QuadratureStatus
 
 
-@dataclass(frozen=True, eq=False)
-class Reconstruction:
+@dataclass(frozen=True, eq=False, repr=False)
+class Reconstruction(Displayed):
     """A kernel machine's outputs beside the network's, with the certificate.
 
     Attributes:
@@ -76,6 +79,23 @@ class Reconstruction:
     def findings(self) -> list[str]:
         """Why the result is not certified, with numbers; empty if it is."""
         return describe_findings(self)
+
+    def _summary(self) -> Summary:
+        (n, C), places = self.network.shape, shown_places(self.network)
+        rows = [
+            number_row("initial", places, self.initial),
+            number_row("kernel machine", places, self.outputs),
+            number_row("network", places, self.network),
+            number_row("difference", places, self.outputs[: len(places)] - self.network[: len(places)]),
+        ]
+        return Summary(
+            f"Reconstruction of {count(n, 'point')} × {count(C, 'output')}",
+            (
+                *certificate_entries(self),
+                Entry("shape of outputs", f"{tuple(self.outputs.shape)}", kind_of(self.outputs)),
+            ),
+            place_table(self.network, places, rows),
+        )
 
 
 def reconstruct(

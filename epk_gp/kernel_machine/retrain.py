@@ -14,6 +14,18 @@ from epk_gp.autodiff.planning import plan_for
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.compute_options import MEMORY_BUDGET, ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.display import (
+    SHOWN_POINTS,
+    Displayed,
+    Entry,
+    Summary,
+    Table,
+    certificate_entry,
+    columns_note,
+    count,
+    kind_of,
+    number,
+)
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
@@ -34,8 +46,8 @@ from epk_gp.storage.stored import require_same_run
 _REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
-@dataclass(frozen=True, eq=False)
-class Retraining:
+@dataclass(frozen=True, eq=False, repr=False)
+class Retraining(Displayed):
     """Networks that were trained as recorded but for the weights of the samples.
 
     Attributes:
@@ -56,7 +68,17 @@ class Retraining:
     @property
     def certified(self) -> bool:
         """Whether the replay with all weights 1 is the recorded run, up to rounding."""
-        return self.difference_ratio <= _REPLAY_TOLERANCE[self.states.dtype]
+        return not self.findings
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the result is not certified, in words; empty if it is."""
+        if self.difference_ratio <= _REPLAY_TOLERANCE[self.states.dtype]:
+            return []
+        return [
+            f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
+            f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
+        ]
 
     def __len__(self) -> int:
         """Count the networks, m."""
@@ -104,6 +126,28 @@ class Retraining:
                 ]
             )
 
+    def _summary(self) -> Summary:
+        (m, M), head = self.sample_weights.shape, self.sample_weights[:SHOWN_POINTS]
+        rows = [
+            ("samples left out", *(f"{left_out:,}" for left_out in (head == 0).sum(dim=1).tolist())),
+            ("weights other than 1", *(f"{others:,}" for others in (head != 1).sum(dim=1).tolist())),
+            ("sum of the weights", *map(number, head.sum(dim=1).tolist())),
+        ]
+        table = Table(
+            ("", *(f"network {i}" for i in range(len(head)))), tuple(rows), columns_note(len(head), m, "network")
+        )
+        meaning = "the replay with all weights 1 is the recorded run, up to rounding"
+        return Summary(
+            f"Retraining of {count(m, 'network')} with other weights of {count(M, 'training sample')}",
+            (
+                certificate_entry(self.findings, meaning),
+                Entry("difference from the run", number(self.difference_ratio), "of the way that the weights went"),
+                Entry("recorded run", repr(self.trajectory)),
+                Entry("shape of states", f"{tuple(self.states.shape)}", kind_of(self.states)),
+            ),
+            table if m else None,
+        )
+
 
 def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: Unpack[ComputeSettings]) -> Retraining:
     """Train as recorded with other weights of the samples: same initial weights, batches, rows and random numbers.
@@ -135,10 +179,7 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     difference, ratio = torch.stack([part["difference"] for part in found]).amax(dim=0).tolist()
     result = Retraining(trajectory, states, rows, difference, ratio)
     if not result.certified:
-        warn_uncertified(
-            f"the retraining is not certified: with all weights 1 it ends {ratio:.2g} of the way that the weights went "
-            f"from the recorded network (largest difference {difference:.2e}); rounding is amplified along the run."
-        )
+        warn_uncertified(f"the retraining is not certified: {'; '.join(result.findings)}.")
     return result
 
 
