@@ -14,17 +14,27 @@ from latex2mathml.converter import convert
 GALLERY = Path(__file__).parent / "gallery"
 ATTRIBUTION = Path(__file__).parents[1] / "benchmarks" / "attribution"
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_CODE = re.compile(r"<(code|pre)\b.*?</\1>", re.DOTALL)
 _TABLE = re.compile(r"^\{\{ (\w+) (\w+) \}\}$", re.MULTILINE)
 _MODULES = re.compile(r"^\{\{ modules ([\w.]+) \}\}$", re.MULTILINE)
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Turn formulas into MathML, which browsers draw themselves."""
+    """Turn formulas into MathML, which browsers draw themselves.
+
+    Raises:
+        ValueError: A formula was not recognised, and its source would be shown.
+    """
 
     def formula(match: re.Match[str]) -> str:
-        return convert(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+        drawn = convert(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+        return f'<div class="formula">{drawn}</div>' if match[1] == "div" else drawn
 
-    return _FORMULA.sub(formula, content)
+    content = _FORMULA.sub(formula, content)
+    left = re.search(r"\$\$[^<]{0,60}", _CODE.sub("", content))
+    if left is not None:
+        raise ValueError(f"formulas of a list must be indented by four spaces: {left[0]!r} is not recognised.")
+    return content
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

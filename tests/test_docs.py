@@ -40,6 +40,25 @@ def test_the_page_s_code_runs_as_it_stands(page, tmp_path, monkeypatch):
     )
 
 
+WIDTH = 88  # characters that the site's column holds at 1280 pixels
+
+
+def wide_lines(text: str) -> list[str]:
+    """The lines of a page's code that its column cuts off."""
+    blocks = re.findall(r"^ *```[^\n]*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_code_fits_into_the_column(page):
+    assert wide_lines((DOCS / page).read_text()) == []
+
+
+def test_a_line_that_is_cut_off_is_found():
+    """The negative control."""
+    assert wide_lines(f"```python\n{'x' * WIDTH}\n{'y' * (WIDTH + 1)}\n```") == ["y" * (WIDTH + 1)]
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_pictures_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
@@ -242,3 +261,6 @@ def test_a_table_or_package_that_does_not_exist_is_an_error():
     page = hooks.on_page_content(r'<p><span class="arithmatex">\(a &lt; b_1\)</span></p>')
     assert "<math" in page
     assert "arithmatex" not in page
+    assert hooks.on_page_content("<code>$$</code>") == "<code>$$</code>"
+    with pytest.raises(ValueError, match="must be indented by four spaces"):
+        hooks.on_page_content("<p>$$a + b$$</p>")
