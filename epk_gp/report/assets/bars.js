@@ -30,8 +30,9 @@ function signedBars(caption, head, rows) {
   const others = rows.filter((row) => !kept.has(row));
   const shown = rows.filter((row) => kept.has(row));
   if (others.length) {
-    shown.push({ name: `${countText(others.length)} others together`, value: total(others.map((row) => row.value)),
-      source: `sum of others: ${others.map((row) => row.source).join(' ')}`, rest: true });
+    const sources = others.map((row) => row.source).join(' ');
+    shown.push({ name: [count(others.length, `number of ${sources}`), ' others together'],
+      value: total(others.map((row) => row.value)), source: `sum of ${sources}` });
   }
   const scale = Math.max(...shown.map((row) => Math.abs(row.value)), 0);
   const decimals = decimalsFor(shown.map((row) => row.value));

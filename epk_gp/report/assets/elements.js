@@ -46,9 +46,25 @@ function hidden(text) {
   return el('span', { class: 'visually-hidden' }, text);
 }
 
+// Tables may be wider than the screen: then, and only then, the keyboard reaches them and scrolls them.
+function scroller(name, ...children) {
+  return el('div', { class: 'scroller', 'data-name': name }, children);
+}
+
+function markScrollers() {
+  for (const element of document.querySelectorAll('.scroller')) {
+    const attributes = { tabindex: '0', role: 'region', 'aria-label': element.dataset.name };
+    const overflows = element.scrollWidth > element.clientWidth + 1;
+    for (const [name, value] of Object.entries(attributes)) {
+      if (overflows) element.setAttribute(name, value);
+      else element.removeAttribute(name);
+    }
+  }
+}
+
 // A table with a caption; a row is a list of cells, of which the first is the row's header.
 function table(caption, head, rows, attributes) {
-  return el('div', { class: 'scroller', tabindex: 0, role: 'region', 'aria-label': caption },
+  return scroller(caption,
     el('table', attributes,
       el('caption', { class: 'visually-hidden' }, caption),
       el('thead', {}, el('tr', {}, head.map((cell) => el('th', { scope: 'col' }, cell)))),

@@ -1,8 +1,14 @@
 // Figures come as SVG text. They are parsed as XML, stripped of all that is not drawing, and take the colours of the theme.
 
 const THEMED = [[/#(1a1a1a|222222)\b/gi, 'var(--ink)'], [/#4d4d4d\b/gi, 'var(--edge)'], [/#777777\b/gi, 'var(--soft)'],
-  [/#e3e3e3\b/gi, 'var(--grid)'], [/#e4e4e4\b/gi, 'var(--rest)']];
+  [/#e3e3e3\b/gi, 'var(--grid)'], [/#e4e4e4\b/gi, 'var(--rest)'], [/#2166ac\b/gi, 'var(--raises)'], [/#b35806\b/gi, 'var(--lowers)'],
+  [/#004d4f\b/gi, 'var(--good)'], [/#832db6\b/gi, 'var(--outside)']];
 const NOT_DRAWING = 'script, foreignObject, metadata, iframe, animate, set, a';
+
+// Of matplotlib's figures in pixels of a screen: their unit is a point.
+function naturalWidth(viewBox) {
+  return Math.round((Number(viewBox.split(/[ ,]+/)[2]) * 4) / 3);
+}
 
 function parsedSvg(text, prefix, title) {
   const themed = THEMED.reduce((svg, [colour, variable]) => svg.replace(colour, variable), text);
@@ -13,7 +19,7 @@ function parsedSvg(text, prefix, title) {
   const view = root.getAttribute('viewBox');
   root.removeAttribute('width');
   root.removeAttribute('height');
-  if (view) root.style.setProperty('max-width', `${(Number(view.split(/[ ,]+/)[2]) * 4) / 3}px`);
+  if (view) root.style.setProperty('max-width', `${naturalWidth(view)}px`);
   root.setAttribute('role', 'img');
   root.setAttribute('aria-label', title);
   return document.importNode(root, true);

@@ -36,7 +36,7 @@ function shortened(text) {
 
 function thumbnail(input, source) {
   if (!input) return null;
-  if (input.image) return el('img', { class: 'thumbnail', src: input.image, alt: '', loading: 'lazy' });
+  if (input.image) return el('img', { class: 'thumbnail', src: input.image, alt: '' });
   if (input.text !== undefined) return el('span', { class: 'excerpt', title: input.text }, shortened(input.text));
   if (input.position) return el('span', { class: 'excerpt' }, positionText(input, source));
   const rows = input.values.slice(0, VALUES_OF_THUMBNAIL);
@@ -53,7 +53,7 @@ function sampleOf(number) {
 // A training sample: thumbnail, number and label.
 function sampleCell(number, source) {
   const sample = sampleOf(number);
-  return el('span', { class: 'sample' },
+  return el('span', { class: sample && sample.image ? 'sample' : 'sample stacked' },
     thumbnail(sample, `samples.shown.${number}`),
     el('span', { class: 'sample-name' },
       el('span', { class: 'sample-number' }, '#', numberElement(String(number), number, source, `Training sample ${number}`)),

@@ -28,6 +28,7 @@ function show() {
   const point = content.points[current.point];
   const names = { prediction: `${point.name}, ${chosenText(current)}`, overview: 'Overview', run: 'Run and certificate' };
   document.title = `${current.view === 'prediction' ? point.name : names[current.view]} · ${content.title}`;
+  markScrollers();
   if (before) announce(`${names[current.view]}. ${current.view === 'prediction' ? spokenSum() : ''}`);
 }
 
@@ -103,7 +104,7 @@ function start() {
   let waiting = 0;
   window.addEventListener('resize', () => {
     window.cancelAnimationFrame(waiting);
-    waiting = window.requestAnimationFrame(redrawChart);
+    waiting = window.requestAnimationFrame(redraw);
   });
   show();
 }

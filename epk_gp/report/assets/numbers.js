@@ -73,6 +73,8 @@ function countText(value) {
 
 function percentText(value) {
   if (showsAllDigits) return String(value);
+  if (value > 0 && value < 0.0005) return `<${THIN}0.1${THIN}%`;
+  if (value > 0.9995 && value < 1) return `>${THIN}99.9${THIN}%`;
   return `${(100 * value).toFixed(1)}${THIN}%`;
 }
 
@@ -81,8 +83,15 @@ function numberElement(text, exact, source, title) {
   return el('data', { class: 'number', value: exact, 'data-source': source, title }, text);
 }
 
+// A number of quanta: as short as is good to read, or exact.
 function quantity(quanta, source, { decimals = 4, always = true } = {}) {
-  return numberElement(shortText(quanta, decimals, always), quanta, source, exactText(quanta, always));
+  const element = numberElement(shortText(quanta, decimals, always), quanta, source, exactText(quanta, always));
+  element.dataset.unit = 'quantum';
+  return element;
+}
+
+function exactQuantity(quanta, source, always) {
+  return quantity(quanta, source, { decimals: DIGITS, always });
 }
 
 function plainNumber(value, source, { decimals = 4, always = false } = {}) {

@@ -28,8 +28,8 @@ function planeOf(state, point) {
   const largest = Math.max(...rows.map((row) => Math.abs(row[1])), 1);
   const [x, y] = at(point.input.position);
   return el('figure', { class: 'plane' },
-    drawn('svg', { viewBox: `0 0 ${SIDE} ${SIDE}`, role: 'img', 'aria-label': `${point.name} in the plane, with the training points that raised it and lowered it most` },
-      drawn('rect', { class: 'frame', x: 0.5, y: 0.5, width: SIDE - 1, height: SIDE - 1 }),
+    drawn('svg', { viewBox: `-8 -8 ${SIDE + 16} ${SIDE + 16}`, role: 'img', 'aria-label': `${point.name} in the plane, with the training points that raised it and lowered it most` },
+      drawn('rect', { class: 'frame', x: -7.5, y: -7.5, width: SIDE + 15, height: SIDE + 15 }),
       samples.map(([, sample]) => {
         const [cx, cy] = at(sample.position);
         return drawn('circle', { class: 'other', cx, cy, r: 2 });
@@ -43,22 +43,33 @@ function planeOf(state, point) {
     el('figcaption', { class: 'aside' }, '✕ this point; ▲ raised and ▼ lowered, larger for more; dots are other training points of the report.'));
 }
 
-// The map. Cells are counted from the lower left corner, row by row.
+// The map. Its values are at nodes from edge to edge, counted from the lower left corner, row by row; the training points
+// behind are those of the cells of a coarser grid.
+function shareOf(index, number) {
+  return number > 1 ? index / (number - 1) : 0.5;
+}
+
 const mapCursor = { row: 0, column: 0, key: null };
 
 function cellText(map, row, column) {
   const [ny, nx] = map.shape;
   const [x0, x1, y0, y1] = map.extent;
   const cell = row * nx + column;
-  return { cell, x: x0 + ((column + 0.5) / nx) * (x1 - x0), y: y0 + ((row + 0.5) / ny) * (y1 - y0),
+  return { cell, x: x0 + shareOf(column, nx) * (x1 - x0), y: y0 + shareOf(row, ny) * (y1 - y0),
     predicted: classNames()[map.predicted[cell]] };
 }
 
 function samplesBehind(map, row, column) {
   const [ny, nx] = map.shape;
   const [my, mx] = map.coarse;
-  const cell = Math.floor((row * my) / ny) * mx + Math.floor((column * mx) / nx);
+  const of = (index, number, cells) => Math.min(cells - 1, Math.floor(shareOf(index, number) * cells));
+  const cell = of(row, ny, my) * mx + of(column, nx, mx);
   return { cell, samples: map.behind[cell] || [] };
+}
+
+// Lines through the spot that leave the spot itself free.
+function cross(x, y) {
+  return `M${x - 5} ${y}h3M${x + 2} ${y}h3M${x} ${y - 5}v3M${x} ${y + 2}v3`;
 }
 
 function showCell(map, overlay, panel) {
@@ -68,9 +79,11 @@ function showCell(map, overlay, panel) {
   const behind = samplesBehind(map, row, column);
   const [x0, x1, y0, y1] = map.extent;
   overlay.replaceChildren(
-    drawn('rect', { class: 'cursor', x: (column / nx) * 100, y: (1 - (row + 1) / ny) * 100, width: 100 / nx, height: 100 / ny }),
-    ...behind.samples.map(sampleOf).filter((sample) => sample && sample.position).map((sample) => drawn('circle', { class: 'behind',
-      cx: ((sample.position[0] - x0) / (x1 - x0)) * 100, cy: ((y1 - sample.position[1]) / (y1 - y0)) * 100, r: 1.6 })));
+    ...['cursor-edge', 'cursor'].map((kind) => drawn('path', { class: kind, d: cross(shareOf(column, nx) * 100, 100 - shareOf(row, ny) * 100) })),
+    ...behind.samples.map(sampleOf).filter((sample) => sample && sample.position).flatMap((sample) => {
+      const place = `M${((sample.position[0] - x0) / (x1 - x0)) * 100} ${((y1 - sample.position[1]) / (y1 - y0)) * 100}h0`;
+      return ['behind-edge', 'behind'].map((kind) => drawn('path', { class: kind, d: place }));
+    }));
   const source = 'overview.map';
   panel.replaceChildren(
     el('p', {}, `${map.axes[0]} ${x.toPrecision(3).replace('-', MINUS)}, ${map.axes[1]} ${y.toPrecision(3).replace('-', MINUS)}`),
@@ -100,8 +113,8 @@ function mapCard(map) {
     style: { left: share(left), top: share(top), width: share(right - left), height: share(bottom - top) } }, overlay);
   const pointed = (event) => {
     const box = area.getBoundingClientRect();
-    const column = Math.floor(((event.clientX - box.left) / box.width) * nx);
-    const row = Math.floor((1 - (event.clientY - box.top) / box.height) * ny);
+    const column = Math.round(((event.clientX - box.left) / box.width) * (nx - 1));
+    const row = Math.round((1 - (event.clientY - box.top) / box.height) * (ny - 1));
     mapCursor.column = Math.max(0, Math.min(nx - 1, column));
     mapCursor.row = Math.max(0, Math.min(ny - 1, row));
     showCell(map, overlay, panel);
@@ -114,8 +127,9 @@ function mapCard(map) {
     showCell(map, overlay, panel);
   });
   showCell(map, overlay, panel);
+  const picture = parsedSvg(map.svg, 'map-', map.title);
   return el('section', { class: 'card wide' }, el('h3', {}, map.title), el('p', {}, map.sentence),
     el('div', { class: 'map' },
-      el('div', { class: 'map-picture' }, parsedSvg(map.svg, 'map-', map.title), area),
+      el('div', { class: 'map-picture', style: { 'max-width': picture.style.maxWidth } }, picture, area),
       el('div', { class: 'map-side' }, panel, el('p', { class: 'aside' }, 'Move the pointer over the map, or focus it and use the arrow keys.'))));
 }

@@ -3,14 +3,25 @@
 const ROWS_AT_ONCE = 40;
 let rowsMade = ROWS_AT_ONCE;
 
-function matches(point, words) {
+// What is searched, in small letters.
+function searchedText(point) {
   const named = [point.name];
   if (isClassifier()) {
     named.push(`label ${labelName(point.label)}`, `predicted ${labelName(point.predicted)}`);
     if (point.label !== null) named.push(isWrong(point) ? 'wrong' : 'right');
   }
-  const text = named.join(' ').toLowerCase();
-  return words.every((word) => text.includes(word));
+  return named.join(', ').toLowerCase();
+}
+
+// Numbers of the points with the words as they stand; where there are none, of those that have words beginning with each.
+function foundPoints(query) {
+  const texts = content.points.map(searchedText);
+  const numbers = [...texts.keys()];
+  const phrase = query.trim().toLowerCase().replace(/\s+/g, ' ');
+  const found = numbers.filter((number) => texts[number].includes(phrase));
+  if (found.length) return found;
+  const words = phrase.split(' ');
+  return numbers.filter((number) => words.every((word) => ` ${texts[number]}`.includes(` ${word}`)));
 }
 
 function sortings() {
@@ -36,8 +47,7 @@ function compare(a, b) {
 
 // Numbers of the points that the search leaves, in the chosen order.
 function listedPoints(state) {
-  const words = state.find.toLowerCase().split(/\s+/).filter(Boolean);
-  const numbers = content.points.map((point, number) => number).filter((number) => matches(content.points[number], words));
+  const numbers = foundPoints(state.find);
   const sorting = sortings().find((entry) => entry[0] === state.sort) || sortings()[0];
   const value = (number) => sorting[2](content.points[number]);
   numbers.sort((a, b) => compare(value(a), value(b)) || a - b);

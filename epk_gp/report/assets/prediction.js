@@ -94,16 +94,16 @@ function probabilityCard(state, point) {
         number === point.label ? el('span', { class: 'aside' }, ' label') : null),
       el('td', { class: 'bar-cell' }, probabilityBar(point.probabilities[number], band)),
       el('td', {}, percent(point.probabilities[number], `${source}.probabilities.${number}`)),
-      point.band ? el('td', { class: 'aside' }, percent(band[0], `${source}.band.${number}.0`), ' – ',
+      point.band ? el('td', { class: 'aside band-cell' }, percent(band[0], `${source}.band.${number}.0`), ' – ',
         percent(band[1], `${source}.band.${number}.1`)) : null);
   });
   const left = order.length - kept.length;
   return card('Class probabilities', {},
-    el('div', { class: 'scroller', tabindex: 0, role: 'region', 'aria-label': 'Class probabilities' }, el('table', { class: 'probabilities' },
+    scroller('Class probabilities', el('table', { class: 'probabilities' },
       el('caption', { class: 'visually-hidden' }, 'Probability of each class'),
       el('thead', {}, el('tr', {}, ['Class', 'Bar', 'Probability', ...(point.band ? ['Band'] : [])].map((text) => el('th', { scope: 'col' }, text)))),
       el('tbody', {}, rows))),
-    left ? el('p', { class: 'aside' }, `${countText(left)} less probable classes are not shown.`) : null,
+    left ? el('p', { class: 'aside' }, count(left, 'number of the other classes'), ' less probable classes are not shown.') : null,
     point.band ? el('p', { class: 'aside' }, 'The band is that of the Gaussian process beside the network. Classes with a link are explained.') : null);
 }
 
@@ -123,14 +123,15 @@ function shareCards(state, view) {
         name: el('a', { href: linkTo(holds(String(number), state.steps) ? { layer: String(number) } : { layer: String(number), steps: ALL }),
           'data-key': `layer ${number}` }, content.layers[number]) })))));
   }
+  if (view.ranges) {
+    cards.push(card('By steps', {}, signedBars('Contributions of training points by range of steps', ['Steps', 'Contribution', 'Lowered | raised'],
+      view.ranges.map((value, number) => ({ value, source: `${source}.ranges.${number}`,
+        name: el('span', { class: 'nowrap' }, stepsName(number)) })))));
+  }
   if (view.labels) {
     cards.push(card('By label of the training points', {}, signedBars('Contributions of training points by their label',
       ['Label', 'Contribution', 'Lowered | raised'],
       view.labels.map((value, number) => ({ value, source: `${source}.labels.${number}`, name: labelName(number) })))));
-  }
-  if (view.ranges) {
-    cards.push(card('By steps', {}, signedBars('Contributions of training points by range of steps', ['Steps', 'Contribution', 'Lowered | raised'],
-      view.ranges.map((value, number) => ({ value, source: `${source}.ranges.${number}`, name: stepsName(number) })))));
   }
   return cards;
 }
@@ -167,7 +168,8 @@ function drawChart(state, explanation, holder) {
   holder.replaceChildren(stepsChart(state, explanation, Math.max(280, Math.floor(holder.clientWidth) || 640)));
 }
 
-function redrawChart() {
+function redraw() {
+  markScrollers();
   const holder = document.querySelector('.chart-holder');
   if (holder) drawChart(current, content.points[current.point].explanations[current.target], holder);
 }

@@ -7,7 +7,7 @@ const MARGIN = { left: 62, right: 18, top: 14, bottom: 38 };
 function roundTicks(low, high) {
   const span = high - low || 1;
   const power = 10 ** Math.floor(Math.log10(span / 3));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => span / size <= 5) || 10 * power;
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => span / size <= 6) || 10 * power;
   const ticks = [];
   for (let tick = Math.ceil(low / step); tick * step <= high + 1e-12 * span; tick += 1) ticks.push(tick * step);
   return { ticks, decimals: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
@@ -43,7 +43,10 @@ function stepsChart(state, explanation, width) {
   drawn('text', { class: 'tick', x: (MARGIN.left + width - MARGIN.right) / 2, y: HEIGHT - 5, 'text-anchor': 'middle' }, 'steps of training'),
   drawn('path', { class: 'line', d: line }),
   running.map((value, index) => drawn('circle', { class: 'dot', cx: x(ends[index]), cy: y(value), r: index === 0 || index === running.length - 1 ? 4.5 : 3 },
-    drawn('title', {}, `after ${countText(ends[index])} steps: ${exactText(explanation.running[index])}`))));
+    drawn('title', {}, `after ${countText(ends[index])} steps: ${exactText(explanation.running[index])}`))),
+  [0, running.length - 1].map((index) => drawn('text', { class: 'end-value', x: x(ends[index]) + (index ? 0 : 8),
+    y: y(running[index]) + (running[index] > (low + high) / 2 ? 20 : -12), 'text-anchor': index ? 'end' : 'start' },
+  shortText(explanation.running[index], decimalsFor(explanation.running)))));
 }
 
 function stepsTable(state, explanation) {

@@ -24,10 +24,12 @@ const OTHER_TERMS = [
 function termsOf(view, source) {
   const shown = (side) => view[side].map((row) => row[1]);
   return [
-    { key: 'raised', name: 'Raised it most', values: shown('raised'), count: view.raised.length, source: `sum of ${source}.raised` },
+    { key: 'raised', name: 'Raised it most', values: shown('raised'), count: view.raised.length,
+      countSource: `count of ${source}.raised`, source: `sum of ${source}.raised` },
     { key: 'rest_raised', name: 'Other points that raised it', values: [view.rest_raised[1]], count: view.rest_raised[0],
       countSource: `${source}.rest_raised.0`, source: `${source}.rest_raised.1` },
-    { key: 'lowered', name: 'Lowered it most', values: shown('lowered'), count: view.lowered.length, source: `sum of ${source}.lowered` },
+    { key: 'lowered', name: 'Lowered it most', values: shown('lowered'), count: view.lowered.length,
+      countSource: `count of ${source}.lowered`, source: `sum of ${source}.lowered` },
     { key: 'rest_lowered', name: 'Other points that lowered it', values: [view.rest_lowered[1]], count: view.rest_lowered[0],
       countSource: `${source}.rest_lowered.0`, source: `${source}.rest_lowered.1` },
     ...OTHER_TERMS.map(([key, name, sentence]) => ({ key, name, sentence, values: [view[key]], source: `${source}.${key}` })),

@@ -23,8 +23,7 @@ function endSources(state) {
 }
 
 function termName(term) {
-  const of = term.countSource ? count(term.count, term.countSource) : term.count !== undefined && String(term.count);
-  const points = of ? el('span', { class: 'aside' }, of, ` training ${plural(term.count, 'point', 'points')}`) : null;
+  const points = term.countSource ? el('span', { class: 'aside' }, count(term.count, term.countSource), ` training ${plural(term.count, 'point', 'points')}`) : null;
   const sentence = term.sentence ? el('span', { class: 'aside' }, term.sentence) : null;
   return [el('span', { class: 'term-name' }, term.name), points || sentence];
 }
@@ -43,7 +42,7 @@ function termsTable(state, explanation) {
     el('th', { scope: 'row' }, name),
     el('td', {}, kind ? null : mark(value), quantity(value, source, { decimals, always: !kind })),
     el('td', {}, track(value, scale, kind ? { class: 'track both end' } : {})));
-  return el('div', { class: 'scroller', tabindex: 0, role: 'region', 'aria-label': 'Terms of the output' },
+  return scroller('Terms of the output',
     el('table', { class: 'bars terms' },
       el('caption', { class: 'visually-hidden' }, 'Every term of the output, and their sum'),
       el('thead', {}, el('tr', {}, ['Term', content.outputs.name, 'Lowered | raised'].map((text) => el('th', { scope: 'col' }, text)))),
@@ -52,7 +51,7 @@ function termsTable(state, explanation) {
         terms.map((term) => row(termName(term), term.value, term.source)),
         row(endName, sum.end, endSource, 'ends last'))),
     state.layer === ALL ? null : el('p', { class: 'aside' },
-      'Moving statistics have no layers: their term is part of all layers together, and 0 here.'));
+      'Moving statistics have no layers: their term belongs to all layers together, and is none of this layer.'));
 }
 
 // The sum as a line, computed here, and an error where it is not the stored output.
@@ -61,15 +60,13 @@ function sumLine(state, explanation) {
   const terms = termsOf(view, viewSource(state));
   const sum = sumOf(explanation, state.layer, state.steps);
   const [startName, endName] = endNames(state);
-  const parts = [];
-  if (startName) parts.push(el('span', { class: 'part' }, exactText(sum.start), ' ', el('small', {}, startName)));
-  for (const term of terms) {
-    if (term.value === 0 && term.key !== 'raised') continue;
-    parts.push(el('span', { class: 'part' }, exactText(term.value, true), ' ', el('small', {}, term.name)));
-  }
-  const result = numberElement(exactText(sum.sum), sum.sum, 'sum of the view', String(sum.sum));
-  const line = el('p', { class: 'sum', id: 'sum', 'data-agrees': sum.agrees },
-    parts.map((part) => [part, ' ']), el('span', { class: 'part result' }, '= ', result, ' ', el('small', {}, endName)));
+  const part = (value, source, name, always) => el('span', { class: 'part' },
+    exactQuantity(value, source, Boolean(always)), ' ', el('small', {}, name));
+  const parts = terms.filter((term) => term.value !== 0).map((term) => part(term.value, term.source, term.name, true));
+  if (startName) parts.unshift(part(sum.start, endSources(state)[0], startName));
+  const result = exactQuantity(sum.sum, 'sum of the view', false);
+  const line = el('p', { class: 'sum', id: 'sum', 'data-agrees': String(sum.agrees) },
+    parts.map((element) => [element, ' ']), el('span', { class: 'part result' }, '=\u00a0', result, ' ', el('small', {}, endName)));
   if (sum.agrees) {
     return [line, el('p', { class: 'agrees' }, '✓ Computed here, exactly, and equal to the stored value.')];
   }
@@ -97,8 +94,8 @@ function sampleTable(state, view, side) {
       ? plainNumber(row[2], `${source}.${side}.${row.index}.2`, { always: true }) : '') : null);
   return el('section', { class: `card side-${verb}` },
     el('h4', {}, title),
-    el('div', { class: 'scroller', tabindex: 0, role: 'region', 'aria-label': title },
-      el('table', { class: 'samples' },
+    scroller(title,
+      el('table', { class: rows.some((row) => sampleOf(row[0]) && !sampleOf(row[0]).image) ? 'samples words' : 'samples' },
         el('caption', { class: 'visually-hidden' }, title),
         el('thead', {}, el('tr', {}, ['Training point', 'Contribution', lowers ? 'Lowered' : 'Raised', ...(influence ? ['Influence'] : [])]
           .map((text) => el('th', { scope: 'col' }, text)))),
