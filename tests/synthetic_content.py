@@ -47,6 +47,11 @@ class Sizes:
     pixels: int = 14
 
 
+LARGE = Sizes(  # 60,000 training images
+    points=100, classes=10, explained=2, samples=60_000, active=50, shown=10, layers=5, ranges=6, pairs=False, pixels=28
+)  # fmt: skip
+
+
 def quanta(value: float) -> int:
     """Return the nearest multiple of the quantum."""
     return round(value / QUANTUM)

@@ -25,19 +25,20 @@ def browser():
 
 @pytest.fixture
 def open_report(browser, tmp_path):
-    """Write the content as a report and open it. Requests, errors and violations of the policy fail the test at its end."""
+    """Write the content as a report and open it.
+
+    Requests, and all that the browser complains of (violations of the policy too), fail the test at its end.
+    """
     contexts, faults = [], []
 
-    def open_report(content, fragment="", *, name="report.html", **options):
-        file = tmp_path / name
-        file.write_text(document(content), encoding="utf-8")
+    def open_report(content, fragment="", *, change=str, **options):
+        file = tmp_path / "report.html"
+        file.write_text(change(document(content)), encoding="utf-8")
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(10_000)
-        page.on(
-            "request", lambda request: faults.append(f"request of {request.url}") if is_outside(request.url) else None
-        )
+        page.on("request", lambda request: faults.extend([f"request of {request.url}"] * is_outside(request.url)))
         page.on("console", lambda message: faults.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: faults.append(f"error: {error}"))
         page.on("dialog", lambda dialog: faults.append(f"dialog: {dialog.message}"))

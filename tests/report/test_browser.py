@@ -114,7 +114,7 @@ def test_all_sums_are_checked(open_report, content):
 
 @pytest.mark.parametrize("digits", ["short", "all"])
 def test_every_number_shown_is_one_of_the_content(open_report, content, digits):
-    """Each carries its exact value and its source, no digit stands anywhere else, and none that must be there is missing."""
+    """Each has its exact value and its source, no digit stands elsewhere, and none that must be there is missing."""
     page = open_report(content)
     if digits == "all":
         page.click("#digits")
@@ -161,9 +161,10 @@ def test_bars_have_the_side_and_length_of_their_numbers(open_report, content):
     state = states(content)[1]
     page = open_report(content, fragment_of(state), reduced_motion="reduce")
     rows = page.evaluate(
-        """() => [...document.querySelectorAll('.terms tbody tr, .bars:not(.terms) tbody tr')].map((row) => {
+        """() => [...document.querySelectorAll('.bars tbody tr')].map((row) => {
           const [track, fill] = ['.track', '.fill'].map((name) => row.querySelector(name).getBoundingClientRect());
-          return { chart: row.closest('table').caption.textContent, value: Number(row.querySelector('td .number').value),
+          const chart = row.closest('table').caption.textContent;
+          return { chart, value: Number(row.querySelector('td .number').value),
             middle: track.left + track.width / 2, half: track.width / 2, left: fill.left, right: fill.right };
         })"""
     )
@@ -269,6 +270,21 @@ def test_every_kind_of_input_is_shown(open_report, kind):
     assert ("wrong" in page.locator("#prediction").inner_text().lower()) == (kind != "no classes")
     page.goto(page.url.split("#")[0] + "#view=overview")
     assert page.locator("#overview").is_visible()
+
+
+@pytest.mark.parametrize("policy", ["as_written", "none"])
+def test_a_report_that_asks_for_something_is_noticed(open_report, content, policy):
+    """The negative control: the policy blocks it, and without a policy it is a request."""
+
+    def change(document):
+        if policy == "none":
+            document = document.replace("Content-Security-Policy", "No-Policy")
+        return document.replace("<noscript>", '<img src="http://127.0.0.1:9/a.png" alt=""><noscript>', 1)
+
+    open_report(content, change=change).wait_for_load_state()
+    expected_fault = "Content Security Policy" if policy == "as_written" else "request of http://127.0.0.1:9/a.png"
+    assert any(expected_fault in fault for fault in open_report.faults)
+    open_report.faults.clear()
 
 
 def test_hostile_texts_are_shown_as_texts(open_report, content):

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from epk_gp.report.page import KEYS, page
-from synthetic_content import Sizes, made_content
+from synthetic_content import LARGE, Sizes, made_content
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&amp;\"'`${7*7}\u2028{{ 7 }}"
 OTHERS_NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
@@ -104,6 +104,16 @@ def test_the_scripts_evaluate_no_text(content):
 def test_the_same_content_gives_the_same_document(content):
     assert page(content) == page(copy.deepcopy(content))
     assert page(made_content(Sizes(points=3, samples=80, active=20), seed=1)) != page(content)
+
+
+@pytest.mark.slow
+def test_a_report_of_60_000_images_has_less_than_6_megabytes():
+    """The page itself is a fiftieth of that: the numbers of 100 points and the images that they name are the rest."""
+    content = made_content(LARGE)
+    assert content["samples"]["count"] == 60_000
+    size = len(page(content).encode())
+    assert size < 6e6
+    assert size - len(json.dumps(content, separators=(",", ":")).encode()) < 120e3
 
 
 @pytest.mark.parametrize("key", KEYS)
