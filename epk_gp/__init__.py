@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+    from epk_gp.report.write import write_report
     from epk_gp.storage.run import load_trajectory
     from epk_gp.storage.writer import Storage
     from epk_gp.training.diagnosis import StepMismatchError
@@ -73,6 +74,7 @@ else:
         "test_copy": "kernels.tagging",
         "train": "training.train",
         "train_copy": "kernels.tagging",
+        "write_report": "report.write",
     }
     _FOLDERS = (
         "analysis",
@@ -142,4 +144,5 @@ __all__ = [
     "test_copy",
     "train",
     "train_copy",
+    "write_report",
 ]
