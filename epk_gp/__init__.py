@@ -74,8 +74,8 @@ else:
         "test_copy": "kernels.tagging",
         "train": "training.train",
         "train_copy": "kernels.tagging",
-        "write_report": "report.write",
     }
+    _DRAWING = {"write_report": "report.write"}  # imported by itself, for it needs matplotlib
     _FOLDERS = (
         "analysis",
         "autodiff",
@@ -86,12 +86,16 @@ else:
         "kernel_machine",
         "kernels",
         "quadrature",
+        "report",
         "storage",
         "training",
     )
 
     def __getattr__(name: str) -> object:
         """Import all public names if one is asked for, or a folder; or return what a name stood for in version 0.1."""
+        if name in _DRAWING:
+            globals()[name] = getattr(import_module(f"epk_gp.{_DRAWING[name]}"), name)
+            return globals()[name]
         if name not in _MODULES and name not in _FOLDERS:
             return _moved.resolve(name)
         # all of them, so that `import epk_gp` is enough for epk_gp.gp.models.LogitGP, whatever was used before it

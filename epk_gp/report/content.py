@@ -14,6 +14,7 @@ from epk_gp.report.divisions import Divisions, divide
 from epk_gp.report.explanations import Asked, Explanations, explain
 from epk_gp.report.fixed_point import significant
 from epk_gp.report.inputs import Appearance, appearance, describe_cut, show
+from epk_gp.report.kernel import reason_without_kernel
 from epk_gp.report.overview import overview, samples_of_overview
 from epk_gp.report.request import ReportRequest
 from epk_gp.report.views import is_margin, shorten
@@ -145,6 +146,9 @@ class ReportContent:
             if detail.top < full.top:
                 left += f", and the views of one layer or one range name {detail.top} samples of either sign"
             rows.append(("left out to keep the file small", f"{left}; the sums of the rest still add up"))
+        missing = reason_without_kernel(self.request)
+        if missing is not None:
+            rows.append(("matrix of the path kernel", f"left out: {missing}"))
         cut = describe_cut(self.look)
         return rows if cut is None else [*rows, ("shown of an input", cut)]
 

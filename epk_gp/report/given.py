@@ -77,6 +77,8 @@ def validate_map(m: object, trajectory: Trajectory) -> None:
             f"uncertainty_map must be one of this run: it has {len(m.training)} training points, the run "
             f"{trajectory.num_points}."
         )
+    if m.plane is None:
+        raise ValueError("uncertainty_map must know its plane: make it with uncertainty_on_plane.")
 
 
 def influence_on(
