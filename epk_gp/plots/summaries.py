@@ -36,7 +36,7 @@ def reliability_diagram(
     ax.scatter(x, y, s=20 + 180 * n / n.max(), color=EXACT, zorder=3, label="points of a bin; larger: more of them")
     ax.set(xlabel="confidence: probability of the predicted class", ylabel="share predicted rightly")
     ax.set(xlim=(-0.02, 1.04), ylim=(-0.02, 1.06))
-    ax.legend(fontsize=SMALL, loc="upper left")
+    ax.legend(fontsize=SMALL, loc="lower right")
     return ax
 
 

@@ -12,7 +12,7 @@ from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.plots.maps import map_handles, uncertainty_map
+from epk_gp.plots.maps import map_handles, shades_of, uncertainty_map
 from epk_gp.plots.style import new_figure, styled
 from epk_gp.report.fixed_point import significant
 from epk_gp.report.pictures import svg
@@ -72,6 +72,7 @@ def _draw(request: ReportRequest, m: UncertaintyMap) -> Figure:
         names=request.class_names,
         legend=False,
     )
+    shades_of(figure.axes[0]).set_rasterized(True)  # a picture: as outlines they are ten times as many bytes
     figure.axes[0].set(xlabel=_AXES[0], ylabel=_AXES[1])
     if labels is not None:
         handles = map_handles(labels, names=request.class_names)
