@@ -10,6 +10,7 @@ LARGEST = 2**53  # below it every whole number is a double, as JavaScript has th
 
 # Absolute contributions to one output may sum to so many times those to the first output that is explained.
 _MARGIN = 1000
+_FINEST = -15  # power of ten
 
 
 def choose_quantum(size: float) -> float:
@@ -19,11 +20,15 @@ def choose_quantum(size: float) -> float:
         size: Sum of the absolute terms of one output; those of another one may sum to a thousand times as much.
 
     Raises:
-        ValueError: The size is not finite.
+        ValueError: The size is not finite, or so large that its sums are not exact in whole numbers.
     """
-    if not math.isfinite(size):
-        raise ValueError(f"terms must be finite to be shown: their absolute values sum to {size}.")
-    return float(f"1e{math.ceil(math.log10(_MARGIN * max(size, 1e-12) / LARGEST))}")
+    largest = LARGEST / _MARGIN
+    if not size <= largest:
+        raise ValueError(
+            f"the absolute terms of an output must sum to at most {largest:.0e} to be shown: got {size}. Look for "
+            "outputs that are not finite, or train on targets of another unit."
+        )
+    return float(f"1e{max(_FINEST, math.ceil(math.log10(max(size, 1e-300) / largest)))}")
 
 
 def to_units(values: Float[Tensor, "*shape"], quantum: float) -> Int64[Tensor, "*shape"]:

@@ -169,5 +169,5 @@ def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str,
         "mean of two ranks: the margin of the label when the process predicts the sample from all others (below 0 "
         "another class is expected), and the network's margin of the label on average over the training."
     )
-    head = ["sample", "label", "expected", "score", "margin from the others", "margin over training"]
+    head = ["label", "expected", "score", "margin from the others", "margin over training"]
     return {"sentence": sentence, "head": head, "rows": rows}

@@ -8,10 +8,9 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from epk_gp.plots.style import GRID, INK, figure_style
+from epk_gp.plots.style import INK, figure_style
 
 REPORT_INK = "#1a1a1a"  # text: the page replaces it by its own colour in the dark theme
-_REPORT_GRID = "#88888840"  # lines that can be seen on light and on dark ground
 
 
 def svg(figure: Figure) -> str:
@@ -24,7 +23,7 @@ def svg(figure: Figure) -> str:
     text = re.sub(r'<g id="[^"]*">', "<g>", text)  # equal ids in several figures; none of them is referred to
     text = re.sub(r"\s*\n\s*", "\n", text)
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)  # hundredths of a point
-    return text.replace(INK, REPORT_INK).replace(GRID, _REPORT_GRID).strip()
+    return text.replace(INK, REPORT_INK).strip()
 
 
 def figure_entry(
