@@ -109,7 +109,7 @@ def _dtype(values: Tensor) -> str:
     return str(values.dtype).removeprefix("torch.")
 
 
-def _range(values: Sequence[float]) -> str:
+def _range(values: Sequence[int] | Sequence[float]) -> str:
     low, high = min(values, default=math.nan), max(values, default=math.nan)
     if math.isnan(low):
         return "none"

@@ -87,8 +87,8 @@ def kernel_figures(request: ReportRequest) -> list[dict[str, Any]]:
     )
     head = ("number", "eigenvalue", "share of the sum")
     return [
-        figure_entry("kernel", "Which samples does training treat alike?", sentence, draw_matrix(), table),
-        figure_entry("spectrum", "How many directions does it use?", words, draw_spectrum(), (head, values)),
+        figure_entry("kernel", "Which samples does training treat alike?", sentence, draw_matrix, table),
+        figure_entry("spectrum", "How many directions does it use?", words, draw_spectrum, (head, values)),
     ]
 
 

@@ -15,7 +15,7 @@ from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots.maps import map_handles, shades_of, uncertainty_map
 from epk_gp.plots.style import new_figure, styled
 from epk_gp.report.fixed_point import significant
-from epk_gp.report.pictures import svg
+from epk_gp.report.pictures import DRAWING, svg
 from epk_gp.report.request import ReportRequest
 
 COARSE = 8  # cells per side for which the samples behind are computed: each costs as much as an explained output
@@ -28,8 +28,10 @@ def map_entry(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
     """Return the map as the page takes it."""
     assert m.plane is not None  # noqa: S101  by `validate_map`
     count = min(COARSE, len(m.x), len(m.y))
-    figure = _draw(request, m)
-    left, bottom, width, height = figure.axes[0].get_position().bounds
+    with DRAWING:
+        figure = _draw(request, m)
+        left, bottom, width, height = figure.axes[0].get_position().bounds
+        picture = svg(figure)
     behind, certified = _behind(request, m, m.plane, count)
     sentence = (
         "Probability that the network's class is wrong, by the process: dark is uncertain. The largest Monte Carlo "
@@ -43,7 +45,7 @@ def map_entry(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
         "extent": [float(m.x[0]), float(m.x[-1]), float(m.y[0]), float(m.y[-1])],
         "axes": list(_AXES),
         "shape": list(m.probability.shape),
-        "svg": svg(figure),
+        "svg": picture,
         "area": [significant(v, 6) for v in (left, 1 - bottom - height, left + width, 1 - bottom)],
         "predicted": m.network_class.flatten().tolist(),
         "wrong": [significant(v, 3) for v in (1 - m.probability).clamp(min=0).flatten().tolist()],

@@ -86,7 +86,7 @@ def _reliability(sure: Certainty, probabilities: Float[Tensor, "n C"], true: Int
         for k, n, c, a in zip(filled.nonzero()[:, 0].tolist(), columns[2], columns[0], columns[1], strict=True)
     ]
     head = ("confidence", "points", "mean confidence", "share right")
-    return figure_entry("reliability", "Is it right as often as it says?", sentence, draw(), (head, rows))
+    return figure_entry("reliability", "Is it right as often as it says?", sentence, draw, (head, rows))
 
 
 def _targets(y: Float[Tensor, "n C"], network: Float[Tensor, "n C"]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _targets(y: Float[Tensor, "n C"], network: Float[Tensor, "n C"]) -> dict[str
         for c, t, f, e in columns
     ]
     head = ("output", "mean target", "mean output", "root mean squared error", "largest error")
-    return figure_entry("targets", "How close are the outputs?", sentence, draw(), (head, rows))
+    return figure_entry("targets", "How close are the outputs?", sentence, draw, (head, rows))
 
 
 def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> list[dict[str, Any]]:
@@ -151,8 +151,8 @@ def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> lis
     )
     roc_head = ("score from", "share of the report's points", "share of points from outside")
     return [
-        figure_entry("outside", "Does it tell other inputs?", sentence, histogram(), (head, rows)),
-        figure_entry("roc", "Every threshold", roc_sentence, draw_curve(), (roc_head, of_curve)),
+        figure_entry("outside", "Does it tell other inputs?", sentence, histogram, (head, rows)),
+        figure_entry("roc", "Every threshold", roc_sentence, draw_curve, (roc_head, of_curve)),
     ]
 
 
