@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
@@ -112,7 +113,8 @@ def _matrix(request: ReportRequest, chosen: Int64[Tensor, " k"]) -> Float[Tensor
         run, points = nodes_trajectory(trajectory, NUM_NODES), Points(X, is_train=False)
     else:
         run, points = trajectory, Points(X, is_train=True)
-    return PathKernel(run, request.head, left_endpoint()).trace_block(points, points).double()
+    options = ComputeOptions(memory_budget=request.settings.options.memory_budget)
+    return PathKernel(run, request.head, left_endpoint()).trace_block(points, points, options).double()
 
 
 def _class_table(

@@ -1,6 +1,5 @@
 """The map of uncertainty over a plane, with the training samples behind each spot."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -8,17 +7,18 @@ from matplotlib.figure import Figure
 
 from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.analysis.planes import Plane, grid_coordinates, lift
-from epk_gp.core.certificate import CertificateWarning
-from epk_gp.core.trajectory import network_outputs
-from epk_gp.kernel_machine.attribute import attribute_by
-from epk_gp.kernel_machine.axes import by_sample
+from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.points import Points
+from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
 from epk_gp.plots.maps import map_handles, shades_of, uncertainty_map
 from epk_gp.plots.style import new_figure, styled
+from epk_gp.quadrature.rules import left_endpoint
 from epk_gp.report.fixed_point import significant
 from epk_gp.report.pictures import DRAWING, svg
 from epk_gp.report.request import ReportRequest
 
-COARSE = 8  # cells per side for which the samples behind are computed: each costs as much as an explained output
+COARSE = 12  # cells per side for which the samples behind are computed
 _BEHIND = 3  # samples behind a cell
 _MAX_POINTS = 400  # training samples that are drawn
 _AXES = ("first direction of the plane", "second direction of the plane")
@@ -32,12 +32,11 @@ def map_entry(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
         figure = _draw(request, m)
         left, bottom, width, height = figure.axes[0].get_position().bounds
         picture = svg(figure)
-    behind, certified = _behind(request, m, m.plane, count)
     sentence = (
         "Probability that the network's class is wrong, by the process: dark is uncertain. The largest Monte Carlo "
         f"standard error is {m.standard_error:.2g}. Behind each cell of a grid of {count} × {count} stand the "
-        f"{_BEHIND} training samples that raised the network's class most at its middle, by exact contributions."
-        + ("" if certified else " These contributions are NOT CERTIFIED: do not rely on them.")
+        f"{_BEHIND} drawn training samples that training treats most like its middle: those with the largest cosine of "
+        f"the path kernel, by the midpoint rule with {NUM_NODES} nodes along the path."
     )
     return {
         "title": "Where is it sure?",
@@ -50,13 +49,13 @@ def map_entry(request: ReportRequest, m: UncertaintyMap) -> dict[str, Any]:
         "predicted": m.network_class.flatten().tolist(),
         "wrong": [significant(v, 3) for v in (1 - m.probability).clamp(min=0).flatten().tolist()],
         "coarse": [count, count],
-        "behind": behind,
+        "behind": _behind(request, m, m.plane, count),
     }
 
 
 @styled
 def _draw(request: ReportRequest, m: UncertaintyMap) -> Figure:
-    stride = -(-len(m.training) // _MAX_POINTS)
+    stride = _stride(m)
     labels = None if request.training_labels is None else request.training_labels[::stride]
     figure = new_figure(5.2, 5.6)
     uncertainty_map(
@@ -82,32 +81,23 @@ def _draw(request: ReportRequest, m: UncertaintyMap) -> Figure:
     return figure
 
 
-def _behind(request: ReportRequest, m: UncertaintyMap, plane: Plane, count: int) -> tuple[list[list[int]], bool]:
-    """Return the samples that raised the network's class most, and whether that is certified.
-
-    Cells are in the order of the map's nodes: row by row from the smallest coordinates on.
-    """
-    run, options = request.trajectory, request.settings.options
+def _behind(request: ReportRequest, m: UncertaintyMap, plane: Plane, count: int) -> list[list[int]]:
+    """Return the drawn samples with the largest cosine to each cell's middle, row by row from the first coordinates."""
+    run = request.trajectory.trained
+    drawn = torch.arange(0, len(m.training), _stride(m))
     middles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     x, y = (axis[0] + middles.to(axis) * (axis[-1] - axis[0]) for axis in (m.x, m.y))
-    X = lift(plane, grid_coordinates(x, y)).to(run.inputs)
-    classes = network_outputs(run, X).argmax(dim=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CertificateWarning)  # the sentence of the map says it
-        parts = attribute_by(
-            run,
-            X,
-            [by_sample(run)],
-            head=request.head,
-            rule=request.settings.rule,
-            classes=classes,
-            memory_budget=options.memory_budget,
-            progress=options.progress,
-            executor=options.executor,
-        )
-    values, order = parts.values[:, 0].topk(min(_BEHIND, run.num_points), dim=1)
-    behind = [
-        [index for index, value in zip(indices, raised, strict=True) if value > 0]
-        for indices, raised in zip(order.tolist(), values.tolist(), strict=True)
-    ]
-    return behind, parts.certified
+    cells = Points(lift(plane, grid_coordinates(x, y)).to(run.inputs), is_train=False)
+    samples = Points(run.inputs[drawn.to(run.inputs.device)], is_train=False)
+    kernel = PathKernel(nodes_trajectory(run, NUM_NODES), request.head, left_endpoint())
+    options = ComputeOptions(memory_budget=request.settings.options.memory_budget)
+    K = kernel.trace_block(cells, samples, options).cpu()
+    norms = kernel.diagonal_blocks(samples, options).diagonal(dim1=1, dim2=2).sum(dim=1).sqrt().cpu()
+    cosines = K / norms.clamp(min=torch.finfo(K.dtype).tiny)  # but for a factor that a cell's samples share
+    nearest = cosines.topk(min(_BEHIND, len(drawn)), dim=1).indices
+    found: list[list[int]] = drawn[nearest].tolist()
+    return found
+
+
+def _stride(m: UncertaintyMap) -> int:
+    return -(-len(m.training) // _MAX_POINTS)
