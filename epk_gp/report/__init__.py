@@ -1,1 +1,1 @@
-"""A report of a run: one HTML file that opens from the disk."""
+"""The report of a run: one HTML file with explained predictions, their certificate, and the run as a whole."""
