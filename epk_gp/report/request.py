@@ -1,6 +1,6 @@
 """What a report is asked to hold: the run, the points, and results computed before; checked before anything else."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from epk_gp.analysis.label_errors import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.graph import Graph
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
@@ -27,6 +28,7 @@ from epk_gp.report.inputs import Decode
 
 ExplainedOutputs = Literal["predicted", "all"] | int
 Process = UncertainClassifier | LogitGP | LogitPosterior
+OtherInputs = Shaped[Tensor, "o ..."] | Sequence[Tensor] | Mapping[str, Tensor] | Graph  # as `Inputs`, of o points
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,7 +46,7 @@ class ReportSettings:
     top: int
     influence: Influence | None
     posterior: Process | None
-    outside: Inputs | None
+    outside: OtherInputs | None
     suspects: LabelErrors | None
     uncertainty_map: UncertaintyMap | None
     kernel_points: int

@@ -19,7 +19,7 @@ from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.report.content import ReportContent
 from epk_gp.report.inputs import Decode
 from epk_gp.report.page import page
-from epk_gp.report.request import ExplainedOutputs, Process, ReportSettings, parse_request
+from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportSettings, parse_request
 from epk_gp.storage.atomic_files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
@@ -42,7 +42,7 @@ def write_report(
     top: int = 10,
     influence: Influence | None = None,
     posterior: Process | None = None,
-    outside: Inputs | None = None,
+    outside: OtherInputs | None = None,
     suspects: LabelErrors | None = None,
     uncertainty_map: UncertaintyMap | None = None,
     kernel_points: int = 100,
