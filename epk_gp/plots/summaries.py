@@ -91,6 +91,8 @@ def target_scatter(ax: Axes, targets: Float[Numbers, " n"], outputs: Float[Numbe
 def kernel_matrix(ax: Axes, cosines: Float[Numbers, "n n"], groups: Int[Numbers, " n"] | None) -> Axes:
     """Draw a matrix of cosines between points, with lines between groups that follow one another.
 
+    Shades begin at the smallest cosine, rounded down to a tenth; where one is negative, colours go from -1 to 1.
+
     Args:
         ax: Axes to draw into; a colour bar is added to its figure.
         cosines: From -1 to 1.
@@ -104,8 +106,8 @@ def kernel_matrix(ax: Axes, cosines: Float[Numbers, "n n"], groups: Int[Numbers,
     """
     K = as_numpy("cosines", cosines)
     require_shape("cosines", K, (len(K), len(K)))
-    is_positive = K.min() >= 0
-    low, colours = (0.0, COLORMAP) if is_positive else (-1.0, SIGNED)
+    least = float(K.min())
+    low, colours = (np.floor(10 * least) / 10, COLORMAP) if least >= 0 else (-1.0, SIGNED)
     image = ax.imshow(K, vmin=low, vmax=1, cmap=colours, interpolation="nearest")
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.046, pad=0.03)
     bar.set_label("cosine")

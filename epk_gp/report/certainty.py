@@ -53,6 +53,7 @@ def certainty(request: ReportRequest) -> Certainty:
     if isinstance(process, UncertainClassifier):
         u = process.uncertainty(X, _NUM_SAMPLES)
         scores = tuple((name, _tensor(getattr(u, field)), text) for name, field, text in _OF_CLASSIFIER)
+        scores = (*scores, _own_probability(request))
         return Certainty("process", _tensor(process.predict_proba(X)), scores, _tensor(u.out_of_distribution))
     if process is not None:
         return _of_posterior(request, _posterior(process, request))
@@ -100,7 +101,13 @@ def _of_posterior(request: ReportRequest, posterior: LogitPosterior) -> Certaint
         ("mutual information", u.mutual_information.cpu(), "the part that the process's uncertainty causes"),
         ("standard deviation", std.cpu(), "of the predicted class's probability under the process"),
     )
-    return Certainty("process", u.mean.cpu(), scores, None)
+    return Certainty("process", u.mean.cpu(), (*scores, _own_probability(request)), None)
+
+
+def _own_probability(request: ReportRequest) -> tuple[str, Float[Tensor, " n"], str]:
+    """Return the probability that the network gives its class, which may be far from the process's."""
+    p = request.network.double().softmax(dim=1).amax(dim=1)
+    return "network's own probability", p, "of its class, by the softmax of its outputs, without the process"
 
 
 def _generator(posterior: LogitPosterior) -> torch.Generator:

@@ -184,4 +184,6 @@ def test_a_posterior_of_the_points_gives_probabilities_too(problem, tmp_path):
         (point,) = embedded(file)["points"]
         assert point["probabilities"] == pytest.approx(u.mean[3].tolist(), rel=1e-4)
         assert all(low < p < high for p, (low, high) in zip(point["probabilities"], point["band"], strict=True))
-        assert [name for name, _, _ in point["scores"]] == ["entropy", "mutual information", "standard deviation"]
+        assert [name for name, _, _ in point["scores"]] == [
+            "entropy", "mutual information", "standard deviation", "network's own probability",
+        ]  # fmt: skip
