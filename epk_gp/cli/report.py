@@ -16,10 +16,10 @@ from torch import Tensor
 from epk_gp.analysis.label_errors import label_errors
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import principal_plane
-from epk_gp.cli.data import PointSource, draw_rows, read_points
+from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.labelled import read_labelled
 from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import Dtype, HeadName
+from epk_gp.cli.options import KernelOptions
 from epk_gp.cli.parsing import PARTIAL, memory_bytes, parse_rule, torch_dtype
 from epk_gp.cli.scores import read_validation
 from epk_gp.cli.workers import open_executor, require_one_executor
@@ -38,32 +38,21 @@ from epk_gp.report.write import write_report
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
 
 
-class ReportOptions(TypedDict):
-    """The options of `epk-gp report`."""
+class ReportOptions(KernelOptions):
+    """The options of `epk-gp report`, but for its file."""
 
-    run: Path
-    out: Path
     num_points: int
     top: int
     outputs: str
     title: str | None
     class_names: str | None
-    head: HeadName | None
-    rule: str
     influence: bool
     validation: str | None
     outside: str | None
     label_errors: bool
     map: bool
     kernel_points: int
-    memory: float
-    points: Path | None
-    network: str | None
-    dtype: Dtype | None
-    seed: int | None
-    workers: int | None
     scheduler: str | None
-    quiet: bool
 
 
 class _Computing(TypedDict):
@@ -74,12 +63,13 @@ class _Computing(TypedDict):
     executor: SupportsSubmit | None
 
 
-def report(**asked: Unpack[ReportOptions]) -> None:
+def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
     """Write what predictions are made of, and how sure they are, as one HTML file.
 
     A command that was killed resumes the contributions from its partial sums when it is run again.
     """
-    timer, rule, out = Stopwatch(), parse_rule(asked["rule"]), _parse_out(asked["out"])
+    asked, timer = options, Stopwatch()
+    rule, out = parse_rule(asked["rule"]), _parse_out(out)
     require_one_executor(asked["workers"], asked["scheduler"])
     outputs = _parse_outputs(asked["outputs"])
     if asked["outside"] is not None and asked["validation"] is None:
@@ -96,7 +86,7 @@ def report(**asked: Unpack[ReportOptions]) -> None:
     typer.echo(f"explaining {len(explained)} of {words}")
     partial = out.with_name(f"{out.name}.{PARTIAL}")
     with open_executor(asked["workers"], asked["scheduler"], resumes=True) as executor, _said() as findings:
-        options: _Computing = {
+        computing: _Computing = {
             "memory_budget": memory_bytes(asked["memory"]),
             "progress": not asked["quiet"],
             "executor": executor,
@@ -108,12 +98,12 @@ def report(**asked: Unpack[ReportOptions]) -> None:
                 X[explained],
                 head=None if head is None else head.value,
                 checkpoint=partial / "influence",
-                **options,
+                **computing,
             )
         model = None
         if validation is not None:
-            model = UncertainClassifier(trajectory, seed=asked["seed"] or 0, **options).fit(*validation)
-        suspects = label_errors(trajectory, seed=asked["seed"] or 0, **options) if asked["label_errors"] else None
+            model = UncertainClassifier(trajectory, seed=asked["seed"] or 0, **computing).fit(*validation)
+        suspects = label_errors(trajectory, seed=asked["seed"] or 0, **computing) if asked["label_errors"] else None
         surface = _map(trajectory, asked) if asked["map"] else None
         findings.clear()  # of what was computed before: the report says what its own sums are
         write_report(
@@ -135,7 +125,7 @@ def report(**asked: Unpack[ReportOptions]) -> None:
             uncertainty_map=surface,
             kernel_points=asked["kernel_points"],
             checkpoint=partial,
-            **options,
+            **computing,
         )
     shutil.rmtree(partial, ignore_errors=True)
     typer.echo(
@@ -149,15 +139,15 @@ def _read_points(
     asked: ReportOptions, trajectory: Trajectory
 ) -> tuple[tuple[Tensor, Tensor] | None, Shaped[Tensor, "n ..."], Int64[Tensor, " n"] | None, str]:
     """Return labelled validation points, if they are asked for; the points, their labels, and what they are."""
+    dtype = None if asked["dtype"] is None else torch_dtype(asked["dtype"])
     if asked["validation"] is None:
-        dtype = None if asked["dtype"] is None else torch_dtype(asked["dtype"])
         chosen = read_points(PointSource(asked["run"], asked["points"], dtype), trajectory, None)
         return None, chosen.X, chosen.labels, str(chosen)
     validation, points = read_validation(
         asked["validation"], asked["points"], asked["run"], trajectory, seed=asked["seed"] or 0
     )
     assert validation.labels is not None  # noqa: S101  by `read_validation`
-    X = points.X if asked["dtype"] is None else points.X.to(torch_dtype(asked["dtype"]))
+    X = cast_points(points.X, trajectory, dtype)
     return (validation.X, validation.labels), X, points.labels, str(points)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from epk_gp.kernel_machine.attribution_results import CertifiedTerms
 from epk_gp.kernel_machine.certification import describe_findings, larger
+from epk_gp.kernel_machine.influence_results import Influence
 from epk_gp.quadrature.status import QuadratureStatus
 
 
@@ -62,13 +63,16 @@ class Certificate:
         return describe_findings(self)
 
 
-def describe_certificate(certificate: Certificate, outputs: int, rounding: float) -> dict[str, Any]:
+def describe_certificate(
+    certificate: Certificate, outputs: int, rounding: float, influence: Influence | None = None
+) -> dict[str, Any]:
     """Return what a report says of the certificate.
 
     Args:
         certificate: Of all explained outputs.
         outputs: How many there are.
         rounding: Largest term of rounding that they are shown with.
+        influence: What stands beside the contributions, if anything does; it has a certificate of its own.
     """
     findings = certificate.findings
     explained = "the explained output" if outputs == 1 else f"each of the {outputs} explained outputs"
@@ -95,6 +99,9 @@ def describe_certificate(certificate: Certificate, outputs: int, rounding: float
         "The certificate concerns the sums. A contribution says what a sample added during this training; it does not "
         "say what training without the sample would give."
     )
+    if influence is not None:
+        words = "certified" if influence.certified else f"NOT CERTIFIED: {'; '.join(influence.findings)}"
+        sentences.append(f"The influence beside the contributions is {words}.")
     rows = [
         ["sum of all terms against the network's output", certificate.max_error, certificate.error_tolerance],
         ["recorded steps against steps from the training data, relative to rounding", certificate.mismatch_ratio, 1],

@@ -96,7 +96,10 @@ class ReportContent:
             "ranges": [list(ends) for ends in self.divisions.ranges],
             "card": run_card(request.trajectory, self._describe(detail)),
             "certificate": describe_certificate(
-                found.certificate, len(found.outputs), found.largest_rounding * found.quantum
+                found.certificate,
+                len(found.outputs),
+                found.largest_rounding * found.quantum,
+                request.settings.influence,
             ),
             "samples": {
                 "count": request.trajectory.num_points,

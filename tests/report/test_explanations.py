@@ -1,5 +1,7 @@
 """The explained outputs of a report: their sums, exact in whole numbers, and their values, those of `attribute`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -158,6 +160,7 @@ def test_influence_stands_beside_contributions_of_the_whole(tmp_path):
     expected = given["all outputs"].values
     for influence in given.values():
         content = written(tmp_path, trajectory, X, y, explained=[1, 3], influence=influence, outputs=1)
+        assert "The influence beside the contributions is certified." in content["certificate"]["sentences"]
         for n, c, explanation in explanations(content):
             for key, view in explanation["views"].items():
                 for index, _, effect in view["raised"] + view["lowered"]:
@@ -165,6 +168,16 @@ def test_influence_stands_beside_contributions_of_the_whole(tmp_path):
                         assert effect == pytest.approx(float(expected[n, c, index]), rel=1e-4)
                     else:
                         assert effect is None
+
+
+@pytest.mark.slow
+def test_an_influence_that_is_not_certified_is_said_to_be_none(tmp_path):
+    trajectory, X, y = report_case("gradient_descent")
+    influence = replace(epk.influence(trajectory, X[:1]), held=("a scale",))
+    content = written(tmp_path, trajectory, X, y, explained=1, influence=influence, outputs=1)
+    (words,) = (text for text in content["certificate"]["sentences"] if "influence" in text)
+    assert "is NOT CERTIFIED: how a scale would change" in words
+    assert content["certificate"]["certified"] is True  # of the contributions
 
 
 @pytest.mark.slow
