@@ -73,7 +73,7 @@ def test_every_view_has_a_link(open_report, content):
         ("#point=0&class=77", "does not explain 77"),
         ("#layer=9", "has no layer 9"),
         ("#steps=x", "has no range of steps x"),
-        ("#layer=1&steps=1", "does not hold layer 1 with steps 50–99 alone"),
+        ("#layer=1&steps=1", "does not hold layer 1 (Linear) with steps 50–99 alone"),
     ],
 )
 def test_a_link_to_what_is_not_there_is_said(open_report, content, link, notice):
@@ -184,7 +184,7 @@ def test_changes_are_announced(open_report, content):
     assert announcer.get_attribute("aria-live") == "polite"
     assert announcer.inner_text() == ""
     page.select_option("#layer", "1")
-    assert "layer 1, all steps. Sum" in announcer.inner_text()
+    assert "layer 1 (Linear), all steps. Sum" in announcer.inner_text()
     assert announcer.inner_text().endswith("equal to the stored value.")
     page.fill("#find", "wrong")
     assert re.fullmatch(r"\d+ of 60 test points", announcer.inner_text())

@@ -80,10 +80,10 @@ function buildSwitches() {
   });
 }
 
-// On paper all parts of the report are there, and the tables behind figures are open.
+// On paper all parts of the report are there, and the tables behind figures are open; long inputs stay short.
 function prepareForPrint() {
   ['overview', 'run'].forEach(ensure);
-  for (const details of document.querySelectorAll('main details')) details.open = true;
+  for (const details of document.querySelectorAll('main details:not(.input-card details)')) details.open = true;
 }
 
 function start() {
