@@ -36,7 +36,7 @@ function valueTables(rows, name) {
   if (rows.length <= VALUES_AT_ONCE) return part(rows, `Values of ${name}`);
   const others = rows.slice(VALUES_AT_ONCE);
   return [part(rows.slice(0, VALUES_AT_ONCE), `First values of ${name}`),
-    disclosure(`${countText(others.length)} other values`, part(others, `Other values of ${name}`))];
+    disclosure([count(others.length, 'number of the other values'), ' other values'], part(others, `Other values of ${name}`))];
 }
 
 function shortened(text) {
