@@ -31,7 +31,9 @@ def expected(content, source, state):
     if source == "sum of the view":
         return view_sum(content, state)
     if source == "number of the other classes":
-        return len(content["outputs"]["classes"]) - 12
+        point = content["points"][state[0]]
+        order = sorted(range(len(point["probabilities"])), key=lambda number: -point["probabilities"][number])
+        return len(order) - len({*order[:12], *map(int, point["explanations"])})
     if source == "number of the other values":
         return len(content["points"][state[0]]["input"]["values"]) - 12
     kind, _, rest = source.rpartition(" of ") if " of " in source else ("", "", source)

@@ -85,7 +85,7 @@ function probabilityCard(state, point) {
   const order = point.probabilities.map((value, number) => number);
   const few = order.length <= MOST_CLASSES;
   if (!few) order.sort((a, b) => point.probabilities[b] - point.probabilities[a] || a - b);
-  const kept = few ? order : order.slice(0, MOST_CLASSES);
+  const kept = few ? order : order.filter((number, rank) => rank < MOST_CLASSES || String(number) in point.explanations);
   const rows = kept.map((number) => {
     const explained = String(number) in point.explanations;
     const name = classNames()[number];
@@ -107,7 +107,7 @@ function probabilityCard(state, point) {
       el('caption', { class: 'visually-hidden' }, 'Probability of each class'),
       el('thead', {}, el('tr', {}, ['Class', 'Bar', 'Probability', ...(point.band ? ['Band'] : [])].map((text) => el('th', { scope: 'col' }, text)))),
       el('tbody', {}, rows))),
-    left ? el('p', { class: 'aside' }, count(left, 'number of the other classes'), ' less probable classes are not shown.') : null,
+    left ? el('p', { class: 'aside' }, count(left, 'number of the other classes'), ' other classes are less probable.') : null,
     point.band ? el('p', { class: 'aside' }, 'The band is that of the Gaussian process beside the network. Classes with a link are explained.') : null);
 }
 
