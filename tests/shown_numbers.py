@@ -31,7 +31,11 @@ def expected(content, source, state):
     if source == "sum of the view":
         return view_sum(content, state)
     if source == "number of the other classes":
-        return len(content["outputs"]["classes"]) - 12
+        point = content["points"][state[0]]
+        order = sorted(range(len(point["probabilities"])), key=lambda number: -point["probabilities"][number])
+        return len(order) - len({*order[:12], *map(int, point["explanations"])})
+    if source == "number of the other values":
+        return len(content["points"][state[0]]["input"]["values"]) - 12
     kind, _, rest = source.rpartition(" of ") if " of " in source else ("", "", source)
     if kind == "number":
         return len(rest.split(" "))
@@ -89,6 +93,10 @@ def names_in(content):
     for first, last in content["ranges"]:
         names += [f"steps {first}–{last - 1}", f"step {first}"]
     names += [sentence for point in content["points"] for name, _, sentence in point["scores"]]
+    names += [name for point in content["points"] for name, _ in point["input"].get("values", [])]
+    inputs = [*(point["input"] for point in content["points"]), *content["samples"]["shown"].values()]
+    texts = [given["text"] for given in inputs if "text" in given]
+    names += texts + [f"{text[:60]}…" for text in texts]
     return sorted(names, key=len, reverse=True)
 
 
@@ -97,3 +105,29 @@ def without_names(content, text):
     for name in names_in(content):
         text = text.replace(name, "")
     return text
+
+
+def fragment_of(state):
+    """Return the link of a state (point, class, layer, steps)."""
+    point, target, layer, steps = state
+    chosen = [f"{name}={value}" for name, value in (("layer", layer), ("steps", steps)) if value != "*"]
+    return "#" + "&".join([f"point={point}", f"class={target}", *chosen])
+
+
+def shown_sum(page):
+    """Return the sum that is shown, in quanta, and its text."""
+    element = page.locator("#sum [data-source='sum of the view']")
+    return int(element.get_attribute("value")), element.inner_text()
+
+
+def check_numbers(page, content, state):
+    """Compare every number of the shown prediction with its source, find no other digit, and return the sources."""
+    shown = page.evaluate(WALK, "#shown")
+    for number in shown["numbers"]:
+        value = expected(content, number["source"], state)
+        assert float(number["value"]) == value, number
+        read_value, half = read(number["text"])
+        assert abs(read_value - value * (content["quantum"] if number["unit"] == "quantum" else 1)) <= half, number
+    for text in shown["texts"]:
+        assert not any(digit.isdigit() for digit in without_names(content, text)), text
+    return {number["source"] for number in shown["numbers"]}

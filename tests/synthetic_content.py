@@ -312,7 +312,7 @@ def made_content(sizes: Sizes, *, seed: int = 0, title: str = "A small network o
             "name": "log-probability",
             "classes": [f"class {chr(65 + number)}" for number in range(sizes.classes)],
         },
-        "layers": [f"layer {number}" for number in range(sizes.layers)],
+        "layers": [f"{number} (Linear)" for number in range(sizes.layers)],
         "ranges": [[50 * number, 50 * (number + 1)] for number in range(sizes.ranges)],
         "card": [
             {"title": "Network", "rows": [["class", "Sequential"], ["weights", "12 345"]]},

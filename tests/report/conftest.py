@@ -24,16 +24,14 @@ def browser():
 
 
 @pytest.fixture
-def open_report(browser, tmp_path):
-    """Write the content as a report and open it.
+def open_file(browser):
+    """Open a report.
 
     Requests, and all that the browser complains of (violations of the policy too), fail the test at its end.
     """
     contexts, faults = [], []
 
-    def open_report(content, fragment="", *, change=str, **options):
-        file = tmp_path / "report.html"
-        file.write_text(change(document(content)), encoding="utf-8")
+    def open_file(file, fragment="", **options):
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         page = context.new_page()
@@ -45,11 +43,24 @@ def open_report(browser, tmp_path):
         page.goto(f"{file.as_uri()}{fragment}")
         return page
 
-    open_report.faults = faults
-    yield open_report
+    open_file.faults = faults
+    yield open_file
     for context in contexts:
         context.close()
     assert not faults
+
+
+@pytest.fixture
+def open_report(open_file, tmp_path):
+    """Write the content as a report, and open it."""
+
+    def open_report(content, fragment="", *, change=str, **options):
+        file = tmp_path / "report.html"
+        file.write_text(change(document(content)), encoding="utf-8")
+        return open_file(file, fragment, **options)
+
+    open_report.faults = open_file.faults
+    return open_report
 
 
 def is_outside(address):

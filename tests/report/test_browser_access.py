@@ -73,7 +73,7 @@ def test_every_view_has_a_link(open_report, content):
         ("#point=0&class=77", "does not explain 77"),
         ("#layer=9", "has no layer 9"),
         ("#steps=x", "has no range of steps x"),
-        ("#layer=1&steps=1", "does not hold layer 1 with steps 50–99 alone"),
+        ("#layer=1&steps=1", "does not hold layer 1 (Linear) with steps 50–99 alone"),
     ],
 )
 def test_a_link_to_what_is_not_there_is_said(open_report, content, link, notice):
@@ -101,8 +101,7 @@ def test_points_are_searched_and_sorted(open_report, content):
     assert 0 < len(wrong) < 40
     assert listed(page) == [point["name"] for point in wrong]
     assert page.locator("#matches").inner_text() == f"{len(wrong)} of 60 test points"
-    page.select_option("#sort", label="entropy")
-    page.click("#down")
+    page.select_option("#sort", label="entropy, highest first")
     by_entropy = sorted(wrong, key=lambda point: -point["scores"][2][1])
     assert listed(page) == [point["name"] for point in by_entropy]
     assert page.locator("#points .number").first.get_attribute("value") == str(by_entropy[0]["scores"][2][1])
@@ -112,6 +111,8 @@ def test_points_are_searched_and_sorted(open_report, content):
     assert title(page) == by_entropy[1]["name"]
     page.click("#next")
     assert title(page) == by_entropy[2]["name"]
+    page.click("#down")
+    assert listed(page) == [point["name"] for point in reversed(by_entropy)]
     page.fill("#find", "no such point")
     assert listed(page) == []
     page.fill("#find", "label class b,")
@@ -184,7 +185,7 @@ def test_changes_are_announced(open_report, content):
     assert announcer.get_attribute("aria-live") == "polite"
     assert announcer.inner_text() == ""
     page.select_option("#layer", "1")
-    assert "layer 1, all steps. Sum" in announcer.inner_text()
+    assert "layer 1 (Linear), all steps. Sum" in announcer.inner_text()
     assert announcer.inner_text().endswith("equal to the stored value.")
     page.fill("#find", "wrong")
     assert re.fullmatch(r"\d+ of 60 test points", announcer.inner_text())
@@ -248,8 +249,8 @@ def test_figures_take_the_colour_of_the_theme(open_report, content):
 
 def test_paper_has_every_part_and_no_controls(open_report, content):
     page = open_report(content, "#point=2", color_scheme="dark")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")  # as the browser's print command does
     page.emulate_media(media="print")
-    page.wait_for_selector("#overview .figure svg")
     for name in (".chooser", ".controls", "nav", ".switches"):
         assert not page.locator(name).is_visible()
     for name in ("#prediction", "#overview", "#run", ".suspects", ".figure svg >> nth=0", "details table >> nth=0"):
@@ -258,6 +259,18 @@ def test_paper_has_every_part_and_no_controls(open_report, content):
     assert background(page) > 200
     pdf = page.pdf()
     assert len(re.findall(rb"/Type\s*/Page\b", pdf)) >= 3
+    page.emulate_media(media="screen")
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert not page.locator("main details[open]:not(.chooser-body)").count()
+
+
+def test_paper_has_the_prediction_too_where_the_overview_is_shown(open_report, content):
+    page = open_report(content, "#view=overview&point=4")
+    assert not page.locator("#sum").count()
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert title(page) == content["points"][4]["name"]
+    assert page.locator("#sum").get_attribute("data-agrees") == "true"
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

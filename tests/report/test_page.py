@@ -6,10 +6,12 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
-from epk_gp.report.page import KEYS, page
+import epk_gp.report.page
+from epk_gp.report.page import KEYS, SCRIPTS, STYLES, page
 from synthetic_content import LARGE, Sizes, made_content
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&amp;\"'`${7*7}\u2028{{ 7 }}"
@@ -104,6 +106,13 @@ def test_the_scripts_evaluate_no_text(content):
 def test_the_same_content_gives_the_same_document(content):
     assert page(content) == page(copy.deepcopy(content))
     assert page(made_content(Sizes(points=3, samples=80, active=20), seed=1)) != page(content)
+
+
+def test_every_asset_is_a_part_of_the_page_and_at_most_400_lines_long():
+    assets = Path(epk_gp.report.page.__file__).parent / "assets"
+    parts = {f"{name}.js" for name in SCRIPTS} | {f"{name}.css" for name in STYLES} | {"report.html.jinja"}
+    assert {file.name for file in assets.iterdir()} == parts
+    assert max(len(file.read_text().splitlines()) for file in assets.iterdir()) <= 400
 
 
 @pytest.mark.slow

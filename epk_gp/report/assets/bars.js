@@ -23,8 +23,9 @@ function mark(value) {
   return el('span', { class: `mark ${value < 0 ? 'lowers' : 'raises'}`, 'aria-hidden': 'true' }, value < 0 ? '▼' : '▲');
 }
 
-// Rows {name, value, source} as bars; with many rows, the largest ones and the sum of the others.
+// Rows {name, value, source} as bars, and their sum; with many rows, the largest ones and the sum of the others.
 function signedBars(caption, head, rows) {
+  const all = { name: 'together', value: total(rows.map((row) => row.value)), source: `sum of ${rows.map((row) => row.source).join(' ')}` };
   const order = [...rows].sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
   const kept = new Set(rows.length > MOST_ROWS ? order.slice(0, MOST_ROWS - 1) : order);
   const others = rows.filter((row) => !kept.has(row));
@@ -34,11 +35,12 @@ function signedBars(caption, head, rows) {
     shown.push({ name: [count(others.length, `number of ${sources}`), ' others together'],
       value: total(others.map((row) => row.value)), source: `sum of ${sources}` });
   }
-  const scale = Math.max(...shown.map((row) => Math.abs(row.value)), 0);
-  const decimals = decimalsFor(shown.map((row) => row.value));
-  return table(caption, head, shown.map((row) => [
+  const bars = shown.length > 1 ? [...shown, all] : shown;
+  const scale = Math.max(...bars.map((row) => Math.abs(row.value)), 0);
+  const decimals = decimalsFor(bars.map((row) => row.value));
+  return table(caption, head, bars.map((row) => [
     row.name,
-    [mark(row.value), quantity(row.value, row.source, { decimals })],
-    track(row.value, scale),
-  ]), { class: 'bars' });
+    [row === all ? null : mark(row.value), quantity(row.value, row.source, { decimals, always: row !== all })],
+    track(row.value, scale, row === all ? { class: 'track both end' } : {}),
+  ]), { class: bars === shown ? 'bars' : 'bars with-sum' });
 }

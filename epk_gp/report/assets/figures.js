@@ -39,11 +39,9 @@ function cleanAttributes(element, prefix) {
 
 function figureTable(figure, source) {
   if (!figure.table) return null;
-  const cell = (value, row, column) => (typeof value === 'number' ? plainNumber(value, `${source}.table.rows.${row}.${column}`) : String(value));
-  const rows = figure.table.rows.map((values, row) => values.map((value, column) => cell(value, row, column)));
   const details = el('details', {}, el('summary', {}, 'Table of these numbers'));
   details.addEventListener('toggle', () => {
-    if (details.open && details.children.length === 1) details.append(table(figure.title, figure.table.head, rows));
+    if (details.open && details.children.length === 1) details.append(table(figure.title, figure.table.head, tableCells(figure.table.rows, `${source}.table.rows`)));
   });
   return details;
 }

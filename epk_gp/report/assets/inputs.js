@@ -2,6 +2,7 @@
 
 const TEXT_OF_THUMBNAIL = 60;
 const VALUES_OF_THUMBNAIL = 3;
+const VALUES_AT_ONCE = 12; // rows of a table; the others can be opened
 
 function labelName(label) {
   if (label === null || label === undefined) return '';
@@ -13,7 +14,8 @@ function labelMark(label) {
 }
 
 function valueRows(input, source) {
-  return (input.values || []).map(([name, value], row) => [name, plainNumber(value, `${source}.values.${row}.1`)]);
+  const decimals = decimalsOfColumn(input.values.map((entry) => entry[1]));
+  return input.values.map(([name, value], row) => [name, plainNumber(value, `${source}.values.${row}.1`, { decimals })]);
 }
 
 function positionText(input, source) {
@@ -26,8 +28,15 @@ function largeInput(input, name, source) {
   if (input.image) parts.push(el('img', { class: 'large', src: input.image, alt: `Input of ${name}` }));
   if (input.text !== undefined) parts.push(el('blockquote', { class: 'text', tabindex: 0 }, input.text));
   if (input.position) parts.push(el('p', { class: 'where' }, 'Position ', positionText(input, source)));
-  if (input.values) parts.push(table(`Values of ${name}`, ['Name', 'Value'], valueRows(input, source), { class: 'values' }));
-  return parts;
+  return input.values ? [...parts, valueTables(valueRows(input, source), name)] : parts;
+}
+
+function valueTables(rows, name) {
+  const part = (some, caption) => table(caption, ['Name', 'Value'], some, { class: 'values' });
+  if (rows.length <= VALUES_AT_ONCE) return part(rows, `Values of ${name}`);
+  const others = rows.slice(VALUES_AT_ONCE);
+  return [part(rows.slice(0, VALUES_AT_ONCE), `First values of ${name}`),
+    disclosure([count(others.length, 'number of the other values'), ' other values'], part(others, `Other values of ${name}`))];
 }
 
 function shortened(text) {

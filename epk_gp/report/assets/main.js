@@ -80,10 +80,22 @@ function buildSwitches() {
   });
 }
 
-// On paper all parts of the report are there, and the tables behind figures are open.
+// On paper all parts of the report are there, and the tables behind figures are open; long inputs stay short.
+let openedForPrint = [];
+
 function prepareForPrint() {
   ['overview', 'run'].forEach(ensure);
-  for (const details of document.querySelectorAll('main details')) details.open = true;
+  if (current.view !== 'prediction') showPrediction(current);
+  for (const details of document.querySelectorAll('main details:not([open], .input-card details)')) {
+    openedForPrint.push(details);
+    details.open = true;
+    details.dispatchEvent(new Event('toggle')); // the browser's own event comes too late for the paper
+  }
+}
+
+function tidyAfterPrint() {
+  for (const details of openedForPrint) details.open = false;
+  openedForPrint = [];
 }
 
 function start() {
@@ -100,7 +112,7 @@ function start() {
   });
   window.addEventListener('hashchange', show);
   window.addEventListener('beforeprint', prepareForPrint);
-  window.matchMedia('print').addEventListener('change', (event) => { if (event.matches) prepareForPrint(); });
+  window.addEventListener('afterprint', tidyAfterPrint);
   let waiting = 0;
   window.addEventListener('resize', () => {
     window.cancelAnimationFrame(waiting);

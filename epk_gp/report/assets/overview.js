@@ -3,15 +3,13 @@
 function accuracyLine(overview) {
   if (overview.accuracy === null) return null;
   return el('p', { class: 'large-number' }, percent(overview.accuracy, 'overview.accuracy'),
-    el('span', { class: 'aside' }, ' of ', count(overview.count, 'overview.count'), ` held-out ${plural(overview.count, 'point', 'points')} predicted right`));
+    el('span', { class: 'aside' }, ' of ', count(overview.count, 'overview.count'), ` ${plural(overview.count, 'point', 'points')} predicted right`));
 }
 
 function suspectsCard(suspects) {
   const source = 'overview.suspects.rows';
-  const rows = suspects.rows.map((row, number) => [
-    sampleCell(row[0], `${source}.${number}.0`),
-    ...row.slice(1).map((cell, column) => (typeof cell === 'number' ? plainNumber(cell, `${source}.${number}.${column + 1}`) : String(cell))),
-  ]);
+  const cells = tableCells(suspects.rows.map((row) => row.slice(1)), source, 1);
+  const rows = suspects.rows.map((row, number) => [sampleCell(row[0], `${source}.${number}.0`), ...cells[number]]);
   return el('section', { class: 'card wide' }, el('h3', {}, 'Suspected label errors'), el('p', {}, suspects.sentence),
     rows.length ? table('Training points whose label is suspected to be wrong', ['Training point', ...suspects.head], rows, { class: 'suspects' })
       : el('p', {}, 'None.'));

@@ -33,9 +33,9 @@ function sortings() {
   }
   const scores = [...new Set(content.points.flatMap((point) => point.scores.map((score) => score[0])))];
   for (const name of scores) {
-    named.push([`score ${name}`, name, (point) => {
+    named.push([`score ${name}`, `${name}, highest first`, (point) => {
       const score = point.scores.find((entry) => entry[0] === name);
-      return score ? score[1] : -Infinity;
+      return score ? -score[1] : Infinity;
     }]);
   }
   return named;

@@ -41,11 +41,15 @@ function setOptions(id, options, chosen) {
   select.value = chosen;
 }
 
+function roleText(point, target) {
+  const roles = [target === point.predicted && 'predicted', target === point.label && 'label'].filter(Boolean);
+  return isClassifier() && roles.length ? ` (${roles.join(', ')})` : '';
+}
+
 function showControls(state) {
   const point = content.points[state.point];
   setOptions('class', Object.keys(point.explanations).map((target) => [target,
-    classNames()[Number(target)] + (isClassifier() && Number(target) === point.predicted ? ' (predicted)' : '')
-      + (isClassifier() && Number(target) === point.label ? ' (label)' : '')]), state.target);
+    classNames()[Number(target)] + roleText(point, Number(target))]), state.target);
   setOptions('layer', [[ALL, 'all layers'], ...content.layers.map((name, number) => [String(number), name])], state.layer);
   setOptions('steps', [[ALL, 'all steps'], ...content.ranges.map((range, number) => [String(number), stepsName(number)])], state.steps);
   for (const [id, offset] of [['previous', -1], ['next', 1]]) byId(id).disabled = neighbour(state, offset) === undefined;
@@ -81,7 +85,7 @@ function probabilityCard(state, point) {
   const order = point.probabilities.map((value, number) => number);
   const few = order.length <= MOST_CLASSES;
   if (!few) order.sort((a, b) => point.probabilities[b] - point.probabilities[a] || a - b);
-  const kept = few ? order : order.slice(0, MOST_CLASSES);
+  const kept = few ? order : order.filter((number, rank) => rank < MOST_CLASSES || String(number) in point.explanations);
   const rows = kept.map((number) => {
     const explained = String(number) in point.explanations;
     const name = classNames()[number];
@@ -103,7 +107,7 @@ function probabilityCard(state, point) {
       el('caption', { class: 'visually-hidden' }, 'Probability of each class'),
       el('thead', {}, el('tr', {}, ['Class', 'Bar', 'Probability', ...(point.band ? ['Band'] : [])].map((text) => el('th', { scope: 'col' }, text)))),
       el('tbody', {}, rows))),
-    left ? el('p', { class: 'aside' }, count(left, 'number of the other classes'), ' less probable classes are not shown.') : null,
+    left ? el('p', { class: 'aside' }, count(left, 'number of the other classes'), ' other classes are less probable.') : null,
     point.band ? el('p', { class: 'aside' }, 'The band is that of the Gaussian process beside the network. Classes with a link are explained.') : null);
 }
 
@@ -117,6 +121,10 @@ function scoreCard(state, point) {
 function shareCards(state, view) {
   const source = viewSource(state);
   const cards = [];
+  if (!sharesAgree(view)) {
+    cards.push(el('p', { class: 'disagrees', role: 'alert' },
+      '✗ The shares by layer, label or steps are not shares of one sum. The file was changed or is damaged; do not rely on it.'));
+  }
   if (view.layers) {
     cards.push(card('By layer', {}, signedBars('Contributions of training points by layer', ['Layer', 'Contribution', 'Lowered | raised'],
       view.layers.map((value, number) => ({ value, source: `${source}.layers.${number}`,
@@ -159,7 +167,7 @@ function showPrediction(state) {
     el('h3', { class: 'part-title' }, 'Why: ', el('span', {}, chosenText(state))),
     card('Everything adds up', {}, termsTable(state, explanation), sumLine(state, explanation)),
     el('div', { class: 'cards butterfly' }, sampleTable(state, view, 'lowered'), sampleTable(state, view, 'raised')),
-    card('Over the steps of training', {}, chart, disclosure('Table of the running sum', stepsTable(state, explanation))),
+    card(state.layer === ALL ? 'Over the steps of training' : 'Over the steps of training, all layers together', {}, chart, disclosure('Table of the running sum', stepsTable(state, explanation))),
     el('div', { class: 'cards shares' }, shareCards(state, view)));
   drawChart(state, explanation, chart);
 }

@@ -30,7 +30,7 @@ function isWrong(point) {
 }
 
 function layerName(layer) {
-  return layer === ALL ? 'all layers' : content.layers[Number(layer)];
+  return layer === ALL ? 'all layers' : `layer ${content.layers[Number(layer)]}`;
 }
 
 function stepsName(steps) {

@@ -23,7 +23,7 @@ function stepsChart(state, explanation, width) {
   const ends = [content.ranges[0][0], ...content.ranges.map((range) => range[1])];
   const low = Math.min(...running);
   const high = Math.max(...running);
-  const room = (high - low) * 0.08 || 0.5;
+  const room = (high - low) * 0.2 || 0.5;
   const { ticks, decimals } = roundTicks(low - room, high + room);
   const span = ends[ends.length - 1] - ends[0] || 1;
   const x = (step) => MARGIN.left + ((step - ends[0]) / span) * (width - MARGIN.left - MARGIN.right);
@@ -44,9 +44,9 @@ function stepsChart(state, explanation, width) {
   drawn('path', { class: 'line', d: line }),
   running.map((value, index) => drawn('circle', { class: 'dot', cx: x(ends[index]), cy: y(value), r: index === 0 || index === running.length - 1 ? 4.5 : 3 },
     drawn('title', {}, `after ${countText(ends[index])} steps: ${exactText(explanation.running[index])}`))),
-  [0, running.length - 1].map((index) => drawn('text', { class: 'end-value', x: x(ends[index]) + (index ? 0 : 8),
-    y: y(running[index]) + (running[index] > (low + high) / 2 ? 20 : -12), 'text-anchor': index ? 'end' : 'start' },
-  shortText(explanation.running[index], decimalsFor(explanation.running)))));
+  [[0, 1], [running.length - 1, running.length - 2]].map(([index, next]) => drawn('text', { class: 'end-value',
+    x: x(ends[index]) + (index ? 4 : -2), y: y(running[index]) + (running[index] < running[next] ? 18 : -10), // off the curve
+    'text-anchor': index ? 'end' : 'start' }, shortText(explanation.running[index], decimalsFor(explanation.running)))));
 }
 
 function stepsTable(state, explanation) {

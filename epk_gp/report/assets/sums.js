@@ -16,9 +16,13 @@ function viewKey(layer, steps) {
 const OTHER_TERMS = [
   ['decay', 'Weight decay', 'What shrinking the weights at each step did.'],
   ['statistics', 'Moving statistics', 'What the moving averages of normalisation layers did.'],
-  ['unexplained', 'Unexplained', 'What is left between the network and the sum of all terms.'],
-  ['rounding', 'Rounding', 'What is lost when each term is written as a whole multiple of the quantum.'],
+  ['unexplained', 'Unexplained', 'What the recorded steps did beyond the update rule on the training data.'],
+  content.certificate.certified
+    ? ['rounding', 'Rounding', 'What writing each term as a whole multiple of the quantum left out.']
+    : ['rounding', 'Missing', 'What all terms miss of the output: rounding, and what is not certified.'],
 ];
+
+const SHARES = ['labels', 'layers', 'ranges'];
 
 // The terms of a view in the order in which they are added.
 function termsOf(view, source) {
@@ -51,6 +55,17 @@ function sumOf(explanation, layer, steps) {
   return { start, end, sum, ofView, stored: view.total, agrees: sum === end && ofView === view.total };
 }
 
+// The terms of all training samples of a view together.
+function samplesSum(view) {
+  const rows = [...view.raised, ...view.lowered].map((row) => row[1]);
+  return total([...rows, view.rest_raised[1], view.rest_lowered[1]]);
+}
+
+// Whether the shares by label, by layer and by steps that a view has are shares of the same sum.
+function sharesAgree(view) {
+  return SHARES.every((part) => !view[part] || total(view[part]) === samplesSum(view));
+}
+
 function runningAgrees(explanation) {
   const { running, initial, network } = explanation;
   return running[0] === initial && running[running.length - 1] === network;
@@ -67,7 +82,7 @@ function checkAll() {
       for (const key of Object.keys(explanation.views)) {
         const [layer, steps] = key.split('|');
         checked += 1;
-        if (!sumOf(explanation, layer, steps).agrees) wrong.push({ point: number, target, layer, steps });
+        if (!sumOf(explanation, layer, steps).agrees || !sharesAgree(explanation.views[key])) wrong.push({ point: number, target, layer, steps });
       }
     }
   });
