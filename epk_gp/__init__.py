@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+    from epk_gp.report.write import write_report
     from epk_gp.storage.run import load_trajectory
     from epk_gp.storage.writer import Storage
     from epk_gp.training.diagnosis import StepMismatchError
@@ -74,6 +75,7 @@ else:
         "train": "training.train",
         "train_copy": "kernels.tagging",
     }
+    _DRAWING = {"write_report": "report.write"}  # imported by itself, for it needs matplotlib
     _FOLDERS = (
         "analysis",
         "autodiff",
@@ -84,12 +86,16 @@ else:
         "kernel_machine",
         "kernels",
         "quadrature",
+        "report",
         "storage",
         "training",
     )
 
     def __getattr__(name: str) -> object:
         """Import all public names if one is asked for, or a folder; or return what a name stood for in version 0.1."""
+        if name in _DRAWING:
+            globals()[name] = getattr(import_module(f"epk_gp.{_DRAWING[name]}"), name)
+            return globals()[name]
         if name not in _MODULES and name not in _FOLDERS:
             return _moved.resolve(name)
         # all of them, so that `import epk_gp` is enough for epk_gp.gp.models.LogitGP, whatever was used before it
@@ -142,4 +148,5 @@ __all__ = [
     "test_copy",
     "train",
     "train_copy",
+    "write_report",
 ]

@@ -250,6 +250,15 @@ def _export(shared: Shared) -> object:
         return size, hashlib.sha256((Path(folder) / "run.safetensors").read_bytes()).hexdigest()
 
 
+def _report(shared: Shared) -> object:
+    with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
+        rule = epk.gauss_legendre(2)
+        file = epk.write_report(
+            Path(folder) / "report.html", shared.run, shared.test, explained=2, outputs=1, rule=rule, kernel_points=4
+        )
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def _statistics(shared: Shared) -> object:
     z = epk.network_outputs(shared.run, shared.run.inputs, head="log_softmax")
     y = shared.run.targets
@@ -314,6 +323,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "attribute": lambda s: epk.attribute(s.run, s.test),
     "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=epk.gauss_legendre(2)),
     "attribute, one class": lambda s: epk.attribute(s.run, s.test, classes=torch.arange(5) % 3),
+    "write_report": _report,
     "influence": lambda s: epk.influence(s.run, s.test),
     "self_influence": lambda s: epk.self_influence(s.run),
     "retrain, its runs": lambda s: epk.retrain(s.run, torch.full((2, s.run.num_points), 0.5).double()).states,

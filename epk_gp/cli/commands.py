@@ -236,6 +236,79 @@ def influence(
     """
 
 
+@command("Write predictions, contributions and certificate as a page.")
+def report(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option(help="The HTML file; it needs nothing beside it.")] = Path("report.html"),
+    num_points: Annotated[
+        int, typer.Option(help="Largest number of points that are explained; the overview is of all.", callback=count())
+    ] = 6,
+    top: Annotated[
+        int, typer.Option(help="Training points named of either sign, at most 50.", callback=count(1, 50))
+    ] = 10,
+    outputs: Annotated[
+        str,
+        typer.Option(help="predicted (and the true class where it is another), all, or a number: the most probable."),
+    ] = "predicted",
+    title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
+    class_names: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Names of the classes, in order, with commas between them.")
+    ] = None,
+    head: HeadOption = None,
+    rule: RuleOption = "adaptive",
+    influence: Annotated[
+        bool, typer.Option("--influence", help="Compute influence too, and show it beside the contributions.")
+    ] = False,
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Show probabilities with a band, and scores: fit an UncertainClassifier with labelled points that "
+            "the network has not seen, as epk-gp uncertainty does. A file, a folder of MNIST-format files, or "
+            "held-out; without --points half of them are the points of the report.",
+        ),
+    ] = None,
+    outside: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="With --validation: points unlike the training data, to show how well scores tell them.",
+        ),
+    ] = None,
+    label_errors: Annotated[
+        bool, typer.Option("--label-errors", help="Show which training labels are suspicious, as epk-gp audit does.")
+    ] = False,
+    map: Annotated[  # noqa: A002  the option's name
+        bool, typer.Option("--map", help="Show a GP's uncertainty over the plane of the principal directions.")
+    ] = False,
+    kernel_points: Annotated[
+        int,
+        typer.Option(
+            help="Training points in the matrix of the path kernel, at most 500; 0 leaves it out.",
+            callback=count(0, 500),
+        ),
+    ] = 100,
+    memory: Memory = 1.0,
+    points: Annotated[
+        Path | None,
+        typer.Option(
+            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out "
+            "points, or its training inputs if it has none."
+        ),
+    ] = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
+    workers: Workers = None,
+    scheduler: Scheduler = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write a report: explained predictions that add up, their certificate, and the run as a whole, as one HTML file.
+
+    It opens in a browser from the disk, and asks for nothing else.
+    """
+
+
 @command("Write a block of the exact path kernel.")
 def gram(
     run: RunFolder,

@@ -28,6 +28,7 @@ from epk_gp.gp.class_data import (
 from epk_gp.gp.conformal import conformal_sets, conformity_scores
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.label_process import LabelProcess
+from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.saved_classifier import SavedClassifier, read_classifier, write_classifier
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import Stacking, stack_logits
@@ -241,7 +242,7 @@ class UncertainClassifier:
         judged = self._judged(X)
         p = self._probability(judged)
         of_network = p.gather(1, judged.logits.argmax(1)[:, None])[:, 0]
-        variance = self.stacking_.process**2 * self.process_.outputscale * judged.variance
+        variance = self._variance(judged)
         generator = torch.Generator(p.device).manual_seed(self.seed)
         logits = self.stacking_.logits(judged.logits, judged.mean)
         u = isotropic_softmax_uncertainty(logits, variance, num_samples, generator)
@@ -253,6 +254,23 @@ class UncertainClassifier:
             u.std.gather(1, p.argmax(1)[:, None])[:, 0],
         )
         return ClassUncertainty(*(like_inputs(values, X) for values in scores))
+
+    def logit_posterior(self, X: object) -> LogitPosterior:
+        """Return the posterior of the logits whose softmax are the probabilities: a_1 f + a_2 m, and m's variance.
+
+        Args:
+            X: n points.
+
+        Returns:
+            Mean (n, C) and covariances (n, C, C), float64, for `softmax_uncertainty`.
+
+        Raises:
+            TypeError, ValueError: The network cannot take the points.
+            RuntimeError: The classifier is not fitted.
+        """
+        judged = self._judged(X)
+        mean = self.stacking_.logits(judged.logits, judged.mean)
+        return LogitPosterior(mean, torch.diag_embed(self._variance(judged)[:, None].expand_as(mean)))
 
     def predict_set(self, X: object, alpha: float = 0.1) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
         """Return, for each point, which classes a set must hold to be right with probability 1 - alpha.
@@ -385,6 +403,10 @@ class UncertainClassifier:
             logits = network_outputs(self.trajectory, points).to(torch.float64)
             mean, variance = process.predict(points)
         return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
+
+    def _variance(self, judged: _Judgement) -> Tensor:
+        """Return the variance of each logit of the points that the process causes."""
+        return self.stacking_.process**2 * self.process_.outputscale * judged.variance
 
     def _probability(self, judged: _Judgement) -> Tensor:
         return torch.softmax(self.stacking_.logits(judged.logits, judged.mean), dim=1)
