@@ -165,10 +165,6 @@ class Certified(Protocol):
     """A result with a certificate."""
 
     @property
-    def network(self) -> Float[Tensor, "n C"]:
-        """Outputs of the trained network."""
-
-    @property
     def evaluations(self) -> float:
         """Gradients evaluated per point and step, on average."""
 
@@ -205,7 +201,15 @@ class Certified(Protocol):
         """The step that has it."""
 
 
-def certificate_entries(result: Certified) -> tuple[Entry, ...]:
+class CertifiedOutputs(Certified, Protocol):
+    """Outputs with a certificate."""
+
+    @property
+    def network(self) -> Float[Tensor, "n C"]:
+        """Outputs of the trained network."""
+
+
+def certificate_entries(result: CertifiedOutputs) -> tuple[Entry, ...]:
     """Return what the certificate of a result says, and the numbers behind it."""
     if not len(result.network):
         return (Entry("certificate", "none: there are no points"),)
