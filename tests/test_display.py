@@ -13,8 +13,8 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.gp.class_uncertainty import ClassUncertainty
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.uncertain_classifier import ClassUncertainty
 from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerms, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certification import describe_findings

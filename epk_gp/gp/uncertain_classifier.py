@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Unpack, final
 
 import numpy as np
@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.display import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.core.fingerprint import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.core.validation import validate_count
@@ -25,6 +24,7 @@ from epk_gp.gp.class_data import (
     like_inputs,
     training_labels,
 )
+from epk_gp.gp.class_uncertainty import ClassUncertainty
 from epk_gp.gp.conformal import conformal_sets, conformity_scores
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.label_process import LabelProcess
@@ -39,47 +39,6 @@ _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost 
 _PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "options")
 _UNSUPPORTED = ("checkpoint", "accumulate")
 _OPTIONS = ("memory_budget", "progress", "executor")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ClassUncertainty(Displayed):
-    """How unsure the classes of n points are; larger is less sure, for every score.
-
-    Attributes:
-        error: Probability that the class which the network alone predicts is wrong: to abstain, or to pass a point to a
-            person. It is a probability for points like the validation points only. It is no detector of points of
-            another kind: these may look like a class.
-        out_of_distribution: Posterior variance of the process, from 0 at a training point to 1 far from all of them: to
-            detect points unlike the training data. It does not see labels of its neighbours, so it is no score of
-            errors between classes.
-        entropy: Of `predict_proba`, in nats: all uncertainty about the class, whatever its cause.
-        mutual_information: The part of it that more training data would remove, in nats: to tell ignorance from
-            classes that overlap. It is small wherever the class is sure, also far from the data if network and process
-            agree.
-        std: Standard deviation of the predicted class's probability under the process: an error bar for the
-            probability, not for the class.
-    """
-
-    error: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-    out_of_distribution: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-    entropy: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-    mutual_information: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-    std: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-
-    def _summary(self) -> Summary:
-        scores = {f.name.replace("_", " "): torch.as_tensor(getattr(self, f.name)) for f in fields(self)}
-        n = len(self.error)
-        shown = min(n, SHOWN_POINTS)
-        rows = tuple(
-            (name, *map(number, [*score[:shown].tolist(), float(score.mean()), float(score.max())]))
-            for name, score in (scores.items() if n else ())
-        )
-        columns = ("", *(f"point {i}" for i in range(shown)), "mean of all", "largest")
-        return Summary(
-            f"Uncertainty of the classes of {count(n, 'point')}; larger is less sure",
-            (Entry("shape of each score", f"({n},)", kind_of(scores["error"])),),
-            Table(columns, rows, columns_note(shown, n)) if n else None,
-        )
 
 
 @dataclass(frozen=True, eq=False)
