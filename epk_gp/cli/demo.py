@@ -120,6 +120,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
         title="Three Gaussians",
         outputs=1,
         explained=chosen,
+        by_layers=False,  # full-batch gradient descent: split by layers it takes four times as long
         uncertainty_map=m,
         progress=not quiet,
     )
