@@ -241,6 +241,13 @@ def test_the_theme_follows_the_system_and_the_button(open_report, content):
     assert background(page) > 200
 
 
+def test_a_pressed_button_can_be_read_under_the_pointer(open_report, content):
+    page = open_report(content)
+    page.click("#digits")
+    ink, ground = page.evaluate("(({ color, backgroundColor }) => [color, backgroundColor])(getComputedStyle(digits))")
+    assert ink != ground
+
+
 def test_figures_take_the_colour_of_the_theme(open_report, content):
     page = open_report(content, "#view=overview", color_scheme="dark")
     fill = page.evaluate("getComputedStyle(document.querySelector('.figure text')).fill")
