@@ -246,6 +246,12 @@ def report(
     top: Annotated[
         int, typer.Option(help="Training points named of either sign, at most 50.", callback=count(1, 50))
     ] = 10,
+    layers: Annotated[
+        bool,
+        typer.Option(
+            "--layers/--no-layers", help="Tell layers apart; without, full-batch runs take a fraction of the time."
+        ),
+    ] = True,
     outputs: Annotated[
         str,
         typer.Option(help="predicted (and the true class where it is another), all, or a number: the most probable."),

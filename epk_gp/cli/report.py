@@ -43,6 +43,7 @@ class ReportOptions(KernelOptions):
 
     num_points: int
     top: int
+    layers: bool
     outputs: str
     title: str | None
     class_names: str | None
@@ -118,6 +119,7 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
             explained=explained.tolist(),
             class_names=None if names is None else [name.strip() for name in names.split(",")],
             top=asked["top"],
+            by_layers=asked["layers"],
             influence=effect,
             posterior=model,
             outside=outside,

@@ -47,7 +47,7 @@ class ReportContent:
         settings = request.settings
         self.request = request
         self.look: Appearance = appearance(request.trajectory, settings.names, settings.decode)
-        self.divisions: Divisions = divide(request.trajectory)
+        self.divisions: Divisions = divide(request.trajectory, by_layers=settings.by_layers)
         asked = Asked(
             trajectory=request.trajectory,
             X=request.X[request.points.to(request.X.device)],

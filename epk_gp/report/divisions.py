@@ -17,24 +17,32 @@ class Divisions:
     """The axes of the contributions of a report.
 
     Attributes:
-        axes: Training samples, layers and ranges of steps, in this order.
+        axes: Training samples, layers where they are told apart, and ranges of steps, in this order.
         layers: Names of the L layers.
         ranges: First step and last step plus one of the R ranges.
     """
 
-    axes: tuple[Axis, Axis, Axis]
+    axes: tuple[Axis, ...]
     layers: tuple[str, ...]
     ranges: tuple[tuple[int, int], ...]
 
 
-def divide(trajectory: Trajectory) -> Divisions:
-    """Return how the contributions of a run are split in its report."""
+def divide(trajectory: Trajectory, *, by_layers: bool = True) -> Divisions:
+    """Return how the contributions of a run are split in its report.
+
+    Args:
+        trajectory: The run.
+        by_layers: Whether layers are told apart.
+    """
     S = trajectory.num_steps
     count = max(1, min(NUM_RANGES, S))
     edges = [round(S * r / count) for r in range(count + 1)]
-    layers = _layer_axis(trajectory)
     ranges = tuple(pairwise(edges))
-    return Divisions((by_sample(trajectory), layers, by_step(trajectory, edges[1:-1])), layers.names, ranges)
+    samples, steps = by_sample(trajectory), by_step(trajectory, edges[1:-1])
+    if not by_layers:
+        return Divisions((samples, steps), ("the network",), ranges)
+    layers = _layer_axis(trajectory)
+    return Divisions((samples, layers, steps), layers.names, ranges)
 
 
 def _layer_axis(trajectory: Trajectory) -> Axis:

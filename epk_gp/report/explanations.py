@@ -124,12 +124,17 @@ def _attribute(asked: Asked, divisions: Divisions, chosen: Tensor) -> GroupedAtt
 
 
 def _terms(parts: GroupedAttribution, number: int) -> RealTerms:
-    """Select one output: its axes are samples, layers and ranges of steps."""
+    """Select one output: its axes are samples, layers where they are told apart, and ranges of steps."""
+    terms = (parts.values, parts.decay, parts.statistics, parts.statistics_of_no_sample, parts.unexplained)
+    whole = len(parts.axes) == 2  # a layer axis of length 1 then
+    samples, decay, statistics, of_no_sample, unexplained = (
+        (term.unsqueeze(3) if whole else term)[number, 0] for term in terms
+    )
     return RealTerms(
-        samples=parts.values[number, 0],
-        decay=parts.decay[number, 0, 0],
-        statistics=parts.statistics[number, 0, :, 0].sum(dim=0) + parts.statistics_of_no_sample[number, 0, 0, 0],
-        unexplained=parts.unexplained[number, 0, 0],
+        samples=samples,
+        decay=decay[0],
+        statistics=statistics[:, 0].sum(dim=0) + of_no_sample[0, 0],
+        unexplained=unexplained[0],
         initial=float(parts.initial[number, 0]),
         network=float(parts.network[number, 0]),
     )

@@ -17,7 +17,7 @@ SCRIPTS = (
     "elements", "numbers", "sums", "state", "inputs", "bars", "terms", "point_list", "steps_chart", "prediction",
     "figures", "plane_map", "overview", "run_card", "main",
 )  # fmt: skip
-STYLES = ("report", "parts", "print")
+STYLES = ("theme", "layout", "tables", "pictures", "print")
 
 
 def page(content: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ class ReportSettings:
     names: Sequence[str] | None
     decode: Decode | None
     top: int
+    by_layers: bool
     influence: Influence | None
     posterior: Process | None
     outside: OtherInputs | None

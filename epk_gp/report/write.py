@@ -40,6 +40,7 @@ def write_report(
     names: Sequence[str] | None = None,
     decode: Decode | None = None,
     top: int = 10,
+    by_layers: bool = True,
     influence: Influence | None = None,
     posterior: Process | None = None,
     outside: OtherInputs | None = None,
@@ -70,6 +71,8 @@ def write_report(
         names: Names of the features, where inputs are rows of numbers.
         decode: Makes a text of one input, as of its token numbers.
         top: How many samples a view names of either sign.
+        by_layers: Whether layers are told apart. Of full-batch gradient descent, contributions that are not split by
+            layers take a fraction of the time.
         influence: `epk_gp.influence` on the outputs of X, or of the explained points, to stand beside contributions.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
             with a band, and scores.
@@ -100,6 +103,7 @@ def write_report(
         names=names,
         decode=decode,
         top=top,
+        by_layers=by_layers,
         influence=influence,
         posterior=posterior,
         outside=outside,

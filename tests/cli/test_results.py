@@ -13,6 +13,7 @@ from commands import SMALL, refused, run, write_data
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.kernel_machine.attribute import attribute_many
+from report_cases import embedded
 from written_files import described, names
 
 
@@ -184,3 +185,7 @@ def test_the_demo_shows_a_network_that_is_its_kernel_machine(tmp_path, capsys):
     for picture in ("reconstruction", "error_vs_evaluations", "attribution", "uncertainty"):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
         assert picture in out
+    report = embedded(tmp_path / "report.html")
+    assert [point["name"] for point in report["points"]] == [f"point {n}" for n in results["held_out_points_explained"]]
+    assert report["overview"]["accuracy"] == results["held_out_accuracy"]
+    assert report["overview"]["map"] is not None

@@ -220,7 +220,8 @@ def test_what_is_not_certified_is_marked_in_every_view(open_report, content):
     page = open_report(content)
     assert page.locator("#badge").inner_text() == "✗ Not certified"
     assert "not certified" in page.locator("#notices").inner_text()
-    page.locator("#badge").click()
+    page.get_by_role("link", name="What that means").click()
+    assert page.evaluate("document.activeElement.id") == "main"
     assert page.locator("#certificate h3").inner_text() == "✗ Not certified"
 
 

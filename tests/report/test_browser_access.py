@@ -226,7 +226,11 @@ def test_the_map_follows_pointer_and_arrow_keys(open_report, content):
 
 def background(page):
     """Return the brightness of the page's ground, from 0 to 255."""
-    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return brightness(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+
+def brightness(colour):
+    """Return the mean of red, green and blue, from 0 to 255."""
     return sum(float(value) for value in re.findall(r"[\d.]+", colour)[:3]) / 3
 
 
@@ -239,6 +243,13 @@ def test_the_theme_follows_the_system_and_the_button(open_report, content):
     assert page.locator("#theme").inner_text() == "Dark theme"
     page.reload()
     assert background(page) > 200
+
+
+def test_a_pressed_button_can_be_read_under_the_pointer(open_report, content):
+    page = open_report(content)
+    page.click("#digits")
+    ink, ground = page.evaluate("(({ color, backgroundColor }) => [color, backgroundColor])(getComputedStyle(digits))")
+    assert abs(brightness(ink) - brightness(ground)) > 150
 
 
 def test_figures_take_the_colour_of_the_theme(open_report, content):

@@ -193,3 +193,20 @@ def test_the_outputs_that_are_asked_for_are_explained(tmp_path):
         assert [{int(c) for c in point["explanations"]} for point in points] == expected
     points = written(tmp_path, trajectory, X, explained=4)["points"]
     assert [{int(c) for c in point["explanations"]} for point in points] == [{int(f[n].argmax())} for n in range(4)]
+
+
+@pytest.mark.parametrize("name", ["gradient_descent", pytest.param("batch_norm", marks=pytest.mark.slow)])
+def test_without_layers_the_terms_are_those_of_all_layers(tmp_path, name):
+    trajectory, X, y = report_case(name)
+    split, whole = (written(tmp_path, trajectory, X, y, explained=1, outputs=1, by_layers=by) for by in (True, False))
+    assert whole["layers"] == ["the network"]
+    (a,), (b,) = (content["points"][0]["explanations"].values() for content in (split, whole))
+    limit = rounding_of(trajectory, split) / split["quantum"]
+    assert split["quantum"] == whole["quantum"]
+    for key, view in b["views"].items():
+        assert terms_of(view) == view["total"]
+        other = a["views"][key.replace("0|", "*|", 1) if key[0] == "0" else key]
+        assert [e[0] for e in view["raised"]] == [e[0] for e in other["raised"]]
+        for (_, value, _), (_, expected, _) in zip(view["raised"], other["raised"], strict=True):
+            assert abs(value - expected) <= limit
+    assert b["views"]["*|*"]["statistics"] == pytest.approx(a["views"]["*|*"]["statistics"], abs=limit)

@@ -125,7 +125,7 @@ def test_a_regression_has_no_classes(tmp_path):
 
 def settings(**changes):
     given = dict.fromkeys(ReportSettings.__dataclass_fields__)
-    given |= {"rule": epk.adaptive(), "outputs": 1, "explained": 2, "top": 6, "kernel_points": 0}
+    given |= {"rule": epk.adaptive(), "outputs": 1, "explained": 2, "top": 6, "kernel_points": 0, "by_layers": True}
     return ReportSettings(**(given | {"options": epk.ComputeOptions()} | changes))
 
 

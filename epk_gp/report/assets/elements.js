@@ -64,12 +64,34 @@ function markScrollers() {
 
 // A table with a caption; a row is a list of cells, of which the first is the row's header.
 function table(caption, head, rows, attributes) {
-  return scroller(caption,
-    el('table', attributes,
+  return scroller(
+    caption,
+    el(
+      'table',
+      attributes,
       el('caption', { class: 'visually-hidden' }, caption),
-      el('thead', {}, el('tr', {}, head.map((cell) => el('th', { scope: 'col' }, cell)))),
-      el('tbody', {}, rows.map((row) => el('tr', {},
-        row.map((cell, column) => (column ? el('td', {}, cell) : el('th', { scope: 'row' }, cell))))))));
+      el(
+        'thead',
+        {},
+        el(
+          'tr',
+          {},
+          head.map((cell) => el('th', { scope: 'col' }, cell)),
+        ),
+      ),
+      el(
+        'tbody',
+        {},
+        rows.map((row) =>
+          el(
+            'tr',
+            {},
+            row.map((cell, column) => (column ? el('td', {}, cell) : el('th', { scope: 'row' }, cell))),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 function disclosure(summary, ...children) {

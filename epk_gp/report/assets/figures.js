@@ -1,8 +1,16 @@
-// Figures come as SVG text. They are parsed as XML, stripped of all that is not drawing, and take the colours of the theme.
+// Figures come as SVG text. They are parsed as XML, stripped of all that is not drawing, and take the theme's colours.
 
-const THEMED = [[/#(1a1a1a|222222)\b/gi, 'var(--ink)'], [/#4d4d4d\b/gi, 'var(--edge)'], [/#777777\b/gi, 'var(--soft)'],
-  [/#e3e3e3\b/gi, 'var(--grid)'], [/#e4e4e4\b/gi, 'var(--rest)'], [/#2166ac\b/gi, 'var(--raises)'], [/#b35806\b/gi, 'var(--lowers)'],
-  [/#004d4f\b/gi, 'var(--good)'], [/#832db6\b/gi, 'var(--outside)']];
+const THEMED = [
+  [/#(1a1a1a|222222)\b/gi, 'var(--ink)'],
+  [/#4d4d4d\b/gi, 'var(--edge)'],
+  [/#777777\b/gi, 'var(--soft)'],
+  [/#e3e3e3\b/gi, 'var(--grid)'],
+  [/#e4e4e4\b/gi, 'var(--rest)'],
+  [/#2166ac\b/gi, 'var(--raises)'],
+  [/#b35806\b/gi, 'var(--lowers)'],
+  [/#004d4f\b/gi, 'var(--good)'],
+  [/#832db6\b/gi, 'var(--outside)'],
+];
 const NOT_DRAWING = 'script, foreignObject, metadata, iframe, animate, set, a';
 
 // Of matplotlib's figures in pixels of a screen: their unit is a point.
@@ -41,14 +49,19 @@ function figureTable(figure, source) {
   if (!figure.table) return null;
   const details = el('details', {}, el('summary', {}, 'Table of these numbers'));
   details.addEventListener('toggle', () => {
-    if (details.open && details.children.length === 1) details.append(table(figure.title, figure.table.head, tableCells(figure.table.rows, `${source}.table.rows`)));
+    if (details.open && details.children.length === 1)
+      details.append(table(figure.title, figure.table.head, tableCells(figure.table.rows, `${source}.table.rows`)));
   });
   return details;
 }
 
 function figureCard(figure, number) {
-  return el('section', { class: 'card' }, el('h3', {}, figure.title),
+  return el(
+    'section',
+    { class: 'card' },
+    el('h3', {}, figure.title),
     el('p', {}, figure.sentence),
     el('div', { class: 'figure' }, parsedSvg(figure.svg, `figure${number}-`, figure.title)),
-    figureTable(figure, `overview.figures.${number}`));
+    figureTable(figure, `overview.figures.${number}`),
+  );
 }

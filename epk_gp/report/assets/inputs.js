@@ -15,7 +15,10 @@ function labelMark(label) {
 
 function valueRows(input, source) {
   const decimals = decimalsOfColumn(input.values.map((entry) => entry[1]));
-  return input.values.map(([name, value], row) => [name, plainNumber(value, `${source}.values.${row}.1`, { decimals })]);
+  return input.values.map(([name, value], row) => [
+    name,
+    plainNumber(value, `${source}.values.${row}.1`, { decimals }),
+  ]);
 }
 
 function positionText(input, source) {
@@ -35,8 +38,13 @@ function valueTables(rows, name) {
   const part = (some, caption) => table(caption, ['Name', 'Value'], some, { class: 'values' });
   if (rows.length <= VALUES_AT_ONCE) return part(rows, `Values of ${name}`);
   const others = rows.slice(VALUES_AT_ONCE);
-  return [part(rows.slice(0, VALUES_AT_ONCE), `First values of ${name}`),
-    disclosure([count(others.length, 'number of the other values'), ' other values'], part(others, `Other values of ${name}`))];
+  return [
+    part(rows.slice(0, VALUES_AT_ONCE), `First values of ${name}`),
+    disclosure(
+      [count(others.length, 'number of the other values'), ' other values'],
+      part(others, `Other values of ${name}`),
+    ),
+  ];
 }
 
 function shortened(text) {
@@ -50,9 +58,16 @@ function thumbnail(input, source) {
   if (input.position) return el('span', { class: 'excerpt' }, positionText(input, source));
   const rows = input.values.slice(0, VALUES_OF_THUMBNAIL);
   const more = input.values.length > rows.length ? ', …' : '';
-  return el('span', { class: 'excerpt', title: input.values.map(([name, value]) => `${name} ${value}`).join(', ') },
-    rows.map(([name, value], row) => [row ? ', ' : '', `${name} `, plainNumber(value, `${source}.values.${row}.1`, { decimals: 2 })]),
-    more);
+  return el(
+    'span',
+    { class: 'excerpt', title: input.values.map(([name, value]) => `${name} ${value}`).join(', ') },
+    rows.map(([name, value], row) => [
+      row ? ', ' : '',
+      `${name} `,
+      plainNumber(value, `${source}.values.${row}.1`, { decimals: 2 }),
+    ]),
+    more,
+  );
 }
 
 function sampleOf(number) {
@@ -62,9 +77,20 @@ function sampleOf(number) {
 // A training sample: thumbnail, number and label.
 function sampleCell(number, source) {
   const sample = sampleOf(number);
-  return el('span', { class: sample && sample.image ? 'sample' : 'sample stacked' },
+  return el(
+    'span',
+    { class: sample && sample.image ? 'sample' : 'sample stacked' },
     thumbnail(sample, `samples.shown.${number}`),
-    el('span', { class: 'sample-name' },
-      el('span', { class: 'sample-number' }, '#', numberElement(String(number), number, source, `Training sample ${number}`)),
-      sample && sample.label !== null ? [' ', labelMark(sample.label)] : null));
+    el(
+      'span',
+      { class: 'sample-name' },
+      el(
+        'span',
+        { class: 'sample-number' },
+        '#',
+        numberElement(String(number), number, source, `Training sample ${number}`),
+      ),
+      sample && sample.label !== null ? [' ', labelMark(sample.label)] : null,
+    ),
+  );
 }

@@ -3,6 +3,7 @@
 const THEME_KEY = 'epk-gp-report-theme';
 const BUILD = { overview: buildOverview, run: buildRun };
 const built = new Set();
+let shownFragment = null;
 
 function ensure(view) {
   if (!(view in BUILD) || built.has(view)) return;
@@ -12,7 +13,8 @@ function ensure(view) {
 
 function show() {
   const before = current;
-  current = stateOf(window.location.hash);
+  shownFragment = window.location.hash;
+  current = stateOf(shownFragment);
   for (const view of VIEWS) byId(view).hidden = view !== current.view;
   for (const link of document.querySelectorAll('nav a')) {
     link.setAttribute('href', linkTo({ view: link.dataset.view }));
@@ -26,10 +28,34 @@ function show() {
     showPrediction(current);
   }
   const point = content.points[current.point];
-  const names = { prediction: `${point.name}, ${chosenText(current)}`, overview: 'Overview', run: 'Run and certificate' };
+  const names = {
+    prediction: `${point.name}, ${chosenText(current)}`,
+    overview: 'Overview',
+    run: 'Run and certificate',
+  };
   document.title = `${current.view === 'prediction' ? point.name : names[current.view]} · ${content.title}`;
   markScrollers();
+  if (before && before.view !== current.view) beginView();
   if (before) announce(`${names[current.view]}. ${current.view === 'prediction' ? spokenSum() : ''}`);
+}
+
+// Another view begins at its top, and the focus is not left in what is hidden.
+function beginView() {
+  window.scrollTo(0, 0);
+  if (!document.activeElement.closest(`header, #${current.view}`)) byId('main').focus();
+}
+
+// Back, forward, and an address that was written by hand.
+function followAddress() {
+  if (window.location.hash !== shownFragment) show();
+}
+
+// Links inside the report, unless they are to be opened elsewhere.
+function followLink(event) {
+  const link = event.target.closest('a[href^="#"]');
+  if (!link || event.defaultPrevented || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+  event.preventDefault();
+  openFragment(link.getAttribute('href'));
 }
 
 function spokenSum() {
@@ -38,7 +64,10 @@ function spokenSum() {
 }
 
 function rebuild() {
-  for (const view of built) byId(view).querySelectorAll(':scope > :not(h2)').forEach((element) => element.remove());
+  for (const view of built)
+    byId(view)
+      .querySelectorAll(':scope > :not(h2)')
+      .forEach((element) => element.remove());
   built.clear();
   show();
 }
@@ -110,7 +139,8 @@ function start() {
     event.preventDefault();
     byId('main').focus();
   });
-  window.addEventListener('hashchange', show);
+  document.addEventListener('click', followLink);
+  for (const event of ['popstate', 'hashchange']) window.addEventListener(event, followAddress);
   window.addEventListener('beforeprint', prepareForPrint);
   window.addEventListener('afterprint', tidyAfterPrint);
   let waiting = 0;

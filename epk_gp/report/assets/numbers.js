@@ -69,18 +69,31 @@ function plainText(value, decimals, always) {
 
 // As many decimals as the values of a column have, at most four.
 function decimalsOfColumn(values) {
-  return Math.min(4, Math.max(0, ...values.filter((value) => typeof value === 'number').map((value) => {
-    const [mantissa, exponent] = String(value).split('e');
-    return Math.max(0, (mantissa.split('.')[1] || '').length - Number(exponent || 0));
-  })));
+  return Math.min(
+    4,
+    Math.max(
+      0,
+      ...values
+        .filter((value) => typeof value === 'number')
+        .map((value) => {
+          const [mantissa, exponent] = String(value).split('e');
+          return Math.max(0, (mantissa.split('.')[1] || '').length - Number(exponent || 0));
+        }),
+    ),
+  );
 }
 
 // The cells of a table: numbers as numbers with their sources, and texts as texts.
 function tableCells(rows, source, firstColumn = 0) {
   const width = Math.max(0, ...rows.map((row) => row.length));
   const decimals = Array.from({ length: width }, (_, column) => decimalsOfColumn(rows.map((row) => row[column])));
-  return rows.map((values, row) => values.map((value, column) => (typeof value === 'number'
-    ? plainNumber(value, `${source}.${row}.${column + firstColumn}`, { decimals: decimals[column] }) : String(value))));
+  return rows.map((values, row) =>
+    values.map((value, column) =>
+      typeof value === 'number'
+        ? plainNumber(value, `${source}.${row}.${column + firstColumn}`, { decimals: decimals[column] })
+        : String(value),
+    ),
+  );
 }
 
 function countText(value) {

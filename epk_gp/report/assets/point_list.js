@@ -13,7 +13,7 @@ function searchedText(point) {
   return named.join(', ').toLowerCase();
 }
 
-// Numbers of the points with the words as they stand; where there are none, of those that have words beginning with each.
+// Numbers of the points that have the words as they stand; where there are none, of those that have words beginning so.
 function foundPoints(query) {
   const texts = content.points.map(searchedText);
   const numbers = [...texts.keys()];
@@ -25,18 +25,27 @@ function foundPoints(query) {
 }
 
 function sortings() {
-  const named = [['', 'order of the report', () => 0], ['name', 'name', (point) => point.name]];
+  const named = [
+    ['', 'order of the report', () => 0],
+    ['name', 'name', (point) => point.name],
+  ];
   if (isClassifier()) {
-    named.push(['label', 'label', (point) => (point.label === null ? -1 : point.label)],
+    named.push(
+      ['label', 'label', (point) => (point.label === null ? -1 : point.label)],
       ['predicted', 'predicted class', (point) => point.predicted],
-      ['wrong', 'wrong first', (point) => (isWrong(point) ? 0 : 1)]);
+      ['wrong', 'wrong first', (point) => (isWrong(point) ? 0 : 1)],
+    );
   }
   const scores = [...new Set(content.points.flatMap((point) => point.scores.map((score) => score[0])))];
   for (const name of scores) {
-    named.push([`score ${name}`, `${name}, highest first`, (point) => {
-      const score = point.scores.find((entry) => entry[0] === name);
-      return score ? -score[1] : Infinity;
-    }]);
+    named.push([
+      `score ${name}`,
+      `${name}, highest first`,
+      (point) => {
+        const score = point.scores.find((entry) => entry[0] === name);
+        return score ? -score[1] : Infinity;
+      },
+    ]);
   }
   return named;
 }
@@ -57,37 +66,77 @@ function listedPoints(state) {
 function pointRow(number, state) {
   const point = content.points[number];
   const wrong = isWrong(point);
-  const score = state.sort.startsWith('score ') ? point.scores.findIndex((entry) => `score ${entry[0]}` === state.sort) : -1;
+  const score = state.sort.startsWith('score ')
+    ? point.scores.findIndex((entry) => `score ${entry[0]}` === state.sort)
+    : -1;
   const isCurrent = number === state.point;
-  return el('li', {},
-    el('a', { href: linkTo({ point: number }), 'data-key': `point ${number}`, 'data-point': number,
-      'aria-current': isCurrent ? 'true' : null, tabindex: -1 },
-    point.input.image ? thumbnail(point.input, `points.${number}.input`) : null,
-    el('span', { class: 'point-text' },
-      el('span', { class: 'point-name' }, point.name),
-      isClassifier() ? el('span', { class: 'aside' },
-        point.label === null ? `predicted ${labelName(point.predicted)}`
-          : wrong ? [labelName(point.label), ' ', hidden('predicted as'), el('span', { 'aria-hidden': 'true' }, '→'), ' ', labelName(point.predicted)]
-            : labelName(point.label)) : null),
-    wrong ? el('span', { class: 'wrong' }, '✗ wrong') : null,
-    score >= 0 ? plainNumber(point.scores[score][1], `points.${number}.scores.${score}.1`, { decimals: 3 }) : null));
+  return el(
+    'li',
+    {},
+    el(
+      'a',
+      {
+        href: linkTo({ point: number }),
+        'data-key': `point ${number}`,
+        'data-point': number,
+        'aria-current': isCurrent ? 'true' : null,
+        tabindex: -1,
+      },
+      point.input.image ? thumbnail(point.input, `points.${number}.input`) : null,
+      el(
+        'span',
+        { class: 'point-text' },
+        el('span', { class: 'point-name' }, point.name),
+        isClassifier()
+          ? el(
+              'span',
+              { class: 'aside' },
+              point.label === null
+                ? `predicted ${labelName(point.predicted)}`
+                : wrong
+                  ? [
+                      labelName(point.label),
+                      ' ',
+                      hidden('predicted as'),
+                      el('span', { 'aria-hidden': 'true' }, '→'),
+                      ' ',
+                      labelName(point.predicted),
+                    ]
+                  : labelName(point.label),
+            )
+          : null,
+      ),
+      wrong ? el('span', { class: 'wrong' }, '✗ wrong') : null,
+      score >= 0 ? plainNumber(point.scores[score][1], `points.${number}.scores.${score}.1`, { decimals: 3 }) : null,
+    ),
+  );
 }
 
 function moveInList(event) {
   const links = [...byId('points').querySelectorAll('a')];
   const at = links.indexOf(document.activeElement);
-  const targets = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: links.length - 1, PageDown: at + 10, PageUp: at - 10 };
+  const targets = {
+    ArrowDown: at + 1,
+    ArrowUp: at - 1,
+    Home: 0,
+    End: links.length - 1,
+    PageDown: at + 10,
+    PageUp: at - 10,
+  };
   if (at < 0 || !(event.key in targets)) return;
   event.preventDefault();
   const next = links[Math.max(0, Math.min(links.length - 1, targets[event.key]))];
-  links.forEach((link) => { link.tabIndex = link === next ? 0 : -1; });
+  links.forEach((link) => {
+    link.tabIndex = link === next ? 0 : -1;
+  });
   next.focus();
 }
 
 function changeList(changes) {
   rowsMade = ROWS_AT_ONCE;
   window.history.replaceState(null, '', linkTo(changes));
-  current = stateOf(window.location.hash);
+  shownFragment = window.location.hash;
+  current = stateOf(shownFragment);
   showList(current);
   announce(byId('matches').textContent);
 }
@@ -96,20 +145,46 @@ function changeList(changes) {
 function buildChooser() {
   const options = sortings().map(([value, name]) => el('option', { value }, name));
   const narrow = window.matchMedia('(max-width: 60rem)').matches;
-  byId('chooser').append(el('details', { class: 'chooser-body', open: !narrow },
-    el('summary', {}, el('h3', {}, 'Test points')),
-    el('div', { class: 'fields' },
-      el('label', { for: 'find' }, 'Search'),
-      el('input', { id: 'find', type: 'search', autocomplete: 'off', placeholder: isClassifier() ? 'name, label, wrong …' : 'name',
-        on: { input: (event) => changeList({ find: event.target.value }) } }),
-      el('label', { for: 'sort' }, 'Sort by'),
-      el('span', { class: 'sorting' },
-        el('select', { id: 'sort', on: { change: (event) => changeList({ sort: event.target.value }) } }, options),
-        el('button', { id: 'down', type: 'button', 'aria-pressed': 'false', title: 'Turn the order round',
-          on: { click: () => changeList({ down: !current.down }) } }, el('span', { 'aria-hidden': 'true' }, '⇅'), hidden('Turn the order round')))),
-    el('p', { id: 'matches', class: 'aside' }),
-    el('ol', { id: 'points', on: { keydown: moveInList } }),
-    el('button', { id: 'more', type: 'button', on: { click: showMore } }, 'Show more')));
+  byId('chooser').append(
+    el(
+      'details',
+      { class: 'chooser-body', open: !narrow },
+      el('summary', {}, el('h3', {}, 'Test points')),
+      el(
+        'div',
+        { class: 'fields' },
+        el('label', { for: 'find' }, 'Search'),
+        el('input', {
+          id: 'find',
+          type: 'search',
+          autocomplete: 'off',
+          placeholder: isClassifier() ? 'name, label, wrong …' : 'name',
+          on: { input: (event) => changeList({ find: event.target.value }) },
+        }),
+        el('label', { for: 'sort' }, 'Sort by'),
+        el(
+          'span',
+          { class: 'sorting' },
+          el('select', { id: 'sort', on: { change: (event) => changeList({ sort: event.target.value }) } }, options),
+          el(
+            'button',
+            {
+              id: 'down',
+              type: 'button',
+              'aria-pressed': 'false',
+              title: 'Turn the order round',
+              on: { click: () => changeList({ down: !current.down }) },
+            },
+            el('span', { 'aria-hidden': 'true' }, '⇅'),
+            hidden('Turn the order round'),
+          ),
+        ),
+      ),
+      el('p', { id: 'matches', class: 'aside' }),
+      el('ol', { id: 'points', on: { keydown: moveInList } }),
+      el('button', { id: 'more', type: 'button', on: { click: showMore } }, 'Show more'),
+    ),
+  );
 }
 
 function showMore() {
@@ -123,18 +198,26 @@ function showList(state) {
   const numbers = listedPoints(state);
   const at = numbers.indexOf(state.point);
   if (at >= rowsMade) rowsMade = at + 1;
-  byId('matches').textContent = numbers.length === content.points.length
-    ? `${countText(numbers.length)} explained test ${plural(numbers.length, 'point', 'points')}`
-    : `${countText(numbers.length)} of ${countText(content.points.length)} test points`;
-  for (const [id, value] of [['find', state.find], ['sort', state.sort]]) {
+  byId('matches').textContent =
+    numbers.length === content.points.length
+      ? `${countText(numbers.length)} explained test ${plural(numbers.length, 'point', 'points')}`
+      : `${countText(numbers.length)} of ${countText(content.points.length)} test points`;
+  for (const [id, value] of [
+    ['find', state.find],
+    ['sort', state.sort],
+  ]) {
     if (byId(id).value !== value) byId(id).value = value;
   }
   byId('down').setAttribute('aria-pressed', String(state.down));
   const made = numbers.slice(0, rowsMade);
-  refill(byId('points'), made.map((number) => pointRow(number, state)));
+  refill(
+    byId('points'),
+    made.map((number) => pointRow(number, state)),
+  );
   byId('more').hidden = made.length === numbers.length;
   const links = [...byId('points').querySelectorAll('a')];
-  const entry = links.find((link) => link.contains(document.activeElement)) || links.find((link) => link.ariaCurrent) || links[0];
+  const entry =
+    links.find((link) => link.contains(document.activeElement)) || links.find((link) => link.ariaCurrent) || links[0];
   if (entry) entry.tabIndex = 0;
 }
 

@@ -61,14 +61,18 @@ function stateOf(fragment) {
     if (explained.includes(given.class)) state.target = given.class;
     else {
       const name = classNames()[Number(given.class)] || given.class;
-      notices.push(`This report does not explain ${name} at this point: ${classNames()[Number(state.target)]} is shown.`);
+      notices.push(
+        `This report does not explain ${name} at this point: ${classNames()[Number(state.target)]} is shown.`,
+      );
     }
   }
   state.layer = choiceOf(given.layer, content.layers.length, 'layer', notices);
   state.steps = choiceOf(given.steps, content.ranges.length, 'range of steps', notices);
   const views = point.explanations[state.target].views;
   if (!(viewKey(state.layer, state.steps) in views)) {
-    notices.push(`This report does not hold ${layerName(state.layer)} with ${stepsName(state.steps)} alone: all steps are shown.`);
+    notices.push(
+      `This report does not hold ${layerName(state.layer)} with ${stepsName(state.steps)} alone: all steps are shown.`,
+    );
     state.steps = ALL;
   }
   if (!(viewKey(state.layer, state.steps) in views)) state.layer = ALL;
@@ -107,7 +111,13 @@ function linkTo(changes) {
   return fragmentOf(state);
 }
 
+// Show what a fragment says, as a new entry of the browser's history.
+function openFragment(fragment) {
+  if (fragment === window.location.hash) return;
+  window.history.pushState(null, '', fragment);
+  show();
+}
+
 function go(changes) {
-  const fragment = linkTo(changes);
-  if (fragment !== window.location.hash) window.location.hash = fragment;
+  openFragment(linkTo(changes));
 }

@@ -27,26 +27,76 @@ function stepsChart(state, explanation, width) {
   const { ticks, decimals } = roundTicks(low - room, high + room);
   const span = ends[ends.length - 1] - ends[0] || 1;
   const x = (step) => MARGIN.left + ((step - ends[0]) / span) * (width - MARGIN.left - MARGIN.right);
-  const y = (value) => MARGIN.top + ((high + room - value) / (high - low + 2 * room)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
+  const y = (value) =>
+    MARGIN.top + ((high + room - value) / (high - low + 2 * room)) * (HEIGHT - MARGIN.top - MARGIN.bottom);
   const bottom = HEIGHT - MARGIN.bottom;
   const chosen = state.steps === ALL ? null : content.ranges[Number(state.steps)];
-  const line = running.map((value, index) => `${index ? 'L' : 'M'}${x(ends[index]).toFixed(1)} ${y(value).toFixed(1)}`).join('');
-  return drawn('svg', { class: 'chart', viewBox: `0 0 ${width} ${HEIGHT}`, width, height: HEIGHT, role: 'img',
-    'aria-label': `The running sum of ${content.outputs.name} over the steps, from ${exactText(explanation.initial)} to ${exactText(explanation.network)}` },
-  chosen ? drawn('rect', { class: 'chosen', x: x(chosen[0]), width: x(chosen[1]) - x(chosen[0]), y: MARGIN.top, height: bottom - MARGIN.top }) : null,
-  ticks.map((tick) => [
-    drawn('line', { class: 'grid', x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }),
-    drawn('text', { class: 'tick', x: MARGIN.left - 8, y: y(tick) + 4, 'text-anchor': 'end' }, tick.toFixed(decimals).replace('-', MINUS)),
-  ]),
-  drawn('line', { class: 'axis', x1: MARGIN.left, x2: width - MARGIN.right, y1: bottom, y2: bottom }),
-  spaced(ends, width - MARGIN.left - MARGIN.right).map((end) => drawn('text', { class: 'tick', x: x(end), y: bottom + 16, 'text-anchor': 'middle' }, countText(end))),
-  drawn('text', { class: 'tick', x: (MARGIN.left + width - MARGIN.right) / 2, y: HEIGHT - 5, 'text-anchor': 'middle' }, 'steps of training'),
-  drawn('path', { class: 'line', d: line }),
-  running.map((value, index) => drawn('circle', { class: 'dot', cx: x(ends[index]), cy: y(value), r: index === 0 || index === running.length - 1 ? 4.5 : 3 },
-    drawn('title', {}, `after ${countText(ends[index])} steps: ${exactText(explanation.running[index])}`))),
-  [[0, 1], [running.length - 1, running.length - 2]].map(([index, next]) => drawn('text', { class: 'end-value',
-    x: x(ends[index]) + (index ? 4 : -2), y: y(running[index]) + (running[index] < running[next] ? 18 : -10), // off the curve
-    'text-anchor': index ? 'end' : 'start' }, shortText(explanation.running[index], decimalsFor(explanation.running)))));
+  const line = running
+    .map((value, index) => `${index ? 'L' : 'M'}${x(ends[index]).toFixed(1)} ${y(value).toFixed(1)}`)
+    .join('');
+  return drawn(
+    'svg',
+    {
+      class: 'chart',
+      viewBox: `0 0 ${width} ${HEIGHT}`,
+      width,
+      height: HEIGHT,
+      role: 'img',
+      'aria-label': [
+        `The running sum of ${content.outputs.name} over the steps`,
+        `from ${exactText(explanation.initial)} to ${exactText(explanation.network)}`,
+      ].join(', '),
+    },
+    chosen
+      ? drawn('rect', {
+          class: 'chosen',
+          x: x(chosen[0]),
+          width: x(chosen[1]) - x(chosen[0]),
+          y: MARGIN.top,
+          height: bottom - MARGIN.top,
+        })
+      : null,
+    ticks.map((tick) => [
+      drawn('line', { class: 'grid', x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }),
+      drawn(
+        'text',
+        { class: 'tick', x: MARGIN.left - 8, y: y(tick) + 4, 'text-anchor': 'end' },
+        tick.toFixed(decimals).replace('-', MINUS),
+      ),
+    ]),
+    drawn('line', { class: 'axis', x1: MARGIN.left, x2: width - MARGIN.right, y1: bottom, y2: bottom }),
+    spaced(ends, width - MARGIN.left - MARGIN.right).map((end) =>
+      drawn('text', { class: 'tick', x: x(end), y: bottom + 16, 'text-anchor': 'middle' }, countText(end)),
+    ),
+    drawn(
+      'text',
+      { class: 'tick', x: (MARGIN.left + width - MARGIN.right) / 2, y: HEIGHT - 5, 'text-anchor': 'middle' },
+      'steps of training',
+    ),
+    drawn('path', { class: 'line', d: line }),
+    running.map((value, index) =>
+      drawn(
+        'circle',
+        { class: 'dot', cx: x(ends[index]), cy: y(value), r: index === 0 || index === running.length - 1 ? 4.5 : 3 },
+        drawn('title', {}, `after ${countText(ends[index])} steps: ${exactText(explanation.running[index])}`),
+      ),
+    ),
+    [
+      [0, 1],
+      [running.length - 1, running.length - 2],
+    ].map(([index, next]) =>
+      drawn(
+        'text',
+        {
+          class: 'end-value',
+          x: x(ends[index]) + (index ? 4 : -2),
+          y: y(running[index]) + (running[index] < running[next] ? 18 : -10), // off the curve
+          'text-anchor': index ? 'end' : 'start',
+        },
+        shortText(explanation.running[index], decimalsFor(explanation.running)),
+      ),
+    ),
+  );
 }
 
 function stepsTable(state, explanation) {
@@ -60,6 +110,10 @@ function stepsTable(state, explanation) {
       quantity(explanation.running[number + 1], `${source}.running.${number + 1}`, { decimals, always: false }),
     ];
   });
-  rows.unshift(['before training', '', quantity(explanation.running[0], `${source}.running.0`, { decimals, always: false })]);
+  rows.unshift([
+    'before training',
+    '',
+    quantity(explanation.running[0], `${source}.running.0`, { decimals, always: false }),
+  ]);
   return table('Running sum over the ranges of steps', ['Steps', 'Change', 'Output after them'], rows);
 }

@@ -1,10 +1,12 @@
 // Sums in whole multiples of the quantum. They are exact, so two sums agree or they do not: there is no tolerance.
 
+const DAMAGED = 'The file was changed or is damaged; do not rely on it.';
+
 function total(values) {
   let sum = 0;
   for (const value of values) {
     sum += value;
-    if (!Number.isSafeInteger(value) || !Number.isSafeInteger(sum)) return NaN; // would not be exact: agrees with nothing
+    if (!Number.isSafeInteger(value) || !Number.isSafeInteger(sum)) return NaN; // not exact: agrees with nothing
   }
   return sum;
 }
@@ -28,15 +30,45 @@ const SHARES = ['labels', 'layers', 'ranges'];
 function termsOf(view, source) {
   const shown = (side) => view[side].map((row) => row[1]);
   return [
-    { key: 'raised', name: 'Raised it most', values: shown('raised'), count: view.raised.length,
-      countSource: `count of ${source}.raised`, source: `sum of ${source}.raised` },
-    { key: 'rest_raised', name: 'Other points that raised it', values: [view.rest_raised[1]], count: view.rest_raised[0],
-      countSource: `${source}.rest_raised.0`, source: `${source}.rest_raised.1` },
-    { key: 'lowered', name: 'Lowered it most', values: shown('lowered'), count: view.lowered.length,
-      countSource: `count of ${source}.lowered`, source: `sum of ${source}.lowered` },
-    { key: 'rest_lowered', name: 'Other points that lowered it', values: [view.rest_lowered[1]], count: view.rest_lowered[0],
-      countSource: `${source}.rest_lowered.0`, source: `${source}.rest_lowered.1` },
-    ...OTHER_TERMS.map(([key, name, sentence]) => ({ key, name, sentence, values: [view[key]], source: `${source}.${key}` })),
+    {
+      key: 'raised',
+      name: 'Raised it most',
+      values: shown('raised'),
+      count: view.raised.length,
+      countSource: `count of ${source}.raised`,
+      source: `sum of ${source}.raised`,
+    },
+    {
+      key: 'rest_raised',
+      name: 'Other points that raised it',
+      values: [view.rest_raised[1]],
+      count: view.rest_raised[0],
+      countSource: `${source}.rest_raised.0`,
+      source: `${source}.rest_raised.1`,
+    },
+    {
+      key: 'lowered',
+      name: 'Lowered it most',
+      values: shown('lowered'),
+      count: view.lowered.length,
+      countSource: `count of ${source}.lowered`,
+      source: `sum of ${source}.lowered`,
+    },
+    {
+      key: 'rest_lowered',
+      name: 'Other points that lowered it',
+      values: [view.rest_lowered[1]],
+      count: view.rest_lowered[0],
+      countSource: `${source}.rest_lowered.0`,
+      source: `${source}.rest_lowered.1`,
+    },
+    ...OTHER_TERMS.map(([key, name, sentence]) => ({
+      key,
+      name,
+      sentence,
+      values: [view[key]],
+      source: `${source}.${key}`,
+    })),
   ].map((term) => ({ ...term, value: total(term.values) }));
 }
 
@@ -82,7 +114,8 @@ function checkAll() {
       for (const key of Object.keys(explanation.views)) {
         const [layer, steps] = key.split('|');
         checked += 1;
-        if (!sumOf(explanation, layer, steps).agrees || !sharesAgree(explanation.views[key])) wrong.push({ point: number, target, layer, steps });
+        if (!sumOf(explanation, layer, steps).agrees || !sharesAgree(explanation.views[key]))
+          wrong.push({ point: number, target, layer, steps });
       }
     }
   });
