@@ -21,6 +21,7 @@ from epk_gp.gram.diagonal import gram_diagonal
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.set_pairs import SetPairs
 from epk_gp.gram.tiles import gram_tiles
+from epk_gp.quadrature.paths import WeightPath, path_identity, straight, validate_path
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
 
 T = TypeVar("T")
@@ -43,15 +44,17 @@ class PathKernel:
             Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
             over common nodes. Take a fixed rule where a factorisation needs more.
         step_weights: eta_s >= 0, (S,); the learning rates by default.
+        path: Along which test copies move between the states: `straight()` steps by default.
 
     Raises:
-        TypeError, ValueError: The trajectory is no recorded run, or the head is unknown.
+        TypeError, ValueError: The trajectory is no recorded run, or the head or the path is unknown.
     """
 
     trajectory: Trajectory
     head: Head
     rule: Rule
     step_weights: Float[Tensor, " S"] | None
+    path: WeightPath
 
     def __init__(
         self,
@@ -60,12 +63,15 @@ class PathKernel:
         rule: Rule = gauss_legendre(4),
         *,
         step_weights: Float[Tensor, " S"] | None = None,
+        path: WeightPath = straight(),
     ) -> None:
         validate_trajectory(trajectory)
+        validate_path(path)
         object.__setattr__(self, "trajectory", trajectory)
         object.__setattr__(self, "head", resolve_head(head, trajectory.loss, trajectory.num_outputs))
         object.__setattr__(self, "rule", rule)
         object.__setattr__(self, "step_weights", step_weights)
+        object.__setattr__(self, "path", path)
 
     def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
@@ -242,6 +248,11 @@ class PathKernel:
     def _context(
         self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
     ) -> ExecutionContext:
+        if path_identity(self.path):
+            raise ValueError(
+                f"the path of a Gram block must be straight(): got {self.path!r}, which epk_gp.reconstruct and "
+                "epk_gp.attribute take."
+            )
         etas = _parse_step_weights(self.trajectory, self.step_weights)
         return ExecutionContext(self.trajectory, net, self.head, self.rule, etas, is_per_class, options, is_traced)
 

@@ -160,14 +160,16 @@ def require_total(tile: Tile, total: Float[Tensor, "K n ..."] | None) -> Float[T
     return total
 
 
-def step_ranges(num_steps: int, most: int = MAX_RANGES) -> list[slice]:
+def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1) -> list[slice]:
     """Divide steps into ranges of equal length, which are summed one by one: at least one, and not many.
 
     Args:
         num_steps: Number of steps.
         most: Largest number of ranges.
+        every: Steps of a chord, which is not divided.
     """
     length = MAX_STEP_BATCH * max(1, -(-num_steps // (MAX_STEP_BATCH * max(1, most))))
+    length = every * -(-length // every)
     return [slice(first, first + length) for first in range(0, max(1, num_steps), length)]
 
 
