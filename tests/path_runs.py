@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -19,6 +19,13 @@ STEPS = 5  # chords of 2 leave one of a single step
 
 def mlp(activation: type[nn.Module], *extra: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), *extra, activation(), nn.Linear(6, 5), activation(), nn.Linear(5, 3))
+
+
+def three_sizes() -> nn.Module:
+    """Layers between the first and the last: one is written out once for each chord, one is multiplied at its nodes."""
+    sizes = (4, 12, 12, 40, 3)
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
 
 
 def cnn() -> nn.Module:
@@ -56,6 +63,7 @@ RUNS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "batch_norm_sgd": (lambda: mlp(nn.Tanh, nn.BatchNorm1d(6)), "sgd"),
     "cnn_adamw": (cnn, "adamw"),
     "transformer_adamw": (Encoder, "adamw"),
+    "three_sizes": (three_sizes, "sgd"),
     "average": (lambda: mlp(nn.ReLU), "momentum"),
 }
 
@@ -165,3 +173,32 @@ def _manhattan_average(run: epk.Trajectory, step: int, x: Tensor, head: str, rul
             for name in turn:
                 total[name] = total.get(name, 0) + weight * found[name]
     return total
+
+
+def features(run: epk.Trajectory, path: Any, node: tuple[int, float], points: epk.Points, head: str) -> Tensor:
+    """phi of Definition 3.4 at a node (s, t), along any path: (n, C, P)."""
+    (s, t), rows = node, []
+    for x, is_train in zip(points.X, points.is_train.tolist(), strict=True):
+        if is_train:
+            found = jacobian(run, state(run, s), x, head)
+        elif path == epk.manhattan():
+            found = {}
+            for turn in modules_in_turn(run):
+                there = jacobian(run, manhattan_node(run, s, turn, t), x, head)
+                found |= {name: there[name] for name in turn}
+        else:
+            first = s // path.every * path.every
+            ends = state(run, first), state(run, min(first + path.every, run.num_steps))
+            found = jacobian(run, moved(*ends, t), x, head)
+        rows.append(torch.cat([found[name] for name in run.model.names], dim=1))
+    return torch.stack(rows)
+
+
+def gram_block(run: epk.Trajectory, path: Any, points: epk.Points, head: str, rule: QuadratureRule) -> Tensor:
+    """Sum phi phi^T over steps and nodes, as it is written."""
+    block = torch.zeros((), dtype=torch.float64)
+    for step in run.steps:
+        for t, weight in rule:
+            phi = features(run, path, (step.index, t), points, head)
+            block = block + step.lr * weight * torch.einsum("ncp,mdp->ncmd", phi, phi)
+    return block

@@ -46,7 +46,7 @@ class StepAverage:
             tile: Where the step is added.
             right: Training-side layer Jacobians of the step.
             eta: The step's factor.
-            averages: Those of all nodes (`step_averages`), where several steps share them.
+            averages: Those of all nodes, where several steps share them (`step_averages`); their layers are left out.
         """
         self.tile, self.right, self.eta = tile, right, eta
         self._has_averages = averages is not None
@@ -59,9 +59,9 @@ class StepAverage:
         """
         nodes = batch.nodes
         for layer, (jacobian, other) in enumerate(zip(batch.jacobians, self.right, strict=True)):
+            if self._has_averages and layer in self.averages:
+                continue
             if jacobian.commutes_with_average:
-                if self._has_averages:
-                    continue
                 self.averages[layer] = jacobian.average(self.averages.get(layer), nodes)
             elif isinstance(nodes.weights, float):
                 jacobian.add_inner(other, self.tile, self.eta * nodes.weights, layer=layer, same_points=False)
