@@ -236,3 +236,29 @@ def test_what_a_block_cannot_follow_is_refused():
         epk.gram_block(run, points, points, rule=epk.adaptive(), path=epk.manhattan())
     with pytest.raises(TypeError, match="path must be a path such as .*: got 'chords'"):
         epk.gram_block(run, points, points, path="chords")
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("path", [epk.chords(7), epk.manhattan()], ids=["chords", "manhattan"])
+def test_states_on_disk_give_the_same_bytes(path, tmp_path):
+    """They are read ahead in the order of the steps; chords ask for both of their ends."""
+    torch.manual_seed(0)
+    X, y = torch.randn(10, 4, dtype=torch.float64), torch.arange(10) % 3
+    points = epk.Points(torch.cat([X[:2], X[:3]]), torch.arange(5) < 2)
+    results = []
+    for folder in (None, tmp_path / "run"):
+        torch.manual_seed(1)
+        net = path_runs.mlp(torch.nn.ReLU).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
+        storage = epk.Storage(compression="deltas")
+        run = epk.train(net, X, y, optimizer=optimizer, steps=20, path=folder, storage=storage)
+        results.append(
+            [
+                epk.gram_block(run, points, points, rule=RULE, path=path),
+                gram_diagonal_blocks(run, points, rule=RULE, path=path),
+                epk.attribute(run, X[:2], path=path).samples,
+                epk.reconstruct(run, X[:2], path=path).outputs,
+            ]
+        )
+    for in_memory, on_disk in zip(*results, strict=True):
+        assert torch.equal(in_memory, on_disk)
