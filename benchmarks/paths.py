@@ -183,8 +183,8 @@ def uncertainty_map(
     low, high = X.amin(0) - 1, X.amax(0) + 1
     sides = (torch.linspace(float(low[d]), float(high[d]), size) for d in range(2))
     grid = torch.cartesian_prod(*sides).double()
-    typer.echo("| k | nodes | wall, s | process, s | std: largest difference | mean | rank correlation |")
-    typer.echo("|---" * 7 + "|")
+    typer.echo("| k | nodes | wall, s | process, s | largest std | its largest difference | mean | rank correlation |")
+    typer.echo("|---" * 8 + "|")
     reference = None
     for every, nodes in (map(int, pair.split(":")) for pair in asked.split(",")):
         wall, process = time.perf_counter(), time.process_time()
@@ -196,7 +196,8 @@ def uncertainty_map(
         reference = std if reference is None else reference
         off = (std - reference).abs()
         typer.echo(
-            f"| {every} | {nodes} | {wall:.1f} | {process:.1f} | {float(off.max()):.4f} | {float(off.mean()):.5f} | "
+            f"| {every} | {nodes} | {wall:.1f} | {process:.1f} | {float(std.max()):.3f} | "
+            f"{float(off.max()):.4f} | {float(off.mean()):.5f} | "
             f"{rank_correlation(std, reference):.4f} |"
         )
 

@@ -77,6 +77,7 @@ def test_nodes_of_each_sides_own_give_no_kernel():
     assert eigenvalues[0] < -1e-6 * eigenvalues[-1]
 
 
+@pytest.mark.mostly_slow
 @every_path
 def test_the_ensemble_of_kernel_machines_is_the_network(path):
     """Theorem 3.6 for gradient descent: K_s with the weights of one step at a time."""
@@ -97,6 +98,7 @@ def test_the_ensemble_of_kernel_machines_is_the_network(path):
     assert (f[epk.left_endpoint()] - expected).abs().max() > 1e-4  # the control: without the integral
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("head", ["log_softmax", "logits"])
 @pytest.mark.parametrize("name", ["three_sizes", "wide"])
 def test_wide_layers_keep_their_factors_along_chords(name, head, monkeypatch):
@@ -137,6 +139,7 @@ def test_steps_without_weight_are_left_out_of_their_chord():
     assert not K.any()
 
 
+@pytest.mark.slow
 def test_chords_of_one_step_are_straight():
     run = recorded("relu_sgd")
     points = mixed_points(run)
@@ -147,6 +150,7 @@ def test_chords_of_one_step_are_straight():
         )
 
 
+@pytest.mark.slow
 def test_an_adaptive_rule_finds_the_kinks_of_a_chord():
     run, path = recorded("relu_sgd", steps=20), epk.chords(20)
     test, train = epk.Points(queries(3), is_train=False), epk.Points(run.inputs[:2], is_train=True)
@@ -186,7 +190,7 @@ def test_test_copies_are_evaluated_once_for_each_chord(monkeypatch):
     assert counts[epk.chords(10), "test"] == (4, 0)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [epk.chords(3), epk.manhattan()], ids=["chords", "manhattan"])
 def test_workers_parts_and_checkpoints_give_the_same_bytes(path, tmp_path):
     run = recorded("relu_sgd", steps=40)
@@ -207,6 +211,7 @@ def test_workers_parts_and_checkpoints_give_the_same_bytes(path, tmp_path):
     assert torch.equal(reduce_gram_parts([rest, first]), whole)
 
 
+@pytest.mark.mostly_slow
 @every_path
 def test_partial_sums_belong_to_their_path(path, tmp_path):
     run = recorded("relu_sgd")
@@ -238,7 +243,7 @@ def test_what_a_block_cannot_follow_is_refused():
         epk.gram_block(run, points, points, path="chords")
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [epk.chords(7), epk.manhattan()], ids=["chords", "manhattan"])
 def test_states_on_disk_give_the_same_bytes(path, tmp_path):
     """They are read ahead in the order of the steps; chords ask for both of their ends."""

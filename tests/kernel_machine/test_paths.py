@@ -91,6 +91,7 @@ def test_moving_statistics_are_split_along_the_path(path):
     assert_close(split, steps.statistics.sum(dim=2), rounding=1e5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["relu_sgd", "batch_norm_sgd"])
 def test_the_steps_of_a_chord_sum_to_the_change_between_its_ends(name):
     run, X = recorded(name), queries()
@@ -101,6 +102,7 @@ def test_the_steps_of_a_chord_sum_to_the_change_between_its_ends(name):
         assert_close(of_steps[:, :, first:last].sum(dim=2), f[k + 1] - f[k], rounding=1e5)
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
 def test_chords_of_one_step_are_straight(name):
     run, X = recorded(name), queries()
@@ -108,7 +110,7 @@ def test_chords_of_one_step_are_straight(name):
     assert torch.equal(epk.reconstruct(run, X, path=epk.chords(1)).outputs, epk.reconstruct(run, X).outputs)
 
 
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu_sgd", "dropout_momentum"])
 def test_chords_need_fewer_evaluations(name):
     run, X = recorded(name, steps=20), queries()
@@ -131,7 +133,7 @@ def test_parameters_are_split_along_a_manhattan_path_as_it_moves_them():
 
 
 @every_path
-@pytest.mark.mostly_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
 def test_workers_give_the_same_bytes(name, path):
     run, X = recorded(name), queries()
@@ -158,6 +160,7 @@ def test_ranges_of_steps_begin_where_chords_do():
     assert parts.max_error <= 1e-12
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
 def test_a_checkpoint_belongs_to_its_path(name, tmp_path):
     run, X = recorded(name), queries()

@@ -18,6 +18,7 @@ def copies(run: epk.Trajectory, count: int = 3) -> tuple[torch.Tensor, epk.Point
     return torch.cat([epk.train_copy(X[:count]), epk.test_copy(X[count:])]), epk.Points(X, torch.arange(len(X)) < count)
 
 
+@pytest.mark.mostly_slow
 @every_path
 @pytest.mark.parametrize("outputs", ["full", "trace"])
 def test_the_kernel_is_the_gram_block(outputs, path):
@@ -36,6 +37,7 @@ def test_the_kernel_is_the_gram_block(outputs, path):
     assert (other(x).to_dense() - expected).abs().max() > 1e-4
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("sides", ["test_test", "test_train", "train_test"])
 @pytest.mark.parametrize("name", ["tanh_sgd", "batch_norm_sgd"])
 def test_derivatives_along_chords_are_those_of_the_values(name, sides):
@@ -55,6 +57,7 @@ def test_derivatives_along_chords_are_those_of_the_values(name, sides):
     assert not gradient[:, -1].any()
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("path", [epk.chords(2), epk.chords(100)], ids=["chords_2", "one_chord"])
 def test_a_process_along_chords_is_the_formula(path):
     """GP regression with the kernel's blocks, written out."""
