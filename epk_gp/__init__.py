@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.smoothing import Smoothing
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
+    from epk_gp.quadrature.paths import chords, manhattan, straight
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
     from epk_gp.report.write import write_report
     from epk_gp.storage.run import load_trajectory
@@ -55,6 +56,7 @@ else:
         "UncertainClassifier": "gp.uncertain_classifier",
         "adaptive": "quadrature.rules",
         "attribute": "kernel_machine.attribute",
+        "chords": "quadrature.paths",
         "gauss_legendre": "quadrature.rules",
         "gram_block": "gram.path_kernel",
         "influence": "kernel_machine.influence",
@@ -62,6 +64,7 @@ else:
         "left_endpoint": "quadrature.rules",
         "left_riemann": "quadrature.rules",
         "load_trajectory": "storage.run",
+        "manhattan": "quadrature.paths",
         "midpoint": "quadrature.rules",
         "network_outputs": "core.trajectory",
         "next_to_label": "analysis.next_to_label",
@@ -71,6 +74,7 @@ else:
         "self_influence": "kernel_machine.influence",
         "softmax_uncertainty": "gp.softmax",
         "split_copy": "kernels.tagging",
+        "straight": "quadrature.paths",
         "test_copy": "kernels.tagging",
         "train": "training.train",
         "train_copy": "kernels.tagging",
@@ -129,6 +133,7 @@ __all__ = [
     "UncertainClassifier",
     "adaptive",
     "attribute",
+    "chords",
     "gauss_legendre",
     "gram_block",
     "influence",
@@ -136,6 +141,7 @@ __all__ = [
     "left_endpoint",
     "left_riemann",
     "load_trajectory",
+    "manhattan",
     "midpoint",
     "network_outputs",
     "next_to_label",
@@ -145,6 +151,7 @@ __all__ = [
     "self_influence",
     "softmax_uncertainty",
     "split_copy",
+    "straight",
     "test_copy",
     "train",
     "train_copy",

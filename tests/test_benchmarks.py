@@ -119,3 +119,13 @@ def test_influence_is_timed_beside_attribution(load, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "CASES", benchmark.CASES[:1])
     benchmark.main(rounds=1, num_train=12, num_test=2, steps=2)
     assert capsys.readouterr().out.splitlines()[-1].startswith("| MLP 64-32-10, tanh, SGD, full batch | ")
+
+
+@pytest.mark.slow
+def test_paths_are_compared(load, capsys):
+    benchmark = load("paths")
+    benchmark.sums(only="ReLU MLP", steps=4, num_train=8, num_test=1, lengths="1,2")
+    benchmark.uncertainty_map(size=3, num_train=6, steps=4, width=4, asked="1:1,2:1", threads=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("| ReLU MLP | ")]) == 3 * 2
+    assert lines[-1].startswith("| 2 | 1 | ")

@@ -246,10 +246,12 @@ class _PartOfPass(PassProgress):
         super().__init__(None, sums, record)
         (self.done, self.last), self.tick = steps, tick
 
-    def advance(self, integral: Integral, adjoint_state: Tensor | None, *, is_last: bool) -> None:
-        super().advance(integral, adjoint_state, is_last=is_last)
-        synchronise(integral.point)
-        self.tick(1)
+    def advance(
+        self, integrals: Sequence[Integral], adjoint_state: Tensor | None, *, is_last: bool, num_steps: int = 1
+    ) -> None:
+        super().advance(integrals, adjoint_state, is_last=is_last, num_steps=num_steps)
+        synchronise(self.sums[0])
+        self.tick(num_steps)
         if self.done >= self.last:
             raise _MeasuredError
 

@@ -24,6 +24,7 @@ from epk_gp.kernel_machine.certification import (
 )
 from epk_gp.kernel_machine.reconstruction_pass import sum_over_steps
 from epk_gp.kernel_machine.term_tables import number_row, place_table, shown_places
+from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.quadrature.status import QuadratureStatus
 
@@ -37,8 +38,8 @@ class Reconstruction(Displayed):
         network: Outputs of the trained network, (n, C).
         initial: f at the initial weights, the machine's b(x), (n, C).
         max_error: Largest |outputs - network|.
-        max_residual: Largest |f(w_{s+1}) - f(w_s) - integral| of a (point, step): the quadrature's error, known
-            without the sum.
+        max_residual: Largest |f(w_{s+1}) - f(w_s) - integral| of a (point, step), or of a chord: the quadrature's
+            error, known without the sum.
         total_residual: Largest sum of these over the steps of one point: an upper bound on the quadrature's share of
             the error.
         evaluations: Gradients evaluated per point and step, on average.
@@ -49,7 +50,8 @@ class Reconstruction(Displayed):
         mismatch_ratio: Largest ratio of a step's mismatch to what rounding of weights and gradients explains.
         worst_step: The step that has it; -1 for a run without steps.
         error_tolerance: What `max_error` may be where both are at most 1.
-        statuses: Number of (point, step) pairs by the reason why the rule stopped refining them.
+        statuses: Number of (point, step) pairs, or of points and chords, by the reason why the rule stopped refining
+            them.
     """
 
     outputs: Float[Tensor, "n C"]
@@ -104,6 +106,7 @@ def reconstruct(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> Reconstruction:
     """Evaluate the ensemble of kernel machines, one per step (Theorem 3.6, Bell et al. 2023).
@@ -119,7 +122,9 @@ def reconstruct(
         trajectory: Training run with S steps.
         X: n inputs, of the structure of the training inputs.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        rule: How each step's integral is taken.
+        rule: How each step's integral is taken, or each chord's.
+        path: Along which the points are integrated. The sum is as exact for `chords(every=k)`, at fewer evaluations,
+            and for `manhattan()`.
         options: `memory_budget` (beside it, one gradient of the training data), `progress`, `checkpoint` and
             `executor`; see `ComputeOptions`.
 
@@ -127,10 +132,10 @@ def reconstruct(
         Outputs and certificate, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: The network cannot take the inputs, or the head or the rule is unknown.
+        TypeError, ValueError: The network cannot take the inputs, or the head, the rule or the path is unknown.
     """
     parsed = parse_options("reconstruct", ("accumulate",), **options)
-    kernel = PathKernel(trajectory, head, rule)
+    kernel = PathKernel(trajectory, head, rule, path=path)
     X = kernel.parse_inputs(X)
     result = with_plan(trajectory, trajectory.model_for(X), lambda net: _reconstruct(net, kernel, X, parsed))
     warn_if_uncertified("the reconstruction", result)
