@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,15 +36,15 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def run(page: str) -> tuple[dict[str, Any], list[str]]:
-    """Run the code of a page, and return its names and what each block prints."""
+    """Run the code of a page in a folder that is then removed, and return its names and what each block prints."""
     names: dict[str, Any] = {}
     printed = []
-    for code, _ in blocks(page):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out), warnings.catch_warnings():
-            warnings.simplefilter("ignore", CertificateWarning)  # of the rule that is not certified
-            exec(compile(code, "README.md", "exec"), names)
-        printed.append(out.getvalue())
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore", CertificateWarning)  # of the rule that is not certified
+        for code, _ in blocks(page):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(code, "README.md", "exec"), names)
+            printed.append(out.getvalue())
     return names, printed
 
 

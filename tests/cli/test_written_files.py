@@ -15,7 +15,7 @@ from written_files import PAGE, described, names, pattern
 SIZES: dict[str, int] = {"n": 2, "N": 6, "M": 24, "C": 3, "K": 1, "S": 4, "R": 4, "L": 4, "D": 100, "P": 523}
 OTHERS = {"gram": {"M": 7}, "gram --part": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
 MADE = ("record", "export", "info", "verify", "attribute", "influence", "gram", "gram --part", "estimate",
-        "uncertainty", "uncertainty --validation", "uncertainty --save-model", "audit")  # fmt: skip
+        "uncertainty", "uncertainty --validation", "uncertainty --save-model", "audit", "report")  # fmt: skip
 
 
 def fits(shape: str, found: tuple[int, ...], sizes: dict[str, int]) -> bool:
@@ -65,6 +65,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: folder / name.replace(" --", "-") for name in MADE}
     recorded = made["record"]
     made["export"].mkdir()
+    made["report"].mkdir()
     options = {
         "export": ("--out", made["export"] / "run.safetensors"),
         "verify": ("--num-points", 2),
@@ -73,6 +74,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "gram": ("--num-rows", 6, "--num-columns", 7),
         "gram --part": ("--num-rows", 6, "--num-columns", 7, "--part", "1/1"),
         "estimate": ("--num-rows", 6, "--num-columns", 7, "--seconds", 1),
+        "report": ("--out", made["report"] / "report.html", "--num-points", 1),
         "uncertainty": ("--num-condition", 8, "--grid", 5, "--num-samples", 8, "--fit-steps", 1),
         "uncertainty --validation": ("--validation", "held-out", "--save-model", made["uncertainty --save-model"]),
     }
@@ -80,7 +82,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert run("record", "--out", recorded, *data, "--quiet") == 0
     for name in MADE:
         if name not in ("record", "uncertainty --save-model"):
-            out = () if name == "export" else ("--out", made[name])
+            out = () if name in ("export", "report") else ("--out", made[name])
             assert run(name.split()[0], recorded, *out, *options.get(name, ()), "--quiet") == 0, name
     return made
 
