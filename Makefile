@@ -9,6 +9,8 @@ OUT ?= demo_output
 PYTEST_ARGS ?= -n 2
 WITHOUT_TYPES := --strict-markers --strict-config --import-mode=importlib -ra
 NO_TESTS := 5
+# Code of pages has lines of 88 characters: the site's column holds them.
+FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md')
 
 # Exact versions, the build backend's too: it is installed first and used without build isolation.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
@@ -57,11 +59,13 @@ test-fast: $(DEV)
 lint: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(FORMAT_PAGES) --check
 	$(BIN)/mypy
 
 format: $(DEV)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(FORMAT_PAGES)
 
 docs: export NO_MKDOCS_2_WARNING := 1 # its banner; warnings of the build are errors
 docs: $(DEV)

@@ -1,4 +1,4 @@
-"""Three things that MkDocs does not do: formulas as MathML, tables from saved results, and a package's modules."""
+"""What MkDocs does not do: formulas as MathML, tables from saved results, and a package's modules."""
 
 import html
 import importlib.util
@@ -14,23 +14,77 @@ from latex2mathml.converter import convert
 GALLERY = Path(__file__).parent / "gallery"
 ATTRIBUTION = Path(__file__).parents[1] / "benchmarks" / "attribution"
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_CODE = re.compile(r"<(code|pre)\b.*?</\1>", re.DOTALL)
 _TABLE = re.compile(r"^\{\{ (\w+) (\w+) \}\}$", re.MULTILINE)
+_RESULTS = re.compile(r"^\{\{ results \}\}$", re.MULTILINE)
 _MODULES = re.compile(r"^\{\{ modules ([\w.]+) \}\}$", re.MULTILINE)
 
 
 def on_page_content(content: str, **_: object) -> str:
-    """Turn formulas into MathML, which browsers draw themselves."""
+    """Turn formulas into MathML, which browsers draw themselves.
+
+    Raises:
+        ValueError: A formula was not recognised, and its source would be shown.
+    """
 
     def formula(match: re.Match[str]) -> str:
-        return convert(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+        drawn = convert(html.unescape(match[2]).strip(), display="block" if match[1] == "div" else "inline")
+        return f'<div class="formula">{drawn}</div>' if match[1] == "div" else drawn
 
-    return _FORMULA.sub(formula, content)
+    content = _FORMULA.sub(formula, content)
+    left = re.search(r"\$\$[^<]{0,60}", _CODE.sub("", content))
+    if left is not None:
+        raise ValueError(f"formulas of a list must be indented by four spaces: {left[0]!r} is not recognised.")
+    return content
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Replace {{ experiment table }} by saved numbers, and {{ modules epk_gp.x }} by the reference of a package."""
+    """Replace {{ results }} and {{ experiment table }} by saved numbers, {{ modules epk_gp.x }} by a reference."""
+    markdown = _RESULTS.sub(lambda _: headline(), markdown)
     markdown = _TABLE.sub(lambda match: TABLES[match[2]](_saved(match[1])), markdown)
     return _MODULES.sub(lambda match: _reference(match[1]), markdown)
+
+
+def headline() -> str:
+    """Return the three results of the index and the README, each with what it is measured beside."""
+    r = _saved("fig04_machine")["results"]
+    errors = dict(zip(r["rules"], r["max_error"], strict=True))
+    adaptive = next(i for i, name in enumerate(r["rules"]) if name.startswith("adaptive"))
+    exact = f"network and kernel machine differ by at most **{r['max_error'][adaptive]:.1e}**"
+    cost = f"{r['evaluations'][adaptive]:.1f} evaluations per point and step, 300 steps, float64"
+    rows = _saved("counterfactual")["results"]["table"]
+    problems = len({row["problem"] for row in rows})
+    agreement = {
+        (name, kind): _range(
+            [row["leave-one-out"][0] for row in rows if row["score"] == name and row["problem"].startswith(kind)], 2
+        )
+        for name in ("influence", "contributions", "TracIn (captum)")
+        for kind in ("tanh", "relu", "")
+    }
+    r = _saved("judged_networks")["results"]
+    columns = [method_means(r["table"], measure)[0] for measure in _outside_measures(r)[:4]]
+    areas = {name: _range([column[name] for column in columns], 3) for name in columns[0]}
+    lines = [
+        ["Is it exact?", f"{exact} ({cost})", f"the paper's rule, 100 nodes: {errors['left Riemann 100']:.1e}"],
+        [
+            "What would change without a training point?",
+            f"rank correlation with training again: **{agreement['influence', 'tanh']}** with tanh, "
+            f"**{agreement['influence', 'relu']}** with ReLU ({problems} problems on digits)",
+            f"TracIn {agreement['TracIn (captum)', '']}; our contributions {agreement['contributions', '']}: exact is "
+            "not causal",
+        ],
+        [
+            "Is this input of another kind?",
+            f"area under the ROC curve **{areas['EPK-GP']}** (MNIST and Fashion-MNIST, against each other and KMNIST)",
+            f"softmax {areas['softmax, as trained']}; nearest training image {areas['kNN, pixels']}; "
+            f"NTK at the last step {areas['NTK-GP, last step']}",
+        ],
+    ]
+    return _table(["question", "result", "beside it"], lines)
+
+
+def _range(values: list[float], digits: int) -> str:
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
 def modules_of(package: str) -> list[str]:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.smoothing import Smoothing
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
+    from epk_gp.quadrature.paths import chords, manhattan, straight
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
+    from epk_gp.report.write import write_report
     from epk_gp.storage.run import load_trajectory
     from epk_gp.storage.writer import Storage
     from epk_gp.training.diagnosis import StepMismatchError
@@ -54,6 +56,7 @@ else:
         "UncertainClassifier": "gp.uncertain_classifier",
         "adaptive": "quadrature.rules",
         "attribute": "kernel_machine.attribute",
+        "chords": "quadrature.paths",
         "gauss_legendre": "quadrature.rules",
         "gram_block": "gram.path_kernel",
         "influence": "kernel_machine.influence",
@@ -61,6 +64,7 @@ else:
         "left_endpoint": "quadrature.rules",
         "left_riemann": "quadrature.rules",
         "load_trajectory": "storage.run",
+        "manhattan": "quadrature.paths",
         "midpoint": "quadrature.rules",
         "network_outputs": "core.trajectory",
         "next_to_label": "analysis.next_to_label",
@@ -70,10 +74,12 @@ else:
         "self_influence": "kernel_machine.influence",
         "softmax_uncertainty": "gp.softmax",
         "split_copy": "kernels.tagging",
+        "straight": "quadrature.paths",
         "test_copy": "kernels.tagging",
         "train": "training.train",
         "train_copy": "kernels.tagging",
     }
+    _DRAWING = {"write_report": "report.write"}  # imported by itself, for it needs matplotlib
     _FOLDERS = (
         "analysis",
         "autodiff",
@@ -84,12 +90,16 @@ else:
         "kernel_machine",
         "kernels",
         "quadrature",
+        "report",
         "storage",
         "training",
     )
 
     def __getattr__(name: str) -> object:
         """Import all public names if one is asked for, or a folder; or return what a name stood for in version 0.1."""
+        if name in _DRAWING:
+            globals()[name] = getattr(import_module(f"epk_gp.{_DRAWING[name]}"), name)
+            return globals()[name]
         if name not in _MODULES and name not in _FOLDERS:
             return _moved.resolve(name)
         # all of them, so that `import epk_gp` is enough for epk_gp.gp.models.LogitGP, whatever was used before it
@@ -123,6 +133,7 @@ __all__ = [
     "UncertainClassifier",
     "adaptive",
     "attribute",
+    "chords",
     "gauss_legendre",
     "gram_block",
     "influence",
@@ -130,6 +141,7 @@ __all__ = [
     "left_endpoint",
     "left_riemann",
     "load_trajectory",
+    "manhattan",
     "midpoint",
     "network_outputs",
     "next_to_label",
@@ -139,7 +151,9 @@ __all__ = [
     "self_influence",
     "softmax_uncertainty",
     "split_copy",
+    "straight",
     "test_copy",
     "train",
     "train_copy",
+    "write_report",
 ]

@@ -54,15 +54,17 @@ def write_json(
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of this package, Python and the packages that compute."""
+    packages = ("torch", "gpytorch", "linear_operator", "numpy", "safetensors")
+    own = {"epk_gp": epk_gp.__version__, "python": platform.python_version()}
+    return own | {name: version(name) for name in packages}
+
+
 def provenance(timer: Stopwatch) -> dict[str, object]:
     """Return the versions, the machine and the seconds of a result."""
-    packages = ("torch", "gpytorch", "linear_operator", "numpy", "safetensors")
     return {
-        "versions": {
-            "epk_gp": epk_gp.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in packages},
-        },
+        "versions": versions(),
         "machine": {"system": platform.platform(), "threads": torch.get_num_threads()},
         "seconds": {"total": timer.total, **timer.laps},
     }

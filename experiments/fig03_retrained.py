@@ -10,7 +10,7 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, rays, square_grid
-from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, probabilities, retrain
+from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.plots import draw_colorbar, map_handles, new_figure, shades_of, uncertainty_map
@@ -88,7 +88,7 @@ def run(config: Config) -> Result:
     outputs = network_outputs(trajectory, queries)
     found, support = [], []
     for gram, cross in (path, rbf):
-        machine = retrain(gram, trajectory.targets, penalty=config.penalty)
+        machine = fit_support_vector_machines(gram, trajectory.targets, penalty=config.penalty)
         decisions = decision_values(machine, cross)
         found.append(probabilities(fit_platt_scaling(decisions[:half], held_out.labels[:half]), decisions))
         support.append(machine.num_support_vectors.tolist())

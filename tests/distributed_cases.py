@@ -122,6 +122,15 @@ def _classes(run: Any, **options: Any) -> Any:
     return epk.attribute(run, inputs(24), rule=RULE, classes=torch.arange(24) % 3, memory_budget=SMALL, **options)
 
 
+def _influence(run: Any, **options: Any) -> Any:
+    return epk.influence(run, inputs(9), memory_budget=SMALL, **options)
+
+
+def _retrain(run: Any, **options: Any) -> Any:
+    weights = torch.rand(25, POINTS, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return epk.retrain(run, weights, memory_budget=SMALL, **options)
+
+
 def _posterior(run: Any, **options: Any) -> Any:
     posterior = epk.LogitGP(run, rule=RULE, **options).logit_posterior(inputs(6))
     return posterior.mean, posterior.covariance
@@ -159,6 +168,8 @@ CALLS = {
         Call("batch_norm", "batch_norm", _attribute, steps=3),
         Call("many", "momentum", _many, steps=3),
         Call("many_plain", "plain", _many, steps=3),
+        Call("influence", "adam", _influence, steps=3),
+        Call("retrain", "adam", _retrain, steps=3),
         Call("posterior", "plain", _posterior),
         Call("diagonal", "plain", lambda run, **o: gram_diagonal_blocks(run, mixed(9), rule=RULE, **o)),
         Call("reconstruct", "plain", lambda run, **o: _reconstruct(run, 10, **o), steps=34),

@@ -27,7 +27,8 @@ RANK = {
     "analysis": 6,
     "classifier": 6,
     "plots": 7,
-    "cli": 8,
+    "report": 8,
+    "cli": 9,
 }
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(ROOT.rglob("*.py"))}
 MODULES = {name.removesuffix(".__init__"): file for name, file in FILES.items() if name != "__init__"}

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import page_code
+from harness import words_in
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -37,6 +40,17 @@ def test_every_benchmark_can_be_imported(load, name):
 def test_the_committed_tables_are_those_of_the_committed_numbers(load):
     numbers = json.loads((FOLDER / "results.json").read_text())
     assert load("table").markdown(numbers) == (FOLDER / "results.md").read_text()
+
+
+def test_the_committed_chart_is_that_of_the_committed_numbers():
+    """`docs/pictures/benchmarks.py` draws it; the ratios are among its words."""
+    chart = page_code.load(FOLDER.parent / "docs" / "pictures" / "benchmarks.py")
+    numbers = json.loads((FOLDER / "results.json").read_text())
+    shown = words_in(FOLDER.parent / "docs" / "pictures" / "benchmarks.svg")
+    assert shown == chart.words_of(chart.draw(numbers))
+    row = next(row for row in numbers["ntk"] if row["contender"] == "neural-tangents 3")
+    row["median"] *= 2  # the negative control
+    assert shown != chart.words_of(chart.draw(numbers))
 
 
 def test_an_interpreter_is_found_where_there_is_one(load):
@@ -116,3 +130,13 @@ def test_a_run_of_fewer_states_is_measured(load, tmp_path, capsys):
         found.append(json.loads(capsys.readouterr().out))
     assert 0.5 < found[0]["announced"] / found[0]["bytes"] < 1.5
     assert found[1]["residual"] < 1
+
+
+@pytest.mark.slow
+def test_paths_are_compared(load, capsys):
+    benchmark = load("paths")
+    benchmark.sums(only="ReLU MLP", steps=4, num_train=8, num_test=1, lengths="1,2")
+    benchmark.uncertainty_map(size=3, num_train=6, steps=4, width=4, asked="1:1,2:1", threads=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("| ReLU MLP | ")]) == 3 * 2
+    assert lines[-1].startswith("| 2 | 1 | ")

@@ -1,6 +1,7 @@
 """The head that nobody names follows the run's loss, at every public door."""
 
 import ast
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from epk_gp.kernel_machine.axes import by_step
 from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, k_prime_block
 from epk_gp.kernel_machine.single_machine import single_machine
 from epk_gp.kernels.precomputed import epk_gram
+from report_cases import embedded
 
 RULE = epk.gauss_legendre(2)
 HALVES = torch.full((1, 6), 0.5, dtype=torch.float64)
@@ -79,6 +81,16 @@ def angles(run: epk.Trajectory, **head: Any) -> Tensor:
     return gradient_alignment(run, TEST, outputs, steps=[0, 2], times=[0.5], **head).angle_exact_to_step
 
 
+def reported(run: epk.Trajectory, **head: Any) -> Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        file = epk.write_report(
+            Path(folder) / "report.html", run, TEST, outputs="all", rule=RULE, kernel_points=0, **head
+        )
+        content = embedded(file)
+    outputs = [output for point in content["points"] for output in point["explanations"].values()]
+    return torch.tensor([output["running"] for output in outputs]).double() * content["quantum"]
+
+
 DOORS: dict[str, Callable[..., Tensor]] = {
     "gram.path_kernel.PathKernel": lambda run, **h: epk.PathKernel(run, rule=RULE, **h).block(*pair(run)),
     "gram.path_kernel.gram_block": lambda run, **h: epk.gram_block(run, *pair(run), rule=RULE, **h),
@@ -99,6 +111,7 @@ DOORS: dict[str, Callable[..., Tensor]] = {
     "kernel_machine.attribute.attribute_many": lambda run, **h: (
         attribute_many(run, TEST, [[]], rule=RULE, **h)[0].values
     ),
+    "report.write.write_report": reported,
     "kernel_machine.influence.influence": lambda run, **h: epk.influence(run, TEST, **h).values,
     "kernel_machine.retrain.Retraining": lambda run, **h: epk.retrain(run, HALVES).outputs(TEST, **h),
     "analysis.counterfactual.leave_one_out": lambda run, **h: leave_one_out(run, TEST, **h),
@@ -109,9 +122,10 @@ DOORS: dict[str, Callable[..., Tensor]] = {
 # They have no kernel machine of a regression to give, and are tested by themselves below.
 OTHER_DOORS = {
     "kernel_machine.single_machine.single_machine",
-    "cli.commands.gram",
+    "cli.gram_commands.gram",
     "cli.commands.attribute",
     "cli.commands.influence",
+    "cli.commands.report",
     "cli.commands.verify",
     "gram.estimate.estimate_gram",  # seconds and bytes
     "kernel_machine.estimate.estimate_attribution",

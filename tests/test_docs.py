@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import epk_gp as epk
+from page_code import QUICKSTART, load, same
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,14 +31,45 @@ FILE = re.compile(r"`((?:epk_gp/)?(?:\w+/)+\w+\.py)`")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_the_page_s_code_runs_as_it_stands(page, tmp_path, monkeypatch):
+def test_the_page_s_code_runs_as_it_stands_and_prints_what_is_shown(page, tmp_path, monkeypatch, capsys):
+    """Where a page shows an output, a block of text below the code, `docs/pictures/quickstart.py` writes it."""
     monkeypatch.chdir(tmp_path)  # pages may write files
     names: dict[str, object] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), flags=re.MULTILINE | re.DOTALL):
-        exec(compile(block, page, "exec"), names)
+    for code, shown in load(QUICKSTART).blocks((DOCS / page).read_text()):
+        exec(compile(code, page, "exec"), names)
+        printed = capsys.readouterr().out
+        assert not shown or same(shown, printed), f"{code}\nprints\n{printed}"
     assert any(
         str(getattr(value, "__module__", "")).startswith("epk_gp") or name == "epk" for name, value in names.items()
     )
+
+
+def test_outputs_that_differ_are_found():
+    """The negative control."""
+    assert same("off by 0.132 of 20 points", "off by 0.133 of 20 points")
+    assert same("largest \u22122.5e\u221214", "largest -1.9e-14")
+    assert not same("off by 0.132", "off by 0.142")
+    assert not same("certified True", "certified False")
+    assert not same("3 points", "3")
+
+
+WIDTH = 88  # characters that the site's column holds at 1280 pixels
+
+
+def wide_lines(text: str) -> list[str]:
+    """The lines of a page's code that its column cuts off."""
+    blocks = re.findall(r"^ *```[^\n]*\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md"])
+def test_code_fits_into_the_column(page):
+    assert wide_lines((DOCS / page).read_text()) == []
+
+
+def test_a_line_that_is_cut_off_is_found():
+    """The negative control."""
+    assert wide_lines(f"```python\n{'x' * WIDTH}\n{'y' * (WIDTH + 1)}\n```") == ["y" * (WIDTH + 1)]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -242,3 +274,6 @@ def test_a_table_or_package_that_does_not_exist_is_an_error():
     page = hooks.on_page_content(r'<p><span class="arithmatex">\(a &lt; b_1\)</span></p>')
     assert "<math" in page
     assert "arithmatex" not in page
+    assert hooks.on_page_content("<code>$$</code>") == "<code>$$</code>"
+    with pytest.raises(ValueError, match="must be indented by four spaces"):
+        hooks.on_page_content("<p>$$a + b$$</p>")

@@ -1,13 +1,17 @@
+"""The README: its code prints what is shown, its commands and links exist, its numbers are the saved ones."""
+
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
 from epk_gp.cli import main
+from harness import words_in
+from page_code import QUICKSTART, load, same
 
 README = Path(__file__).parents[1] / "README.md"
+DOCS = README.parent / "docs"
 
 
 def code(language: str) -> list[str]:
@@ -23,16 +27,32 @@ def exit_status(words: list[str]) -> int:
 
 
 @pytest.mark.slow
-def test_the_readme_s_code_runs_as_it_stands(capsys):
-    names: dict[str, object] = {}
-    for block in code("python"):
-        exec(compile(block, str(README), "exec"), names)
-    K, X, X_test = names["K"], names["X"], names["X_test"]
-    assert isinstance(K, torch.Tensor)
-    assert isinstance(X, torch.Tensor)
-    assert isinstance(X_test, torch.Tensor)
-    assert K.shape == (len(X_test), 3, len(X), 3)
-    assert "torch.Size([20, 3]) torch.Size([20, 3]) torch.Size([20])" in capsys.readouterr().out
+def test_the_readme_s_code_prints_and_draws_what_is_shown():
+    """`docs/pictures/quickstart.py` writes both anew."""
+    page, quickstart = README.read_text(), load(QUICKSTART)
+    names, printed = quickstart.run(page)
+    assert quickstart.with_outputs(page, printed).count("```text") == page.count("```text") == 7
+    for (code, shown), text in zip(quickstart.blocks(page), printed, strict=True):
+        assert same(shown, text), f"{code}\nprints\n{text}"
+    assert names["K"].shape == (len(names["X_test"]), 3, len(names["X"]), 3)
+    for name, draw in quickstart.PICTURES.items():
+        shown = words_in(DOCS / "pictures" / f"quickstart_{name}.svg")
+        assert same("\n".join(shown), "\n".join(quickstart.words_of(draw(names)))), name
+
+
+@pytest.mark.parametrize("page", ["index.md", "quickstart.md"])
+def test_pages_take_parts_of_the_readme_that_exist(page):
+    """All but those on the index are in the quick start, in their order."""
+    parts = re.findall(r"--8<-- \[start:(\w+)\]", README.read_text())
+    taken = re.findall(r'^--8<-- "README.md:(\w+)"$', (DOCS / page).read_text(), flags=re.MULTILINE)
+    assert taken == (["own"] if page == "index.md" else parts[1:])
+    assert [README.read_text().count(f"[end:{part}]") for part in parts] == [1] * len(parts)
+
+
+def test_the_readme_s_results_are_the_saved_ones():
+    pytest.importorskip("latex2mathml")
+    shown = re.search(r"<!-- \[start:results\] -->\n(.*?)\n<!-- \[end:results\] -->", README.read_text(), re.DOTALL)
+    assert shown[1].strip() == load(DOCS / "hooks.py").headline()
 
 
 def test_the_readme_s_command_lines_are_understood():

@@ -20,7 +20,7 @@ from epk_gp.analysis.detection import ood_metrics
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.path_geometry import line_profile, path_profile
 from epk_gp.analysis.planes import principal_plane
-from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, probabilities, retrain
+from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
 from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum
 from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
@@ -212,11 +212,11 @@ def _train(shared: Shared) -> object:
     return run.digest, list(run.states), run.steps
 
 
-def _retrain(shared: Shared) -> object:
+def _support_vector_machines(shared: Shared) -> object:
     a, b = shared.points
     gram = gram_block_per_class(shared.run, b, b, rule=epk.gauss_legendre(2))
     cross = gram_block_per_class(shared.run, a, b, rule=epk.gauss_legendre(2))
-    machine = retrain(gram, shared.run.targets)
+    machine = fit_support_vector_machines(gram, shared.run.targets)
     decisions = decision_values(machine, cross)
     scaling = fit_platt_scaling(decisions, shared.run.targets[:5])
     return machine, decisions, scaling, probabilities(scaling, decisions), gram_spectrum(gram[0])
@@ -248,6 +248,15 @@ def _export(shared: Shared) -> object:
     with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
         size = export_run(shared.folder / "packed", Path(folder) / "run.safetensors")
         return size, hashlib.sha256((Path(folder) / "run.safetensors").read_bytes()).hexdigest()
+
+
+def _report(shared: Shared) -> object:
+    with tempfile.TemporaryDirectory(dir=shared.folder) as folder:
+        rule = epk.gauss_legendre(2)
+        file = epk.write_report(
+            Path(folder) / "report.html", shared.run, shared.test, explained=2, outputs=1, rule=rule, kernel_points=4
+        )
+        return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _statistics(shared: Shared) -> object:
@@ -314,6 +323,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     "attribute": lambda s: epk.attribute(s.run, s.test),
     "attribute, logits, stored": lambda s: epk.attribute(s.stored, s.test, head="logits", rule=epk.gauss_legendre(2)),
     "attribute, one class": lambda s: epk.attribute(s.run, s.test, classes=torch.arange(5) % 3),
+    "write_report": _report,
     "influence": lambda s: epk.influence(s.run, s.test),
     "self_influence": lambda s: epk.self_influence(s.run),
     "retrain, its runs": lambda s: epk.retrain(s.run, torch.full((2, s.run.num_points), 0.5).double()).states,
@@ -351,7 +361,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     else None,
     "line_profile": lambda s: line_profile(s.run, s.test, torch.arange(5) % 3, size=3),
     "path_profile": lambda s: path_profile(s.packed),
-    "retrain": _retrain,
+    "support_vector_machines": _support_vector_machines,
     "statistics": _statistics,
     "infinite_width": _infinite_width,
     "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "packed", s.build().double()).states),

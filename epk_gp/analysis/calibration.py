@@ -25,6 +25,41 @@ class Calibration:
     nll: float
 
 
+@dataclass(frozen=True, eq=False)
+class ReliabilityBins:
+    """Predictions by their confidence, the probability of the most probable class, in B bins of equal width on [0, 1].
+
+    Attributes:
+        count: Points in each bin.
+        confidence: Their mean confidence; NaN in an empty bin.
+        accuracy: Share of them whose most probable class is right; NaN in an empty bin.
+    """
+
+    count: Int64[Tensor, " B"]
+    confidence: Float[Tensor, " B"]
+    accuracy: Float[Tensor, " B"]
+
+
+def reliability_bins(
+    probability: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], *, bins: int = 10
+) -> ReliabilityBins:
+    """Compare confidence and accuracy, bin by bin: what a reliability diagram shows.
+
+    Args:
+        probability: Class probabilities of n points; rows sum to 1.
+        labels: Classes of the points.
+        bins: Number B of bins.
+
+    Raises:
+        TypeError, ValueError: As `calibration`.
+    """
+    bin_of, confidence, correct = _binned(probability, labels, bins)
+    count = torch.bincount(bin_of, minlength=int(bins))
+    sums = torch.zeros(2, int(bins), dtype=probability.dtype, device=probability.device)
+    sums.index_add_(1, bin_of, torch.stack([confidence, correct]))
+    return ReliabilityBins(count, *(sums / count))
+
+
 def calibration(probability: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], *, bins: int = 15) -> Calibration:
     """Measure how well class probabilities are calibrated.
 
@@ -38,23 +73,27 @@ def calibration(probability: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], 
         ValueError: There are no points, or not one label per point in 0 .. C - 1. Or a row of `probability` is negative
             or does not sum to 1, or there is no bin.
     """
-    validate_count(bins, "bins")
-    validate_tensor(probability, "probability", ndim=2, floating=True)
-    if not probability.numel():
-        raise ValueError(f"probability must hold at least one point: got shape {tuple(probability.shape)}.")
-    validate_labels(labels, *probability.shape)
-    bins, labels = int(bins), labels.long()
-    sums = probability.sum(dim=1)
-    if not (probability >= 0).all() or not torch.allclose(sums, torch.ones_like(sums), atol=1e-6, rtol=0):
-        raise ValueError("probability must hold rows of probabilities that sum to 1: some do not. Apply a softmax.")
-    confidence, chosen = probability.max(dim=1)
-    correct = (chosen == labels).to(probability)
-    bin_of = (confidence * bins).long().clamp_max(bins - 1)
-    gaps = torch.zeros(bins, dtype=probability.dtype, device=probability.device)
+    bin_of, confidence, correct = _binned(probability, labels, bins)
+    gaps = torch.zeros(int(bins), dtype=probability.dtype, device=probability.device)
     gaps.index_add_(0, bin_of, confidence - correct)
-    of_label = probability.gather(1, labels[:, None])[:, 0]
+    of_label = probability.gather(1, labels.long()[:, None])[:, 0]
     return Calibration(
         accuracy=float(correct.mean()),
         ece=float(gaps.abs().sum() / len(labels)),
         nll=float(-of_label.log().mean()),
     )
+
+
+def _binned(probability: Tensor, labels: Tensor, bins: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the bin of each point's confidence, the confidence, and whether the most probable class is right."""
+    validate_count(bins, "bins")
+    validate_tensor(probability, "probability", ndim=2, floating=True)
+    if not probability.numel():
+        raise ValueError(f"probability must hold at least one point: got shape {tuple(probability.shape)}.")
+    validate_labels(labels, *probability.shape)
+    sums = probability.sum(dim=1)
+    if not (probability >= 0).all() or not torch.allclose(sums, torch.ones_like(sums), atol=1e-6, rtol=0):
+        raise ValueError("probability must hold rows of probabilities that sum to 1: some do not. Apply a softmax.")
+    confidence, chosen = probability.max(dim=1)
+    correct = (chosen == labels.long()).to(probability)
+    return (confidence * int(bins)).long().clamp_max(int(bins) - 1), confidence, correct

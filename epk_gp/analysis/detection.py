@@ -41,6 +41,43 @@ def ood_metrics(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> OO
 
 
 @dataclass(frozen=True, eq=False)
+class ROCCurve:
+    """What a threshold on a score finds, for each of the k different scores and for a threshold above all of them.
+
+    Attributes:
+        threshold: Scores from this one on are called outside, (k + 1,); the first one is infinite.
+        inside: Share of inside points that are called outside, from 0 to 1.
+        outside: Share of outside points that are.
+    """
+
+    threshold: Float[Tensor, " k1"]
+    inside: Float[Tensor, " k1"]
+    outside: Float[Tensor, " k1"]
+
+
+def roc_curve(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> ROCCurve:
+    """Compute the receiver operating characteristic of a score that should be larger for outside points.
+
+    The area under it, joined by straight lines, is `ood_metrics(inside, outside).auroc`.
+
+    Args:
+        inside: Scores of n points of the training distribution.
+        outside: Scores of m out-of-distribution points.
+
+    Raises:
+        TypeError, ValueError: As `ood_metrics`.
+    """
+    _validate_scores(inside, "inside")
+    _validate_scores(outside, "outside")
+    values = torch.cat([inside, outside.to(inside)]).unique().flip(0)
+    shares = []
+    for scores in (inside, outside.to(inside)):
+        below = torch.searchsorted(scores.sort().values, values)
+        shares.append(torch.cat([values.new_zeros(1), 1 - below.to(values) / len(scores)]))
+    return ROCCurve(torch.cat([values.new_full((1,), torch.inf), values]), *shares)
+
+
+@dataclass(frozen=True, eq=False)
 class ErrorDetection:
     """Quality of a score that should be larger for points that are predicted wrongly.
 

@@ -45,6 +45,7 @@ class UncertaintyMap:
             nearest training point; None if `std` is constant.
         share_std_decreasing: Share of 72 rays from the mean of the data along which `std` is smaller at 3 times the
             radius of the data than at the radius itself.
+        plane: The plane.
     """
 
     x: Float[Tensor, " nx"]
@@ -60,6 +61,7 @@ class UncertaintyMap:
     standard_error: float
     distance_correlation: float | None
     share_std_decreasing: float
+    plane: Plane | None = None
 
 
 def uncertainty_on_plane(
@@ -124,6 +126,7 @@ def uncertainty_on_plane(
         standard_error=float(error[: len(nodes)].max()),
         distance_correlation=rank_correlation(std_nodes, nearest_distances(nodes, training)),
         share_std_decreasing=float((std_far < std_near).double().mean()),
+        plane=plane,
     )
 
 

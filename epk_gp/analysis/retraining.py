@@ -38,7 +38,9 @@ class PlattScaling:
     offsets: Float[Tensor, " C"]
 
 
-def retrain(gram: Float[Tensor, "C M M"], labels: Int64[Tensor, " M"], *, penalty: float = 1.0) -> RetrainedMachine:
+def fit_support_vector_machines(
+    gram: Float[Tensor, "C M M"], labels: Int64[Tensor, " M"], *, penalty: float = 1.0
+) -> RetrainedMachine:
     """Fit a support vector machine per class on its own Gram matrix, with scikit-learn's `SVC`.
 
     Section 4.1 of Bell et al. (2023): the kernel stays the same and its coefficients a_i are trained again.
@@ -57,7 +59,9 @@ def retrain(gram: Float[Tensor, "C M M"], labels: Int64[Tensor, " M"], *, penalt
     try:
         from sklearn.svm import SVC  # noqa: PLC0415  an optional dependency
     except ImportError as error:
-        raise ImportError("retrain() must have scikit-learn. Run: pip install epk-gp[experiments]") from error
+        raise ImportError(
+            "fit_support_vector_machines() must have scikit-learn. Run: pip install epk-gp[experiments]"
+        ) from error
     validate_tensor(gram, "gram", ndim=3, floating=True)
     C, M = gram.shape[:2]
     if gram.shape != (C, M, M):

@@ -81,9 +81,7 @@ class LogitsLastLayer(LayerJacobian):
             self, inputs=nodes.add(None if before is None else same_representation(self, before).inputs, self.inputs, 0)
         )
 
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Add one product of the inputs for all outputs."""
         total.add_same_class((self.inputs @ same_representation(self, other).inputs.T).mul_(weight))
 
@@ -158,9 +156,7 @@ class SoftmaxLastLayer(LayerJacobian):
         last = None if before is None else expect_representation(SoftmaxLastLayerAverage, before).values
         return SoftmaxLastLayerAverage(nodes.add(last, values, 1))
 
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Add the inner products of the outer products."""
         b = same_representation(self, other).as_outer_product()
         self.as_outer_product().add_inner(b, total, weight, layer=layer, same_points=same_points)
@@ -183,9 +179,10 @@ class SoftmaxLastLayerAverage(LeftFactor):
 
     fits_concatenation = False
 
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
-        """Add the inner products with the other side's factors (docs/theory.md, section 5)."""
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
+        """Add the inner products with the other side's factors, or averages (docs/theory.md, section 5)."""
+        if isinstance(other, SoftmaxLastLayerAverage):
+            total.add_softmax_averages(self.values, other.values, weight)
+            return
         b = expect_representation(SoftmaxLastLayer, other)
         total.add_softmax_last_layer(self.values, b.inputs, b.probabilities, weight)

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.sketches import FeatureSum
 
 # Inner dimension from which products of several steps are not joined into one with a longer inner dimension. Measured
@@ -47,6 +48,9 @@ class ProductSum(Protocol):
 
     def add_softmax_last_layer(self, averages: Tensor, inputs: Tensor, probabilities: Tensor, weight: float) -> None:
         """Add the inner products of a last layer under the softmax: its averages, (1 + C, N, n), with a and p."""
+
+    def add_softmax_averages(self, left: Tensor, right: Tensor, weight: float) -> None:
+        """Add the inner products of averages of such a layer with others, (1 + C, N, n) and (1 + C, M, n)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +97,12 @@ class LeftFactor(ABC):
 
     @abstractmethod
     def add_inner(
-        self, other: "LayerJacobian", total: ProductSum, weight: float, *, layer: int, same_points: bool
+        self, other: "LeftFactor", total: ProductSum, weight: float, *, layer: int, same_points: bool
     ) -> None:
         """Add weight times the inner products with the other side's points to a sum.
 
         Args:
-            other: The same layer's Jacobian at M points.
+            other: The same layer's Jacobian at M points, or an average of some.
             total: The sum.
             weight: Factor eta_s omega_q.
             layer: Number of the layer, which names its deferred sum.
@@ -148,6 +152,26 @@ class LayerJacobian(LeftFactor):
     @abstractmethod
     def average(self, before: LeftFactor | None, nodes: NodeWeights) -> LeftFactor:
         """Add these evaluations to the average of the nodes before; only if `commutes_with_average`."""
+
+    def multiplies_nodes(self, cost: ContractionCost) -> bool:
+        """Whether products for every node and step cost less than writing sums over them out."""
+        return False
+
+    def add_states(
+        self, total: LeftFactor | None, others: Sequence["LayerJacobian"], weights: Sequence[float]
+    ) -> LeftFactor:
+        """Add the weighted sum of this Jacobian and those of the same points at other states to an average.
+
+        Args:
+            total: The average so far.
+            others: The Jacobians at other states.
+            weights: Of this one, and of the others; all that are ever added sum to 1.
+        """
+        for jacobian, weight in zip((self, *others), weights, strict=True):
+            total = jacobian.average(total, NodeWeights(weight, None, 0))
+        if total is None:
+            raise ValueError("a sum over states must have some: there are none.")
+        return total
 
     @abstractmethod
     def pointwise_products(self, other: "LayerJacobian") -> Float[Tensor, "E K K"]:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.layer_jacobian import (
     LayerJacobian,
     LeftFactor,
@@ -15,6 +16,7 @@ from epk_gp.autodiff.layer_jacobian import (
     ProductSum,
     append_bias_column,
     concat_scaled,
+    expect_representation,
     is_short,
     same_representation,
     sum_outer_products,
@@ -72,9 +74,7 @@ class DenseJacobian(LayerJacobian):
             nodes.add(None if before is None else same_representation(self, before).values, self.values, 1)
         )
 
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Add one matrix product."""
         total.add_products(self.values, same_representation(self, other).values, weight)
 
@@ -156,9 +156,7 @@ class OuterProductJacobian(LayerJacobian):
         output_grads = nodes.place(output_grads, self.output_grads, 1)
         return replace(self, inputs=nodes.add(inputs, self.inputs, 0), output_grads=output_grads)
 
-    def add_inner(
-        self, other: LayerJacobian, total: ProductSum, weight: float, *, layer: int, same_points: bool
-    ) -> None:
+    def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Multiply the products of both factors: at the end of the run where the inputs are constant."""
         b = same_representation(self, other)
         if self.inputs.shape[1] > 1:
@@ -169,6 +167,27 @@ class OuterProductJacobian(LayerJacobian):
             total.add_deferred_products(layer, x, y, weight, lambda: self.input_products(b))
         else:
             total.add_scaled_products(x, y, self.input_products(b).mul_(weight))
+
+    def multiplies_nodes(self, cost: ContractionCost) -> bool:
+        """Whether both factors change from node to node, and products of them cost less than dense ones."""
+        if self.commutes_with_average:
+            return False
+        n_in, n_out = self.inputs.shape[2] + self.has_bias, self.output_grads.shape[3]
+        return cost.factored_is_cheaper(self.inputs.shape[1], n_in, n_out, is_averaged=False)
+
+    def add_states(
+        self, total: LeftFactor | None, others: Sequence[LayerJacobian], weights: Sequence[float]
+    ) -> LeftFactor:
+        """Add states: written out in one product, with states as positions, where both factors change."""
+        if self.commutes_with_average:
+            return super().add_states(total, others, weights)
+        parts = [self, *(same_representation(self, other) for other in others)]
+        inputs = torch.cat([part._biased() for part in parts], dim=1)
+        grads = concat_scaled([part.output_grads for part in parts], weights, 2)
+        values = sum_outer_products(inputs.unsqueeze(2), grads.unsqueeze(3))
+        return DenseJacobian(
+            values if total is None else expect_representation(DenseJacobian, total).values.add_(values)
+        )
 
     def input_products(self, other: "OuterProductJacobian") -> Float[Tensor, "N M"]:
         """Compute the inner products of the inputs of layers with one position, the bias's 1 included."""

@@ -8,36 +8,27 @@ import typer
 from epk_gp.cli.app import command
 from epk_gp.cli.options import (
     CheckEvery,
-    ColumnsSide,
     CommitSeconds,
     CompressionName,
     Dtype,
-    EstimatedCommand,
     Explained,
     ExplainedOutputs,
     HeadOption,
     LossName,
-    MeasuringSeconds,
     Memory,
     Network,
-    NumColumns,
     NumExplained,
-    NumRows,
     OptimizerName,
     Out,
     PointsFile,
     Quiet,
-    RowsSide,
     RuleOption,
     RunDtype,
     RunFolder,
     Scheduler,
     Seed,
     SeedOfPoints,
-    ShareOfParts,
-    Side,
     SmoothingRuns,
-    StepsOfPart,
     StoredDtype,
     TopListed,
     VerifiedHeads,
@@ -273,20 +264,72 @@ def influence(
     """
 
 
-@command("Write a block of the exact path kernel.")
-def gram(
+@command("Write predictions, contributions and certificate as a page.")
+def report(
     run: RunFolder,
-    out: Out = Path("gram"),
-    rows: RowsSide = Side.test,
-    columns: ColumnsSide = Side.train,
-    num_rows: NumRows = None,
-    num_columns: NumColumns = None,
-    steps: StepsOfPart = None,
-    part: ShareOfParts = None,
+    out: Annotated[Path, typer.Option(help="The HTML file; it needs nothing beside it.")] = Path("report.html"),
+    num_points: Annotated[
+        int, typer.Option(help="Largest number of points that are explained; the overview is of all.", callback=count())
+    ] = 6,
+    top: Annotated[
+        int, typer.Option(help="Training points named of either sign, at most 50.", callback=count(1, 50))
+    ] = 10,
+    layers: Annotated[
+        bool,
+        typer.Option(
+            "--layers/--no-layers", help="Tell layers apart; without, full-batch runs take a fraction of the time."
+        ),
+    ] = True,
+    outputs: Annotated[
+        str,
+        typer.Option(help="predicted (and the true class where it is another), all, or a number: the most probable."),
+    ] = "predicted",
+    title: Annotated[str | None, typer.Option(help="Title of the page; the run's digest by default.")] = None,
+    class_names: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Names of the classes, in order, with commas between them.")
+    ] = None,
     head: HeadOption = None,
-    rule: RuleOption = "gauss-legendre:4",
+    rule: RuleOption = "adaptive",
+    influence: Annotated[
+        bool, typer.Option("--influence", help="Compute influence too, and show it beside the contributions.")
+    ] = False,
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Show probabilities with a band, and scores: fit an UncertainClassifier with labelled points that "
+            "the network has not seen, as epk-gp uncertainty does. A file, a folder of MNIST-format files, or "
+            "held-out; without --points half of them are the points of the report.",
+        ),
+    ] = None,
+    outside: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="With --validation: points unlike the training data, to show how well scores tell them.",
+        ),
+    ] = None,
+    label_errors: Annotated[
+        bool, typer.Option("--label-errors", help="Show which training labels are suspicious, as epk-gp audit does.")
+    ] = False,
+    map: Annotated[  # noqa: A002  the option's name
+        bool, typer.Option("--map", help="Show a GP's uncertainty over the plane of the principal directions.")
+    ] = False,
+    kernel_points: Annotated[
+        int,
+        typer.Option(
+            help="Training points in the matrix of the path kernel, at most 500; 0 leaves it out.",
+            callback=count(0, 500),
+        ),
+    ] = 100,
     memory: Memory = 1.0,
-    points: PointsFile = None,
+    points: Annotated[
+        Path | None,
+        typer.Option(
+            help="File (.safetensors or .npz) with `inputs`, and perhaps `labels`; by default the run's held-out "
+            "points, or its training inputs if it has none."
+        ),
+    ] = None,
     network: Network = None,
     dtype: RunDtype = None,
     seed: SeedOfPoints = None,
@@ -294,46 +337,7 @@ def gram(
     scheduler: Scheduler = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
+    """Write a report: explained predictions that add up, their certificate, and the run as a whole, as one HTML file.
 
-    A command that was killed resumes from its partial sums when it is run again. With --part, or --steps, several
-    commands on as many machines compute a part each, and epk-gp reduce adds the parts.
+    It opens in a browser from the disk, and asks for nothing else.
     """
-
-
-@command(
-    "Say what gram or attribute will cost.",
-    completed_by="epk_gp.cli.estimate",
-    options_of=(gram, attribute),
-    but=("top", "scheduler"),
-)
-def estimate(
-    ctx: typer.Context,
-    run: RunFolder,
-    what: Annotated[EstimatedCommand, typer.Option(help="The command that is meant.")] = EstimatedCommand.gram,
-    out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
-    seconds: MeasuringSeconds = 10.0,
-    *,
-    rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
-) -> None:
-    """Say how long gram or attribute will take with the same options, and how much memory and disk.
-
-    A few of its pieces are computed, spread over the run, and the rest is extrapolated, with an interval. Nothing else
-    is computed, and nothing is written but estimate.json if --out is given.
-    """
-
-
-@command("Add the parts of a block that epk-gp gram wrote.")
-def reduce(
-    parts: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PARTS...",
-            help="The files that epk-gp gram --part or --steps wrote, or the folders that hold them.",
-            show_default=False,
-        ),
-    ],
-    out: Out = Path("gram"),
-    quiet: Quiet = False,
-) -> None:
-    """Add all parts of a block of the kernel, and write what epk-gp gram writes in one go, to the same bytes."""

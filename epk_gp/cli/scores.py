@@ -17,8 +17,9 @@ from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, requir
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.class_data import count_seen, training_labels
+from epk_gp.gp.class_uncertainty import ClassUncertainty
 from epk_gp.gp.label_process import SketchedLabelProcess
-from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, ClassUncertainty, UncertainClassifier
+from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
 from epk_gp.plots.score_figures import ScoredPoints, draw_scores
 from epk_gp.provenance import Stopwatch, write_json, write_npz
 
@@ -64,7 +65,7 @@ def write_scores(asked: ScoreOptions) -> None:
         _require_new_folder(asked.run, asked.save_model)
     trajectory = open_run(asked.run, asked.network)
     training_labels(trajectory, "uncertainty --validation")
-    validation, points = _read(asked, trajectory)
+    validation, points = read_validation(asked.validation, asked.points, asked.run, trajectory, seed=asked.seed)
     folder = make_folder(asked.out)
     typer.echo(f"scoring {points}, with {validation} as validation points")
     with open_executor(asked.workers, asked.scheduler) as executor:
@@ -106,18 +107,32 @@ def write_scores(asked: ScoreOptions) -> None:
     typer.echo(f"written to {folder}: scores.npz, scores.png, uncertainty.json{saved} ({timer.total:.1f} s)")
 
 
-def _read(asked: ScoreOptions, trajectory: Trajectory) -> tuple[LabelledPoints, LabelledPoints]:
-    """Read validation points, and the points that are scored."""
-    source = read_labelled(asked.validation, asked.run, trajectory)
+def read_validation(
+    validation_source: str, points_file: Path | None, run: Path, trajectory: Trajectory, *, seed: int
+) -> tuple[LabelledPoints, LabelledPoints]:
+    """Read validation points, and the points that are scored: others, or half of them where none are named.
+
+    Args:
+        validation_source: Where the validation points are, as for `read_labelled`.
+        points_file: Where the others are; None for half of the validation points.
+        run: Folder of the run.
+        trajectory: The run.
+        seed: Of the division.
+
+    Raises:
+        ValueError: The validation points have no labels, or are too few, or a file is damaged.
+        OSError: A file cannot be read.
+    """
+    source = read_labelled(validation_source, run, trajectory)
     if source.labels is None:
-        raise ValueError(f"validation points must have labels: {asked.validation} has no `labels`.")
-    if asked.points is None:
-        validation, points = halves(source, asked.seed)
+        raise ValueError(f"validation points must have labels: {validation_source} has no `labels`.")
+    if points_file is None:
+        validation, points = halves(source, seed)
     else:
-        validation, points = source, read_labelled(str(asked.points), asked.run, trajectory)
-        points = without_labels(points) if asked.points.is_dir() else points
+        validation, points = source, read_labelled(str(points_file), run, trajectory)
+        points = without_labels(points) if points_file.is_dir() else points
     if len(validation.X) < MIN_VALIDATION_POINTS:
-        half = "" if asked.points is not None else " (half of those given, for without --points the rest are scored)"
+        half = "" if points_file is not None else " (half of those given, for without --points the rest are scored)"
         raise ValueError(
             f"there must be at least {MIN_VALIDATION_POINTS} validation points: got {len(validation.X)}{half}. Name a "
             "source of more, or record with a larger --num-test."

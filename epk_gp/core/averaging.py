@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from epk_gp.core.computed_states import ComputedStates
 from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.core.trajectory import States, Trajectory, WeightAverage, flat_weights, validate_trajectory
+from epk_gp.core.states import States
+from epk_gp.core.trajectory import Trajectory, WeightAverage, flat_weights, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_integer
 
 

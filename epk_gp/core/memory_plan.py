@@ -45,6 +45,19 @@ PAIR_ELEMENTS = 1 << 22
 # Numbers of a `vmap` call over samples: parameters and activations of every sample in it.
 VMAP_ELEMENTS = 1 << 24
 
+# Inputs at which a network is evaluated at a time, whatever the budget: networks that are compared with each other are
+# evaluated in equal blocks, so that equal ones give equal bytes.
+EVALUATED_ROWS = 512
+
+# Vectors of P numbers that go back through a run, or are trained, beside each other. Of an output, under Adam: the
+# adjoints of weights, gradient, momentum and second moment before and after a step, and what joins them. Of a trained
+# run: weights, gradient, what the optimizer keeps before and after the step, its coefficients, and what joins them.
+_VECTORS_OF_ADJOINT, _VECTORS_OF_RUN = 16, 16
+
+# Passes of a batch that a graph holds from which second derivatives are taken (a forward and a backward pass, each with
+# what it saves for its derivative), and that one adjoint makes on its way back through it.
+_PASSES_OF_GRAPH, _PASSES_OF_ADJOINT = 6, 6
+
 # Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
 # 32 MiB of float64 inputs.
 BATCH_GRADIENT_ELEMENTS = 1 << 22
@@ -141,6 +154,53 @@ class MemoryPlan:
         per_direction = self.num_weights + 4 * self.plan.activations_per_sample * num_rows
         return max(1, min(_DIRECTIONS, self.budget // (2 * self.itemsize * per_direction)))
 
+    def influence_points(self, num_outputs: int) -> int:
+        """Count the points whose adjoints go back through a run together, for their influence.
+
+        Half of the budget holds, for each point and output, 16 vectors of P numbers.
+
+        Args:
+            num_outputs: K, outputs that are asked for.
+        """
+        per_point = _VECTORS_OF_ADJOINT * num_outputs * self.num_weights
+        return max(1, self.budget // (2 * self.itemsize * per_point))
+
+    def curvature_rows(self) -> int:
+        """Count the rows of a pass whose second derivatives are taken together, where rows do not depend on each other.
+
+        A quarter of the budget holds the graph of the forward and backward pass, 6 passes of each row.
+        """
+        per_row = _PASSES_OF_GRAPH * self.plan.activations_per_sample
+        return max(1, self.budget // (4 * self.itemsize * per_row))
+
+    def curvature_adjoints(self, num_rows: int) -> int:
+        """Count the adjoints that go back through the graph of a pass together.
+
+        A quarter of the budget holds, for each adjoint, 4 vectors of P numbers (the adjoint and its products, as
+        computed and as joined) and 6 passes of the rows.
+
+        Args:
+            num_rows: Rows of the pass.
+        """
+        per_adjoint = 4 * self.num_weights + _PASSES_OF_ADJOINT * num_rows * self.plan.activations_per_sample
+        return max(1, self.budget // (4 * self.itemsize * per_adjoint))
+
+    def retrained_runs(self, num_rows: int) -> int:
+        """Count the runs that are trained again together; one more, with all weights 1, comes along.
+
+        Half of the budget holds 16 vectors of P numbers of each run. The other half holds 6 passes of a batch of each;
+        of one run at a time for networks with convolutions, whose passes are not mapped over runs.
+
+        Args:
+            num_rows: Rows of the largest batch.
+        """
+        elements = self.budget // (2 * self.itemsize)
+        by_vectors = elements // (_VECTORS_OF_RUN * self.num_weights)
+        if self.plan.backward_per_output:
+            return max(1, by_vectors - 1)
+        by_passes = elements // (_PASSES_OF_GRAPH * max(1, num_rows) * self.plan.activations_per_sample)
+        return max(1, min(by_vectors, by_passes) - 1)
+
     def statistics_rows(self, num_outputs: int, num_statistics: int) -> int:
         """Count the rows whose gradients in the moving statistics are computed at a time.
 
@@ -225,6 +285,14 @@ def cotangents_per_pass(plan: DifferentiationPlan, itemsize: int, num_rows: int,
 def vmap_chunk_size(num_weights: int, activations_per_sample: int) -> int:
     """Count the samples that one `vmap` call takes."""
     return max(1, VMAP_ELEMENTS // (num_weights + activations_per_sample))
+
+
+def weight_rows(budget: int, itemsize: int, num_weights: int) -> int:
+    """Count the rows of P numbers, one for each step of a run, that a quarter of the budget holds.
+
+    A run that has more of them keeps all of them in a temporary file.
+    """
+    return max(1, budget // (4 * itemsize * num_weights))
 
 
 def integration_points(budget: int, nodes_per_step: int, input_bytes: int, output_bytes: int) -> int:

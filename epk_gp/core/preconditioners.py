@@ -11,11 +11,11 @@ schedules are common factors and drop out.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 Memory = tuple[Tensor, ...]
@@ -179,26 +179,21 @@ COUPLED: dict[str, CoupledPreconditioner] = {
 
 @dataclass(frozen=True, eq=False)
 class PreconditionedPart:
-    """Neighbouring weights that one preconditioner scales.
+    """Neighbouring weights, each of which a preconditioner scales by its own numbers alone.
 
     Attributes:
         preconditioner: The preconditioner.
         options: The options of its optimizer.
         columns: Which of the flat weights.
-        parameters: Which of the L parameters; one alone for a coupled preconditioner.
-        shape: Shape of that one.
+        parameters: Which of the L parameters.
+        is_coupled: Whether the scale of a weight depends on other weights.
     """
 
-    preconditioner: Preconditioner | CoupledPreconditioner
+    preconditioner: Preconditioner
     options: Options
     columns: slice
     parameters: slice
-    shape: torch.Size | None = None
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether the scale of a weight depends on the other weights."""
-        return self.shape is not None
+    is_coupled: ClassVar[bool] = False
 
     def scale(
         self, memory: Memory, h: Float[Tensor, "... p"], w: Float[Tensor, "... p"], count: Tensor
@@ -209,24 +204,93 @@ class PreconditionedPart:
             memory: What it keeps before.
             h: Of these weights.
             w: The weights before the step.
-            count: Number of the step.
+            count: Number of the step; one number, or one per weight.
         """
-        if isinstance(self.preconditioner, CoupledPreconditioner) and self.shape is not None:
-            return self.preconditioner.scale(memory, h, w, count, self.options, self.shape)
-        if isinstance(self.preconditioner, CoupledPreconditioner):
-            raise ValueError("a coupled preconditioner must know its parameter's shape.")
         return self.preconditioner.scale(memory, h, count, self.options)
 
     def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
         """Return what the optimizer keeps of these weights before the first step."""
         like = reference[..., self.columns]
-        if isinstance(self.preconditioner, CoupledPreconditioner) and self.shape is not None:
-            return tuple(like.new_zeros(*like.shape[:-1], size) for size in self.preconditioner.sizes(self.shape))
-        if isinstance(self.preconditioner, CoupledPreconditioner):
-            raise ValueError("a coupled preconditioner must know its parameter's shape.")
         return tuple(torch.full_like(like, value) for value in self.preconditioner.initial(self.options))
+
+    def kept(self, before: Memory, after: Memory, moved: Bool[Tensor, " p"]) -> Memory:
+        """Return what the optimizer keeps if it passed over the weights that did not move."""
+        return tuple(torch.where(moved, new, old) for new, old in zip(after, before, strict=True))
+
+    def joined(self, following: "Part") -> "Part | None":
+        """Return one part in place of this and the following one; None where they are not scaled as one."""
+        if self.columns.stop != following.columns.start or self.options is not following.options:
+            return None  # not side by side, or of another parameter group
+        columns = slice(self.columns.start, following.columns.stop)
+        return replace(self, columns=columns, parameters=slice(self.parameters.start, following.parameters.stop))
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Names of the coefficients that are proportional to the scale."""
         return self.preconditioner.fields(self.options)
+
+
+@dataclass(frozen=True, eq=False)
+class CoupledPart:
+    """The weights of one parameter, which share what their scales are made of; methods as of a `PreconditionedPart`.
+
+    Attributes:
+        preconditioner: The preconditioner.
+        options: The options of its optimizer.
+        columns: Which of the flat weights.
+        parameters: Which of the L parameters: one.
+        shape: Its shape.
+        is_coupled: Whether the scale of a weight depends on other weights.
+    """
+
+    preconditioner: CoupledPreconditioner
+    options: Options
+    columns: slice
+    parameters: slice
+    shape: torch.Size
+    is_coupled: ClassVar[bool] = True
+
+    def scale(
+        self, memory: Memory, h: Float[Tensor, "... p"], w: Float[Tensor, "... p"], count: Tensor
+    ) -> tuple[Tensor, Memory]:
+        """Return the scale of these weights, and what the optimizer keeps of them after the step."""
+        return self.preconditioner.scale(memory, h, w, count, self.options, self.shape)
+
+    def initial(self, reference: Float[Tensor, "... P"]) -> Memory:
+        """Return what the optimizer keeps of these weights before the first step."""
+        leading = reference.shape[:-1]
+        return tuple(reference.new_zeros(*leading, size) for size in self.preconditioner.sizes(self.shape))
+
+    def kept(self, before: Memory, after: Memory, moved: Bool[Tensor, " p"]) -> Memory:
+        """Return what the optimizer keeps; it moves the whole parameter or passes over it."""
+        return after if bool(moved.any()) else before
+
+    def joined(self, following: "Part") -> "Part | None":
+        """Return None: two parameters share no scale."""
+        return None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the coefficients that are proportional to the scale."""
+        return self.preconditioner.fields(self.options)
+
+
+Part = PreconditionedPart | CoupledPart
+
+
+def part_of(rule: str, options: Options, columns: slice, number: int, shape: torch.Size) -> Part | None:
+    """Return how an optimizer scales one parameter; None if that is not known.
+
+    Args:
+        rule: Name of the update rule.
+        options: The options of the optimizer.
+        columns: Which of the flat weights.
+        number: Which of the L parameters.
+        shape: Its shape.
+    """
+    parameters = slice(number, number + 1)
+    if rule in COUPLED:
+        return CoupledPart(COUPLED[rule], options, columns, parameters, shape)
+    if rule in PRECONDITIONERS:
+        return PreconditionedPart(PRECONDITIONERS[rule], options, columns, parameters)
+    return None

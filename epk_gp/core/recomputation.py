@@ -101,7 +101,7 @@ class _Memories:
     def __init__(self, first: OptimizerMemory, count: int) -> None:
         self._first, self._counts = first, [first.counts]
         flat = torch.cat(first.tensors())
-        self._rows = rows_of_weights(count, len(flat), flat, HELD_BYTES)
+        self._rows = rows_of_weights(count, len(flat), flat, HELD_BYTES // max(1, flat.nbytes))
         self._rows[0] = flat
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.preconditioners import COUPLED, PRECONDITIONERS, PreconditionedPart
+from epk_gp.core.preconditioners import COUPLED, PRECONDITIONERS, Part
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 
 # Its coefficients are zero where the gradient is, which the scale does not say.
@@ -88,7 +88,7 @@ def _representative(values: Tensor, is_scaled: bool) -> tuple[int | None, float]
 
 
 def restore_update(
-    compact: CompactUpdate, parts: Sequence[PreconditionedPart], scales: Sequence[Tensor], sizes: Sequence[int]
+    compact: CompactUpdate, parts: Sequence[Part], scales: Sequence[Tensor], sizes: Sequence[int]
 ) -> UpdateCoefficients:
     """Compute the coefficients of all weights from those of one weight of each parameter, in the dtype of the scales.
 

@@ -1,6 +1,6 @@
 """One recorded training step, with what its forward passes depended on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -99,3 +99,19 @@ class Step:
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None
     passes: Passes = ()
+
+
+def describe_steps(steps: Sequence[Step], num_points: int) -> tuple[str, str]:
+    """Return how many steps there are, and in words their batches and learning rates.
+
+    Args:
+        steps: The steps.
+        num_points: M, the size of a batch that is all of the data.
+    """
+    if not steps:
+        return "0", ""
+    sizes = [num_points if step.batch is None else len(step.batch) for step in steps]
+    rates = [step.lr for step in steps]
+    lr = f"{rates[0]:.4g}" if min(rates) == max(rates) else f"{min(rates):.4g} to {max(rates):.4g}"
+    rows = f"{sizes[0]:,}" if min(sizes) == max(sizes) else f"{min(sizes):,} to {max(sizes):,}"
+    return f"{len(steps):,}", f"batches of {rows}, learning rate {lr}"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Shaped
@@ -13,38 +13,19 @@ from epk_gp.core.aligned import aligned
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.computed_states import ComputedStates, ComputedUpdates
 from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.display import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs, validate_packed, validate_same_layout
 from epk_gp.core.loss_terms import takes_outputs
-from epk_gp.core.losses import Loss
+from epk_gp.core.losses import Loss, PerSampleLoss
+from epk_gp.core.memory_plan import EVALUATED_ROWS
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.points import Points
-from epk_gp.core.step import Step
+from epk_gp.core.states import States, Updates
+from epk_gp.core.step import Step, describe_steps
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.core.validation import validate_count, validate_finite, validate_has_values, validate_integer
-
-
-@runtime_checkable
-class States(Protocol):
-    """Weight states w_0 .. w_S, each flat, (P,)."""
-
-    def __len__(self) -> int:
-        """Count the states, S + 1."""
-
-    def __getitem__(self, state: int, /) -> Float[Tensor, " P"]:
-        """Read one state."""
-
-
-@runtime_checkable
-class Updates(Protocol):
-    """The update rule's coefficients of each step."""
-
-    def __len__(self) -> int:
-        """Count the steps, S."""
-
-    def __getitem__(self, step: int, /) -> UpdateCoefficients:
-        """Read one step's coefficients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +42,7 @@ class WeightAverage:
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectory:
+class Trajectory(Displayed):
     """A recorded training run w_0, .., w_S with its data, loss and update rule.
 
     One trajectory may be used by several threads at once, and one on disk by several processes: every call returns the
@@ -215,11 +196,33 @@ class Trajectory:
         return self.model.unflatten(_joined(self, s % count, self.model.spec).to(self.device, copy=True))
 
     def __repr__(self) -> str:
-        """Describe the run in one line."""
+        """Describe the run in one line, without reading a state."""
         return (
             f"Trajectory({self.num_steps} steps, {self.num_weights} weights, {self.num_points} training points of "
-            f"shape {self.input_shape}, {self.num_outputs} outputs, {self.dtype}, {self.loss}, "
+            f"shape {self.input_shape}, {self.num_outputs} outputs, {self.model.spec.dtype}, {self.loss}, "
             f"digest {self.digest[:12]})"
+        )
+
+    def _summary(self) -> Summary:
+        model, folder = self.model, getattr(self.trained.states, "path", None)
+        moving = f" and {count(model.num_statistics, 'moving statistic')}" if model.statistics else ""
+        loss = f"{self.loss.name}, a function" if isinstance(self.loss, PerSampleLoss) else str(self.loss)
+        accepted = "" if self.unexplained is None else f"up to {self.unexplained:g} of a step may be unexplained"
+        average = () if self.average is None else (Entry("weights", "the average of the trained weights"),)
+        return Summary(
+            f"Trajectory of {count(self.num_steps, 'step')} with {count(self.num_points, 'training point')}",
+            (
+                Entry("network", f"{type(model.module).__name__}, {count(self.num_outputs, 'output')}"),
+                Entry("parameters", f"{count(model.num_weights, 'weight')}{moving}", kind_of(model.spec)),
+                *average,
+                Entry("inputs", f"{tuple(self.inputs.shape)}", kind_of(self.inputs)),
+                Entry("targets", f"{tuple(self.targets.shape)}", kind_of(self.targets)),
+                Entry("loss", loss),
+                Entry("update rule", self.update_rule, accepted),
+                Entry("steps", *describe_steps(self.steps, self.num_points)),
+                Entry("states", f"{len(self.states):,}", "in memory" if folder is None else f"in {folder}"),
+                Entry("digest", self.digest),
+            ),
         )
 
 
@@ -346,7 +349,7 @@ def network_outputs(
     *,
     state: int = -1,
     head: Head | None = "logits",
-    block_size: int = 512,
+    block_size: int = EVALUATED_ROWS,
 ) -> Float[Tensor, "n C"]:
     """Evaluate the recorded network f_{w_s}.
 

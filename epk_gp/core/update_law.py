@@ -12,14 +12,14 @@ the recorded gradients that is the recorded step, whatever the schedule of the l
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.preconditioners import COUPLED, LINEAR_RULES, PRECONDITIONERS, Memory, PreconditionedPart
+from epk_gp.core.preconditioners import LINEAR_RULES, Memory, Part, part_of
 from epk_gp.core.trajectory import Trajectory, step_coefficients
 from epk_gp.core.update_rules import FIELDS, broadcast_to_params
 
@@ -44,8 +44,23 @@ class OptimizerMemory:
 
 
 @dataclass(frozen=True, eq=False)
+class MadeStep:
+    """What a step gives at some weights and gradients.
+
+    Attributes:
+        direction: momentum_lr * m' + lr * h, (..., P).
+        memory: What the optimizer keeps afterwards.
+        coefficients: The coefficients by field: the recorded ones, (P,), or (..., P) where preconditioners scale them.
+    """
+
+    direction: Float[Tensor, "... P"]
+    memory: OptimizerMemory
+    coefficients: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class StepLaw:
-    """One step of a run as a function, entry by entry but for matrix preconditioners.
+    """One step of a run as a function, entry by entry but for coupled parts and matrix preconditioners.
 
     Attributes:
         parts: What preconditioners scale.
@@ -55,37 +70,16 @@ class StepLaw:
         is_moved: The same for each weight, (P,); None if all are.
     """
 
-    parts: tuple[PreconditionedPart, ...]
+    parts: tuple[Part, ...]
     sizes: tuple[int, ...]
     recorded: Mapping[str, Float[Tensor, " P"]]
     moves: Tensor
     is_moved: Tensor | None
 
-    def scales(
-        self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]
-    ) -> tuple[list[Tensor], tuple[Memory, ...], Tensor]:
-        """Return the scale of each part, what its preconditioner keeps afterwards, and h.
-
-        Args:
-            memory: What the optimizer keeps before the step.
-            w: The weights before it.
-            g: The gradient, as gradient clipping leaves it but for its recorded factor.
-        """
-        h = self.recorded["grad_scale"] * g + self.recorded["weight_decay"] * w
-        counts = memory.counts + self.moves.to(memory.counts)
-        scales, kept = [], []
-        for part, before in zip(self.parts, memory.kept, strict=True):
-            own = counts[part.parameters].clamp(min=1)
-            count = own[0] if bool((own == own[0]).all()) else own.repeat_interleave(self._repeats(part))
-            value, after = part.scale(before, h[..., part.columns], w[..., part.columns], count.to(h))
-            if self.is_moved is not None:
-                moved = self.is_moved[part.columns]
-                kept_still = bool(moved.any()) if part.is_coupled else moved  # one parameter moves or does not
-                after = tuple(_where(kept_still, new, old) for new, old in zip(after, before, strict=True))
-                value = torch.where(moved, value, 1.0)
-            scales.append(value)
-            kept.append(after)
-        return scales, tuple(kept), h
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the step of a weight depends on the gradients of other weights."""
+        return any(part.is_coupled for part in self.parts)
 
     def advance(
         self,
@@ -94,39 +88,52 @@ class StepLaw:
         g: Float[Tensor, "... P"],
         *,
         is_stacked: bool = False,
-    ) -> tuple[Float[Tensor, "... P"], OptimizerMemory]:
-        """Return the direction momentum_lr * m' + lr * h, and what the optimizer keeps afterwards.
+    ) -> MadeStep:
+        """Make the step.
 
         Args:
-            memory: What it keeps before.
-            w: The weights before the step.
-            g: The gradient, as for `scales`.
+            memory: What the optimizer keeps before it.
+            w: The weights before it.
+            g: The gradient, as gradient clipping leaves it but for its recorded factor.
             is_stacked: Whether there are several runs, (m, P), of which the first is the recorded one, whose scales
                 the recorded coefficients belong to. Otherwise the scales found here are those of the recorded run.
         """
-        found, kept, h = self.coefficients(memory, w, g, is_stacked=is_stacked)
-        m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
-        direction = found["momentum_lr"] * m + found["lr"] * h
-        return direction, OptimizerMemory(m, kept, memory.counts + self.moves.to(memory.counts))
-
-    def coefficients(
-        self,
-        memory: OptimizerMemory,
-        w: Float[Tensor, "... P"],
-        g: Float[Tensor, "... P"],
-        *,
-        is_stacked: bool = False,
-    ) -> tuple[dict[str, Tensor], tuple[Memory, ...], Tensor]:
-        """Return the coefficients by field, what preconditioners keep afterwards, and h; arguments as for `advance`."""
+        counts = memory.counts + self.moves.to(memory.counts)
         scales, kept, h = self.scales(memory, w, g)
         found = dict(self.recorded)
         for part, scale in zip(self.parts, scales, strict=True):
             ratio = scale / (scale[:1] if is_stacked else scale.detach())
             for name in part.fields:
                 found[name] = self._scaled(found[name], part, ratio)
-        return found, kept, h
+        m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
+        return MadeStep(found["momentum_lr"] * m + found["lr"] * h, OptimizerMemory(m, kept, counts), found)
 
-    def _scaled(self, value: Tensor, part: PreconditionedPart, ratio: Tensor) -> Tensor:
+    def scales(
+        self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]
+    ) -> tuple[list[Tensor], tuple[Memory, ...], Tensor]:
+        """Return the scale of each part, what its preconditioner keeps afterwards, and h.
+
+        Args:
+            memory: As in `advance`, like the others.
+            w: The weights.
+            g: The gradient.
+        """
+        h = self.recorded["grad_scale"] * g + self.recorded["weight_decay"] * w
+        counts = memory.counts + self.moves.to(memory.counts)
+        found = [self._scale(part, own, h, w, counts) for part, own in zip(self.parts, memory.kept, strict=True)]
+        return [scale for scale, _ in found], tuple(kept for _, kept in found), h
+
+    def _scale(self, part: Part, before: Memory, h: Tensor, w: Tensor, counts: Tensor) -> tuple[Tensor, Memory]:
+        """Return the scale of a part, and what its preconditioner keeps afterwards."""
+        own = counts[part.parameters].clamp(min=1)
+        count = own[0] if bool((own == own[0]).all()) else own.repeat_interleave(self._repeats(part))
+        scale, after = part.scale(before, h[..., part.columns], w[..., part.columns], count.to(h))
+        if self.is_moved is None:
+            return scale, after
+        moved = self.is_moved[part.columns]
+        return torch.where(moved, scale, 1.0), part.kept(before, after, moved)
+
+    def _scaled(self, value: Tensor, part: Part, ratio: Tensor) -> Tensor:
         if part.columns == slice(0, sum(self.sizes)):
             return value * ratio
         whole = value.expand(*ratio.shape[:-1], -1)
@@ -134,7 +141,7 @@ class StepLaw:
             [whole[..., : part.columns.start], whole[..., part.columns] * ratio, whole[..., part.columns.stop :]], -1
         )
 
-    def _repeats(self, part: PreconditionedPart) -> Tensor:
+    def _repeats(self, part: Part) -> Tensor:
         return torch.tensor(self.sizes[part.parameters], device=self.moves.device)
 
 
@@ -160,7 +167,7 @@ class UpdateLaw:
         self.sizes = model.sizes
         firsts = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
         places = {name: number for number, name in enumerate(model.names)}
-        parts: list[PreconditionedPart] = []
+        parts: list[Part] = []
         held = set()
         if not self.trajectory.optimizer_groups and set(trajectory.update_rule.split(" + ")) - LINEAR_RULES:
             raise ValueError(
@@ -170,23 +177,16 @@ class UpdateLaw:
         for group in self.trajectory.optimizer_groups:
             if group.rule in LINEAR_RULES:
                 continue
-            known = PRECONDITIONERS.get(group.rule) or COUPLED.get(group.rule)
-            if known is None:
-                held.add(group.rule or "own rule")
-                continue
             for number in sorted(places[name] for name in group.names if name in places):
                 columns = slice(firsts[number], firsts[number + 1])
-                shape = model.shapes[number] if group.rule in COUPLED else None
-                own = PreconditionedPart(known, group.options, columns, slice(number, number + 1), shape)
-                is_next = bool(parts) and parts[-1].columns.stop == columns.start
-                if is_next and not own.is_coupled and parts[-1].options is own.options:
-                    before = parts.pop()
-                    own = replace(
-                        own,
-                        columns=slice(before.columns.start, columns.stop),
-                        parameters=slice(before.parameters.start, number + 1),
-                    )
-                parts.append(own)
+                own = part_of(group.rule, group.options, columns, number, model.shapes[number])
+                if own is None:
+                    held.add(group.rule or "own rule")
+                    break
+                joined = parts[-1].joined(own) if parts else None
+                if joined is not None:
+                    parts.pop()
+                parts.append(joined or own)
         self.parts, self.held = tuple(parts), tuple(sorted(held))
 
     @property
@@ -230,7 +230,3 @@ class UpdateLaw:
     def steps(self) -> Iterator[StepLaw]:
         """Return the steps in their order."""
         return map(self.step, range(self.trajectory.num_steps))
-
-
-def _where(condition: Tensor | bool, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(condition, new, old) if isinstance(condition, Tensor) else new if condition else old

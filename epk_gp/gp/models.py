@@ -26,6 +26,7 @@ from epk_gp.gp.train_indices import parse_train_indices
 from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.tagged_points import tag_points, validate_batches
 from epk_gp.kernels.tagging import test_copy, train_copy
+from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 # GPyTorch's predictions fill caches, and its settings are the process's: which way they take depends on both.
@@ -63,6 +64,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         points: Indices of the training points to condition on; all by default.
         head: "logits" or "log_softmax"; None follows the run's loss (`EPKKernel`).
         rule: Quadrature rule.
+        path: Along which test points move (`EPKKernel`). `chords(every=k)` is what makes maps of many points cheap.
         normalize: "mean_diagonal", or "cosine" (`EPKKernel`).
         noise: A number - initial noise variance, relative to the kernel's mean diagonal, to be learned; or (N, C) known
             variances of the conditioning points' targets, which are not learned. Not used with targets="dirichlet",
@@ -95,6 +97,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         *,
         head: Head | None = "logits",
         rule: QuadratureRule = gauss_legendre(4),
+        path: WeightPath = straight(),
         normalize: Literal["cosine", "mean_diagonal"] = "mean_diagonal",
         noise: float | Float[Tensor, "N C"] = 1e-2,
         **options: Unpack[ComputeSettings],
@@ -123,6 +126,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             head,
             rule,
             normalize,
+            path=path,
             cache_bytes=gram_bytes + CACHE_BYTES,  # the Gram matrix stays for `fit` and every factorisation
             **options,
         )

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from epk_gp.core.display import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.core.memory_plan import posterior_points
 from epk_gp.core.progress import progress_bar
 from epk_gp.core.validation import validate_count, validate_number, validate_tensor
@@ -15,9 +16,11 @@ from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.values import normalized_block, point_blocks
 
+_SHOWN_OUTPUTS = 10  # rows of a table
 
-@dataclass(frozen=True, eq=False)
-class LogitPosterior:
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LogitPosterior(Displayed):
     """Gaussian posterior of the C latent outputs at n points; the noise of observations is not in it.
 
     Attributes:
@@ -34,6 +37,35 @@ class LogitPosterior:
 
     def __len__(self) -> int:
         return self.mean.shape[0]
+
+    def _summary(self) -> Summary:
+        n, C = self.mean.shape
+        columns = [
+            [f"{number(mean)} ± {number(std)}" for mean, std in zip(*point, strict=True)]
+            for point in zip(self.mean[:SHOWN_POINTS, :_SHOWN_OUTPUTS].tolist(), self._shown_std(), strict=True)
+        ]
+        rows = tuple((f"output {c}", *row) for c, row in enumerate(zip(*columns, strict=True)))
+        outputs = "" if C <= _SHOWN_OUTPUTS else f"the first {_SHOWN_OUTPUTS} of {count(C, 'output')}"
+        note = columns_note(len(columns), n, outputs=outputs)
+        return Summary(
+            f"Posterior of {count(C, 'logit')} at {count(n, 'point')}, mean ± standard deviation",
+            (
+                Entry("shape of mean", f"{tuple(self.mean.shape)}", kind_of(self.mean)),
+                Entry(
+                    "shape of covariance",
+                    f"{tuple(self.covariance.shape)}",
+                    "of a point's outputs, without noise",
+                ),
+            ),
+            Table(("", *(f"point {i}" for i in range(len(columns)))), rows, note) if rows else None,
+        )
+
+    def _shown_std(self) -> list[list[float]]:
+        """Return the standard deviations that are shown; NaN where a variance is negative by more than rounding."""
+        variance = self.covariance[:SHOWN_POINTS].diagonal(dim1=1, dim2=2)[:, :_SHOWN_OUTPUTS].detach()
+        is_rounding = (variance < 0) & (variance >= -self.eigenvalue_tolerance)
+        stds: list[list[float]] = variance.masked_fill(is_rounding, 0).sqrt().tolist()
+        return stds
 
 
 def validate_posterior(posterior: object) -> None:

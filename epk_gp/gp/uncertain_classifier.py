@@ -24,9 +24,11 @@ from epk_gp.gp.class_data import (
     like_inputs,
     training_labels,
 )
+from epk_gp.gp.class_uncertainty import ClassUncertainty
 from epk_gp.gp.conformal import conformal_sets, conformity_scores
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.label_process import LabelProcess
+from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.saved_classifier import SavedClassifier, read_classifier, write_classifier
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import Stacking, stack_logits
@@ -37,32 +39,6 @@ _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost 
 _PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "options")
 _UNSUPPORTED = ("checkpoint", "accumulate")
 _OPTIONS = ("memory_budget", "progress", "executor")
-
-
-@dataclass(frozen=True, eq=False)
-class ClassUncertainty:
-    """How unsure the classes of n points are; larger is less sure, for every score.
-
-    Attributes:
-        error: Probability that the class which the network alone predicts is wrong: to abstain, or to pass a point to a
-            person. It is a probability for points like the validation points only. It is no detector of points of
-            another kind: these may look like a class.
-        out_of_distribution: Posterior variance of the process, from 0 at a training point to 1 far from all of them: to
-            detect points unlike the training data. It does not see labels of its neighbours, so it is no score of
-            errors between classes.
-        entropy: Of `predict_proba`, in nats: all uncertainty about the class, whatever its cause.
-        mutual_information: The part of it that more training data would remove, in nats: to tell ignorance from
-            classes that overlap. It is small wherever the class is sure, also far from the data if network and process
-            agree.
-        std: Standard deviation of the predicted class's probability under the process: an error bar for the
-            probability, not for the class.
-    """
-
-    error: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-    out_of_distribution: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-    entropy: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-    mutual_information: Float[Tensor, " n"] | Float[np.ndarray, " n"]
-    std: Float[Tensor, " n"] | Float[np.ndarray, " n"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +201,7 @@ class UncertainClassifier:
         judged = self._judged(X)
         p = self._probability(judged)
         of_network = p.gather(1, judged.logits.argmax(1)[:, None])[:, 0]
-        variance = self.stacking_.process**2 * self.process_.outputscale * judged.variance
+        variance = self._variance(judged)
         generator = torch.Generator(p.device).manual_seed(self.seed)
         logits = self.stacking_.logits(judged.logits, judged.mean)
         u = isotropic_softmax_uncertainty(logits, variance, num_samples, generator)
@@ -237,6 +213,23 @@ class UncertainClassifier:
             u.std.gather(1, p.argmax(1)[:, None])[:, 0],
         )
         return ClassUncertainty(*(like_inputs(values, X) for values in scores))
+
+    def logit_posterior(self, X: object) -> LogitPosterior:
+        """Return the posterior of the logits whose softmax are the probabilities: a_1 f + a_2 m, and m's variance.
+
+        Args:
+            X: n points.
+
+        Returns:
+            Mean (n, C) and covariances (n, C, C), float64, for `softmax_uncertainty`.
+
+        Raises:
+            TypeError, ValueError: The network cannot take the points.
+            RuntimeError: The classifier is not fitted.
+        """
+        judged = self._judged(X)
+        mean = self.stacking_.logits(judged.logits, judged.mean)
+        return LogitPosterior(mean, torch.diag_embed(self._variance(judged)[:, None].expand_as(mean)))
 
     def predict_set(self, X: object, alpha: float = 0.1) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
         """Return, for each point, which classes a set must hold to be right with probability 1 - alpha.
@@ -369,6 +362,10 @@ class UncertainClassifier:
             logits = network_outputs(self.trajectory, points).to(torch.float64)
             mean, variance = process.predict(points)
         return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
+
+    def _variance(self, judged: _Judgement) -> Tensor:
+        """Return the variance of each logit of the points that the process causes."""
+        return self.stacking_.process**2 * self.process_.outputscale * judged.variance
 
     def _probability(self, judged: _Judgement) -> Tensor:
         return torch.softmax(self.stacking_.logits(judged.logits, judged.mean), dim=1)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.layer_jacobian import InputProducts, LayerJacobian, LeftFactor, is_short
+from epk_gp.autodiff.layer_jacobian import InputProducts, LeftFactor, is_short
 from epk_gp.core.memory_plan import positions_per_block
 from epk_gp.gram.huge_pages import empty_huge_pages
 
@@ -59,7 +59,7 @@ class GramAccumulator:
         return len(self.shape) == 3
 
     def add_steps(
-        self, left: Sequence[Sequence[LeftFactor]], right: Sequence[Sequence[LayerJacobian]], weights: Sequence[float]
+        self, left: Sequence[Sequence[LeftFactor]], right: Sequence[Sequence[LeftFactor]], weights: Sequence[float]
     ) -> None:
         """Add several steps or nodes of the same points.
 
@@ -149,6 +149,31 @@ class GramAccumulator:
             for k in range(len(out)):
                 out[k].sub_((plain * p[:, k])[:, None])
         self._same_class(out).add_(plain[..., None])
+
+    def add_softmax_averages(
+        self, left: Float[Tensor, "rows N n"], right: Float[Tensor, "rows M n"], weight: float
+    ) -> None:
+        """Add the last layer under a softmax from averages of a and of p_c a on both sides: m_0, m_c and n_0, n_c.
+
+        (e_k (x) m_0 - sum_c e_c (x) m_c) . (e_l (x) n_0 - sum_c e_c (x) n_c)
+            = [k = l] m_0.n_0 - m_0.n_k - m_l.n_0 + sum_c m_c.n_c
+
+        Its trace is (C - 2) m_0.n_0 + C sum_c m_c.n_c, for the probabilities sum to 1.
+        """
+        if self.num_traced:
+            self.add_products(left[:1], right[:1], weight * (self.num_traced - 2))
+            self.add_products(left[1:], right[1:], weight * self.num_traced)
+            return
+        C, N, M = len(left) - 1, left.shape[1], right.shape[1]
+        both = (left[1:].transpose(0, 1).flatten(1) @ right[1:].transpose(0, 1).flatten(1).T).mul_(weight)
+        of_left = (left[1:].flatten(0, 1) @ right[0].T).view(C, N, M).mul_(weight)
+        of_right = (left[0] @ right[1:].flatten(0, 1).T).view(N, C, M).mul_(weight)
+        out = self._started_main()
+        if self.is_per_class:
+            out.add_(both - of_left).sub_(of_right.transpose(0, 1))
+        else:
+            out.add_((both - of_left).transpose(0, 1)).sub_(of_right.transpose(0, 1)[:, :, None])
+        self._same_class(out).add_((left[0] @ right[0].T).mul_(weight)[..., None])
 
     def add_positionwise(
         self, inputs: tuple[Tensor, Tensor], output_grads: tuple[Tensor, Tensor], weight: float

@@ -21,8 +21,9 @@ from epk_gp.distributed.pieces import threads_of_workers
 from epk_gp.gram.accumulator import transpose_block
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.integration_check import IntegrationCheck
-from epk_gp.gram.tile_parts import GramPieces, Tile, block_tiles, step_ranges, sum_dtype, tile_points, tiles_of
+from epk_gp.gram.tile_parts import GramPieces, Tile, block_tiles, ranges_of, sum_dtype, tile_points, tiles_of
 from epk_gp.gram.tiles import assembled
+from epk_gp.quadrature.paths import path_identity
 from epk_gp.storage.atomic_files import checksum
 
 # What the entries of a description are, in words; the block is the same where all of them are
@@ -37,6 +38,7 @@ _WORDS = {
     "rule": "the rule",
     "rule_nodes": "the fingerprint of the rule",
     "step_weights": "the fingerprint of the step weights",
+    "path": "the path",
     "dtype": "the dtype",
     "accumulate": "the dtype of the sum",
     "device": "the kind of device",
@@ -44,6 +46,8 @@ _WORDS = {
     "threads": "the number of threads (OMP_NUM_THREADS)",
     "plan": "the plan of the network",
 }
+
+_UNSAID = {"path": "StraightPath()"}  # what an entry that is not there stands for
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ def piece_layout(context: ExecutionContext, a: Points, b: Points) -> PieceLayout
 
 def _bounds(context: ExecutionContext) -> tuple[int, ...]:
     steps = context.steps
-    return 0, *(steps[r.start][0] for r in step_ranges(len(steps))[1:]), context.trajectory.num_steps
+    return 0, *(steps[r.start][0] for r in ranges_of(context)[1:]), context.trajectory.num_steps
 
 
 def _describe(context: ExecutionContext, a: Points, b: Points) -> dict[str, Any]:
@@ -271,7 +275,7 @@ def _describe(context: ExecutionContext, a: Points, b: Points) -> dict[str, Any]
         "tile_points": tile_points(context),
         "num_outputs": context.num_outputs,
         "bounds": list(_bounds(context)),
-    }
+    } | dict.fromkeys(["path"] if path_identity(context.path) else [], repr(context.path))
 
 
 def _identity(description: Mapping[str, Any]) -> str:
@@ -287,12 +291,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _require_same_block(parts: Sequence[GramPart]) -> None:
     first = parts[0]
     for part in parts[1:]:
-        unlike = [key for key in first.description if part.description[key] != first.description[key]]
+        keys = {**first.description, **part.description}
+        unlike = [key for key in keys if part.description.get(key) != first.description.get(key)]
         if unlike:
             name = next((key for key in _WORDS if key in unlike), unlike[0])
+            theirs, own = (of.description.get(name, _UNSAID.get(name)) for of in (part, first))
             raise ValueError(
-                f"parts must be those of one block: {_WORDS.get(name, name)} is {part.description[name]} in "
-                f"{part.source}, and {first.description[name]} in {first.source}. Leave out what is of another block, "
+                f"parts must be those of one block: {_WORDS.get(name, name)} is {theirs} in "
+                f"{part.source}, and {own} in {first.source}. Leave out what is of another block, "
                 "or compute it again."
             )
 

@@ -1,6 +1,7 @@
 """A path kernel while it is being evaluated: what all tiles of a Gram block share."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -14,6 +15,7 @@ from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.integration_check import IntegrationCheck
 from epk_gp.gram.prefetch import WeightPrefetcher
+from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 
 
@@ -30,6 +32,7 @@ class ExecutionContext:
         is_per_class: Only pairs of equal classes are wanted.
         options: How to compute.
         is_traced: Only the sum over pairs of equal classes is wanted; these are then pairs of equal classes, too.
+        path: Along which test copies move.
         prefetcher: Reads weight states ahead of their use.
         integrations: Counts what an adaptive rule could not integrate.
     """
@@ -42,6 +45,7 @@ class ExecutionContext:
     is_per_class: bool
     options: ComputeOptions
     is_traced: bool = False
+    path: WeightPath = straight()
     prefetcher: WeightPrefetcher = field(init=False)
     integrations: IntegrationCheck = field(init=False, default_factory=IntegrationCheck)
 
@@ -79,9 +83,17 @@ class ExecutionContext:
         """The steps that count, (s, eta_s)."""
         return [(s, eta) for s, eta in enumerate(self.step_weights) if eta > 0]
 
+    def stretch(self, s: int) -> range:
+        """Return the steps of the stretch of the path that a step belongs to."""
+        return stretch_of(self.path, s, self.trajectory.num_steps)
+
+    def stretches(self, steps: list[tuple[int, float]]) -> list[tuple[int, list[tuple[int, float]]]]:
+        """Group steps that count, in their order, by the stretch that they belong to, which its first step names."""
+        return [(a, list(own)) for a, own in groupby(steps, key=lambda entry: self.stretch(entry[0]).start)]
+
     @property
     def cost(self) -> ContractionCost:
-        """What the choice of representations depends on."""
+        """What the choice of representations depends on, between copies of one kind."""
         is_adaptive = isinstance(self.rule, AdaptiveRule)
         return ContractionCost(
             num_output_pairs=self.num_output_pairs,
@@ -89,6 +101,21 @@ class ExecutionContext:
             cotangents_are_constant=self.head == "logits",
             all_dense=is_adaptive and not self.net.plan.supports_interpolation,
         )
+
+    @property
+    def factored_cost(self) -> ContractionCost:
+        """What it depends on along chords: gradients that are written out are written out once for each chord."""
+        return replace(self.cost, num_contractions=1)
+
+    @property
+    def mixed_cost(self) -> ContractionCost:
+        """What it depends on between test and training copies.
+
+        All steps of a chord meet the same test side: a layer whose gradients are not written out is multiplied for
+        every node and every step of the chord.
+        """
+        steps = min(self.path.every, max(1, self.trajectory.num_steps))
+        return replace(self.cost, num_contractions=self.rule.num_contractions * steps)
 
     @property
     def memory(self) -> MemoryPlan:

@@ -10,10 +10,12 @@ from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.points import Points
 from epk_gp.core.progress import progress_bar
 from epk_gp.distributed.job import Place
-from epk_gp.gram.accumulation import Steps, step_batches
+from epk_gp.gram.accumulation import step_batches, test_nodes
+from epk_gp.gram.chord_sums import Steps
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.nodes import jacobians_at_nodes, shared_nodes
-from epk_gp.gram.tile_parts import GramPieces, step_ranges, tile_points
+from epk_gp.gram.nodes import jacobians_at_nodes
+from epk_gp.gram.tile_parts import GramPieces, ranges_of, tile_points
+from epk_gp.quadrature.paths import path_identity
 
 
 def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"]:
@@ -21,7 +23,7 @@ def gram_diagonal(context: ExecutionContext, a: Points) -> Float[Tensor, "N C C"
     C, options = context.num_outputs, context.options
     result = context.reference.new_zeros(len(a), C, C)
     rows = diagonal_rows(context, a)
-    ranges = step_ranges(len(context.steps))
+    ranges = ranges_of(context)
     if options.executor is None and options.checkpoint is None:
         with progress_bar(
             len(rows) * len(context.steps), "kernel diagonal", unit="step", shown=options.progress
@@ -50,7 +52,7 @@ class DiagonalPieces(GramPieces):
         """Sum a range of the steps of some points."""
         context, (is_train, part, number) = self.context(), place
         indices = self._rows[is_train, part]
-        steps = context.steps[step_ranges(len(context.steps))[number]]
+        steps = context.steps[ranges_of(context)[number]]
         total = diagonal_of(context, steps, self.a.X[indices], is_train=bool(is_train))
         return {"total": total, **context.integrations.state()}
 
@@ -75,13 +77,9 @@ def diagonal_of(
 ) -> Float[Tensor, "n C C"]:
     """Sum the blocks of some points with themselves over some steps."""
     total = context.reference.new_zeros(len(X), context.num_outputs, context.num_outputs)
-    for batch in step_batches(context, steps, len(X)):
-        nodes = [
-            (s, t, eta * weight)
-            for s, eta in batch
-            for t, weight in ([(0.0, 1.0)] if is_train else shared_nodes(context, s, X))
-        ]
-        at_nodes = jacobians_at_nodes(context, [(s, t) for s, t, _ in nodes], X)
+    for batch in step_batches(context, steps, len(X), are_training=is_train):
+        nodes = [(s, 0.0, eta) for s, eta in batch] if is_train else test_nodes(context, batch, X)
+        at_nodes = jacobians_at_nodes(context, [(s, t) for s, t, _ in nodes], X, context.cost, are_training=is_train)
         for jacobians, (*_, weight) in zip(at_nodes, nodes, strict=True):
             total += weight * sum_over_layers([j.pointwise_products(j) for j in jacobians])
     return total
@@ -98,5 +96,5 @@ def sum_over_layers(parts: list[Tensor]) -> Tensor:
 def _identity(context: ExecutionContext, a: Points) -> str:
     return fingerprint(
         "diagonal", context.trajectory.digest, context.head, context.rule, context.step_weights,
-        context.options.memory_budget, a.X, a.is_train,
+        context.options.memory_budget, a.X, a.is_train, *path_identity(context.path),
     )  # fmt: skip

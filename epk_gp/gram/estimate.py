@@ -24,11 +24,12 @@ from epk_gp.distributed.cost_estimate import (
 from epk_gp.distributed.cost_sample import Clock, PieceKind, SampledCosts, Tick, sample_costs
 from epk_gp.distributed.job import Place, pickled
 from epk_gp.distributed.pieces import num_ahead
-from epk_gp.gram.accumulation import Steps, step_batches
+from epk_gp.gram.accumulation import step_batches
 from epk_gp.gram.block_parts import PieceLayout, Share, StepInterval, piece_layout
+from epk_gp.gram.chord_sums import Steps
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tile_parts import WHOLE, GramPieces, Tile, step_ranges, sum_dtype, sum_range, tile_points
+from epk_gp.gram.tile_parts import WHOLE, GramPieces, Tile, ranges_of, sum_dtype, sum_range, tile_points
 from epk_gp.gram.tiles import WHOLE_TILES
 from epk_gp.quadrature.rules import Rule, gauss_legendre
 
@@ -129,7 +130,7 @@ class _BlockWork:
     @cached_property
     def ranges(self) -> list[slice]:
         """Ranges of the steps."""
-        return step_ranges(len(self.context.steps))
+        return ranges_of(self.context)
 
     @cached_property
     def kinds(self) -> Sequence[PieceKind]:

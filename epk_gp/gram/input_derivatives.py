@@ -241,9 +241,11 @@ def _evaluated_by_steps(derivative: _Derivative, block: PairBlock, left: _Side, 
     points = [1 + len(side.X) * (side.num_outputs + 2) // (context.num_outputs + 2) for side in (left, right)]
     at_once = [derivative.states_at_once(own) for own in points]
     steps_at_once = max(1, min(max(at_once), derivative.max_points // max(points)) // len(omegas))
-    for steps in _batches(context.steps, steps_at_once):
-        states = {s: context.prefetcher.get(s, 2) for s in sorted({state for s, _ in steps for state in (s, s + 1)})}
-        at_nodes = [[torch.lerp(states[s], states[s + 1], t) for s, _ in steps for t, _ in own] for own in nodes]
+    for steps in _batches(_steps_between(context, block.is_train), steps_at_once):
+        at_nodes = [
+            _weights_at_nodes(context, steps, own, is_train)
+            for own, is_train in zip(nodes, block.is_train, strict=True)
+        ]
         x = left.jacobians(derivative, at_nodes[0], at_once[0])
         y = x if right is left else right.jacobians(derivative, at_nodes[1], at_once[1])
         layers = []
@@ -329,6 +331,24 @@ def _nodes(context: ExecutionContext, is_train: bool) -> list[tuple[float, float
     if is_train or not isinstance(context.rule, QuadratureRule):
         return [(0.0, 1.0)]
     return list(context.rule)
+
+
+def _steps_between(context: ExecutionContext, is_train: tuple[bool, bool]) -> list[tuple[int, float]]:
+    """List the steps that count with their weights; between test copies the first one of a chord stands for all."""
+    if any(is_train):
+        return context.steps
+    return [(first, sum(eta for _, eta in own)) for first, own in context.stretches(context.steps)]
+
+
+def _weights_at_nodes(
+    context: ExecutionContext, steps: Sequence[tuple[int, float]], nodes: list[tuple[float, float]], is_train: bool
+) -> list[Tensor]:
+    """Return the weights at the nodes of steps: of the steps themselves for training copies, else of their chords."""
+    ends = [(s, s) if is_train else (context.stretch(s).start, context.stretch(s).stop) for s, _ in steps]
+    keep = max(b for _, b in ends) - min(a for a, _ in ends) + 1
+    needed = sorted({state for pair in ends for state in pair})
+    states = {state: context.prefetcher.get(state, keep) for state in needed}
+    return [torch.lerp(states[a], states[b], t) for a, b in ends for t, _ in nodes]
 
 
 def _has_one_position(jacobian: LayerJacobian) -> bool:

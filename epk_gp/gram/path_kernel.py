@@ -21,6 +21,7 @@ from epk_gp.gram.diagonal import gram_diagonal
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.set_pairs import SetPairs
 from epk_gp.gram.tiles import gram_tiles
+from epk_gp.quadrature.paths import ManhattanPath, WeightPath, straight, validate_path
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
 
 T = TypeVar("T")
@@ -32,7 +33,8 @@ class PathKernel:
 
         K(x, x') = sum_s eta_s sum_q w_q phi_sq(x) phi_sq(x')^T    (C x C)
 
-    phi_sq(x) is the Jacobian of f at the step's start for a training copy, and at node t_q of the step for a test copy.
+    phi_sq(x) is the Jacobian of f at the step's start for a training copy, and at node t_q of the step for a test copy;
+    along chords, at node t_q of the chord that the step belongs to.
 
     Attributes:
         trajectory: Training run with S steps.
@@ -43,15 +45,17 @@ class PathKernel:
             Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
             over common nodes. Take a fixed rule where a factorisation needs more.
         step_weights: eta_s >= 0, (S,); the learning rates by default.
+        path: Along which test copies move between the states: `straight()` steps by default.
 
     Raises:
-        TypeError, ValueError: The trajectory is no recorded run, or the head is unknown.
+        TypeError, ValueError: The trajectory is no recorded run, or the head or the path is unknown.
     """
 
     trajectory: Trajectory
     head: Head
     rule: Rule
     step_weights: Float[Tensor, " S"] | None
+    path: WeightPath
 
     def __init__(
         self,
@@ -60,12 +64,15 @@ class PathKernel:
         rule: Rule = gauss_legendre(4),
         *,
         step_weights: Float[Tensor, " S"] | None = None,
+        path: WeightPath = straight(),
     ) -> None:
         validate_trajectory(trajectory)
+        validate_path(path)
         object.__setattr__(self, "trajectory", trajectory)
         object.__setattr__(self, "head", resolve_head(head, trajectory.loss, trajectory.num_outputs))
         object.__setattr__(self, "rule", rule)
         object.__setattr__(self, "step_weights", step_weights)
+        object.__setattr__(self, "path", path)
 
     def block(self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C M C"]:
         """Compute K[n, c, m, d] between N and M points; see `gram_block`."""
@@ -238,12 +245,21 @@ class PathKernel:
             raise TypeError(
                 f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule!r}."
             )
+        if isinstance(self.path, ManhattanPath):
+            raise ValueError("derivatives in the points need the path straight() or chords(): got manhattan().")
 
     def _context(
         self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
     ) -> ExecutionContext:
+        if isinstance(self.path, ManhattanPath) and not isinstance(self.rule, QuadratureRule):
+            raise ValueError(
+                "a Gram block along manhattan() needs the same nodes at all points, as in gauss_legendre(4): got "
+                f"{self.rule!r}."
+            )
         etas = _parse_step_weights(self.trajectory, self.step_weights)
-        return ExecutionContext(self.trajectory, net, self.head, self.rule, etas, is_per_class, options, is_traced)
+        return ExecutionContext(
+            self.trajectory, net, self.head, self.rule, etas, is_per_class, options, is_traced, self.path
+        )
 
 
 def gram_block(
@@ -254,6 +270,7 @@ def gram_block(
     head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
+    path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "N C M C"]:
     """Sum the exact path kernel over all steps.
@@ -272,6 +289,8 @@ def gram_block(
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: See `PathKernel`.
         step_weights: eta_s >= 0; the learning rates by default.
+        path: Along which test copies move; training copies stay at the start of each step. `chords(every=k)` evaluates
+            test copies once for k steps.
         options: `memory_budget`, `progress`, `checkpoint`, `accumulate` and `executor`; see `ComputeOptions`.
 
     Returns:
@@ -279,12 +298,11 @@ def gram_block(
         (C, N, C, M): `reshape` flattens it, `view` may not.
 
     Raises:
-        TypeError, ValueError: The network cannot take the points, the points have different dtypes, the head is
-            unknown, a step weight is negative, or the checkpoint belongs to another computation.
+        TypeError, ValueError: The network cannot take the points, the points have different dtypes, the head or the
+            path is unknown, a step weight is negative, or the checkpoint belongs to another computation.
     """
-    return PathKernel(trajectory, head, rule, step_weights=step_weights).block(
-        a, b, parse_options("gram_block", **options)
-    )
+    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
+    return kernel.block(a, b, parse_options("gram_block", **options))
 
 
 def gram_block_part(
@@ -296,6 +314,7 @@ def gram_block_part(
     head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
+    path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> GramPart:
     """Compute a part of what `gram_block` computes.
@@ -312,13 +331,14 @@ def gram_block_part(
         head: As of `gram_block`, and the same for all parts. So are the arguments that follow.
         rule: See `PathKernel`.
         step_weights: eta_s >= 0; the learning rates by default.
+        path: As of `gram_block`.
         options: As of `gram_block`. With a checkpoint, a call that was killed resumes.
 
     Raises:
         TypeError, ValueError: As of `gram_block`; or the steps do not begin and end where ranges of steps do, or there
             are more shares than pieces.
     """
-    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights)
+    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
     return kernel.block_part(a, b, which, parse_options("gram_block_part", **options))
 
 
@@ -330,6 +350,7 @@ def gram_block_per_class(
     head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
+    path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "C N M"]:
     """Sum the exact path kernel of each output with itself, at a C-th of the products.
@@ -338,7 +359,7 @@ def gram_block_per_class(
 
     Arguments, errors: as `gram_block`.
     """
-    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights)
+    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
     return kernel.block_per_class(a, b, parse_options("gram_block_per_class", **options))
 
 
@@ -349,6 +370,7 @@ def gram_diagonal_blocks(
     head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
+    path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "N C C"]:
     """Compute each point's C x C kernel with itself, gram_block[n, :, n, :], at a cost linear in N.
@@ -356,7 +378,7 @@ def gram_diagonal_blocks(
     Arguments, errors: as `gram_block`; `accumulate` has no meaning here.
     """
     parsed = parse_options("gram_diagonal_blocks", ("accumulate",), **options)
-    return PathKernel(trajectory, head, rule, step_weights=step_weights).diagonal_blocks(a, parsed)
+    return PathKernel(trajectory, head, rule, step_weights=step_weights, path=path).diagonal_blocks(a, parsed)
 
 
 def _parse_step_weights(trajectory: Trajectory, step_weights: object) -> tuple[float, ...]:

@@ -33,16 +33,24 @@ class NodeBatch:
 class StepAverage:
     """One step's average against fixed training-side Jacobians, accumulated node by node and finalized into a tile."""
 
-    def __init__(self, tile: GramAccumulator, right: Sequence[LayerJacobian], eta: float) -> None:
+    def __init__(
+        self,
+        tile: GramAccumulator,
+        right: Sequence[LayerJacobian],
+        eta: float,
+        averages: dict[int, LeftFactor] | None = None,
+    ) -> None:
         """Start a step.
 
         Args:
             tile: Where the step is added.
             right: Training-side layer Jacobians of the step.
             eta: The step's factor.
+            averages: Those of all nodes, where several steps share them (`step_averages`); their layers are left out.
         """
         self.tile, self.right, self.eta = tile, right, eta
-        self.averages: dict[int, LeftFactor] = {}
+        self._has_averages = averages is not None
+        self.averages: dict[int, LeftFactor] = {} if averages is None else averages
 
     def accumulate(self, batch: NodeBatch) -> None:
         """Add some nodes; together they must cover [0, 1] once for every point.
@@ -51,6 +59,8 @@ class StepAverage:
         """
         nodes = batch.nodes
         for layer, (jacobian, other) in enumerate(zip(batch.jacobians, self.right, strict=True)):
+            if self._has_averages and layer in self.averages:
+                continue
             if jacobian.commutes_with_average:
                 self.averages[layer] = jacobian.average(self.averages.get(layer), nodes)
             elif isinstance(nodes.weights, float):
@@ -66,6 +76,16 @@ class StepAverage:
         """Add the averaged layers to the tile."""
         for layer, average in self.averages.items():
             average.add_inner(self.right[layer], self.tile, self.eta, layer=layer, same_points=False)
+
+
+def step_averages(batches: Iterable[NodeBatch]) -> dict[int, LeftFactor]:
+    """Average the layers that commute with it over nodes that cover [0, 1] once for every point."""
+    averages: dict[int, LeftFactor] = {}
+    for batch in batches:
+        for layer, jacobian in enumerate(batch.jacobians):
+            if jacobian.commutes_with_average:
+                averages[layer] = jacobian.average(averages.get(layer), batch.nodes)
+    return averages
 
 
 def averaged_jacobian(batches: Iterable[NodeBatch], columns: Int64[Tensor, " P"]) -> Float[Tensor, "K N P"]:

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,10 +18,12 @@ from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.planned_pieces import PlannedPieces
-from epk_gp.gram.accumulation import CopyBatch, Steps, add_steps, step_batches
+from epk_gp.gram.accumulation import CopyBatch, add_steps, step_batches
 from epk_gp.gram.accumulator import GramAccumulator
+from epk_gp.gram.chord_sums import Steps
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.nodes import feature_bytes
+from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -86,7 +88,7 @@ def tile_points(context: ExecutionContext) -> int:
 
 def block_tiles(context: ExecutionContext, a: Points, b: Points) -> list[Tile]:
     """Divide a block into the tiles in which it is computed."""
-    return tiles_of(a, b, tile_points(context), len(step_ranges(len(context.steps))))
+    return tiles_of(a, b, tile_points(context), len(ranges_of(context)))
 
 
 def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> list[Tile]:
@@ -160,15 +162,33 @@ def require_total(tile: Tile, total: Float[Tensor, "K n ..."] | None) -> Float[T
     return total
 
 
-def step_ranges(num_steps: int, most: int = MAX_RANGES) -> list[slice]:
+def step_ranges(num_steps: int, most: int = MAX_RANGES, every: int = 1) -> list[slice]:
     """Divide steps into ranges of equal length, which are summed one by one: at least one, and not many.
 
     Args:
         num_steps: Number of steps.
         most: Largest number of ranges.
+        every: Steps of a chord, which is not divided.
     """
     length = MAX_STEP_BATCH * max(1, -(-num_steps // (MAX_STEP_BATCH * max(1, most))))
+    length = every * -(-length // every)
     return [slice(first, first + length) for first in range(0, max(1, num_steps), length)]
+
+
+def ranges_of(context: ExecutionContext) -> list[slice]:
+    """Divide the steps that count into ranges, as `step_ranges` does, which begin where stretches of the path do."""
+    steps = context.steps
+    ranges = step_ranges(len(steps))
+    if context.path.every == 1:
+        return ranges
+    length, bounds, end = ranges[0].stop, [0], 0
+    for _, own in context.stretches(steps):
+        end += len(own)
+        if end - bounds[-1] >= length:
+            bounds.append(end)
+    if bounds[-1] < end or not end:
+        bounds.append(max(end, length))
+    return [slice(first, last) for first, last in pairwise(bounds)]
 
 
 def sum_range(
@@ -180,7 +200,8 @@ def sum_range(
         x, y = y, x
     num_traced = context.num_outputs if context.is_traced else 0
     total = GramAccumulator(context.block_shape(len(x), len(y)), context.reference, tile.is_symmetric, num_traced)
-    for batch in step_batches(context, steps, max(len(x), len(y))):
+    are_training = x.is_train and y.is_train
+    for batch in step_batches(context, steps, max(len(x), len(y)), are_training=are_training):
         add_steps(context, batch, total, x, y)
         if bar is not None:
             bar.update(len(batch))
@@ -220,6 +241,7 @@ class GramPieces(PlannedPieces):
         step_weights: eta_s of each of the S steps.
         is_per_class: Only pairs of equal classes are wanted.
         is_traced: Only their sum is wanted.
+        path: Along which test copies move.
         options: How to compute, without an executor.
         a: The points on the left.
         b: Those on the right.
@@ -232,6 +254,7 @@ class GramPieces(PlannedPieces):
     step_weights: tuple[float, ...]
     is_per_class: bool
     is_traced: bool
+    path: WeightPath
     options: ComputeOptions
     a: Points
     b: Points
@@ -243,7 +266,7 @@ class GramPieces(PlannedPieces):
         options = replace(context.options, executor=None, progress=False, checkpoint=None)
         return cls(
             context.trajectory, context.head, context.rule, context.step_weights, context.is_per_class,
-            context.is_traced, options, a, b, progress, plan=context.net.plan,
+            context.is_traced, context.path, options, a, b, progress, plan=context.net.plan,
         )  # fmt: skip
 
     @property
@@ -259,7 +282,7 @@ class GramPieces(PlannedPieces):
         if number == WHOLE:
             total = self._whole(context, tile)
         else:
-            total = sum_range(context, self.a, self.b, tile, steps[step_ranges(len(steps))[number]])
+            total = sum_range(context, self.a, self.b, tile, steps[ranges_of(context)[number]])
         return {"total": total, **context.integrations.state()}
 
     def _whole(self, context: ExecutionContext, tile: Tile) -> Tensor:
@@ -273,7 +296,7 @@ class GramPieces(PlannedPieces):
         if "integrals" in stored:
             context.integrations.merge(stored)
         steps = context.steps
-        ranges = step_ranges(len(steps))
+        ranges = ranges_of(context)
         for number in range(done, len(ranges)):
             total = add_range(context, total, sum_range(context, self.a, self.b, tile, steps[ranges[number]]))
             if sums.should_save and number + 1 < len(ranges):
@@ -289,5 +312,5 @@ class GramPieces(PlannedPieces):
         """Return the kernel while a piece is computed."""
         return ExecutionContext(
             self.trajectory, self.net, self.head, self.rule, self.step_weights, self.is_per_class, self.options,
-            self.is_traced,
+            self.is_traced, self.path,
         )  # fmt: skip

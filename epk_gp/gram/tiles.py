@@ -25,13 +25,14 @@ from epk_gp.gram.tile_parts import (
     Tile,
     add_range,
     block_tiles,
+    ranges_of,
     require_total,
-    step_ranges,
     sum_dtype,
     sum_range,
     tile_name,
     tile_points,
 )
+from epk_gp.quadrature.paths import path_identity
 from epk_gp.storage.partial_sums import PartialSums
 
 # Tiles from which on each is one piece. The owner of a job reads all pieces, one by one; that takes 3 to 4 % of the
@@ -81,7 +82,7 @@ def _totals_here(
     folder = context.options.checkpoint
     sums = None if folder is None else PartialSums(folder, _identity(context, a, b))
     steps, prefix = context.steps, _prefix(context)
-    ranges = step_ranges(len(steps))
+    ranges = ranges_of(context)
     for tile in tiles:
         name = tile_name(prefix, tile)
         total, done = _stored_total(context, sums, name)
@@ -111,7 +112,7 @@ def _by_workers(
     with threads_of_workers(executor), scratch_folder(checkpoint) as folder:
         sums = PartialSums(folder, _identity(context, a, b), is_durable=checkpoint is not None)
         prefix = _prefix(context)
-        pieces = TilePieces(prefix, len(step_ranges(len(context.steps))), is_whole=len(tiles) >= WHOLE_TILES)
+        pieces = TilePieces(prefix, len(ranges_of(context)), is_whole=len(tiles) >= WHOLE_TILES)
         done = [pieces.num_done(sums, tile) for tile in tiles]
         largest = max(len(tile.rows) * len(tile.columns) for tile in tiles) if tiles else 0
         num_bytes = largest * context.num_sums * context.reference.itemsize
@@ -202,7 +203,7 @@ def _finished(tile: Tile, total: Tensor | None) -> Tensor:
 def _stored_total(context: ExecutionContext, sums: PartialSums | None, name: str) -> tuple[Tensor | None, int]:
     """Return what a checkpoint has of a tile, and how many ranges of steps that is."""
     if sums is not None and (whole := _part_of_worker(context, sums, name + OF_WORKER)) is not None:
-        return whole, len(step_ranges(len(context.steps)))
+        return whole, len(ranges_of(context))
     stored, done = ({}, 0) if sums is None else sums.load(name)
     if "integrals" in stored:  # of a worker
         context.integrations.merge(stored)
@@ -218,5 +219,5 @@ def _identity(context: ExecutionContext, a: Points, b: Points) -> str:
     return fingerprint(
         context.trajectory.digest, context.head, context.rule, context.step_weights, context.is_per_class,
         context.options.memory_budget, sum_dtype(context), a is b, a.X, b.X, a.is_train, b.is_train,
-        *(["trace"] if context.is_traced else []),
+        *(["trace"] if context.is_traced else []), *path_identity(context.path),
     )  # fmt: skip

@@ -12,7 +12,6 @@ from epk_gp.core.replay import passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
-from epk_gp.gram.step_average import averaged_jacobian
 from epk_gp.kernel_machine.adjoint_recursion import propagate_step
 from epk_gp.kernel_machine.contributions import (
     Emit,
@@ -24,11 +23,13 @@ from epk_gp.kernel_machine.contributions import (
     grouped_products,
 )
 from epk_gp.kernel_machine.loss_products import LossProducts, is_rounding
-from epk_gp.kernel_machine.problem import AttributionProblem, averaged_statistics_jacobian, integrate_step
+from epk_gp.kernel_machine.problem import AttributionProblem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.statistics_terms import statistics_increments
 from epk_gp.kernel_machine.step_residuals import StepResiduals
+from epk_gp.kernel_machine.stretch_average import StretchAverage, average_over, statistics_change
 from epk_gp.quadrature.adaptive import Integral
+from epk_gp.quadrature.paths import stretch_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +56,8 @@ class _StepAdjoints:
         rows: Which points.
         w: Weights at its start, (P,).
         coefficients: Of the update rule.
-        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the step. Of a run of averaged
-            weights it is E, which holds the later steps of the average too.
+        average: Phi, the averaged Jacobian of the outputs, (K, N, P): the adjoint of the step, the same for all steps
+            of a chord. Of a run of averaged weights it is E, which holds the later steps of the average too.
         of_h: H, the adjoint of h, (K, N, P).
     """
 
@@ -95,26 +96,36 @@ def adjoint_pass(
         work_items, "attribution", unit="step", initial=progress.done, shown=problem.options.progress
     ) as bar:
         for number, rows in enumerate(blocks):
+            stretch: StretchAverage | None = None
             for position in range(max(0, progress.done - number * S), S):
                 step = trajectory.steps[S - 1 - position]
                 adjoint_state = progress.adjoint_state if position else None  # beta_{s+1} M_{s+1}
-                integral, batches = integrate_step(problem, step, rows, options.points_per_block)
-                Phi = averaged_jacobian(batches, problem.columns)
-                del batches
+                uncounted: tuple[Integral, ...] = ()
+                if stretch is None or step.index not in stretch.steps:
+                    steps, stretch = stretch_of(problem.kernel.path, step.index, S), None
+                    stretch = average_over(
+                        problem, steps, rows, options.points_per_block, splits_statistics=options.splits_statistics
+                    )
+                    # a pass that resumes within a chord has counted it
+                    uncounted = stretch.integrals if step.index == steps[-1] else ()
+                Phi = stretch.of_weights
                 w = flat_weights(trajectory.trained, step.index, problem.X)
                 u = step_coefficients(trajectory, step.index, problem.X)
                 change = flat_weights(trajectory, step.index + 1, problem.X)
                 of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
                 emit(WeightsContribution(step.index, rows, of_weights))
+                if trajectory.average is not None and len(stretch.steps) > 1:
+                    Phi = Phi.clone()  # it is overwritten
                 E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
                 adjoints = _StepAdjoints(step, rows, w, u, E, H)
                 _emit_weight_decay(problem, adjoints, groups, emit)
                 _emit_samples(problem, products, adjoints, groups, emit)
                 _emit_unexplained(problem, adjoints, groups, emit, options)
                 if trajectory.statistics is not None:
-                    total = problem.select_outputs(integral.total, rows) - of_weights
-                    emit(_statistics_term(products, step, rows, total, integral if options.splits_statistics else None))
-                progress.advance(integral, adjoint_state, is_last=progress.done + 1 == work_items)
+                    total = statistics_change(problem, stretch, step.index, rows, of_weights)
+                    of_statistics = stretch.of_statistics if options.splits_statistics else None
+                    emit(_statistics_term(products, step, rows, total, of_statistics))
+                progress.advance(uncounted, adjoint_state, is_last=progress.done + 1 == work_items)
                 bar.update()
 
 
@@ -167,13 +178,12 @@ def _statistics_term(
     step: Step,
     rows: Int64[Tensor, " N"],
     total: Float[Tensor, "N K"],
-    integral: Integral | None,
+    Phi_b: Float[Tensor, "K N Q"] | None,
 ) -> StatisticsContribution:
-    """Return what the moving statistics add in a step: all of it, and what each sample adds if nodes are given."""
-    if integral is None:
+    """Return what the moving statistics add in a step: all of it, and what samples add if their adjoint is known."""
+    if Phi_b is None:
         return StatisticsContribution(step.index, rows, total)
     problem = products.problem
-    Phi_b = averaged_statistics_jacobian(problem, step, rows, integral)  # K N Q
     state = flat_state(problem.trajectory.trained, step.index, problem.X)
     samples, added = [], []
     for data in passes_of(step, products.run.data):

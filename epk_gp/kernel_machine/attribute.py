@@ -18,6 +18,7 @@ from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerm
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import sum_tolerance, warn_if_uncertified
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, parse_problem
+from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 
 
@@ -27,6 +28,7 @@ def attribute(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath = straight(),
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> Attribution:
@@ -43,7 +45,9 @@ def attribute(
         trajectory: Training run with S steps on M points.
         X: n inputs, of the structure of the training inputs, taken as test copies.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        rule: How each step's integral is taken.
+        rule: How each step's integral is taken, or each chord's.
+        path: Along which the points are integrated. Other paths give other contributions with the same sum, as exactly:
+            `chords(every=k)` at fewer evaluations, and `manhattan()`.
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
@@ -51,11 +55,11 @@ def attribute(
         All terms, in the dtype of X.
 
     Raises:
-        TypeError, ValueError: The network cannot take the inputs, the head or the rule is unknown, or a class is out
-            of range.
+        TypeError, ValueError: The network cannot take the inputs, the head, the rule or the path is unknown, or a class
+            is out of range.
     """
     parsed = parse_options("attribute", ("accumulate",), **options)
-    kernel = PathKernel(trajectory, head, rule)
+    kernel = PathKernel(trajectory, head, rule, path=path)
     X = parse_problem(kernel, X, classes)
     (parts,) = _attribute(kernel, X, [(by_sample(trajectory),)], classes, parsed, splits_statistics=False)
     shared = {field.name: getattr(parts, field.name) for field in fields(CertifiedTerms)}
@@ -75,6 +79,7 @@ def attribute_by(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath = straight(),
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> GroupedAttribution:
@@ -88,7 +93,8 @@ def attribute_by(
         by: `by_sample(trajectory)`, `by_label`, `by_step`, `by_layer`, `by_parameter`, or axes of one's own. Axes of
             the same kind are combined: a term counts where all its groups meet.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        rule: How each step's integral is taken.
+        rule: As of `attribute`.
+        path: As of `attribute`.
         classes: One output per input; C is then 1 in the result.
         options: As `attribute`.
 
@@ -101,6 +107,7 @@ def attribute_by(
         [by],
         head=head,
         rule=rule,
+        path=path,
         classes=classes,
         **options,
     )
@@ -114,6 +121,7 @@ def attribute_many(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath = straight(),
     classes: Int64[Tensor, " n"] | None = None,
     **options: Unpack[ComputeSettings],
 ) -> tuple[GroupedAttribution, ...]:
@@ -124,7 +132,7 @@ def attribute_many(
     """
     axes = parse_groupings(trajectory, groupings)
     parsed = parse_options("attribute_many", ("accumulate",), **options)
-    kernel = PathKernel(trajectory, head, rule)
+    kernel = PathKernel(trajectory, head, rule, path=path)
     X = parse_problem(kernel, X, classes)
     return _attribute(kernel, X, axes, classes, parsed)
 

@@ -30,6 +30,7 @@ from epk_gp.kernel_machine.problem import AttributionProblem, make_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import StepResiduals
 from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
+from epk_gp.quadrature.paths import ManhattanPath, num_segments, path_identity
 from epk_gp.storage.partial_sums import PartialSums
 
 _BEGUN = "-begun"  # ends the name of a sum that is not whole yet
@@ -58,10 +59,13 @@ class AttributionPass:
 
     @cached_property
     def is_factored(self) -> bool:
-        """Whether contributions are computed from layers' factors: of plain gradient descent."""
+        """Whether contributions are computed from layers' factors: of plain gradient descent, along steps or chords."""
         trajectory = self.problem.trajectory
         is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
-        return self.is_whole and is_plain and trajectory.unexplained is None and recomputation_of(trajectory) is None
+        is_along_steps = (
+            not isinstance(self.problem.kernel.path, ManhattanPath) and recomputation_of(trajectory) is None
+        )
+        return self.is_whole and is_plain and is_along_steps and trajectory.unexplained is None
 
     @cached_property
     def points_per_block(self) -> int:
@@ -89,12 +93,14 @@ class AttributionPass:
         outputs = torch.empty(1, self.problem.num_outputs, dtype=self.problem.net.model.spec.dtype)
         one = TermSums.of(self.problem, self.groupings, outputs)
         num_bytes = self.points_per_block * sum(total.nbytes for total in one.tensors)
-        return step_ranges(steps, min(MAX_RANGES // len(self.blocks), budget // num_bytes))
+        most = min(MAX_RANGES // len(self.blocks), budget // num_bytes)
+        return step_ranges(steps, most, self.problem.kernel.path.every)
 
     @property
     def new_record(self) -> IntegrationRecord:
         """Where the integrals are counted."""
-        return IntegrationRecord(self.problem.kernel.rule, self.problem.trajectory.num_steps)
+        kernel, steps = self.problem.kernel, self.problem.trajectory.num_steps
+        return IntegrationRecord(kernel.rule, num_segments(kernel.path, self.problem.net.model, steps))
 
     def residuals(self, initial: Float[Tensor, "n K"]) -> StepResiduals:
         """Replay the run, and compare its steps with the recorded ones."""
@@ -338,5 +344,5 @@ def _identity(work: AttributionPass) -> str:
     return fingerprint(
         problem.trajectory.digest, problem.kernel.head, problem.kernel.rule, problem.options.memory_budget, kinds,
         problem.X, problem.classes, *(axis.group for axis in axes), [axis.names for axis in axes],
-        work.splits_statistics,
+        work.splits_statistics, *path_identity(problem.kernel.path),
     )  # fmt: skip

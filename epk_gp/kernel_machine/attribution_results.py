@@ -1,20 +1,33 @@
 """The results of an attribution: the terms of a prediction, with their certificate."""
 
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.display import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.certification import describe_findings
+from epk_gp.kernel_machine.certification import certificate_entries, describe_findings
+from epk_gp.kernel_machine.term_tables import (
+    describe_axes,
+    group_namer,
+    largest_rows,
+    number_row,
+    place_table,
+    sample_name,
+    shown_places,
+    sum_rows,
+)
 from epk_gp.quadrature.status import QuadratureStatus
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CertifiedTerms(ABC):
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class CertifiedTerms(Displayed):
     """What all attributions have: the ends of the path, and the certificate of the sum of the terms.
 
     Attributes:
@@ -50,18 +63,26 @@ class CertifiedTerms(ABC):
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
 
-    @property
+    @cached_property
     def max_error(self) -> float:
-        """Largest |total - network|."""
-        return float((self.total - self.network).abs().max())
+        """Largest |total - network|, computed once; 0 without points."""
+        errors = (self.total - self.network).abs()
+        return float(errors.max()) if errors.numel() else 0.0
 
     @property
     def certified(self) -> bool:
         """Whether quadrature, steps and sum are within tolerance, as for a `Reconstruction`."""
         return not describe_findings(self)
 
+    def _entries(self) -> tuple[Entry, ...]:
+        """Return what a summary says of all terms."""
+        if not self.amplification.numel():
+            return certificate_entries(self)
+        largest = float(self.amplification.max())
+        return (*certificate_entries(self), Entry("amplification", number(largest), "at most"))
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Attribution(CertifiedTerms):
     """The terms of a prediction; with `initial` they sum to the network's output.
 
@@ -83,8 +104,29 @@ class Attribution(CertifiedTerms):
         """Sum of all terms."""
         return self.initial + self.samples.sum(dim=2) + self.decay + self.statistics + self.unexplained
 
+    def _summary(self) -> Summary:
+        n, C, M = self.samples.shape
+        places = shown_places(self.network)
+        terms = {
+            "initial": self.initial,
+            "samples": self.samples,
+            "decay": self.decay,
+            "statistics": self.statistics,
+            "unexplained": self.unexplained,
+        }
+        rows = [
+            *sum_rows(places, terms),
+            number_row("network", places, self.network),
+            *largest_rows("largest samples", places, self.samples, sample_name),
+        ]
+        return Summary(
+            f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {count(M, 'training sample')}",
+            (*self._entries(), Entry("shape of samples", f"{tuple(self.samples.shape)}", kind_of(self.samples))),
+            place_table(self.network, places, rows),
+        )
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class GroupedAttribution(CertifiedTerms):
     """The terms of a prediction, split along chosen axes; with `initial` they sum to the network's output.
 
@@ -109,4 +151,27 @@ class GroupedAttribution(CertifiedTerms):
     def total(self) -> Float[Tensor, "n C"]:
         """Sum of all terms."""
         terms = (self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained)
-        return self.initial + torch.stack([term.reshape(*term.shape[:2], -1).sum(dim=2) for term in terms]).sum(dim=0)
+        sums = [term.reshape(*term.shape[:2], math.prod(term.shape[2:])).sum(dim=2) for term in terms]
+        return self.initial + torch.stack(sums).sum(dim=0)
+
+    def _summary(self) -> Summary:
+        n, C = self.network.shape
+        places, kinds = shown_places(self.network), ", ".join(axis.kind for axis in self.axes)
+        terms = {
+            "initial": self.initial,
+            "training data": self.values,
+            "decay": self.decay,
+            "statistics": self.statistics,
+            "statistics of no sample": self.statistics_of_no_sample,
+            "unexplained": self.unexplained,
+        }
+        rows = [
+            *sum_rows(places, terms),
+            number_row("network", places, self.network),
+            *largest_rows(f"largest by {kinds}", places, self.values, group_namer(self.axes)),
+        ]
+        return Summary(
+            f"Attribution of {count(n, 'point')} × {count(C, 'output')} to {describe_axes(self.axes)}",
+            (*self._entries(), Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values))),
+            place_table(self.network, places, rows),
+        )

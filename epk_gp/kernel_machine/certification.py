@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.certificate import warn_uncertified
+from epk_gp.core.display import Entry, certificate_entry, number
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, relative_rounding, replay_rounding
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
@@ -169,6 +170,10 @@ class Certified(Protocol):
     """A result with a certificate."""
 
     @property
+    def evaluations(self) -> float:
+        """Gradients evaluated per point and step, on average."""
+
+    @property
     def max_error(self) -> float:
         """Largest |sum - network|."""
 
@@ -199,6 +204,27 @@ class Certified(Protocol):
     @property
     def worst_step(self) -> int:
         """The step that has it."""
+
+
+class CertifiedOutputs(Certified, Protocol):
+    """Outputs with a certificate."""
+
+    @property
+    def network(self) -> Float[Tensor, "n C"]:
+        """Outputs of the trained network."""
+
+
+def certificate_entries(result: CertifiedOutputs) -> tuple[Entry, ...]:
+    """Return what the certificate of a result says, and the numbers behind it."""
+    if not len(result.network):
+        return (Entry("certificate", "none: there are no points"),)
+    return (
+        certificate_entry(describe_findings(result), "quadrature, steps and sum are within tolerance"),
+        Entry("largest error", number(result.max_error), f"|sum - network|; at most {number(result.error_tolerance)}"),
+        Entry("largest residual", number(result.max_residual), "quadrature of a point and a step"),
+        Entry("largest mismatch of a step", number(result.max_step_mismatch), "recorded against replayed weights"),
+        Entry("evaluations", number(result.evaluations), "per point and step, on average"),
+    )
 
 
 def describe_findings(result: Certified) -> list[str]:

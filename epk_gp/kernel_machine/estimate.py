@@ -18,6 +18,7 @@ from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head
 from epk_gp.core.input_layout import Inputs
+from epk_gp.core.memory_plan import weight_rows
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.cost_estimate import (
     CostEstimate,
@@ -205,9 +206,9 @@ class _PassWork:
         elif keeps:  # the sums, and the adjoints of the block in hand; a file is replaced by the next one of its name
             carried = 0 if whole.is_factored else whole.problem.num_outputs * whole.points_per_block * num_weights
             scratch = 2 * (self.result_bytes + carried * itemsize)
-        rows = self._num_steps * num_weights * itemsize
-        if self._residual is not None and rows > whole.problem.options.memory_budget // 4:
-            scratch += rows * (1 if workers is None else workers + 1)  # a temporary file of each process
+        in_memory = weight_rows(whole.problem.options.memory_budget, itemsize, num_weights)
+        if self._residual is not None and self._num_steps > in_memory:  # a temporary file of each process
+            scratch += self._num_steps * num_weights * itemsize * (1 if workers is None else workers + 1)
         return DiskEstimate(self.result_bytes, self.piece_bytes, at_once, scratch)
 
     @property
@@ -245,10 +246,12 @@ class _PartOfPass(PassProgress):
         super().__init__(None, sums, record)
         (self.done, self.last), self.tick = steps, tick
 
-    def advance(self, integral: Integral, adjoint_state: Tensor | None, *, is_last: bool) -> None:
-        super().advance(integral, adjoint_state, is_last=is_last)
-        synchronise(integral.point)
-        self.tick(1)
+    def advance(
+        self, integrals: Sequence[Integral], adjoint_state: Tensor | None, *, is_last: bool, num_steps: int = 1
+    ) -> None:
+        super().advance(integrals, adjoint_state, is_last=is_last, num_steps=num_steps)
+        synchronise(self.sums[0])
+        self.tick(num_steps)
         if self.done >= self.last:
             raise _MeasuredError
 

@@ -71,8 +71,9 @@ def influence(
 
     Raises:
         TypeError, ValueError: The network cannot take the inputs; the head or an axis is unknown; a
-            class is out of range; the function returns another shape, or mixes rows; or the run does not hold the
-            options of its optimizer.
+            class is out of range; the function returns another shape, or mixes rows; the run does not hold the
+            options of its optimizer; or the loss has no second derivatives, because torch can differentiate an
+            operation of the network once only.
     """
     parsed = parse_options("influence", ("accumulate",), **options)
     X = parse_inputs(trajectory, X)
@@ -95,7 +96,7 @@ def influence(
         return _said(_differentiate(whole, outputs))
     found = []
     for number, weights in enumerate(_drawn(trajectory, smoothing)):
-        run = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget // 4)
+        run = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
         _, own = _numbers(run, X, head, classes, function)
         options_of_run = parsed
         if parsed.checkpoint is not None:

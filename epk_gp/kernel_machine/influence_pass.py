@@ -30,9 +30,6 @@ from epk_gp.kernel_machine.loss_curvature import LossCurvature
 from epk_gp.kernel_machine.optimizer_adjoint import MemoryTrace, OptimizerJacobian
 from epk_gp.storage.partial_sums import PartialSums
 
-# Vectors of P numbers of each output that the pass holds: adjoints of weights, memory and gradient, before and after.
-_VECTORS = 16
-
 _BEGUN = "-begun"  # ends the name of a sum that is not whole yet
 
 
@@ -115,11 +112,10 @@ class InfluencePass:
         trajectory, X = problem.trajectory, problem.X
         self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
         self.run = RunReplay(trajectory.trained, net.model, X)
-        per_output = _VECTORS * net.itemsize * net.model.num_weights
-        outputs = problem.cotangents.shape[1]
+        self.memory = net.memory_plan(problem.options.memory_budget)
         # a joint number has one adjoint, whatever the inputs
         self.points_per_block = (
-            len(X) if problem.is_joint else max(1, problem.options.memory_budget // (2 * per_output * outputs))
+            len(X) if problem.is_joint else self.memory.influence_points(problem.cotangents.shape[1])
         )
 
     @property
@@ -160,7 +156,7 @@ class InfluencePass:
             explained = bool(stored["explained"])
         else:
             explained = True
-        curvature = LossCurvature(self.net, self.run, problem.options.memory_budget // 2)
+        curvature = LossCurvature(self.net, self.run, self.memory)
         if bar is not None:
             bar.update(done)
         for position in range(done, problem.truncate):
@@ -184,7 +180,7 @@ class InfluencePass:
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=not net.plan.supports_interpolation)
         columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
         K, N, P, Q = *wanted.shape[:2], net.model.num_weights, net.model.num_statistics
-        size = net.memory_plan(problem.options.memory_budget).adjoint_points(K)
+        size = self.memory.adjoint_points(K)
         of_weights = state.new_zeros(*((K,) if problem.is_joint else (K, N)), P)
         of_statistics = state.new_zeros(*of_weights.shape[:-1], Q) if Q else None
         for part in torch.arange(N, device=X.device).split(size):

@@ -1,16 +1,28 @@
 """The result of an influence: the derivatives, with what they can be trusted for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.display import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.term_tables import (
+    describe_axes,
+    group_namer,
+    largest_rows,
+    number_row,
+    place_table,
+    shown_places,
+)
+
+_BY_POINT = ("outputs", "values", "adjoint_norms")  # what has a row for each point
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Influence:
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Influence(Displayed):
     """How numbers that a trained network gives depend on the weights of its training samples.
 
     Attributes:
@@ -80,10 +92,19 @@ class Influence:
         return self.outputs + changes
 
     def _require_samples(self, what: str) -> None:
-        if [axis.kind for axis in self.axes] != ["sample"] or len(self.axes[0].names) != len(self.axes[0].group):
+        if not self._is_by_sample:
             raise ValueError(
                 f"{what} needs the derivative in each sample's weight: it is split by others. Leave by= out."
             )
+
+    @property
+    def _is_by_sample(self) -> bool:
+        return [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
+
+    @cached_property
+    def _is_finite(self) -> bool:
+        """Whether all values are finite, looked at once: they may be many."""
+        return bool(torch.isfinite(self.values).all())
 
     @property
     def findings(self) -> list[str]:
@@ -100,6 +121,28 @@ class Influence:
                 f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
                 "recorded"
             )
-        if not bool(torch.isfinite(self.values).all()):
+        if not self._is_finite:
             findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
         return findings
+
+    def _summary(self) -> Summary:
+        (n, K), places = self.outputs.shape, shown_places(self.outputs)
+        head = replace(self, **{name: getattr(self, name)[: len(places)] for name in _BY_POINT})
+        rows = [number_row("value", places, head.outputs)]
+        if places and self._is_by_sample:
+            rows.append(number_row("jackknife standard deviation", places, head.std))
+        if places:
+            rows.append(number_row("growth along the run", places, head.growth))
+        rows += largest_rows("largest derivatives", places, head.values, group_namer(self.axes))
+        every = "every recorded step is the one that the training gradients give, and nothing of it is held"
+        return Summary(
+            f"Influence of {describe_axes(self.axes)} on {count(n, 'point')} × {count(K, 'output')}",
+            (
+                certificate_entry(self.findings, every),
+                Entry(
+                    "largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"
+                ),
+                Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values)),
+            ),
+            place_table(self.outputs, places, rows),
+        )

@@ -16,15 +16,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.second_derivatives import needing_second_derivatives, require_second_derivatives
 from epk_gp.core.gradients import RunReplay
+from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.replay import PassData, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine.batch_statistics import SeenBatches, fixed_statistics, shares_of_batches
-
-# Passes of a batch that the graph holds, and that one adjoint holds on its way back through it.
-_PASSES_OF_GRAPH, _PASSES_OF_ADJOINT = 6, 6
 
 # Relative difference of an adjoint's products, computed alone and together with others, that is rounding.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -80,13 +79,13 @@ class LossCurvature:
     Attributes:
         net: The network, with its plan.
         run: Replays the forward passes.
-        budget: Bytes for graphs and adjoints.
+        memory: Chooses how many rows and adjoints are taken together.
         explains_statistics: Whether all moving statistics so far were those of the batches.
     """
 
     net: PlannedModel
     run: RunReplay
-    budget: int
+    memory: MemoryPlan
     explains_statistics: bool = True
     _maps: bool | None = field(default=None, repr=False)  # whether torch maps the way back over adjoints
 
@@ -126,9 +125,8 @@ class LossCurvature:
         return PulledStep(products, of_weights, of_statistics)
 
     def _blocks(self, data: PassData) -> Iterator[PassData]:
-        """Divide a pass whose rows do not depend on each other, so that its graph fits into half of the budget."""
-        per_row = _PASSES_OF_GRAPH * self.net.plan.activations_per_sample * self.net.itemsize
-        count = max(1, self.budget // (2 * per_row))
+        """Divide a pass whose rows do not depend on each other, so that its graph fits into memory."""
+        count = self.memory.curvature_rows()
         if len(data.X) <= count or not data.forward.is_plain or self.net.model.signature.graph is not None:
             yield data
             return
@@ -138,11 +136,9 @@ class LossCurvature:
             yield PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
 
     def _chunks(self, num_adjoints: int, num_rows: int) -> Iterator[slice]:
-        """Divide adjoints, so that those that go back together fit into half of the budget."""
-        per_adjoint = (
-            4 * self.net.model.num_weights + _PASSES_OF_ADJOINT * num_rows * self.net.plan.activations_per_sample
-        )
-        count = max(1, self.budget // (2 * self.net.itemsize * per_adjoint))
+        """Divide adjoints, so that those that go back together fit into memory."""
+        graph = self.net.model.signature.graph
+        count = self.memory.curvature_adjoints(num_rows if graph is None else graph.num_nodes)
         for first in range(0, num_adjoints, count):
             yield slice(first, min(first + count, num_adjoints))
 
@@ -167,11 +163,17 @@ class LossCurvature:
         params |= {name: leaf for name, leaf in zip(model.statistics, statistics, strict=True) if name in fixed}
         c = data.c.detach().to(parameters[0], copy=True).requires_grad_()
         seen = SeenBatches()
-        with torch.enable_grad(), seen.watching(module), WrittenOutNormalisation(statistics):
+        with (
+            torch.enable_grad(),
+            seen.watching(module),
+            WrittenOutNormalisation(statistics),
+            needing_second_derivatives(),
+        ):
             losses = replay.losses(params, data)
             gradients = torch.autograd.grad(
                 c.to(losses) @ losses, parameters, create_graph=True, allow_unused=True, materialize_grads=True
             )
+            require_second_derivatives(gradients, losses)
             results = [torch.cat([gradient.reshape(-1) for gradient in gradients])]
             if moves:
                 before = torch.cat([value.reshape(-1) for value in statistics])
@@ -208,9 +210,10 @@ class LossCurvature:
                     self._maps = all(_is_same(a[0], b) for a, b in zip(found, single, strict=True))
                 found = found if self._maps else None
         if found is None:
-            singles = [
-                _back(results, graph.leaves, [value[k] for value in given], is_mapped=False) for k in range(count)
-            ]
+            with needing_second_derivatives():
+                singles = [
+                    _back(results, graph.leaves, [value[k] for value in given], is_mapped=False) for k in range(count)
+                ]
             found = [torch.stack(values) for values in zip(*singles, strict=True)]
         own, parameters = found[0], found[1 : 1 + graph.num_parameters]
         statistics = found[1 + graph.num_parameters :]

@@ -25,6 +25,7 @@ from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import to_flat_order
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.second_derivatives import require_second_derivatives
 from epk_gp.core.fingerprint import tensor_bytes
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.replay import PassData, seen_losses
@@ -154,7 +155,7 @@ class LossProducts:
         """Return whether double backward misses the whole gradient as forward mode does: both round it."""
         try:
             products = self._double_backward(state, data, adjoint[None], expected)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, ValueError):
             products = self._sample_by_sample(state, data, adjoint[None])
         return _DOUBTS * float((whole - products[0] @ data.c.to(products)).abs()) >= missed
 
@@ -266,7 +267,7 @@ class LossProducts:
         if self._way is _Way.DOUBLE_BACKWARD:
             try:
                 return self._double_backward(state, data, directions, expected)
-            except (RuntimeError, NotImplementedError):
+            except (RuntimeError, ValueError):
                 self._way = _Way.SAMPLE_BY_SAMPLE
         return self._sample_by_sample(state, data, directions)
 
@@ -340,6 +341,7 @@ class LossProducts:
             pulled = torch.autograd.grad(
                 losses, leaves, v, create_graph=True, allow_unused=True, materialize_grads=True
             )
+            require_second_derivatives(pulled, losses)
             flat = torch.cat([g.reshape(-1) for g in pulled])
             slopes = [
                 torch.autograd.grad(flat @ direction.to(flat), v, retain_graph=True, materialize_grads=True)[0]

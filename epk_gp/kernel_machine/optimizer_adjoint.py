@@ -61,12 +61,11 @@ class OptimizerJacobian:
             position += len(before)
         with torch.enable_grad():
             own = OptimizerMemory(inputs[2], tuple(kept), memory.counts)
-            direction, after = law.advance(own, inputs[0], inputs[1])
-            outputs = [direction, *after.tensors()]
-        self._graph = (inputs, outputs) if any(part.is_coupled for part in law.parts) else None
+            made = law.advance(own, inputs[0], inputs[1])
+            outputs = [made.direction, *made.memory.tensors()]
+        self._graph = (inputs, outputs) if law.is_coupled else None
         # one matrix per weight: entries (output, input), None where it is zero
-        is_coupled = self._graph is not None
-        self.entries = [] if is_coupled else [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
+        self.entries = [] if law.is_coupled else [_row(out, inputs, is_last=out is outputs[-1]) for out in outputs]
         self.columns: list[slice] = [slice(0, len(w))] * 3  # of each input
         for part, before in zip(law.parts, memory.kept, strict=True):
             self.columns += [part.columns] * len(before)
@@ -215,4 +214,4 @@ class MemoryTrace:
         step = self.law.trajectory.steps[index]
         g, _ = self.run.gradient(step)
         w = flat_weights(self.law.trajectory, index, self.law.reference)
-        return TracedStep(memory, g), self.law.step(index).advance(memory, w, g)[1]
+        return TracedStep(memory, g), self.law.step(index).advance(memory, w, g).memory

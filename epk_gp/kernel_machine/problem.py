@@ -1,5 +1,6 @@
 """The test side of an attribution: averaged output gradients along the recorded steps."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,11 +17,11 @@ from epk_gp.autodiff.statistics import statistics_jacobian
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
-from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
+from epk_gp.quadrature.paths import lines_of_stretch, num_segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,54 +113,74 @@ def make_problem(
     return AttributionProblem(kernel, X.detach(), classes, options, net, cost, columns)
 
 
-def integrate_step(
-    problem: AttributionProblem, step: Step, rows: Int64[Tensor, " N"], max_nodes: int
-) -> tuple[Integral, list[NodeBatch]]:
-    """Choose the nodes of some points on a step, and compute their output gradients there.
+@dataclass(frozen=True, eq=False)
+class IntegratedLine:
+    """A straight line of the path at some of the points, with their output gradients at its nodes.
+
+    Attributes:
+        segment: The line.
+        part: Which part of the state moves along it.
+        integral: The nodes of each point, and what they sum up to.
+        batches: Output gradients there; none of a line on which no weights move.
+    """
+
+    segment: WeightSegment
+    part: slice
+    integral: Integral
+    batches: list[NodeBatch]
+
+
+def integrate_stretch(
+    problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int
+) -> Iterator[IntegratedLine]:
+    """Choose the nodes of some points on a stretch of the path, and compute their output gradients there, line by line.
 
     Args:
         problem: The predictions.
-        step: The step; its path is the recorded one, from w_s to w_{s+1}.
+        steps: The steps that the stretch stands for; it goes from the recorded state before the first to that after the
+            last.
         rows: Which N of the points.
         max_nodes: Nodes evaluated at a time.
     """
-    X, net = problem.X[rows], problem.net
-    w, end = (flat_state(problem.trajectory, s, X) for s in (step.index, step.index + 1))
-    segment = WeightSegment(net, w, end - w, problem.kernel.head, problem.options.memory_budget)
-    integral = integrate(segment, X, problem.kernel.rule, problem.trajectory.num_steps)
+    X, net, kernel = problem.X[rows], problem.net, problem.kernel
+    w, end = (flat_state(problem.trajectory, s, X) for s in (steps.start, steps.stop))
+    share = num_segments(kernel.path, net.model, problem.trajectory.num_steps)
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
-    batches = []
-    for part in torch.arange(len(integral.point), device=X.device).split(size):
-        points = integral.point[part]
-        at = WeightLocation(segment.w, segment.d, integral.t[part])
-        jacobians = layer_jacobians(net, at, X[points], _cotangents(problem, rows[points]), problem.cost)
-        batches.append(NodeBatch(jacobians, NodeWeights(integral.weight[part], points, len(rows))))
-    return integral, batches
+    for part, start, direction in lines_of_stretch(kernel.path, net.model, w, end - w):
+        segment = WeightSegment(net, start, direction, kernel.head, problem.options.memory_budget)
+        integral = integrate(segment, X, kernel.rule, share)
+        batches = []
+        for nodes in torch.arange(len(integral.point), device=X.device).split(size):
+            if part.start >= net.model.num_weights:
+                break
+            points = integral.point[nodes]
+            at = WeightLocation(segment.w, segment.d, integral.t[nodes])
+            jacobians = layer_jacobians(net, at, X[points], _cotangents(problem, rows[points]), problem.cost)
+            batches.append(NodeBatch(jacobians, NodeWeights(integral.weight[nodes], points, len(rows))))
+        yield IntegratedLine(segment, part, integral, batches)
 
 
 def averaged_statistics_jacobian(
-    problem: AttributionProblem, step: Step, rows: Int64[Tensor, " N"], integral: Integral
+    problem: AttributionProblem, line: IntegratedLine, rows: Int64[Tensor, " N"]
 ) -> Float[Tensor, "K N Q"]:
-    """Average the outputs' gradients in the moving statistics over a step, at the nodes of those in the weights.
+    """Average the outputs' gradients in the moving statistics over a line, at the nodes of those in the weights.
 
-    With Phi the gradients in the weights, averaged over the same nodes,
+    With Phi the gradients in the weights, averaged over the same nodes, of a line on which all of them move,
 
-        <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = integral.total.
+        <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = line.integral.total.
 
     Args:
         problem: The predictions.
-        step: The step.
+        line: The line, from `integrate_stretch`.
         rows: Which N of the points.
-        integral: The nodes, from `integrate_step`.
     """
-    X, net = problem.X[rows], problem.net
-    start, end = (flat_state(problem.trajectory, s, X) for s in (step.index, step.index + 1))
+    X, net, integral = problem.X[rows], problem.net, line.integral
     Q = net.model.num_statistics
-    total = start.new_zeros(problem.num_outputs, len(rows), Q)
+    total = X.new_zeros(problem.num_outputs, len(rows), Q, dtype=net.model.spec.dtype)
     size = problem.memory.statistics_rows(problem.num_outputs, Q)
     for part in torch.arange(len(integral.point), device=X.device).split(size):
         points = integral.point[part]
-        at = WeightLocation(start, end - start, integral.t[part])
+        at = WeightLocation(line.segment.w, line.segment.d, integral.t[part])
         values = statistics_jacobian(net, at, X[points], _cotangents(problem, rows[points]))
         total.index_add_(1, points, integral.weight[part][:, None] * values)
     return total

@@ -49,14 +49,24 @@ class PassProgress:
         self.evaluations = float(stored["evaluations"])
         self.adjoint_state = stored["carried"].to(sums[0]) if "carried" in stored else None
 
-    def advance(self, integral: Integral, adjoint_state: Tensor | None, *, is_last: bool) -> None:
-        """Count one more work item, and save if it is time or the last one."""
+    def advance(
+        self, integrals: Sequence[Integral], adjoint_state: Tensor | None, *, is_last: bool, num_steps: int = 1
+    ) -> None:
+        """Count one more work item, and save if it is time or the last one.
+
+        Args:
+            integrals: Those that were taken for it, and have not been counted.
+            adjoint_state: The adjoint that the next work item needs.
+            is_last: There is no work item after it.
+            num_steps: Steps of the run that it stands for.
+        """
         self.done += 1
         self.adjoint_state = adjoint_state
-        self.record.add(integral)
-        self.evaluations += float(integral.evaluations.sum())
+        for integral in integrals:
+            self.record.add(integral)
+            self.evaluations += float(integral.evaluations.sum())
         if self.bar is not None:
-            self.bar.update()
+            self.bar.update(num_steps)
         if self.checkpoint is None or not (is_last or self.checkpoint.should_save):
             return
         state = self.state()

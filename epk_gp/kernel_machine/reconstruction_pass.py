@@ -24,6 +24,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tile_parts import step_ranges
 from epk_gp.kernel_machine.certification import IntegrationRecord, StepMismatches, coarsest_dtype
 from epk_gp.quadrature.adaptive import integrate
+from epk_gp.quadrature.paths import lines_of_stretch, num_segments, path_identity, stretch_of
 
 
 class ReconstructionSums:
@@ -84,8 +85,8 @@ class ReconstructionSums:
 class ReconstructionPieces(PlannedPieces):
     """A reconstruction as pieces: a panel of points, and a range of steps.
 
-    Steps with momentum, and those of averaged weights, cannot be replayed from the middle of a run: all of them are
-    one range, and the points are divided into more panels.
+    Ranges of steps begin where chords do. Steps with momentum, and those of averaged weights, cannot be replayed from
+    the middle of a run: all of them are one range, and the points are divided into more panels.
 
     Attributes:
         kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
@@ -117,7 +118,7 @@ class ReconstructionPieces(PlannedPieces):
     def new_sums(self, num_points: int) -> ReconstructionSums:
         """Return sums of nothing."""
         trajectory, rule = self.kernel.trajectory, self.kernel.rule
-        record = IntegrationRecord(rule, max(1, trajectory.num_steps))
+        record = IntegrationRecord(rule, max(1, self._num_segments))
         mismatches = StepMismatches(coarsest_dtype(trajectory, self._outputs))
         return ReconstructionSums(num_points, trajectory.num_outputs, record, mismatches).to(self.X.device)
 
@@ -125,26 +126,42 @@ class ReconstructionPieces(PlannedPieces):
         self, steps: slice, panels: Sequence[Tensor], bar: ProgressBar | None = None
     ) -> list[ReconstructionSums]:
         """Walk along some steps, and sum what they add at the points of each panel (row numbers)."""
-        trajectory, net, budget = self.kernel.trajectory, self.net, self.options.memory_budget
+        kernel, trajectory, net = self.kernel, self.kernel.trajectory, self.net
         found = [self.new_sums(len(rows)) for rows in panels]
-        path = PredictedPath(trajectory)
+        path, start, change = PredictedPath(trajectory), None, None
         for replayed in replayed_steps(trajectory, net.model, self.X, steps):
             is_amplified = found[0].mismatches.add(trajectory, net.model, replayed)
             if is_amplified:  # the rounding is a part of the sum
                 end = flat_weights(trajectory.trained, replayed.step.index + 1, self.X)
                 replayed = replace(replayed, d=end - replayed.w)
-            # half of the budget; the other half is the panel's
-            segment = _replayed_segment(net, self.kernel, path, replayed, budget // 2)
+            w, d = _replayed_step(net, kernel, path, replayed)
+            start, change = (w, d) if start is None or change is None else (start, change + d)
+            index = replayed.step.index
+            if index == stretch_of(kernel.path, index, trajectory.num_steps)[-1]:
+                self._integrate_stretch(start, change, found, panels)
+                start, change = None, None
+            if bar is not None:
+                bar.update()
+        return found
+
+    def _integrate_stretch(
+        self,
+        start: Float[Tensor, " PQ"],
+        change: Float[Tensor, " PQ"],
+        found: Sequence[ReconstructionSums],
+        panels: Sequence[Tensor],
+    ) -> None:
+        """Add what one stretch of the path adds at the points of each panel."""
+        kernel, net, half = self.kernel, self.net, self.options.memory_budget // 2  # the other half is the panel's
+        for _, w, d in lines_of_stretch(kernel.path, net.model, start, change):
+            segment = WeightSegment(net, w, d, kernel.head, half)
             for sums, rows in zip(found, panels, strict=True):
-                integral = integrate(segment, self.X[rows], self.kernel.rule, trajectory.num_steps)
+                integral = integrate(segment, self.X[rows], kernel.rule, self._num_segments)
                 sums.total += integral.total
                 sums.residuals += integral.residual
                 sums.sizes += integral.total.abs()
                 sums.record.add(integral)
                 sums.evaluations += float(integral.evaluations.sum())
-            if bar is not None:
-                bar.update()
-        return found
 
     @cached_property
     def panels(self) -> list[Int64[Tensor, " rows"]]:
@@ -161,14 +178,22 @@ class ReconstructionPieces(PlannedPieces):
     def ranges(self) -> list[slice]:
         """The steps of each range."""
         trajectory = self.kernel.trajectory
-        return [slice(0, trajectory.num_steps)] if has_memory(trajectory) else step_ranges(trajectory.num_steps)
+        if has_memory(trajectory):
+            return [slice(0, trajectory.num_steps)]
+        return step_ranges(trajectory.num_steps, every=self.kernel.path.every)
 
     def identity(self) -> str:
         """Fingerprint of everything on which the sums depend."""
         kernel = self.kernel
         return fingerprint(
             "reconstruction", kernel.trajectory.digest, kernel.head, kernel.rule, self.options.memory_budget, self.X,
+            *path_identity(kernel.path),
         )  # fmt: skip
+
+    @cached_property
+    def _num_segments(self) -> int:
+        """Straight lines of the path, which share the rule's tolerance."""
+        return num_segments(self.kernel.path, self.net.model, self.kernel.trajectory.num_steps)
 
     @property
     def _outputs(self) -> Float[Tensor, "0 C"]:
@@ -199,10 +224,10 @@ def sum_over_steps(
     return total
 
 
-def _replayed_segment(
-    net: PlannedModel, kernel: PathKernel, path: PredictedPath, replayed: ReplayedStep, memory_budget: int
-) -> WeightSegment:
-    """Return a replayed step as a segment of the path: statistics move as recorded.
+def _replayed_step(
+    net: PlannedModel, kernel: PathKernel, path: PredictedPath, replayed: ReplayedStep
+) -> tuple[Float[Tensor, " PQ"], Float[Tensor, " PQ"]]:
+    """Return where a replayed step of the path starts, and how far it goes: statistics move as recorded.
 
     The weights move as update rule and gradients say. Where the run accepts steps that these do not explain, and where
     a preconditioner amplifies their rounding, they move as recorded, so that the sum holds what is unexplained too; by
@@ -215,4 +240,4 @@ def _replayed_segment(
     if net.model.statistics:
         start, end = (flat_state(trajectory, s, w)[P:] for s in (index, index + 1))
         w, d = torch.cat([w[:P], start]), torch.cat([d, end - start])
-    return WeightSegment(net, w, d, kernel.head, memory_budget)
+    return w, d

@@ -10,12 +10,26 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.autodiff.planning import plan_for
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.compute_options import MEMORY_BUDGET, ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.display import (
+    SHOWN_POINTS,
+    Displayed,
+    Entry,
+    Summary,
+    Table,
+    certificate_entry,
+    columns_note,
+    count,
+    kind_of,
+    number,
+)
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
+from epk_gp.core.memory_plan import EVALUATED_ROWS
 from epk_gp.core.progress import progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_weights, parse_inputs, validate_trajectory
 from epk_gp.core.update_law import UpdateLaw
@@ -27,22 +41,13 @@ from epk_gp.kernel_machine.stacked_training import StackedTraining
 from epk_gp.storage.kept import require_same_run
 from epk_gp.storage.partial_sums import PartialSums
 
-# Vectors of P numbers that a retraining holds: weights, gradients, what the optimizer keeps, and what joins them.
-_VECTORS = 16
-
-# Inputs that are evaluated at a time.
-_ROWS = 512
-
-# Passes of a batch that a retraining holds at once.
-_PASSES = 6
-
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
 # recorded weights went.
 _REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
-@dataclass(frozen=True, eq=False)
-class Retraining:
+@dataclass(frozen=True, eq=False, repr=False)
+class Retraining(Displayed):
     """Networks that were trained as recorded but for the weights of the samples.
 
     Attributes:
@@ -63,7 +68,17 @@ class Retraining:
     @property
     def certified(self) -> bool:
         """Whether the replay with all weights 1 is the recorded run, up to rounding."""
-        return self.difference_ratio <= _REPLAY_TOLERANCE[self.states.dtype]
+        return not self.findings
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the result is not certified, in words; empty if it is."""
+        if self.difference_ratio <= _REPLAY_TOLERANCE[self.states.dtype]:
+            return []
+        return [
+            f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
+            f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
+        ]
 
     def __len__(self) -> int:
         """Count the networks, m."""
@@ -83,7 +98,7 @@ class Retraining:
 
         Its loss terms have the recorded weights times those of its samples.
         """
-        return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET // 4)
+        return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET)
 
     def outputs(self, X: Inputs, *, head: Head | None = None) -> Float[Tensor, "m n C"]:
         """Evaluate all networks.
@@ -102,11 +117,36 @@ class Retraining:
             return torch.stack(
                 [
                     torch.cat(
-                        [apply_head(model(model.unflatten(state.to(X.device)), part), head) for part in X.split(512)]
+                        [
+                            apply_head(model(model.unflatten(state.to(X.device)), part), head)
+                            for part in X.split(EVALUATED_ROWS)
+                        ]
                     )
                     for state in self.states.to(model.spec.dtype)
                 ]
             )
+
+    def _summary(self) -> Summary:
+        (m, M), head = self.sample_weights.shape, self.sample_weights[:SHOWN_POINTS]
+        rows = [
+            ("samples left out", *(f"{left_out:,}" for left_out in (head == 0).sum(dim=1).tolist())),
+            ("weights other than 1", *(f"{others:,}" for others in (head != 1).sum(dim=1).tolist())),
+            ("sum of the weights", *map(number, head.sum(dim=1).tolist())),
+        ]
+        table = Table(
+            ("", *(f"network {i}" for i in range(len(head)))), tuple(rows), columns_note(len(head), m, "network")
+        )
+        meaning = "the replay with all weights 1 is the recorded run, up to rounding"
+        return Summary(
+            f"Retraining of {count(m, 'network')} with other weights of {count(M, 'training sample')}",
+            (
+                certificate_entry(self.findings, meaning),
+                Entry("difference from the run", number(self.difference_ratio), "of the way that the weights went"),
+                Entry("recorded run", repr(self.trajectory)),
+                Entry("shape of states", f"{tuple(self.states.shape)}", kind_of(self.states)),
+            ),
+            table if m else None,
+        )
 
 
 def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: Unpack[ComputeSettings]) -> Retraining:
@@ -133,16 +173,13 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     validate_trajectory(trajectory)
     rows = _parse_weights(trajectory, weights)
     require_replays(trajectory)
-    problem = _Problem(trajectory, rows, parsed)
+    problem = _Problem(trajectory, rows, _runs_at_once(trajectory, parsed.memory_budget), parsed)
     found = list(_results(problem))
     states = torch.cat([part["states"] for part in found]).to(rows.device)
     difference, ratio = torch.stack([part["difference"] for part in found]).amax(dim=0).tolist()
     result = Retraining(trajectory, states, rows, difference, ratio)
     if not result.certified:
-        warn_uncertified(
-            f"the retraining is not certified: with all weights 1 it ends {ratio:.2g} of the way that the weights went "
-            f"from the recorded network (largest difference {difference:.2e}); rounding is amplified along the run."
-        )
+        warn_uncertified(f"the retraining is not certified: {'; '.join(result.findings)}.")
     return result
 
 
@@ -172,6 +209,14 @@ def _parse_weights(trajectory: Trajectory, weights: Float[Tensor, "*m M"]) -> Fl
     return rows.to(device=trajectory.device, dtype=torch.float64)
 
 
+def _runs_at_once(trajectory: Trajectory, budget: int) -> int:
+    net = plan_for(trajectory, trajectory.model_for(trajectory.inputs))
+    batches = (trajectory.num_points if step.batch is None else len(step.batch) for step in trajectory.steps)
+    graph = net.model.signature.graph
+    num_rows = max(batches, default=1) if graph is None else graph.num_nodes
+    return net.memory_plan(budget).retrained_runs(num_rows)
+
+
 @dataclass(frozen=True, eq=False)
 class _Problem:
     """What is trained again.
@@ -179,11 +224,13 @@ class _Problem:
     Attributes:
         trajectory: The run.
         weights: The weights of the samples, (m, M).
+        runs_at_once: Number of runs that are computed together.
         options: How to compute.
     """
 
     trajectory: Trajectory
     weights: Float[Tensor, "m M"]
+    runs_at_once: int
     options: ComputeOptions
 
     def __getstate__(self) -> dict[str, object]:
@@ -193,17 +240,7 @@ class _Problem:
     @cached_property
     def blocks(self) -> list[Tensor]:
         """The runs that are computed together, (m',) each."""
-        model, trajectory = self.trajectory.model_for(self.trajectory.inputs), self.trajectory
-        per_run = _VECTORS * model.num_weights * model.spec.dtype.itemsize
-        count = max(1, self.options.memory_budget // (2 * per_run))
-        return list(torch.arange(len(self.weights)).split(min(count, max(1, self._fitting_runs(trajectory)))))
-
-    def _fitting_runs(self, trajectory: Trajectory) -> int:
-        """Count the runs whose activations on the largest batch fit into half of the budget."""
-        largest = max((trajectory.num_points if s.batch is None else len(s.batch) for s in trajectory.steps), default=1)
-        row = trajectory.inputs[0].numel() + sum(trajectory.model.sizes) // max(1, len(trajectory.model.sizes))
-        itemsize = trajectory.model_for(trajectory.inputs).spec.dtype.itemsize
-        return int(self.options.memory_budget // (2 * _PASSES * largest * row * itemsize))
+        return list(torch.arange(len(self.weights)).split(self.runs_at_once))
 
     def check(self) -> None:
         """Raise if the run on disk is not the one that the owner of the job opened."""
@@ -215,7 +252,7 @@ class _Problem:
 
     def identity(self) -> str:
         """Return a fingerprint of everything on which the runs depend."""
-        return fingerprint("retrain", self.trajectory.digest, self.weights, self.options.memory_budget)
+        return fingerprint("retrain", self.trajectory.digest, self.weights, self.runs_at_once)
 
 
 def _results(problem: _Problem) -> Iterator[dict[str, Tensor]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epk_gp.core.averaging import averaged_trajectory
 from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.memory_plan import weight_rows
 from epk_gp.core.replay import passes_of
 from epk_gp.core.rows_on_disk import rows_of_weights
 from epk_gp.core.step import Step
@@ -17,13 +18,13 @@ from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.kernel_machine.stacked_training import StackedStep, StackedTraining
 
 
-def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], room: int) -> Trajectory:
+def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], budget: int) -> Trajectory:
     """Train with other weights of the samples, and return the run with all its states.
 
     Args:
         training: Makes the steps of the recorded run.
         weights: One weight per sample.
-        room: Bytes of memory for the states; more of them go to a temporary file.
+        budget: Bytes of memory; states that do not fit into their share of it go to a temporary file.
 
     Returns:
         The run, whose loss terms have the recorded weights times the given ones.
@@ -31,7 +32,7 @@ def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], room:
     whole, recorded = training.trajectory, training.law.trajectory
     P, S = training.net.num_weights, recorded.num_steps
     reference = training.law.reference
-    states = rows_of_weights(S + 1, P, reference, room)
+    states = rows_of_weights(S + 1, P, reference, weight_rows(budget, reference.element_size(), P))
     states[0] = recorded.states[0].to(states)
     statistics = None if recorded.statistics is None else [recorded.statistics[0].to(reference)]
     steps, updates = list[Step](), list[UpdateCoefficients]()

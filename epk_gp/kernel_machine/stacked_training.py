@@ -116,12 +116,12 @@ class StackedTraining:
             law, w = self.law.step(step.index), states[:, :P]
             g, after_passes = self._gradients(step, states, every)
             g, factors = self._clipped(step, law, g)
-            coefficients, _, _ = law.coefficients(memory, w, g, is_stacked=True)
-            direction, memory = law.advance(memory, w, g, is_stacked=True)
-            direction = apply_matrices(held_coefficients(recorded, step.index), law.sizes, direction)
+            made = law.advance(memory, w, g, is_stacked=True)
+            memory = made.memory
+            direction = apply_matrices(held_coefficients(recorded, step.index), law.sizes, made.direction)
             w = w - direction - law.recorded["decoupled_decay"] * w
             states = torch.cat([w, after_passes[-1]], dim=1)
-            yield StackedStep(step, after_passes, coefficients, factors, states)
+            yield StackedStep(step, after_passes, made.coefficients, factors, states)
 
     def _clipped(
         self, step: Step, law: StepLaw, g: Float[Tensor, "m P"]

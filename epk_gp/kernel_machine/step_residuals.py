@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import replayed_steps
+from epk_gp.core.memory_plan import weight_rows
 from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.rows_on_disk import rows_of_weights
 from epk_gp.core.trajectory import Trajectory, flat_weights, leaves_unexplained
@@ -30,7 +31,8 @@ class StepResiduals:
         self.mismatches = StepMismatches(dtype)
         recomputation, S = recomputation_of(trajectory), trajectory.num_steps
         ends = range(1, S + 1) if recomputation is None else recomputation.kept.numbers[1:]
-        places, room = {state - 1: place for place, state in enumerate(ends)}, problem.options.memory_budget // 4
+        places = {state - 1: place for place, state in enumerate(ends)}
+        max_rows = weight_rows(problem.options.memory_budget, outputs.element_size(), model.num_weights)
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
         keeps_all = keeps and leaves_residuals(trajectory, outputs)
@@ -43,7 +45,7 @@ class StepResiduals:
             if index not in places:
                 self._rows[index] = residual.to(outputs)
                 continue
-            rows = rows_of_weights(len(places), model.num_weights, outputs, room) if rows is None else rows
+            rows = rows_of_weights(len(places), model.num_weights, outputs, max_rows) if rows is None else rows
             rows[places[index]] = residual.to(rows)
             self._rows[index] = rows[places[index]]
 

@@ -1,25 +1,28 @@
 """Contributions under plain gradient descent: layers stay factored, nothing of the size of the weights is kept."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, weighted_loss
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.layer_jacobian import LeftFactor
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.step_average import NodeBatch, StepAverage
+from epk_gp.gram.step_average import NodeBatch, StepAverage, step_averages
 from epk_gp.kernel_machine.contributions import (
     Emit,
     SampleContributions,
     UnexplainedContribution,
     WeightsContribution,
 )
-from epk_gp.kernel_machine.problem import AttributionProblem, integrate_step
+from epk_gp.kernel_machine.problem import AttributionProblem, integrate_stretch
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import leaves_residuals
+from epk_gp.quadrature.paths import stretches_of
 
 
 def validate_vanilla_gd(trajectory: Trajectory, name: str) -> None:
@@ -63,11 +66,12 @@ def vanilla_gd_pass(
 ) -> None:
     """Go through steps of a run and emit every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>.
 
-    In less than float64 the rounding of a step is what its integral leaves over the samples' contributions.
+    In less than float64 the rounding of a step is what its integral leaves over the samples' contributions; that of a
+    chord belongs to its last step.
 
     Args:
         problem: The predictions, at points that are computed together.
-        steps: Which steps.
+        steps: Which steps; they begin and end where chords do.
         emit: Called with every contribution.
         progress: How far the pass is; what is done is left out.
         points_per_block: Largest number of points that are computed together.
@@ -78,16 +82,20 @@ def vanilla_gd_pass(
     trajectory, rows = problem.trajectory, torch.arange(len(problem.X), device=problem.X.device)
     validate_vanilla_gd(trajectory, "factored contributions")
     samples_per_block = problem.memory.vanilla_gd_samples(points_per_block, len(rows), problem.num_outputs)
-    for step in trajectory.steps[steps][progress.done :]:
-        integral, batches = integrate_step(problem, step, rows, points_per_block)
-        rest = problem.select_outputs(integral.total, rows).clone()
-        emit(WeightsContribution(step.index, rows, rest.clone()))
-        for term in _sample_terms(problem, step, rows, batches, samples_per_block):
-            emit(term)
-            rest -= term.values.sum(dim=(2, 3))
+    for stretch in stretches_of(problem.kernel.path, trajectory.num_steps, steps)[progress.done :]:
+        (line,) = integrate_stretch(problem, stretch, rows, points_per_block)
+        rest = problem.select_outputs(line.integral.total, rows).clone()
+        left = LeftSide(line.batches, step_averages(line.batches))
+        for s in stretch:
+            change = rest.clone()
+            for term in _sample_terms(problem, trajectory.steps[s], left, rows, samples_per_block):
+                emit(term)
+                rest -= term.values.sum(dim=(2, 3))
+            # the integral of a step is its change; of a chord it is that of all its steps
+            emit(WeightsContribution(s, rows, change if len(stretch) == 1 else change - rest))
         if leaves_residuals(trajectory, rest):
-            emit(UnexplainedContribution(step.index, rows, rest.unsqueeze(2)))
-        progress.advance(integral, None, is_last=False)
+            emit(UnexplainedContribution(stretch[-1], rows, rest.unsqueeze(2)))
+        progress.advance([line.integral], None, is_last=False, num_steps=len(stretch))
 
 
 def vanilla_gd_points(problem: AttributionProblem) -> int:
@@ -99,8 +107,21 @@ def vanilla_gd_points(problem: AttributionProblem) -> int:
     return problem.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
 
 
+@dataclass(frozen=True, eq=False)
+class LeftSide:
+    """Output gradients on a stretch of the path, which are multiplied with the loss gradients of each of its steps.
+
+    Attributes:
+        batches: At the nodes.
+        averages: Those of layers that commute with the average, by number of the layer.
+    """
+
+    batches: list[NodeBatch]
+    averages: dict[int, LeftFactor]
+
+
 def _sample_terms(
-    problem: AttributionProblem, step: Step, rows: Tensor, batches: list[NodeBatch], samples_per_block: int
+    problem: AttributionProblem, step: Step, left: "LeftSide", rows: Tensor, samples_per_block: int
 ) -> Iterator[SampleContributions]:
     """Yield the contributions of one step's samples, some of them at a time."""
     trajectory, K = problem.trajectory, problem.num_outputs
@@ -112,8 +133,8 @@ def _sample_terms(
         cotangents = weighted_loss(trajectory.loss, y[part], c[part])
         right = layer_jacobians(problem.net, WeightLocation(w), X[part], cotangents, problem.cost)
         tile = GramAccumulator((K, len(rows), 1, len(part)), w)
-        average = StepAverage(tile, right, eta)
-        for batch in batches:
+        average = StepAverage(tile, right, eta, left.averages)
+        for batch in left.batches:
             average.accumulate(batch)
         average.finalize()
         values = tile.result()[:, :, 0].transpose(0, 1)

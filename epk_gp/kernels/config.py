@@ -42,6 +42,6 @@ class KernelConfig:
 
     @property
     def cache_key(self) -> tuple[object, ...]:
-        """What a cached block depends on beside the points: run, structure, head and rule."""
+        """What a cached block depends on beside the points: run, structure, head, rule and path."""
         kernel = self.path_kernel
-        return kernel.trajectory.digest, self.structure, kernel.head, repr(kernel.rule)
+        return kernel.trajectory.digest, self.structure, kernel.head, repr(kernel.rule), kernel.path

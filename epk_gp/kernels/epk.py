@@ -24,6 +24,7 @@ from epk_gp.kernels.output_structure import Outputs, parse_outputs
 from epk_gp.kernels.sketched import kernel_sketch, sketched_values
 from epk_gp.kernels.tagged_points import tag_points, validate_batches
 from epk_gp.kernels.values import kernel_values
+from epk_gp.quadrature.paths import WeightPath, path_identity, straight
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
@@ -63,6 +64,8 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
             an integer c - K(x, x')[c, c].
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
+        path: Along which test copies move. `chords(every=k)` evaluates them once for k steps: another kernel of the
+            run, positive semi-definite as well. Features are sketched along straight steps only.
         normalize: None; a positive number to divide by; "mean_diagonal", the mean diagonal of this kernel (over points
             and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies; or "cosine",
             which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
@@ -82,9 +85,10 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         scale: What all values are divided by; 1.0 without normalization and for cosines.
 
     Raises:
-        TypeError: `outputs`, `rule`, `normalize` or `active_dims` is of the wrong kind, or an option is not known.
-        ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, or `active_dims` are not as
-            many columns as the points need.
+        TypeError: `outputs`, `rule`, `path`, `normalize` or `active_dims` is of the wrong kind, or an option is
+            unknown.
+        ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, features are asked for
+            along another path, or `active_dims` are not as many columns as the points need.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         rule: QuadratureRule = gauss_legendre(4),
         normalize: Normalization = None,
         *,
+        path: WeightPath = straight(),
         features: int | None = None,
         nodes: int = NUM_NODES,
         seed: int = 0,
@@ -105,9 +110,14 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         validate_trajectory(trajectory)
         compute_options = parse_options("EPKKernel", UNSUPPORTED_OPTIONS, **options)
         structure, matrices = parse_outputs(outputs, trajectory.num_outputs)
-        path_kernel = PathKernel(trajectory, head, rule)
+        path_kernel = PathKernel(trajectory, head, rule, path=path)
         if not isinstance(rule, QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
+        if features is not None and path_identity(path):
+            raise ValueError(
+                f"features are sketched along straight() steps, at a few nodes of the whole path: got path={path!r}. "
+                "Leave out the path, or the features."
+            )
         columns = None if active_dims is None else _parse_active_dims(active_dims, trajectory)
         super().__init__(batch_shape=matrices.shape, active_dims=columns)
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)
@@ -231,9 +241,10 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
 
     def __repr__(self) -> str:
         scale = "normalize='cosine'" if self.config.is_cosine else f"scale={self.scale:g}"
+        along = "".join(f"path={path!r}, " for path in path_identity(self.config.path_kernel.path))
         return (
             f"EPKKernel({self.trajectory!r}, outputs={self.outputs!r}, head={self.config.path_kernel.head!r}, "
-            f"rule={self.config.path_kernel.rule!r}, {scale}, batch_shape={tuple(self.batch_shape)})"
+            f"rule={self.config.path_kernel.rule!r}, {along}{scale}, batch_shape={tuple(self.batch_shape)})"
         )
 
     def _values(self, x1: Tensor, x2: Tensor | None = None, *, diag: bool) -> Any:

@@ -5,7 +5,7 @@ import time
 from torch import Tensor
 
 from epk_gp.core.scaled_coefficients import CompactUpdate
-from epk_gp.core.trajectory import States, Updates
+from epk_gp.core.states import States, Updates
 from epk_gp.storage.kept import read_chunks, stored_run
 from epk_gp.storage.matrices import matrix_bytes
 from epk_gp.storage.passes import packed_bytes

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate, optimizer_groups
+from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import States, Trajectory, Updates
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.validation import is_finite, validate_count
 from epk_gp.storage.kept import with_computed_states
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
@@ -283,8 +284,7 @@ class Recorder:
     def trajectory(self) -> Trajectory:
         """The run recorded so far.
 
-        Of a run on disk it holds the steps of completed iterations, which are committed first, unless the recorder is
-        closed. It does not change when further steps are recorded.
+        Of a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
         """
         setup, history = self._setup, self._history
         states: States

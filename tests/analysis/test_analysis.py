@@ -15,7 +15,7 @@ from epk_gp.analysis.calibration import calibration
 from epk_gp.analysis.detection import ood_metrics
 from epk_gp.analysis.path_geometry import line_profile, path_profile
 from epk_gp.analysis.ranks import rank_correlation
-from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, probabilities, retrain
+from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
 from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
 from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
@@ -122,7 +122,7 @@ def test_a_retrained_machine_classifies_as_the_network_does(toy):
     trajectory, test = toy
     train = epk.Points(trajectory.inputs, is_train=True)
     gram = gram_block_per_class(trajectory, train, train)
-    machine = retrain(gram, trajectory.targets)
+    machine = fit_support_vector_machines(gram, trajectory.targets)
     cross = gram_block_per_class(trajectory, epk.Points(test.inputs, is_train=False), train)
     decisions = decision_values(machine, cross)
     agree = (decisions.argmax(1) == network_outputs(trajectory, test.inputs).argmax(1)).double().mean()
@@ -141,7 +141,7 @@ def test_a_machine_on_shuffled_labels_is_at_chance(toy):
     gram = gram_block_per_class(trajectory, train, train)
     shuffled = trajectory.targets[torch.randperm(90)]
     cross = gram_block_per_class(trajectory, epk.Points(test.inputs, is_train=False), train)
-    chosen = decision_values(retrain(gram, shuffled), cross).argmax(1)
+    chosen = decision_values(fit_support_vector_machines(gram, shuffled), cross).argmax(1)
     assert (chosen == test.labels).double().mean() < 0.7
 
 
@@ -149,16 +149,16 @@ def test_decision_values_are_scikit_learn_s():
     X = torch.randn(30, 2, dtype=torch.float64)
     labels = (X[:, 0] > 0).long()
     gram = rbf(X, X)
-    machine = retrain(gram.expand(2, -1, -1), labels, penalty=2.0)
+    machine = fit_support_vector_machines(gram.expand(2, -1, -1), labels, penalty=2.0)
     own = SVC(kernel="precomputed", C=2.0).fit(gram.numpy(), labels.numpy()).decision_function(gram.numpy())
     assert_close(decision_values(machine, gram.expand(2, -1, -1))[:, 1], torch.from_numpy(own))
 
 
 def test_retraining_refuses_missing_classes():
     with pytest.raises(ValueError, match="each of 2 classes"):
-        retrain(torch.eye(3).expand(2, -1, -1), torch.zeros(3, dtype=torch.int64))
+        fit_support_vector_machines(torch.eye(3).expand(2, -1, -1), torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="penalty"):
-        retrain(torch.eye(3).expand(2, -1, -1), torch.tensor([0, 1, 1]), penalty=0.0)
+        fit_support_vector_machines(torch.eye(3).expand(2, -1, -1), torch.tensor([0, 1, 1]), penalty=0.0)
     with pytest.raises(ValueError, match="of others"):
         fit_platt_scaling(torch.randn(3, 2), torch.zeros(3, dtype=torch.int64))
 

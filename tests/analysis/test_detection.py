@@ -6,7 +6,8 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from epk_gp.analysis.detection import error_detection, precision_at_k
+from epk_gp.analysis.calibration import calibration, reliability_bins
+from epk_gp.analysis.detection import error_detection, ood_metrics, precision_at_k, roc_curve
 
 SCORES = torch.tensor([0.1, 0.2, 0.2, 0.2, 0.9, 0.9], dtype=torch.float64)
 MARKED = torch.tensor([False, True, False, False, True, False])
@@ -77,3 +78,36 @@ def test_precision_is_the_mean_over_all_orders_of_ties(k):
 def test_bad_input_is_an_error_that_says_what_to_do(ask, kind, message):
     with pytest.raises(kind, match=message):
         ask()
+
+
+def test_the_area_under_the_curve_is_the_auroc(generator):
+    """With ties, and for both orders."""
+    inside = torch.randint(6, (40,), generator=generator).double()
+    outside = torch.randint(3, 9, (30,), generator=generator).double()
+    for first, second in ((inside, outside), (outside, inside)):
+        curve = roc_curve(first, second)
+        assert torch.trapezoid(curve.outside, curve.inside).item() == pytest.approx(ood_metrics(first, second).auroc)
+        assert (curve.threshold[0], curve.inside[0], curve.outside[0]) == (torch.inf, 0, 0)
+        assert (curve.inside[-1], curve.outside[-1]) == (1, 1)
+        for threshold, a, b in zip(*(v.tolist() for v in (curve.threshold, curve.inside, curve.outside)), strict=True):
+            assert a == pytest.approx(float((first >= threshold).double().mean()))
+            assert b == pytest.approx(float((second >= threshold).double().mean()))
+
+
+def test_bins_of_confidence_hold_every_point_once(generator):
+    p = torch.rand(60, 3, generator=generator, dtype=torch.float64).softmax(dim=1)
+    p = torch.cat([p, torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)])
+    labels = torch.randint(3, (61,), generator=generator)
+    bins = reliability_bins(p, labels, bins=5)
+    confidence, chosen = p.max(dim=1)
+    for k in range(5):
+        inside = (confidence >= k / 5) & ((confidence < (k + 1) / 5) | (k == 4))
+        assert bins.count[k] == inside.sum()
+        if inside.any():
+            assert bins.confidence[k] == pytest.approx(float(confidence[inside].mean()))
+            assert bins.accuracy[k] == pytest.approx(float((chosen == labels)[inside].double().mean()))
+        else:
+            assert bins.confidence[k].isnan()
+    filled = bins.count > 0
+    gaps = bins.count * (bins.confidence - bins.accuracy).abs()
+    assert float(gaps[filled].sum() / 61) == pytest.approx(calibration(p, labels, bins=5).ece)

@@ -147,7 +147,11 @@ NUMBERS = {
     "margin": (lambda f, v: planes.square_grid(X[:, :2], 3, v), (-1, NAN, INF), "margin|the margin"),
     "share": (lambda f, v: spectrum.gram_spectrum(EYE, share=v), (0, 2, NAN), "share"),
     "near": (lambda f, v: boundary.boundary_weight_ratio(SCORES, SCORES, Y, share=v), (0, 1, NAN), "share"),
-    "penalty": (lambda f, v: retraining.retrain(EYE.expand(3, 3, 3), torch.arange(3), penalty=v), (0, NAN), "penalty"),
+    "penalty": (
+        lambda f, v: retraining.fit_support_vector_machines(EYE.expand(3, 3, 3), torch.arange(3), penalty=v),
+        (0, NAN),
+        "penalty",
+    ),
     "alpha": (lambda f, v: dirichlet_targets(Y, 3, alpha_epsilon=v), (0, -1, NAN, INF), "alpha_epsilon"),
     "time": (
         lambda f, v: alignment.gradient_alignment(f.t, X[:1], Y[:1], steps=[0], times=[v]),
@@ -285,8 +289,8 @@ SMALL = {
         lambda f: stationarity.diagonal_growth_exponent(squares, X[0], X, torch.tensor([1.0, INF]).double()),
         "radii must be positive, finite and increase",
     ),
-    "retrain_shape": (
-        lambda f: retraining.retrain(torch.zeros(3, 4, 5), Y),
+    "support_vector_machines_shape": (
+        lambda f: retraining.fit_support_vector_machines(torch.zeros(3, 4, 5), Y),
         r"gram must be one square matrix per class, \(C, M, M\): got shape \(3, 4, 5\)",
     ),
     "outputs_name": (lambda f: epk.EPKKernel(f.t, "x"), r"outputs must be one of .* or a class index: got 'x'"),

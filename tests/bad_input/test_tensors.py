@@ -138,7 +138,7 @@ LABELS = {
     "line": lambda f, y: path_geometry.line_profile(f.t, X, y),
     "alignment": lambda f, y: alignment.gradient_alignment(f.t, X, y, steps=[0], times=[0.5]),
     "margins": lambda f, y: boundary.margins(POSTERIOR.mean, y),
-    "retrain": lambda f, y: retraining.retrain(torch.eye(10).expand(3, 10, 10), y),
+    "support_vector_machines": lambda f, y: retraining.fit_support_vector_machines(torch.eye(10).expand(3, 10, 10), y),
 }
 LABELS_OF_ANY_CLASS = {
     "near": lambda f, y: boundary.boundary_weight_ratio(SCORES, SCORES, y),

@@ -14,7 +14,7 @@ from commands import refused, run
 from epk_gp.cli.parsing import parse_rule
 
 COMMANDS = (
-    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "gram", "reduce"),
+    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "report", "gram", "reduce"),
     *("uncertainty", "audit"),
 )
 

@@ -13,6 +13,8 @@ from commands import SMALL, refused, run, write_data
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.kernel_machine.attribute import attribute_many
+from report_cases import embedded
+from written_files import described, names
 
 
 def test_verify_passes_on_a_whole_run(recorded, tmp_path, capsys):
@@ -177,6 +179,13 @@ def test_the_demo_shows_a_network_that_is_its_kernel_machine(tmp_path, capsys):
     assert errors["left Riemann 1"] > 1e-3  # the negative control
     assert results["attribution"]["max_error"] < 1e-12
     out = capsys.readouterr().out
+    page = described("demo")
+    assert sorted(page.files) == sorted(file.name for file in tmp_path.iterdir())
+    assert {key for row in page.tables["results.json"] for key in names(row[0])} == results.keys()
     for picture in ("reconstruction", "error_vs_evaluations", "attribution", "uncertainty"):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
         assert picture in out
+    report = embedded(tmp_path / "report.html")
+    assert [point["name"] for point in report["points"]] == [f"point {n}" for n in results["held_out_points_explained"]]
+    assert report["overview"]["accuracy"] == results["held_out_accuracy"]
+    assert report["overview"]["map"] is not None

@@ -157,12 +157,13 @@ USES = [
     ((*OWN, "--out", "full"), "--out must be a new or empty folder: full already holds something"),
     # seeds
     *(((command, "run", "--seed", value), "--seed must be at")
-      for command in ("verify", "attribute", "gram", "uncertainty", "audit") for value in (-1, 2**63, 10**30)),
+      for command in ("verify", "attribute", "report", "gram", "uncertainty", "audit")
+      for value in (-1, 2**63, 10**30)),
     *(((*OWN, "--seed", value), "--seed must be at") for value in (-1, 2**64, 10**30)),
     (("demo", "--seed", -1), "--seed must be at least 0: got -1"),
     # what is no run
     *(((command, "ok.npz"), "RUN must be the folder of a recorded run: ok.npz is a file.")
-      for command in ("info", "verify", "export", "attribute", "gram", "uncertainty", "audit")),
+      for command in ("info", "verify", "export", "attribute", "report", "gram", "uncertainty", "audit")),
     *(((command, "nowhere"), "must hold a recorded run") for command in ("info", "verify", "export", "gram")),
     # rules
     *(((command, "run", "--rule", "gauss-legendre:100000"), "the number of nodes must be at most 1000: got 100000")
@@ -178,6 +179,7 @@ USES = [
     *(((command, "run", option, value), f"{option} must be at")
       for command, option in (
           ("verify", "--num-points"), ("attribute", "--num-points"), ("attribute", "--top"), ("gram", "--num-rows"),
+          ("report", "--num-points"), ("report", "--top"),
           ("gram", "--num-columns"), ("uncertainty", "--num-condition"), ("uncertainty", "--grid"),
           ("uncertainty", "--num-samples"), ("uncertainty", "--fit-steps"),
       )
@@ -185,7 +187,7 @@ USES = [
     (("attribute", "run", "--top", 51), "--top must be at most 50: got 51"),
     (("uncertainty", "run", "--grid", 1), "--grid must be at least 2: got 1"),
     *(((command, "run", "--memory", value), "--memory must be at least 0.001 and below 1e+06: got")
-      for command in ("attribute", "gram", "audit") for value in (0, -1, "nan", "inf", "1e300", "1e-300")),
+      for command in ("attribute", "report", "gram", "audit") for value in (0, -1, "nan", "inf", "1e300", "1e-300")),
     *((("uncertainty", "run", "--margin", value), "--margin must be at least 0 and below 1000: got")
       for value in (-1, "nan", "inf")),
     *((("verify", "run", "--tol", value), "--tol must be at least 0 and finite: got") for value in (-1, "nan", "inf")),
@@ -211,6 +213,8 @@ USES = [
     *(((command, "run", "--out", out), f"--out must lie outside the folder of the run: got {out}, and the run is run.")
       for command in ("info", "verify", "attribute", "gram", "uncertainty", "audit")
       for out in ("run", "run/below", "full/../run", "link")),
+    (("report", "run", "--out", "run/report.html"), "--out must lie outside the folder of the run"),
+    (("report", "run", "--out", "file/report.html"), "cannot be used"),
     (("export", "run", "--out", "run/run.safetensors"), "--out must lie outside the folder of the run"),
     (("export", "run", "--out", "no/where.safetensors"), "no/where"),
 ]

@@ -7,7 +7,7 @@ import pytest
 
 from epk_gp.core import memory_plan
 from epk_gp.core.differentiation_plan import DifferentiationPlan
-from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, rows_per_pass
+from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, rows_per_pass, weight_rows
 
 PLAN = DifferentiationPlan(
     bias_of={"0.weight": "0.bias"},
@@ -28,6 +28,11 @@ SIZES: dict[str, Callable[[MemoryPlan], int]] = {
     "tile_points": lambda memory: memory.tile_points(9, FEATURE_BYTES),
     "derivative_points": lambda memory: memory.derivative_points(9, FEATURE_BYTES),
     "adjoint_points": lambda memory: memory.adjoint_points(3),
+    "influence_points": lambda memory: memory.influence_points(3),
+    "curvature_rows": lambda memory: memory.curvature_rows(),
+    "curvature_adjoints": lambda memory: memory.curvature_adjoints(20),
+    "retrained_runs": lambda memory: memory.retrained_runs(20),
+    "weight_rows": lambda memory: weight_rows(memory.budget, memory.itemsize, memory.num_weights),
     "statistics_rows": lambda memory: memory.statistics_rows(3, 64),
     "adjoint_samples": lambda memory: memory.adjoint_samples(),
     "vanilla_gd_points": lambda memory: memory.vanilla_gd_points(FEATURE_BYTES),
@@ -62,6 +67,28 @@ def test_a_tile_takes_half_of_the_budget_and_its_points_a_quarter(budget: int) -
 def test_more_weights_leave_room_for_fewer_adjoints() -> None:
     few, many = (memory_of(1 << 26, num_weights).adjoint_points(3) for num_weights in (10**5, 10**3))
     assert few < many
+
+
+@pytest.mark.parametrize("budget", [1 << 24, 1 << 30])
+def test_influence_divides_the_budget_among_adjoints_graph_and_the_way_back(budget: int) -> None:
+    memory, vector, row = memory_of(budget), 2000 * 8, 500 * 8
+    points, rows, adjoints = memory.influence_points(3), memory.curvature_rows(), memory.curvature_adjoints(20)
+
+    def bytes_of(points: int, rows: int, adjoints: int) -> int:
+        return 16 * points * 3 * vector + 6 * rows * row + adjoints * (4 * vector + 6 * 20 * row)
+
+    assert bytes_of(points, rows, adjoints) <= budget
+    assert bytes_of(points + 1, rows + 1, adjoints + 1) > budget  # the negative control
+
+
+@pytest.mark.parametrize("budget", [1 << 26, 1 << 30])
+def test_retraining_counts_the_run_that_comes_along_and_the_passes_of_all(budget: int) -> None:
+    memory, vector, row = memory_of(budget), 2000 * 8, 500 * 8
+    runs = memory.retrained_runs(20) + 1
+    assert runs * 6 * 20 * row <= budget / 2 < (runs + 1) * 6 * 20 * row
+    assert runs * 16 * vector <= budget / 2
+    one_by_one = replace(memory, plan=replace(PLAN, backward_per_output=True)).retrained_runs(20) + 1
+    assert one_by_one * 16 * vector <= budget / 2 < (one_by_one + 1) * 16 * vector
 
 
 def test_a_pass_stays_within_its_bytes() -> None:

@@ -61,6 +61,19 @@ def test_scores_are_what_they_are_documented_to_be(model, run, points):
     assert (u.mutual_information > -1e-9).all()
 
 
+def test_the_posterior_of_the_logits_is_that_of_probabilities_and_scores(model, points):
+    """Its mean has the probabilities as softmax; through the softmax it gives the standard deviation."""
+    X = points[0]
+    posterior = model.logit_posterior(X)
+    assert_close(posterior.mean.softmax(dim=1), model.predict_proba(X))
+    variance = posterior.covariance.diagonal(dim1=1, dim2=2)
+    assert torch.equal(posterior.covariance, torch.diag_embed(variance))
+    u = epk.softmax_uncertainty(posterior, 4096, torch.Generator().manual_seed(1))
+    expected = u.std.gather(1, model.predict_proba(X).argmax(dim=1, keepdim=True))[:, 0]
+    assert torch.allclose(model.uncertainty(X, 4096).std, expected, rtol=0.1, atol=1e-4)
+    assert not torch.allclose(model.uncertainty(X, 4096).std, 2 * expected, rtol=0.1, atol=1e-4)  # the control
+
+
 def test_the_variance_tells_far_points_from_near_ones(model, run, points):
     u, far = model.uncertainty(points[0]), model.uncertainty(-10 * points[0])
     if model.features == "exact":

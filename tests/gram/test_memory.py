@@ -31,8 +31,9 @@ SETUP = """
     net = torch.nn.Sequential(torch.nn.Linear({dim}, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     trajectory = epk.train(net, X, y, optimizer=optimizer, steps=2)
-    small = X[:3]
+    small, ones = X[:3], torch.ones(2, len(X), dtype=torch.float64)
     epk.reconstruct(trajectory, small), epk.attribute(trajectory, small)  # what torch loads once
+    epk.influence(trajectory, small), epk.retrain(trajectory, ones)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
 """
@@ -75,6 +76,29 @@ def test_attribute_keeps_to_its_budget() -> None:
     result = 3 * 300 * 1500 * 8  # samples, (n, C, M)
     bounded = increase(work.format(budget=32 * MIB), **sizes)
     assert bounded < 32 * MIB + result
+
+
+@pytest.mark.slow
+def test_influence_keeps_to_its_budget() -> None:
+    """60 points of 3 outputs: 77 MB of adjoints and what joins them, as they are counted."""
+    sizes = {"points": 500, "train": 500, "dim": 100}
+    work = "from epk_gp.kernel_machine.axes import by_label\n"
+    work += "epk.influence(trajectory, X[:60], by=[by_label(trajectory)], memory_budget={budget})"
+    bounded = increase(work.format(budget=16 * MIB), **sizes)
+    assert bounded < 16 * MIB
+    loose = increase(work.format(budget=1024 * MIB), **sizes)
+    assert loose > bounded + 16 * MIB  # the negative control
+
+
+@pytest.mark.slow
+def test_retraining_keeps_to_its_budget() -> None:
+    sizes = {"points": 500, "train": 500, "dim": 100}
+    work = "epk.retrain(trajectory, torch.rand(300, len(X), dtype=torch.float64), memory_budget={budget})"
+    result = 300 * (100 * 32 + 32 + 32 * 3 + 3) * 8
+    bounded = increase(work.format(budget=16 * MIB), **sizes)
+    assert bounded < 16 * MIB + result
+    loose = increase(work.format(budget=1024 * MIB), **sizes)
+    assert loose > bounded + 16 * MIB  # the negative control
 
 
 @pytest.mark.slow

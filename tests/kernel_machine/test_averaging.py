@@ -14,7 +14,7 @@ import epk_gp as epk
 import reference
 from epk_gp.core.averaging import AveragedStates, averaged_trajectory, averaging_coefficients
 from epk_gp.core.points import Points
-from epk_gp.kernel_machine import adjoint
+from epk_gp.kernel_machine import stretch_average
 from helpers import assert_close
 
 OPTIMIZERS = {
@@ -158,7 +158,7 @@ def test_a_pass_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch)
     path = averaged_trajectory(run, averaging_coefficients(12, decay=0.8))
     whole = epk.attribute(path, X_test)
     monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
-    left, real = [5], adjoint.integrate_step
+    left, real = [5], stretch_average.integrate_stretch
 
     def interrupted(*args):
         left[0] -= 1
@@ -166,7 +166,7 @@ def test_a_pass_that_was_interrupted_goes_on_where_it_was(tmp_path, monkeypatch)
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(adjoint, "integrate_step", interrupted)
+    monkeypatch.setattr(stretch_average, "integrate_stretch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         epk.attribute(path, X_test, checkpoint=tmp_path)
     resumed = epk.attribute(path, X_test, checkpoint=tmp_path)

@@ -8,7 +8,7 @@ import torch
 
 import epk_gp as epk
 from distributed_cases import RULE, SMALL, Shuffled, inputs, recorded
-from epk_gp.kernel_machine import adjoint, estimate, vanilla_gd
+from epk_gp.kernel_machine import estimate, stretch_average, vanilla_gd
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
 from epk_gp.kernel_machine.axes import by_label, by_sample, by_step
@@ -66,14 +66,14 @@ def test_every_kind_of_run_is_measured(kind, dtype):
 def test_known_costs_of_steps_are_found(monkeypatch, kind):
     """The early steps of a run cost more; the pass may begin with its last one."""
     run, X, now = recorded(kind, 12), inputs(6), [0.0]
-    module = vanilla_gd if kind == "plain" else adjoint
-    real = module.integrate_step
+    module = vanilla_gd if kind == "plain" else stretch_average
+    real = module.integrate_stretch
 
-    def costly(problem, step, rows, max_nodes):
-        now[0] += (4.0 if step.index < 4 else 1.0) * len(rows)
-        return real(problem, step, rows, max_nodes)
+    def costly(problem, steps, rows, max_nodes):
+        now[0] += (4.0 if steps[0] < 4 else 1.0) * len(rows)
+        return real(problem, steps, rows, max_nodes)
 
-    monkeypatch.setattr(module, "integrate_step", costly)
+    monkeypatch.setattr(module, "integrate_stretch", costly)
     monkeypatch.setattr(estimate, "replayed_steps", lambda *arguments: iter(()))
     total = 6 * (4 * 4.0 + 8 * 1.0)
     options = {"rule": epk.left_endpoint(), "memory_budget": SMALL, "clock": lambda: now[0]}

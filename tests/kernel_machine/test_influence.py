@@ -16,6 +16,7 @@ from weighted_loops import CLASSES, INPUTS, POINTS, Encoder, WeightedLoop, convo
 
 import epk_gp as epk
 from epk_gp.core.averaging import averaged_trajectory, averaging_coefficients
+from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.optimizers import rule_for
 from epk_gp.kernel_machine.axes import by_label, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.influence_pass import InfluencePass
@@ -250,11 +251,20 @@ def test_adjoint_norms_are_those_of_the_derivative_in_the_weights() -> None:
     assert effect.growth[1, 0] == effect.adjoint_norms[1, 0].max() / effect.adjoint_norms[1, 0, -1]
 
 
-def test_blocks_of_points_workers_and_checkpoints_change_nothing(run: epk.Trajectory, tmp_path: Path) -> None:
+def test_blocks_of_points_rows_and_adjoints_change_nothing(
+    run: epk.Trajectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     X = WeightedLoop(adamw).test_points
     whole = epk.influence(run, X)
-    small = epk.influence(run, X, memory_budget=1 << 20)
+    for name, size in (("influence_points", 2), ("curvature_rows", 2), ("curvature_adjoints", 4)):
+        monkeypatch.setattr(MemoryPlan, name, lambda *_, size=size: size)
+    small = epk.influence(run, X)
     assert torch.allclose(small.values, whole.values, rtol=1e-10, atol=1e-14)
+
+
+def test_threads_and_checkpoints_change_nothing(run: epk.Trajectory, tmp_path: Path) -> None:
+    X = WeightedLoop(adamw).test_points
+    whole = epk.influence(run, X)
     torch.set_num_threads(1)
     with ThreadPoolExecutor(2) as pool:
         assert torch.equal(epk.influence(run, X, executor=pool).values, whole.values)

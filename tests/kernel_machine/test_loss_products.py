@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import epk_gp as epk
@@ -67,6 +68,26 @@ class Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class Once(Reverse):
+    """A tanh that can be differentiated once only."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class OnceBehindNorm(nn.Module):
+    """Rows depend on each other, so that gradients are not written out row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.norm, self.out = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(Once.apply(self.norm(self.hidden(x))))
 
 
 class ReverseOnly(nn.Module):
@@ -271,3 +292,12 @@ def test_what_is_computed_without_gradients_is_a_constant(dtype, tolerance):
     assert (parts.samples - expected).norm() < tolerance * expected.norm()
     assert parts.certified
     assert parts.unexplained.norm() < tolerance * expected.norm()
+
+
+def test_an_operation_that_is_differentiated_once_keeps_its_part():
+    """Double backward would leave it out in silence."""
+    net = OnceBehindNorm().double()
+    X, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    run = epk.train(net, X, y, optimizer=optimizer, steps=2, batch_size=5)
+    assert epk.attribute(run, X[:2]).certified

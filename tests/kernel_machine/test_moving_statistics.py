@@ -18,7 +18,7 @@ from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.step_average import averaged_jacobian
-from epk_gp.kernel_machine.problem import averaged_statistics_jacobian, integrate_step, make_problem
+from epk_gp.kernel_machine.problem import averaged_statistics_jacobian, integrate_stretch, make_problem
 from epk_gp.quadrature import refinement
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.kinks import Kinks
@@ -152,26 +152,25 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     problem = make_problem(net, kernel, X, classes, ComputeOptions(memory_budget=1 << 26))
     points = torch.tensor([2, 0])
     for step in trajectory.steps:
-        integral, batches = integrate_step(problem, step, points, 7)
-        of_weights = averaged_jacobian(batches, problem.columns)
-        of_statistics = averaged_statistics_jacobian(problem, step, points, integral)
+        (line,) = integrate_stretch(problem, range(step.index, step.index + 1), points, 7)
+        of_weights = averaged_jacobian(line.batches, problem.columns)
+        of_statistics = averaged_statistics_jacobian(problem, line, points)
         d = flat_state(trajectory, step.index + 1, X) - flat_state(trajectory, step.index, X)
         P = trajectory.num_weights
         assert of_weights.shape[2] == P
         assert of_statistics.shape == (problem.num_outputs, 2, len(d) - P)
         total = (of_weights @ d[:P] + of_statistics @ d[P:]).T
-        chosen = integral.total if classes is None else integral.total.gather(1, classes[points][:, None])
+        chosen = line.integral.total
+        chosen = chosen if classes is None else chosen.gather(1, classes[points][:, None])
         torch.testing.assert_close(total, chosen, rtol=0, atol=1e-13)
         assert (of_statistics @ d[P:]).abs().max() > 1e-4
 
 
 def test_gradients_in_the_statistics_do_not_depend_on_the_blocks(monkeypatch):
     _, trajectory, X = recorded("cnn_relu", num_points=3, num_steps=1)
-    net, every, step = plan_for(trajectory, trajectory.model_for(X)), torch.arange(3), trajectory.steps[0]
+    net, every = plan_for(trajectory, trajectory.model_for(X)), torch.arange(3)
     problem = make_problem(net, PathKernel(trajectory, "logits", gauss_legendre(3)), X, None, ComputeOptions())
-    integral, _ = integrate_step(problem, step, every, 100)
-    at_once = averaged_statistics_jacobian(problem, step, every, integral)
+    (line,) = integrate_stretch(problem, range(1), every, 100)
+    at_once = averaged_statistics_jacobian(problem, line, every)
     monkeypatch.setattr(MemoryPlan, "statistics_rows", lambda *_: 2)
-    torch.testing.assert_close(
-        averaged_statistics_jacobian(problem, step, every, integral), at_once, rtol=0, atol=1e-14
-    )
+    torch.testing.assert_close(averaged_statistics_jacobian(problem, line, every), at_once, rtol=0, atol=1e-14)

@@ -1,15 +1,18 @@
 """Retraining is the recorded loop with other weights of its samples."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from optimizer_cases import CASES, OF_TORCH
-from torch import nn
+from torch import Tensor, nn
 from weighted_loops import POINTS, Encoder, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import random_subsets
+from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.preconditioners import COUPLED, PRECONDITIONERS
 
 WEIGHTS = torch.cat(
     [
@@ -85,10 +88,26 @@ def test_rules_whose_steps_on_other_gradients_are_not_known_are_refused(name: st
         epk.retrain(run, WEIGHTS)
 
 
-def test_blocks_of_runs_change_nothing() -> None:
+@pytest.mark.parametrize(("table", "rule"), [(PRECONDITIONERS, "AdamW"), (COUPLED, "Adafactor")])
+def test_every_scale_is_computed_once_a_step(table: dict[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, counts = WeightedLoop(lambda p: OF_TORCH[rule](p, lr=0.02)).record(), []
+
+    def counted(memory: Any, h: Tensor, *rest: Any) -> Any:
+        counts.append(h.shape[-1])
+        return own.scale(memory, h, *rest)
+
+    own = table[rule]
+    monkeypatch.setitem(table, rule, replace(own, scale=counted))
+    epk.retrain(run, WEIGHTS)
+    assert sum(counts) == run.num_steps * run.num_weights
+
+
+def test_blocks_of_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = WeightedLoop(adamw)
-    run, weights = loop.record(), random_subsets(POINTS, 40)
-    whole, small = (epk.retrain(run, weights, memory_budget=budget) for budget in (1 << 30, 1 << 20))
+    run, weights = loop.record(), random_subsets(POINTS, 20)
+    whole = epk.retrain(run, weights)
+    monkeypatch.setattr(MemoryPlan, "retrained_runs", lambda *_: 7)
+    small = epk.retrain(run, weights)
     assert torch.allclose(small.states, whole.states, rtol=0, atol=1e-12)
     assert torch.equal(whole[1:3].states, whole.states[1:3])
     assert torch.equal(whole[-1].sample_weights, weights[-1:])

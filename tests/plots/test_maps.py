@@ -1,6 +1,5 @@
 """Drawings of maps over a plane."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -8,13 +7,6 @@ from matplotlib.colors import to_hex
 from matplotlib.contour import ContourSet
 
 from epk_gp.plots import PALETTE, class_regions, map_handles, region_handles, shades_of, uncertainty_map
-
-
-@pytest.fixture
-def ax():
-    figure, axes = plt.subplots()
-    yield axes
-    plt.close(figure)
 
 
 def legend(ax):

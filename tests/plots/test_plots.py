@@ -1,4 +1,3 @@
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -15,13 +14,6 @@ from epk_gp.plots import (
     training_image,
 )
 from epk_gp.plots.style import LOWERED, RAISED, REST
-
-
-@pytest.fixture
-def ax():
-    figure, axes = plt.subplots()
-    yield axes
-    plt.close(figure)
 
 
 def legend(ax):

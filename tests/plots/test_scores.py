@@ -1,6 +1,5 @@
 """Drawings of scores."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -9,13 +8,6 @@ from matplotlib.colors import to_hex
 from epk_gp.plots import risk_coverage, score_histogram, suspicion_bars
 from epk_gp.plots.score_figures import ScoredPoints, scores_figure
 from epk_gp.plots.style import IN_DISTRIBUTION, WRONG
-
-
-@pytest.fixture
-def ax():
-    figure, axes = plt.subplots()
-    yield axes
-    plt.close(figure)
 
 
 def legend(ax):

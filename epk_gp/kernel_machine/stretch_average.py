@@ -1,0 +1,105 @@
+"""The gradients of the outputs, averaged over a stretch of the path: one step, or a chord over several."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from epk_gp.core.trajectory import flat_state
+from epk_gp.gram.step_average import averaged_jacobian
+from epk_gp.kernel_machine.problem import (
+    AttributionProblem,
+    IntegratedLine,
+    averaged_statistics_jacobian,
+    integrate_stretch,
+)
+from epk_gp.quadrature.adaptive import Integral
+
+
+@dataclass(frozen=True, eq=False)
+class StretchAverage:
+    """The adjoint of every step of a stretch: what a change of the state during any of them does to N points.
+
+    Attributes:
+        steps: The steps that the stretch stands for.
+        of_weights: Phi, the averaged gradients in the weights.
+        of_statistics: Phi^b, those in the moving statistics, if they were asked for.
+        integrals: Of each straight line of the stretch.
+    """
+
+    steps: range
+    of_weights: Float[Tensor, "K N P"]
+    of_statistics: Float[Tensor, "K N Q"] | None
+    integrals: tuple[Integral, ...]
+
+    @property
+    def is_one_line_of_a_step(self) -> bool:
+        """Whether the integral of the one line is the change of the outputs in one step."""
+        return len(self.steps) == len(self.integrals) == 1
+
+
+def average_over(
+    problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int, *, splits_statistics: bool
+) -> StretchAverage:
+    """Average the gradients of some points over a stretch.
+
+    On a Manhattan path each weight has the average over the line on which it moves.
+
+    Args:
+        problem: The predictions.
+        steps: The steps that the stretch stands for.
+        rows: Which N of the points.
+        max_nodes: Nodes evaluated at a time.
+        splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
+    """
+    P, K = problem.net.model.num_weights, problem.num_outputs
+    Phi, of_statistics, integrals = None, None, list[Integral]()
+    for line in integrate_stretch(problem, steps, rows, max_nodes):
+        integrals.append(line.integral)
+        if _wants_statistics(problem, steps, line, splits_statistics=splits_statistics):
+            of_statistics = averaged_statistics_jacobian(problem, line, rows)
+        if not line.batches:
+            continue
+        average = averaged_jacobian(line.batches, problem.columns)
+        line.batches.clear()
+        if line.part.stop - line.part.start >= P:
+            Phi = average
+            continue
+        Phi = average.new_zeros(K, len(rows), P) if Phi is None else Phi
+        Phi[:, :, line.part] = average[:, :, line.part]
+    if Phi is None:
+        raise RuntimeError("a stretch of the path must move weights: this is a bug in epk_gp.")
+    return StretchAverage(steps, Phi, of_statistics, tuple(integrals))
+
+
+def statistics_change(
+    problem: AttributionProblem,
+    average: StretchAverage,
+    step: int,
+    rows: Int64[Tensor, " N"],
+    of_weights: Float[Tensor, "N K"],
+) -> Float[Tensor, "N K"]:
+    """Return what the change of the moving statistics in a step adds to some outputs.
+
+    Args:
+        problem: The predictions.
+        average: The stretch that the step belongs to.
+        step: The step.
+        rows: Which N of the points.
+        of_weights: What its weights add.
+    """
+    if average.is_one_line_of_a_step:
+        return problem.select_outputs(average.integrals[0].total, rows) - of_weights
+    before, after = (flat_state(problem.trajectory, s, problem.X) for s in (step, step + 1))
+    change = (after - before)[problem.net.model.num_weights :]
+    return torch.einsum("knq,q->nk", average.of_statistics, change)
+
+
+def _wants_statistics(
+    problem: AttributionProblem, steps: range, line: IntegratedLine, *, splits_statistics: bool
+) -> bool:
+    model = problem.net.model
+    if problem.trajectory.statistics is None or line.part.stop <= model.num_weights:
+        return False
+    return splits_statistics or len(steps) > 1 or line.part.start > 0

@@ -1,0 +1,1 @@
+"""The report of a run: one HTML file with explained predictions, their certificate, and the run as a whole."""

@@ -1,0 +1,110 @@
+"""`epk-gp report`: its file holds what the library's report holds, and wrong options are refused."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import epk_gp as epk
+from commands import refused, run
+from epk_gp.cli.manifest import open_run
+from epk_gp.quadrature.rules import adaptive
+from report_cases import embedded
+
+QUICK = ("--rule", "adaptive:1e-8", "--kernel-points", 0, "--quiet")
+
+
+def test_the_command_writes_the_report_of_the_library(recorded, tmp_path, capsys):
+    out = tmp_path / "new" / "report.html"
+    asked = ("--num-points", 2, "--top", 3, "--title", "Mine", "--class-names", "a, b, c")
+    assert run("report", recorded, "--out", out, *asked, *QUICK) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "explaining 2 of 6 held-out points"
+    assert said[1].startswith(f"written to {out}: ")
+    assert [file.name for file in out.parent.iterdir()] == ["report.html"]  # partial sums are removed
+    held_out = load_file(recorded / "held_out.safetensors")
+    expected = epk.write_report(
+        tmp_path / "expected.html",
+        open_run(recorded, None),
+        held_out["inputs"],
+        held_out["labels"],
+        title="Mine",
+        class_names=["a", "b", "c"],
+        explained=2,
+        top=3,
+        rule=adaptive(1e-8),
+        kernel_points=0,
+    )
+    assert out.read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.slow
+def test_everything_that_a_report_can_show_is_asked_for_by_an_option(tmp_path):
+    folder, out = tmp_path / "run", tmp_path / "report.html"
+    record = ("--num-train", 24, "--num-test", 60, "--width", 5, "--steps", 4, "--quiet")
+    assert run("record", "--out", folder, *record) == 0
+    far = 9 * torch.randn(5, 100, dtype=torch.float64)
+    save_file({"inputs": far}, tmp_path / "far.safetensors")
+    outside = ("--outside", tmp_path / "far.safetensors")
+    shown = ("--influence", "--label-errors", "--map", "--validation", "held-out", *outside)
+    asked = ("--num-points", 2, "--outputs", 1, "--seed", 1, "--rule", "adaptive:1e-8", "--quiet")
+    assert run("report", folder, "--out", out, *shown, *asked) == 0
+    content = embedded(out)
+    assert content["overview"]["count"] == 30  # the other half validates
+    assert [figure["id"] for figure in content["overview"]["figures"]] == [
+        "reliability", "outside", "roc", "kernel", "spectrum",
+    ]  # fmt: skip
+    assert content["overview"]["suspects"]
+    assert content["overview"]["map"]
+    for point in content["points"]:
+        assert point["band"]
+        (explanation,) = point["explanations"].values()
+        assert all(effect is not None for _, _, effect in explanation["views"]["*|*"]["raised"])
+
+
+def test_a_report_that_is_not_certified_ends_with_an_error_and_is_written(recorded, tmp_path, capsys, monkeypatch):
+    findings = ["the sum misses the network's output by 1.0"]
+    monkeypatch.setattr("epk_gp.report.certificate.describe_findings", lambda result: findings)
+    monkeypatch.setattr("epk_gp.kernel_machine.certification.describe_findings", lambda result: findings)
+    out = tmp_path / "report.html"
+    said = refused(capsys, "report", recorded, "--out", out, "--num-points", 1, "--outputs", 1, *QUICK)
+    assert "the report is not certified: the sum misses the network's output by 1.0" in said
+    assert "check the run with epk-gp verify" in said
+    assert embedded(out)["certificate"]["certified"] is False
+
+
+def test_a_fixed_rule_is_not_expected_to_be_certified(recorded, tmp_path, capsys):
+    out = tmp_path / "report.html"
+    asked = ("--num-points", 1, "--outputs", 1, "--rule", "left-riemann:1", "--kernel-points", 0, "--quiet")
+    assert run("report", recorded, "--out", out, *asked) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert embedded(out)["certificate"]["certified"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--out", "report.pdf"), "--out must be an HTML file, as in report.html: got report.pdf"),
+        (("--outputs", "most"), "--outputs must be predicted, all, or a number of classes from 1: got 'most'"),
+        (("--outputs", "0"), "--outputs must be predicted, all, or a number of classes from 1: got '0'"),
+        (("--outputs", "4"), "a number of the 3 classes of a classifier: got 4"),
+        (("--outside", "far.npz"), "--outside must stand beside --validation"),
+        (("--top", 0), "--top must be at least 1: got 0"),
+        (("--num-points", 0), "--num-points must be at least 1: got 0"),
+        (("--kernel-points", 501), "--kernel-points must be at most 500: got 501"),
+        (("--class-names", "a,b"), "class_names must name each of the 3 outputs"),
+        (("--validation", "held-out"), "there must be at least 20 validation points: got 3"),
+        (("--rule", "simpson"), "--rule must be adaptive"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else None,
+)
+def test_wrong_options_are_refused(recorded, tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(capsys, "report", recorded, *options, "--quiet")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_must_lie_outside_the_run_and_be_none_of_a_folder(recorded, tmp_path, capsys):
+    said = refused(capsys, "report", recorded, "--out", recorded / "report.html")
+    assert "--out must lie outside the folder of the run" in said
+    (tmp_path / "report.html").mkdir()
+    assert "is a folder" in refused(capsys, "report", recorded, "--out", tmp_path / "report.html")

@@ -1,0 +1,106 @@
+"""A run shows what it is without reading a state, and every text is escaped."""
+
+import shutil
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from shown_results import HOSTILE, shown
+from torch import Tensor, nn
+
+import epk_gp as epk
+from epk_gp.core.display import Entry, Summary, Table, as_html, as_text, shortened
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.kernel_machine.retrain import Retraining
+from loops import data, mlp, sgd
+
+
+@pytest.fixture(scope="module")
+def run() -> Trajectory:
+    torch.manual_seed(0)
+    net, (X, y) = mlp(), data()
+    return epk.train(net, X, y, optimizer=sgd(net, 0.1, momentum=0.9, weight_decay=0.01), steps=3)
+
+
+def test_every_text_of_a_summary_is_escaped():
+    entry, table = Entry(HOSTILE, HOSTILE, HOSTILE, is_warning=True), Table((HOSTILE,) * 2, ((HOSTILE,) * 2,), HOSTILE)
+    summary = Summary(HOSTILE, (entry,), table)
+    html = as_html(summary)
+    assert html.count("&lt;script&gt;") == 9
+    assert {element.tag for element in ElementTree.fromstring(html).iter()} <= {
+        *("div", "table", "thead", "tbody", "tr", "th", "td", "span"),
+    }
+    assert all(line.isprintable() for line in as_text(summary).split("\n"))
+
+
+def test_a_long_name_keeps_its_ends():
+    assert shortened("encoder.layers.0.attention.weight", 16) == "encoder…n.weight"
+    assert shortened("short", 5) == "short"
+
+
+class Unreadable:
+    """States that count how often they are asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.asked = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, state: int) -> Tensor:
+        self.asked += 1
+        raise FileNotFoundError("the folder is gone")
+
+
+def test_showing_a_run_reads_no_state(run):
+    stored, updates = Unreadable(4), Unreadable(3)
+    far = replace(run, states=stored, updates=updates)
+    states, weights = torch.zeros(2, run.num_weights), torch.ones(2, run.num_points)
+    retraining = Retraining(far, states, weights, max_difference=0.0, difference_ratio=0.0)
+    for result in (far, retraining):
+        shown(result)
+        assert repr(result)
+    assert stored.asked == updates.asked == 0
+    with pytest.raises(FileNotFoundError, match="gone"):
+        _ = far.dtype  # the negative control
+
+
+def test_a_run_whose_folder_was_removed_is_shown_with_its_path(tmp_path):
+    folder = tmp_path / "<b>run & \x07"
+    net, (X, y) = mlp(), data()
+    epk.train(net, X, y, optimizer=sgd(net), steps=2, path=folder)
+    stored = epk.load_trajectory(folder, mlp())
+    shutil.rmtree(folder)
+    assert shown(stored)["states"] == [f"3 (in {tmp_path / '<b>run & '}\\x07)"]
+    assert "<b>" not in stored._repr_html_()
+
+
+def test_a_run_shows_what_it_is(run):
+    cells = {name: cell for name, (cell,) in shown(run).items()}
+    assert cells["parameters"] == f"{run.num_weights} weights (float64 on cpu)"
+    assert cells["inputs"].startswith(str(tuple(run.inputs.shape)))
+    assert cells["targets"] == f"{tuple(run.targets.shape)} (int64 on cpu)"
+    assert cells["loss"] == str(run.loss)
+    assert cells["update rule"] == run.update_rule
+    assert cells["steps"] == f"{run.num_steps} (batches of {run.num_points}, learning rate {run.steps[0].lr:g})"
+    assert cells["states"] == f"{len(run.states)} (in memory)"
+    assert cells["digest"] == run.digest
+    assert "\n" not in repr(run)
+
+
+def test_a_run_shows_ranges_a_function_as_its_loss_and_what_it_accepts(run):
+    steps = [replace(step, lr=0.1 * (1 + step.index), batch=torch.arange(2 + step.index)) for step in run.steps]
+    loss = epk.PerSampleLoss(lambda z, y: z.square().sum(1), name=HOSTILE)
+    cells = shown(replace(run, steps=tuple(steps), loss=loss, unexplained=0.02))
+    assert cells["steps"] == ["3 (batches of 2 to 4, learning rate 0.1 to 0.3)"]
+    assert cells["loss"][0].endswith(", a function")
+    assert cells["update rule"] == [f"{run.update_rule} (up to 0.02 of a step may be unexplained)"]
+    assert shown(replace(run, steps=()))["steps"] == ["0"]
+
+
+def test_the_network_s_class_is_escaped(run):
+    named = type(HOSTILE, (nn.Sequential,), {})
+    run = replace(run, model=epk.core.model.functionalize(named(*mlp())))
+    assert "<script" not in run._repr_html_()
+    assert all(line.isprintable() for line in str(run).split("\n"))

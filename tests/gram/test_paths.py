@@ -1,0 +1,269 @@
+"""The kernel along other paths: its definition, positive semi-definite matrices, and what it costs."""
+
+from dataclasses import replace
+
+import path_runs
+import pytest
+import torch
+from path_runs import RUNS, queries, recorded
+
+import epk_gp as epk
+from distributed_cases import Shuffled
+from epk_gp.core.losses import loss_derivatives
+from epk_gp.gram import nodes
+from epk_gp.gram.accumulator import GramAccumulator
+from epk_gp.gram.block_parts import Share, StepInterval, reduce_gram_parts
+from epk_gp.gram.path_kernel import gram_block_part, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.step_average import StepAverage
+from helpers import assert_close, make_case
+
+PATHS = {"chords_2": epk.chords(2), "manhattan": epk.manhattan(), "one_chord": epk.chords(100)}
+every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+RULE = epk.gauss_legendre(2)
+KERNEL_RUNS = [name for name in RUNS if name != "average"]
+
+
+def mixed_points(run: epk.Trajectory) -> epk.Points:
+    """Both copies of two training points and a test point."""
+    X = torch.cat([queries(1), run.inputs[:2], run.inputs[:2]])
+    return epk.Points(X, torch.tensor([False, True, True, False, False]))
+
+
+@every_path
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("head", ["log_softmax", "logits"])
+@pytest.mark.parametrize("name", ["batch_norm_sgd", "relu_sgd", "transformer_adamw", "cnn_adamw"])
+def test_blocks_equal_the_definition(name, head, path):
+    run = recorded(name)
+    points, asked = mixed_points(run), {"head": head, "rule": RULE, "path": path}
+    expected = path_runs.gram_block(run, path, points, head, RULE)
+    assert_close(epk.gram_block(run, points, points, **asked), expected)
+    some = epk.Points(points.X[:3], points.is_train[:3])  # both combinations of copies
+    assert_close(epk.gram_block(run, some, points, **asked), expected[:3])
+    assert_close(gram_block_per_class(run, points, points, **asked), torch.einsum("ncmc->cnm", expected))
+    assert_close(gram_diagonal_blocks(run, points, **asked), torch.einsum("ncnd->ncd", expected))
+    kernel = epk.PathKernel(run, head, RULE, path=path)
+    assert_close(kernel.trace_block(points, points), torch.einsum("ncmc->nm", expected))
+    straight = epk.gram_block(run, points, points, head=head, rule=RULE)
+    assert (straight - expected).abs().max() > 1e-4 * expected.abs().max()  # the control: another kernel
+
+
+@every_path
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", KERNEL_RUNS)
+def test_matrices_over_both_copies_are_positive_semi_definite(name, path):
+    """Of more rows than weights of the last layer, with a rule that is far from exact."""
+    run = recorded(name)
+    points = epk.Points(torch.cat([run.inputs, queries(5), run.inputs]), torch.arange(25) < 10)
+    for head in ("logits", "log_softmax"):
+        K = epk.gram_block(run, points, points, head=head, rule=epk.midpoint(1), path=path).reshape(75, 75)
+        assert_close(K, K.T)
+        eigenvalues = torch.linalg.eigvalsh((K + K.T) / 2)
+        assert eigenvalues[0] >= -1e-12 * eigenvalues[-1]
+
+
+def test_nodes_of_each_sides_own_give_no_kernel():
+    """The negative control: training copies that move along the step beside test copies on the chord's start."""
+    run = recorded("relu_sgd")
+    points = mixed_points(run)
+    K = epk.gram_block(run, points, points, rule=RULE, path=epk.chords(2))
+    other = epk.gram_block(run, points, points, rule=epk.left_endpoint())
+    copies = points.is_train
+    K[copies][:, :, ~copies], K[~copies][:, :, copies] = 0, 0
+    K = K.clone()
+    both = copies[:, None, None, None] ^ copies[None, None, :, None]
+    K = torch.where(both, 3 * other, K).reshape(15, 15)
+    eigenvalues = torch.linalg.eigvalsh((K + K.T) / 2)
+    assert eigenvalues[0] < -1e-6 * eigenvalues[-1]
+
+
+@pytest.mark.mostly_slow
+@every_path
+def test_the_ensemble_of_kernel_machines_is_the_network(path):
+    """Theorem 3.6 for gradient descent: K_s with the weights of one step at a time."""
+    run, X = recorded("tanh_sgd"), queries(3)
+    rule = epk.gauss_legendre(8)
+    test, train = epk.Points(X, is_train=False), epk.Points(run.inputs, is_train=True)
+    f = {r: epk.network_outputs(run, X, state=0) for r in (rule, epk.left_endpoint())}
+    for step in run.steps:
+        z = epk.network_outputs(run, run.inputs[step.batch], state=step.index)
+        alpha = torch.zeros(10, 3, dtype=torch.float64)
+        alpha[step.batch] = -step.lr / len(step.batch) * loss_derivatives(run.loss, z, run.targets[step.batch])
+        for r in f:
+            one = (torch.arange(run.num_steps) == step.index).double()
+            K = epk.gram_block(run, test, train, head="logits", rule=r, step_weights=one, path=path)
+            f[r] = f[r] + torch.einsum("ncmd,md->nc", K, alpha)
+    expected = epk.network_outputs(run, X)
+    assert (f[rule] - expected).abs().max() < 1e-9
+    assert (f[epk.left_endpoint()] - expected).abs().max() > 1e-4  # the control: without the integral
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("head", ["log_softmax", "logits"])
+@pytest.mark.parametrize("name", ["three_sizes", "wide"])
+def test_wide_layers_keep_their_factors_along_chords(name, head, monkeypatch):
+    """A middle layer that is multiplied for every node and step, and a last one whose averages are."""
+    run = make_case("wide", steps=5).trajectory if name == "wide" else recorded(name)
+    run = replace(run, steps=tuple(replace(step, lr=step.lr * (1 + step.index)) for step in run.steps))
+    points = epk.Points(run.inputs[:4].flip(0), torch.arange(4) > 1)
+    met = {"averages": 0, "nodes": 0}
+
+    def count(kind, method, key):
+        def counted(self, *args):
+            met[key] += 1
+            return real(self, *args)
+
+        real = getattr(kind, method)
+        monkeypatch.setattr(kind, method, counted)
+
+    count(GramAccumulator, "add_softmax_averages", "averages")
+    count(StepAverage, "accumulate", "nodes")
+    asked = {"head": head, "rule": RULE, "path": epk.chords(2)}
+    expected = path_runs.gram_block(run, epk.chords(2), points, head, RULE)
+    assert_close(epk.gram_block(run, points, points, **asked), expected)
+    assert met["nodes"] == 5 * 2
+    assert (met["averages"] > 0) == (head == "log_softmax")
+    assert_close(gram_block_per_class(run, points, points, **asked), torch.einsum("ncmc->cnm", expected))
+    traced = epk.PathKernel(run, head, RULE, path=epk.chords(2)).trace_block(points, points)
+    assert_close(traced, torch.einsum("ncmc->nm", expected))
+
+
+def test_steps_without_weight_are_left_out_of_their_chord():
+    run, chord = recorded("relu_sgd"), epk.chords(3)
+    points = mixed_points(run)
+    weights = torch.tensor([0.0, 2.0, 0.5, 0.0, 0.0])
+    K = epk.gram_block(run, points, points, rule=RULE, step_weights=weights, path=chord)
+    steps = tuple(replace(step, lr=weight) for step, weight in zip(run.steps, weights.tolist(), strict=True))
+    assert_close(K, path_runs.gram_block(replace(run, steps=steps), chord, points, "log_softmax", RULE))
+    K = epk.gram_block(run, points, points, rule=RULE, step_weights=torch.zeros(5), path=chord)
+    assert not K.any()
+
+
+@pytest.mark.slow
+def test_chords_of_one_step_are_straight():
+    run = recorded("relu_sgd")
+    points = mixed_points(run)
+    for rule in (RULE, epk.adaptive()):
+        assert torch.equal(
+            epk.gram_block(run, points, points, rule=rule, path=epk.chords(1)),
+            epk.gram_block(run, points, points, rule=rule),
+        )
+
+
+@pytest.mark.slow
+def test_an_adaptive_rule_finds_the_kinks_of_a_chord():
+    run, path = recorded("relu_sgd", steps=20), epk.chords(20)
+    test, train = epk.Points(queries(3), is_train=False), epk.Points(run.inputs[:2], is_train=True)
+    for right in (train, test):
+        found, fine, coarse = (
+            epk.gram_block(run, test, right, head="logits", rule=rule, path=path)
+            for rule in (epk.adaptive(1e-12), epk.midpoint(500), epk.gauss_legendre(4))
+        )
+        assert (found - fine).abs().max() < 0.1 * (coarse - fine).abs().max()
+        assert (coarse - fine).abs().max() > 1e-3 * fine.abs().max()
+
+
+def test_test_copies_are_evaluated_once_for_each_chord(monkeypatch):
+    run, evaluated = recorded("tanh_sgd", steps=20), []
+    real = nodes.layer_jacobians_at_weights
+
+    def counted(net, weights, X, *args):
+        def passed():
+            for w in weights:
+                evaluated.append(len(X))
+                yield w
+
+        return real(net, passed(), X, *args)
+
+    monkeypatch.setattr(nodes, "layer_jacobians_at_weights", counted)
+    test, train = epk.Points(queries(3), is_train=False), epk.Points(run.inputs[:2], is_train=True)
+    counts = {}
+    for path in (epk.straight(), epk.chords(10)):
+        for name, right in (("train", train), ("test", test)):
+            epk.gram_block(run, test, right, rule=RULE, path=path)  # representations are measured once
+            evaluated.clear()
+            epk.gram_block(run, test, right, rule=RULE, path=path)
+            counts[path, name] = (evaluated.count(3), evaluated.count(2))
+    assert counts[epk.straight(), "train"] == (40, 20)
+    assert counts[epk.chords(10), "train"] == (4, 20)
+    assert counts[epk.straight(), "test"] == (40, 0)
+    assert counts[epk.chords(10), "test"] == (4, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [epk.chords(3), epk.manhattan()], ids=["chords", "manhattan"])
+def test_workers_parts_and_checkpoints_give_the_same_bytes(path, tmp_path):
+    run = recorded("relu_sgd", steps=40)
+    points = mixed_points(run)
+    asked = {"rule": RULE, "path": path}
+    whole = epk.gram_block(run, points, points, **asked)
+    assert torch.equal(epk.gram_block(run, points, points, executor=Shuffled(), **asked), whole)
+    assert torch.equal(epk.gram_block(run, points, points, checkpoint=tmp_path, **asked), whole)
+    assert torch.equal(epk.gram_block(run, points, points, checkpoint=tmp_path, **asked), whole)
+    parts = [gram_block_part(run, points, points, Share(k, 3), **asked) for k in (1, 2, 3)]
+    assert torch.equal(reduce_gram_parts(parts), whole)
+    bound = parts[0].layout.bounds[1]
+    assert bound % path.every == 0
+    diagonal = gram_diagonal_blocks(run, points, **asked)
+    assert torch.equal(gram_diagonal_blocks(run, points, executor=Shuffled(), **asked), diagonal)
+    first = gram_block_part(run, points, points, StepInterval(0, bound), **asked)
+    rest = gram_block_part(run, points, points, StepInterval(bound, 40), **asked)
+    assert torch.equal(reduce_gram_parts([rest, first]), whole)
+
+
+@pytest.mark.mostly_slow
+@every_path
+def test_partial_sums_belong_to_their_path(path, tmp_path):
+    run = recorded("relu_sgd")
+    points = mixed_points(run)
+    for number, call in enumerate((epk.gram_block, gram_diagonal_blocks)):
+        sides = (points, points)[: 2 - number]
+        call(run, *sides, rule=RULE, path=path, checkpoint=tmp_path / str(number))
+        with pytest.raises(ValueError, match="must be of this very computation"):
+            call(run, *sides, rule=RULE, checkpoint=tmp_path / str(number))
+
+
+def test_parts_of_other_paths_are_not_reduced():
+    run = recorded("relu_sgd")
+    points = mixed_points(run)
+    straight = gram_block_part(run, points, points, Share(1, 2), rule=RULE)
+    chords = gram_block_part(run, points, points, Share(2, 2), rule=RULE, path=epk.chords(2))
+    for parts in ([straight, chords], [chords, straight]):
+        with pytest.raises(ValueError, match=r"the path is (StraightPath\(\)|ChordPath\(every=2\)) in a part, and"):
+            reduce_gram_parts(parts)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_a_block_cannot_follow_is_refused():
+    run = recorded("relu_sgd")
+    points = mixed_points(run)
+    with pytest.raises(ValueError, match=r"along manhattan\(\) needs the same nodes at all points"):
+        epk.gram_block(run, points, points, rule=epk.adaptive(), path=epk.manhattan())
+    with pytest.raises(TypeError, match="path must be a path such as .*: got 'chords'"):
+        epk.gram_block(run, points, points, path="chords")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [epk.chords(7), epk.manhattan()], ids=["chords", "manhattan"])
+def test_states_on_disk_give_the_same_bytes(path, tmp_path):
+    """They are read ahead in the order of the steps; chords ask for both of their ends."""
+    torch.manual_seed(0)
+    X, y = torch.randn(10, 4, dtype=torch.float64), torch.arange(10) % 3
+    points = epk.Points(torch.cat([X[:2], X[:3]]), torch.arange(5) < 2)
+    results = []
+    for folder in (None, tmp_path / "run"):
+        torch.manual_seed(1)
+        net = path_runs.mlp(torch.nn.ReLU).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
+        storage = epk.Storage(compression="deltas")
+        run = epk.train(net, X, y, optimizer=optimizer, steps=20, path=folder, storage=storage)
+        results.append(
+            [
+                epk.gram_block(run, points, points, rule=RULE, path=path),
+                gram_diagonal_blocks(run, points, rule=RULE, path=path),
+                epk.attribute(run, X[:2], path=path).samples,
+                epk.reconstruct(run, X[:2], path=path).outputs,
+            ]
+        )
+    for in_memory, on_disk in zip(*results, strict=True):
+        assert torch.equal(in_memory, on_disk)

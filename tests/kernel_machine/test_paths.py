@@ -1,0 +1,250 @@
+"""Other paths between the same states: other contributions, the same sums (docs/theory.md, section 11)."""
+
+import pytest
+import torch
+from path_runs import RUNS, STEPS, jacobian, path_average, queries, recorded, state
+from path_shares import shares
+
+import epk_gp as epk
+from distributed_cases import Shuffled
+from epk_gp.core.trajectory import flat_state
+from epk_gp.kernel_machine import adjoint
+from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
+from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
+from helpers import assert_close
+
+PATHS = {"chords_2": epk.chords(2), "manhattan": epk.manhattan(), "one_chord": epk.chords(100)}
+RULE = epk.gauss_legendre(3)
+every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+
+
+@every_path
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", RUNS)
+def test_sums_are_exact_along_every_path(name, path):
+    run, X = recorded(name), queries()
+    result = epk.reconstruct(run, X, path=path)
+    assert result.certified
+    assert result.max_error <= 1e-11
+    parts = epk.attribute(run, X, path=path)
+    assert parts.certified
+    assert parts.max_error <= 1e-11
+    assert_close(parts.total, parts.network, rounding=1e5)
+    assert parts.evaluations == pytest.approx(result.evaluations)
+
+
+@every_path
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["tanh_momentum", "tanh_sgd", "tanh_adamw"])
+def test_contributions_equal_the_definition(name, path):
+    """Sample by sample: recorded steps split by buffers run forward, times averages along the path by autograd.grad."""
+    run, X = recorded(name), queries(2)
+    parts = epk.attribute(run, X, rule=RULE, path=path)
+    of_samples = shares(run)
+    for n, x in enumerate(X):
+        expected = torch.zeros(3, run.num_points + 1, dtype=torch.float64)
+        for s in range(run.num_steps):
+            Phi = path_average(run, path, s, x, "log_softmax", RULE)
+            expected += torch.cat([Phi[name] for name in run.model.names], dim=1) @ of_samples[s].T
+        assert_close(parts.samples[n], expected[:, :-1])
+        assert_close(parts.decay[n], expected[:, -1], rounding=1e5)
+
+
+@every_path
+@pytest.mark.mostly_slow
+def test_other_paths_give_other_contributions(path):
+    """The negative control: the sums agree, and the terms do not."""
+    run, X = recorded("tanh_momentum"), queries()
+    own, straight = epk.attribute(run, X, path=path), epk.attribute(run, X)
+    assert_close(own.total, straight.total, rounding=1e5)
+    assert (own.samples - straight.samples).norm() > 1e-3 * straight.samples.norm()
+
+
+def test_averages_of_other_stretches_miss_the_network():
+    """The negative control: with the chords' averages one step too late the sum is off."""
+    run, x = recorded("tanh_sgd"), queries(1)[0]
+    total = {late: torch.zeros(3, dtype=torch.float64) for late in (0, 1)}
+    for s in range(STEPS):
+        d = flat_state(run, s + 1, x) - flat_state(run, s, x)
+        for late in total:
+            Phi = path_average(run, epk.chords(2), max(0, s - late), x, "logits", epk.gauss_legendre(8))
+            total[late] += torch.cat(list(Phi.values()), dim=1) @ d
+    change = epk.network_outputs(run, x[None])[0] - epk.network_outputs(run, x[None], state=0)[0]
+    assert (total[0] - change).abs().max() < 1e-9
+    assert (total[1] - change).abs().max() > 1e-3
+
+
+@every_path
+@pytest.mark.mostly_slow
+def test_moving_statistics_are_split_along_the_path(path):
+    """Of every step, by the derivative in them that autograd.grad gives."""
+    run, X = recorded("batch_norm_sgd"), queries(2)
+    (steps, whole) = attribute_many(run, X, [[by_step(run)], [by_sample(run)]], rule=RULE, path=path)
+    names = run.model.statistics
+    for n, x in enumerate(X):
+        for s in range(STEPS):
+            Phi, start, end = path_average(run, path, s, x, "log_softmax", RULE), state(run, s), state(run, s + 1)
+            expected = sum(Phi[name] @ (end[name] - start[name]).flatten() for name in names)
+            assert_close(steps.statistics[n, :, s], expected, rounding=1e5)
+    assert steps.statistics.abs().max() > 1e-3
+    split = whole.statistics.sum(dim=2) + whole.statistics_of_no_sample.squeeze(2)
+    assert_close(split, steps.statistics.sum(dim=2), rounding=1e5)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["relu_sgd", "batch_norm_sgd"])
+def test_the_steps_of_a_chord_sum_to_the_change_between_its_ends(name):
+    run, X = recorded(name), queries()
+    parts = attribute_by(run, X, [by_step(run)], head="logits", path=epk.chords(2))
+    of_steps = parts.values + parts.statistics + parts.unexplained
+    f = [epk.network_outputs(run, X, state=s) for s in (0, 2, 4, 5)]
+    for k, (first, last) in enumerate([(0, 2), (2, 4), (4, 5)]):
+        assert_close(of_steps[:, :, first:last].sum(dim=2), f[k + 1] - f[k], rounding=1e5)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
+def test_chords_of_one_step_are_straight(name):
+    run, X = recorded(name), queries()
+    assert torch.equal(epk.attribute(run, X, path=epk.chords(1)).samples, epk.attribute(run, X).samples)
+    assert torch.equal(epk.reconstruct(run, X, path=epk.chords(1)).outputs, epk.reconstruct(run, X).outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["relu_sgd", "dropout_momentum"])
+def test_chords_need_fewer_evaluations(name):
+    run, X = recorded(name, steps=20), queries()
+    straight, chord = (epk.reconstruct(run, X, path=path).evaluations for path in (epk.straight(), epk.chords(10)))
+    assert chord < straight / 2
+
+
+def test_parameters_are_split_along_a_manhattan_path_as_it_moves_them():
+    """What one module's weights add in a step is the change of the outputs while it moves."""
+    run, x = recorded("tanh_sgd"), queries(1)
+    parts = attribute_by(run, x, [by_parameter(run), by_step(run)], head="logits", path=epk.manhattan())
+    start, end = state(run, 0), state(run, 1)
+    before = run.model(start, x)
+    for k in range(0, len(run.model.names), 2):  # weight and bias of a layer
+        names = run.model.names[k : k + 2]
+        start |= {name: end[name] for name in names}
+        after = run.model(start, x)
+        assert_close(parts.values[:, :, k : k + 2, 0].sum(dim=2), after - before, rounding=1e5)
+        before = after
+
+
+@every_path
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
+def test_workers_give_the_same_bytes(name, path):
+    run, X = recorded(name), queries()
+    assert torch.equal(
+        epk.attribute(run, X, path=path, executor=Shuffled(), memory_budget=1 << 22).samples,
+        epk.attribute(run, X, path=path, memory_budget=1 << 22).samples,
+    )
+    assert torch.equal(
+        epk.reconstruct(run, X, path=path, executor=Shuffled()).outputs, epk.reconstruct(run, X, path=path).outputs
+    )
+
+
+@pytest.mark.slow
+def test_ranges_of_steps_begin_where_chords_do():
+    """Workers share 40 steps in ranges; the sum is that of one process, and every chord is integrated once."""
+    run, X = recorded("relu_sgd", steps=40), queries()
+    path = epk.chords(7)
+    alone, shared = (epk.reconstruct(run, X, path=path, executor=executor) for executor in (None, Shuffled()))
+    assert torch.equal(alone.outputs, shared.outputs)
+    assert alone.evaluations == shared.evaluations
+    assert sum(alone.statuses.values()) == 6 * len(X)
+    parts = epk.attribute(run, X, path=path, executor=Shuffled())
+    assert sum(parts.statuses.values()) == 6 * len(X)
+    assert parts.max_error <= 1e-12
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["relu_sgd", "tanh_momentum"])
+def test_a_checkpoint_belongs_to_its_path(name, tmp_path):
+    run, X = recorded(name), queries()
+    for number, call in enumerate((epk.attribute, epk.reconstruct)):
+        folder = tmp_path / str(number)
+        call(run, X, path=epk.chords(2), checkpoint=folder)
+        call(run, X, path=epk.chords(2), checkpoint=folder)
+        for other in (epk.straight(), epk.chords(3), epk.manhattan()):
+            with pytest.raises(ValueError, match="must be of this very computation"):
+                call(run, X, path=other, checkpoint=folder)
+
+
+def test_a_pass_that_was_interrupted_within_a_chord_goes_on_there(tmp_path, monkeypatch):
+    run, X = recorded("tanh_momentum"), queries()
+    path = epk.chords(2)
+    whole = epk.attribute(run, X, path=path)
+    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
+    left, real = [3], adjoint.propagate_step  # step 4 is a chord, and 3 and 2 are one
+
+    def interrupted(*args):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(adjoint, "propagate_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        epk.attribute(run, X, path=path, checkpoint=tmp_path)
+    resumed = epk.attribute(run, X, path=path, checkpoint=tmp_path)
+    assert -left[0] == STEPS - 2, "the pass began anew"
+    assert torch.equal(resumed.samples, whole.samples)
+    assert torch.equal(resumed.decay, whole.decay)
+    assert resumed.evaluations == whole.evaluations
+    assert resumed.statuses == whole.statuses
+
+
+def test_float32_leaves_its_rounding_as_a_term():
+    run, X = recorded("relu_sgd", dtype=torch.float32), queries(dtype=torch.float32)
+    parts = attribute_by(run, X, [by_step(run)], path=epk.chords(2))
+    assert parts.certified
+    assert parts.max_error <= 1e-5
+    steps = parts.unexplained.abs().sum(dim=(0, 1))
+    assert bool(steps[[1, 3, 4]].any())
+    assert not bool(steps[[0, 2]].any())
+
+
+BAD = {
+    "name": ("chords", TypeError, "path must be a path such as .*: got 'chords'"),
+    "number": (20, TypeError, "path must be a path such as .*: got 20"),
+    "function": (epk.chords, TypeError, "path must be a path"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("path", "error", "says"), BAD.values(), ids=BAD.keys())
+def test_what_is_no_path_is_refused(path, error, says):
+    run, X = recorded("tanh_sgd"), queries()
+    calls = (
+        lambda: epk.reconstruct(run, X, path=path),
+        lambda: epk.attribute(run, X, path=path),
+        lambda: attribute_by(run, X, [], path=path),
+        lambda: attribute_many(run, X, [], path=path),
+        lambda: epk.PathKernel(run, path=path),
+    )
+    for call in calls:
+        with pytest.raises(error, match=says):
+            call()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_chords_have_a_number_of_steps():
+    with pytest.raises(ValueError, match="every must be at least 1: got 0"):
+        epk.chords(0)
+    with pytest.raises(TypeError, match=r"every must be a whole number, at least 1: got 2\.5"):
+        epk.chords(every=2.5)
+
+
+def test_jacobians_of_the_reference_are_those_of_the_network():
+    """The control of the reference: finite differences, in statistics too."""
+    run, x = recorded("batch_norm_sgd"), queries(1)[0]
+    at = state(run, 2)
+    found = jacobian(run, at, x, "logits")
+    for name in (run.model.names[0], *run.model.statistics):
+        move = torch.zeros_like(at[name])
+        move.view(-1)[0] = 1e-6
+        up, down = (run.model({**at, name: at[name] + sign * move}, x[None])[0] for sign in (1, -1))
+        assert_close(found[name][:, 0], (up - down) / 2e-6, rounding=1e9)

@@ -1,0 +1,103 @@
+"""Other paths in GPyTorch's terms: kernel, derivatives in the points, Gaussian process."""
+
+import pytest
+import torch
+from path_runs import queries, recorded
+
+import epk_gp as epk
+from helpers import assert_close
+
+RULE = epk.gauss_legendre(2)
+PATHS = {"chords": epk.chords(2), "manhattan": epk.manhattan()}
+every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
+
+
+def copies(run: epk.Trajectory, count: int = 3) -> tuple[torch.Tensor, epk.Points]:
+    """Training and test copies in GPyTorch's form and in the package's."""
+    X = torch.cat([run.inputs[:count], queries(2)])
+    return torch.cat([epk.train_copy(X[:count]), epk.test_copy(X[count:])]), epk.Points(X, torch.arange(len(X)) < count)
+
+
+@pytest.mark.mostly_slow
+@every_path
+@pytest.mark.parametrize("outputs", ["full", "trace"])
+def test_the_kernel_is_the_gram_block(outputs, path):
+    run = recorded("relu_sgd")
+    x, points = copies(run)
+    K = epk.gram_block(run, points, points, rule=RULE, path=path)
+    expected = K.reshape(15, 15) if outputs == "full" else torch.einsum("ncmc->nm", K)
+    kernel = epk.EPKKernel(run, outputs, rule=RULE, path=path)
+    assert_close(kernel(x).to_dense(), expected)
+    assert_close(kernel(x).diagonal(), expected.diagonal())
+    cosine = epk.EPKKernel(run, outputs, rule=RULE, path=path, normalize="cosine")(x).to_dense()
+    norms = expected.diagonal().rsqrt()
+    assert_close(cosine, expected * norms[:, None] * norms)
+    other = epk.EPKKernel(run, outputs, rule=RULE)
+    assert kernel.config.cache_key != other.config.cache_key
+    assert (other(x).to_dense() - expected).abs().max() > 1e-4
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("sides", ["test_test", "test_train", "train_test"])
+@pytest.mark.parametrize("name", ["tanh_sgd", "batch_norm_sgd"])
+def test_derivatives_along_chords_are_those_of_the_values(name, sides):
+    """Against central differences; the copy column has no derivative."""
+    run = recorded(name)
+    kernel = epk.EPKKernel(run, rule=RULE, path=epk.chords(3))
+    copy = {"test": epk.test_copy, "train": epk.train_copy}
+    left, right = sides.split("_")
+    x, y = copy[left](queries(2)).requires_grad_(), copy[right](run.inputs[:2])
+    weights = torch.randn(6, 6, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((kernel(x, y).to_dense() * weights).sum(), x)
+    for n, d in ((0, 0), (1, 3)):
+        step = torch.zeros_like(x)
+        step[n, d] = 1e-5
+        up, down = ((kernel(x.detach() + sign * step, y).to_dense() * weights).sum() for sign in (1, -1))
+        assert (gradient[n, d] - (up - down) / 2e-5).abs() < 1e-7 * gradient.abs().max()
+    assert not gradient[:, -1].any()
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("path", [epk.chords(2), epk.chords(100)], ids=["chords_2", "one_chord"])
+def test_a_process_along_chords_is_the_formula(path):
+    """GP regression with the kernel's blocks, written out."""
+    run, X = recorded("relu_sgd"), queries(3)
+    gp = epk.LogitGP(run, rule=RULE, path=path, noise=0.1)
+    posterior = gp.logit_posterior(X)
+    train, test = epk.Points(run.inputs, is_train=True), epk.Points(X, is_train=False)
+    asked = {"head": "logits", "rule": RULE, "path": path}
+    blocks = {
+        (a, b): epk.gram_block(run, x, y, **asked).reshape(3 * len(x), -1) / gp.kernel.scale
+        for a, x in (("train", train), ("test", test))
+        for b, y in (("train", train), ("test", test))
+    }
+    noisy = blocks["train", "train"] + 0.1 * torch.eye(30, dtype=torch.float64)
+    f = {a: [epk.network_outputs(run, x.X, state=s) for s in (0, -1)] for a, x in (("train", train), ("test", test))}
+    gain = torch.linalg.solve(noisy, blocks["train", "test"]).T
+    mean = f["test"][0] + (gain @ (f["train"][1] - f["train"][0]).flatten()).view(3, 3)
+    covariance = (blocks["test", "test"] - gain @ blocks["train", "test"]).view(3, 3, 3, 3)
+    assert_close(posterior.mean, mean, rounding=1e7)
+    assert_close(posterior.covariance, torch.einsum("ncnd->ncd", covariance), rounding=1e7)
+    straight = epk.LogitGP(run, rule=RULE, noise=0.1).logit_posterior(X)
+    assert (straight.covariance - posterior.covariance).abs().max() > 1e-6  # another kernel
+
+
+def test_a_kernel_says_its_path():
+    run = recorded("relu_sgd")
+    assert "path=ChordPath(every=2)" in repr(epk.EPKKernel(run, path=epk.chords(2)))
+    assert "path" not in repr(epk.EPKKernel(run))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_a_kernel_cannot_follow_is_refused():
+    run = recorded("relu_sgd")
+    with pytest.raises(ValueError, match=r"along straight\(\) steps.*got path=ChordPath\(every=2\)"):
+        epk.EPKKernel(run, path=epk.chords(2), features=16)
+    with pytest.raises(TypeError, match="path must be a path such as .*: got 3"):
+        epk.EPKKernel(run, path=3)
+    with pytest.raises(TypeError, match="path must be a path such as"):
+        epk.LogitGP(run, path="chords")
+    x = epk.test_copy(queries(2)).requires_grad_()
+    values = epk.EPKKernel(run, rule=RULE, path=epk.manhattan())(x).to_dense()
+    with pytest.raises(ValueError, match=r"derivatives in the points need the path straight\(\) or chords\(\)"):
+        values.sum().backward()

@@ -1,0 +1,26 @@
+"""Code of pages: what it prints, beside what the page shows below it."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+QUICKSTART = Path(__file__).parents[1] / "docs" / "pictures" / "quickstart.py"
+
+
+def load(path: Path) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def same(shown: str, printed: str) -> bool:
+    """Whether two texts have the same words, and numbers that agree to 2 %, or are both rounding errors."""
+    number = r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+    shown, printed = shown.replace("\u2212", "-"), printed.replace("\u2212", "-")
+    pairs = zip(re.findall(number, shown), re.findall(number, printed), strict=False)
+    close = all(float(a) == pytest.approx(float(b), rel=0.02, abs=1e-9) for a, b in pairs)
+    return close and re.sub(number, "0", shown).split() == re.sub(number, "0", printed).split()

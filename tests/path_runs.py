@@ -1,0 +1,204 @@
+"""Small runs with what a path must follow, and paths in plain loops over autograd.grad."""
+
+import functools
+from collections.abc import Callable
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.averaging import averaged_trajectory, averaging_coefficients
+from epk_gp.quadrature.rules import QuadratureRule
+
+STEPS = 5  # chords of 2 leave one of a single step
+
+
+def mlp(activation: type[nn.Module], *extra: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), *extra, activation(), nn.Linear(6, 5), activation(), nn.Linear(5, 3))
+
+
+def three_sizes() -> nn.Module:
+    """Layers between the first and the last: one is written out once for each chord, one is multiplied at its nodes."""
+    sizes = (4, 12, 12, 40, 3)
+    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(3, 3),
+    )  # fmt: skip
+
+
+class Encoder(nn.Module):
+    """A transformer's layer with dropout on the entries of a point as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 4)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, dropout=0.2)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.encoder(self.embed(x[:, :, None])).mean(dim=1))
+
+
+Optimizers = dict[str, Callable[[nn.Module], torch.optim.Optimizer]]
+OPTIMIZERS: Optimizers = {
+    "sgd": lambda net: torch.optim.SGD(net.parameters(), lr=0.3),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1),
+}
+RUNS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "relu_sgd": (lambda: mlp(nn.ReLU), "sgd"),
+    "tanh_sgd": (lambda: mlp(nn.Tanh), "sgd"),
+    "tanh_momentum": (lambda: mlp(nn.Tanh), "momentum"),
+    "tanh_adamw": (lambda: mlp(nn.Tanh), "adamw"),
+    "dropout_momentum": (lambda: mlp(nn.ReLU, nn.Dropout(0.3)), "momentum"),
+    "batch_norm_sgd": (lambda: mlp(nn.Tanh, nn.BatchNorm1d(6)), "sgd"),
+    "cnn_adamw": (cnn, "adamw"),
+    "transformer_adamw": (Encoder, "adamw"),
+    "three_sizes": (three_sizes, "sgd"),
+    "average": (lambda: mlp(nn.ReLU), "momentum"),
+}
+
+
+@functools.cache
+def recorded(name: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> epk.Trajectory:
+    """Record minibatches of four of ten points, in training mode."""
+    torch.manual_seed(3)
+    make, optimizer_name = RUNS[name]
+    net = make().to(dtype).train()
+    optimizer = OPTIMIZERS[optimizer_name](net)
+    X, y = torch.randn(10, 4, dtype=torch.float64).to(dtype), torch.arange(10) % 3
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        for s in range(steps):
+            batch = torch.arange(4 * s, 4 * s + 4) % 10
+            optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    run = recorder.trajectory
+    return averaged_trajectory(run, averaging_coefficients(steps, decay=0.6)) if name == "average" else run
+
+
+def queries(count: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+
+
+def state(run: epk.Trajectory, s: int) -> dict[str, Tensor]:
+    """Weights and moving statistics."""
+    return {name: value.clone() for name, value in run.weights(s).items()}
+
+
+def jacobian(run: epk.Trajectory, at: dict[str, Tensor], x: Tensor, head: str) -> dict[str, Tensor]:
+    """Differentiate f in weights and statistics by loops over autograd.grad: (C, size) of each."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in at.items()}
+    z = plain_outputs(run, leaves, x)
+    f = torch.log_softmax(z, dim=0) if head == "log_softmax" else z
+    rows = [
+        torch.autograd.grad(v, list(leaves.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+        for v in f
+    ]
+    return {name: torch.stack([row[k].flatten() for row in rows]) for k, name in enumerate(leaves)}
+
+
+def plain_outputs(run: epk.Trajectory, at: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Evaluate the logits; normalisation in evaluation mode written out, as torch's has no derivative in statistics."""
+    module, values = run.model.module, dict(at)
+
+    def normalised(
+        inputs: Tensor, mean: Any, variance: Any, weight: Any = None, bias: Any = None, *args: Any
+    ) -> Tensor:
+        def channels(v: Tensor) -> Tensor:
+            return v.view(1, -1, *[1] * (inputs.ndim - 2))
+
+        return (inputs - channels(mean)) / (channels(variance) + 1e-5).sqrt() * channels(weight) + channels(bias)
+
+    real = F.batch_norm
+    F.batch_norm = normalised  # type: ignore[assignment]
+    try:
+        return functional_call(module, values, (x[None],))[0]
+    finally:
+        F.batch_norm = real
+
+
+def moved(start: dict[str, Tensor], end: dict[str, Tensor], t: float) -> dict[str, Tensor]:
+    return {name: start[name] + t * (end[name] - start[name]) for name in start}
+
+
+def path_average(
+    run: epk.Trajectory, path: Any, step: int, x: Tensor, head: str, rule: QuadratureRule
+) -> dict[str, Tensor]:
+    """Phi of the stretch that a step belongs to, parameter by parameter and statistic by statistic: (C, size) each."""
+    if path == epk.manhattan():
+        return _manhattan_average(run, step, x, head, rule)
+    k = getattr(path, "every", 1)
+    first = step // k * k
+    start, end = state(run, first), state(run, min(first + k, run.num_steps))
+    total: dict[str, Tensor] = {}
+    for t, weight in rule:
+        for name, value in jacobian(run, moved(start, end, t), x, head).items():
+            total[name] = total.get(name, 0) + weight * value
+    return total
+
+
+def modules_in_turn(run: epk.Trajectory) -> list[list[str]]:
+    """Names that move together on a Manhattan path."""
+    groups = [list(group) for _, group in groupby(run.model.names, key=lambda name: name.rpartition(".")[0])]
+    return [*groups, list(run.model.statistics)] if run.model.statistics else groups
+
+
+def manhattan_node(run: epk.Trajectory, step: int, turn: list[str], t: float) -> dict[str, Tensor]:
+    """The state where one module is t of its way, those before it have arrived and those after it have not begun."""
+    start, end, done, here = state(run, step), state(run, step + 1), True, {}
+    for names in modules_in_turn(run):
+        done = done and names != turn
+        for name in names:
+            at = t if names == turn else float(done)
+            here[name] = start[name] + at * (end[name] - start[name])
+    return here
+
+
+def _manhattan_average(run: epk.Trajectory, step: int, x: Tensor, head: str, rule: QuadratureRule) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for turn in modules_in_turn(run):
+        for t, weight in rule:
+            found = jacobian(run, manhattan_node(run, step, turn, t), x, head)
+            for name in turn:
+                total[name] = total.get(name, 0) + weight * found[name]
+    return total
+
+
+def features(run: epk.Trajectory, path: Any, node: tuple[int, float], points: epk.Points, head: str) -> Tensor:
+    """phi of Definition 3.4 at a node (s, t), along any path: (n, C, P)."""
+    (s, t), rows = node, []
+    for x, is_train in zip(points.X, points.is_train.tolist(), strict=True):
+        if is_train:
+            found = jacobian(run, state(run, s), x, head)
+        elif path == epk.manhattan():
+            found = {}
+            for turn in modules_in_turn(run):
+                there = jacobian(run, manhattan_node(run, s, turn, t), x, head)
+                found |= {name: there[name] for name in turn}
+        else:
+            first = s // path.every * path.every
+            ends = state(run, first), state(run, min(first + path.every, run.num_steps))
+            found = jacobian(run, moved(*ends, t), x, head)
+        rows.append(torch.cat([found[name] for name in run.model.names], dim=1))
+    return torch.stack(rows)
+
+
+def gram_block(run: epk.Trajectory, path: Any, points: epk.Points, head: str, rule: QuadratureRule) -> Tensor:
+    """Sum phi phi^T over steps and nodes, as it is written."""
+    block = torch.zeros((), dtype=torch.float64)
+    for step in run.steps:
+        for t, weight in rule:
+            phi = features(run, path, (step.index, t), points, head)
+            block = block + step.lr * weight * torch.einsum("ncp,mdp->ncmd", phi, phi)
+    return block

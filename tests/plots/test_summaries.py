@@ -1,0 +1,69 @@
+"""The drawings of a run as a whole: what is drawn is what was passed in."""
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from epk_gp.plots.summaries import kernel_matrix, reliability_diagram, roc, spectrum, target_scatter
+
+
+@pytest.fixture
+def ax():
+    return Figure().subplots()
+
+
+def test_a_mark_of_the_reliability_diagram_is_larger_where_more_points_are(ax):
+    reliability_diagram(ax, np.array([0.5, 0.9]), np.array([0.4, 1.0]), np.array([2, 10]))
+    (marks,) = ax.collections
+    assert np.allclose(marks.get_offsets(), [[0.5, 0.4], [0.9, 1.0]])
+    small, large = marks.get_sizes()
+    assert small < large
+
+
+def test_a_curve_is_drawn_through_its_points(ax):
+    roc(ax, np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.8, 1.0]))
+    chance, curve = ax.lines
+    assert np.allclose(curve.get_xydata(), [[0, 0], [0, 0.8], [1, 1]])
+    assert np.allclose(chance.get_xydata(), [[0, 0], [1, 1]])
+
+
+def test_outputs_stand_above_their_targets(ax):
+    target_scatter(ax, torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.5]))
+    assert np.allclose(ax.collections[0].get_offsets(), [[1, 2], [3, 2.5]])
+    assert np.allclose(ax.lines[0].get_xydata(), [[1, 1], [3, 3]])
+
+
+@pytest.mark.parametrize(("low", "expected"), [(0.37, 0.3), (0.0, 0.0), (-0.2, -1.0)])
+def test_the_shades_of_a_matrix_hold_all_cosines(ax, low, expected):
+    K = np.array([[1.0, low], [low, 1.0]])
+    kernel_matrix(ax, K, np.array([4, 7]))
+    (image,) = ax.images
+    assert np.allclose(image.get_array(), K)
+    assert image.get_clim() == (pytest.approx(expected), 1)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["4", "7"]
+    assert [line.get_xdata()[0] for line in ax.lines if len(set(line.get_xdata())) == 1] == [0.5]
+
+
+def test_eigenvalues_are_drawn_as_shares_and_zeros_are_not(ax):
+    spectrum(ax, torch.tensor([3.0, 1.0, 0.0, -1e-18], dtype=torch.float64))
+    assert np.allclose(ax.lines[0].get_xydata(), [[1, 0.75], [2, 0.25]])
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda ax: reliability_diagram(ax, np.ones(2), np.ones(3), np.ones(2)), "accuracy must have shape"),
+        (lambda ax: reliability_diagram(ax, np.ones(2), np.ones(2), np.ones(3)), "count must have shape"),
+        (lambda ax: roc(ax, np.ones(2), np.ones(3)), "outside must have shape"),
+        (lambda ax: target_scatter(ax, np.ones(2), np.ones(3)), "outputs must have shape"),
+        (lambda ax: kernel_matrix(ax, np.ones((2, 3)), None), "cosines must have shape"),
+        (lambda ax: kernel_matrix(ax, np.ones((2, 2)), np.ones(3)), "groups must have shape"),
+        (lambda ax: spectrum(ax, np.zeros(2)), "values must hold a positive eigenvalue: got none"),
+        (lambda ax: spectrum(ax, np.array([np.nan])), "values must be finite"),
+    ],
+    ids=range(8),
+)
+def test_what_cannot_be_drawn_is_refused(ax, draw, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        draw(ax)

@@ -1,0 +1,189 @@
+"""The run as a whole in a report: each number is that of the library's own function."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import epk_gp as epk
+from epk_gp.analysis.calibration import calibration
+from epk_gp.analysis.detection import ood_metrics
+from epk_gp.analysis.maps import uncertainty_on_plane
+from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift
+from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.datasets import three_gaussians
+from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.report.pictures import REPORT_INK
+from report_cases import embedded
+
+
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory):
+    """A run of three Gaussians with everything that a report can hold, and the report."""
+    torch.manual_seed(0)
+    g = torch.Generator().manual_seed(0)
+    data, held = (three_gaussians(n, dim=3, generator=g, dtype=torch.float64) for n in (12, 16))
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    trajectory = epk.train(net, data.inputs, data.labels, optimizer=torch.optim.SGD(net.parameters(), lr=0.3), steps=25)
+    model = epk.UncertainClassifier(trajectory, nodes=4).fit(held.inputs[:24], held.labels[:24])
+    gp = epk.LogitGP(trajectory, points=[0, 13, 30], rule=epk.gauss_legendre(1))
+    m = uncertainty_on_plane(gp, coordinate_plane(trajectory.inputs), size=13, num_samples=32, generator=g)
+    found = {"trajectory": trajectory, "X": held.inputs[24:], "y": held.labels[24:], "model": model, "map": m}
+    found["outside"] = 4 * torch.randn(15, 3, generator=g, dtype=torch.float64)
+    found["suspects"] = epk.label_errors(trajectory, nodes=4)
+    file = epk.write_report(
+        tmp_path_factory.mktemp("overview") / "report.html",
+        trajectory,
+        found["X"],
+        found["y"],
+        explained=2,
+        outputs=1,
+        posterior=model,
+        outside=found["outside"],
+        suspects=found["suspects"],
+        uncertainty_map=m,
+        kernel_points=9,
+        rule=epk.adaptive(1e-8),
+    )
+    return found | {"content": embedded(file)}
+
+
+@pytest.fixture(scope="module")
+def overview(problem):
+    return problem["content"]["overview"]
+
+
+@pytest.fixture(scope="module")
+def figures(overview):
+    return {figure["id"]: figure for figure in overview["figures"]}
+
+
+pytestmark = pytest.mark.slow  # the problem takes some seconds
+
+
+def test_figures_are_svg_in_the_reports_ink_with_a_table_behind_each(overview, figures):
+    assert list(figures) == ["reliability", "outside", "roc", "kernel", "spectrum"]
+    for svg in (*(figure["svg"] for figure in figures.values()), overview["map"]["svg"]):
+        assert svg.startswith("<svg ")
+        assert svg.endswith("</svg>")
+        assert REPORT_INK in svg
+        assert "#222222" not in svg
+        assert "<metadata>" not in svg
+        assert "<text" in svg  # text as text
+        assert len(svg) < 150_000
+    for figure in figures.values():
+        head, rows = figure["table"]["head"], figure["table"]["rows"]
+        assert rows
+        assert all(len(row) == len(head) for row in rows)
+
+
+def test_probabilities_and_scores_are_those_of_the_process(problem):
+    content, model, X = problem["content"], problem["model"], problem["X"]
+    p, u = model.predict_proba(X), model.uncertainty(X)
+    posterior = model.logit_posterior(X[:2])
+    assert content["outputs"]["probabilities_of"] == "process"
+    for n, point in enumerate(content["points"]):
+        assert point["probabilities"] == pytest.approx(p[n].tolist(), rel=1e-4)
+        assert torch.allclose(posterior.mean[n].softmax(dim=0), p[n])
+        for c, (low, high) in enumerate(point["band"]):
+            assert 0 <= low <= high <= 1
+            centre = epk.softmax_uncertainty(posterior, 1024, torch.Generator().manual_seed(0)).mean[n, c]
+            assert low - 1e-3 <= float(centre) <= high + 1e-3 or low <= point["probabilities"][c] <= high
+        scores = {name: value for name, value, _ in point["scores"]}
+        assert scores["error score"] == pytest.approx(float(u.error[n]), rel=1e-3)
+        assert scores["out-of-distribution score"] == pytest.approx(float(u.out_of_distribution[n]), rel=1e-3)
+
+
+def test_reliability_is_that_of_the_points(problem, figures):
+    p = problem["model"].predict_proba(problem["X"])
+    found = calibration(p, problem["y"], bins=10)
+    assert f"{found.ece:.3f} (expected calibration error" in figures["reliability"]["sentence"]
+    rows = figures["reliability"]["table"]["rows"]
+    assert sum(row[1] for row in rows) == len(problem["y"])
+    gaps = sum(row[1] * abs(row[2] - row[3]) for row in rows) / len(problem["y"])
+    assert gaps == pytest.approx(found.ece, abs=2e-3)
+
+
+def test_detection_of_other_inputs_is_that_of_the_scores(problem, figures):
+    scores = [problem["model"].uncertainty(X).out_of_distribution for X in (problem["X"], problem["outside"])]
+    found = ood_metrics(*scores)
+    assert f"with probability {found.auroc:.3f}" in figures["outside"]["sentence"]
+    assert f"misses {100 * found.fpr95:.1f} %" in figures["roc"]["sentence"]
+    rows = figures["outside"]["table"]["rows"]
+    assert [sum(row[k] for row in rows) for k in (1, 2)] == [len(problem["X"]), len(problem["outside"])]
+
+
+def test_the_kernel_matrix_is_the_path_kernel_of_samples_of_every_class(problem, figures):
+    trajectory = problem["trajectory"]
+    chosen = torch.cat([(trajectory.targets == c).nonzero()[:3, 0] for c in range(3)])
+    points = epk.Points(trajectory.inputs[chosen], is_train=False)
+    K = epk.PathKernel(nodes_trajectory(trajectory, 20), None, epk.left_endpoint()).trace_block(points, points)
+    found = gram_spectrum(K)
+    assert f"is {found.effective_rank:.1f}." in figures["spectrum"]["sentence"]
+    values = [row[1] for row in figures["spectrum"]["table"]["rows"]]
+    assert values == pytest.approx(found.values.tolist(), rel=1e-3)
+    d = K.diagonal().sqrt()
+    cosines = K / (d[:, None] * d)
+    between = [[float(cosines[3 * a : 3 * a + 3, 3 * b : 3 * b + 3].mean()) for b in range(3)] for a in range(3)]
+    for a, row in enumerate(figures["kernel"]["table"]["rows"]):
+        for b in range(3):
+            if a != b:
+                assert row[1 + b] == pytest.approx(between[a][b], rel=1e-2)
+
+
+def test_suspects_are_the_first_of_the_ranking(problem, overview):
+    suspects, rows = problem["suspects"], overview["suspects"]["rows"]
+    assert [row[0] for row in rows] == suspects.indices[:30].tolist()
+    for row in rows:
+        assert len(row) == 1 + len(overview["suspects"]["head"])
+        assert row[1] == f"class {int(problem['trajectory'].targets[row[0]])}"
+        assert str(row[0]) in problem["content"]["samples"]["shown"]
+    k = int((suspects.points == rows[0][0]).nonzero())
+    assert rows[0][3] == pytest.approx(float(suspects.scores[k]), rel=1e-3)
+
+
+def test_the_map_has_the_values_of_the_map_and_the_samples_of_the_kernel(problem, overview):
+    m, found, trajectory = problem["map"], overview["map"], problem["trajectory"]
+    assert found["shape"] == [13, 13]
+    assert found["extent"] == [float(v) for v in (m.x[0], m.x[-1], m.y[0], m.y[-1])]
+    assert found["predicted"] == m.network_class.flatten().tolist()
+    assert found["wrong"] == pytest.approx((1 - m.probability).flatten().tolist(), abs=1e-2)
+    left, top, right, bottom = found["area"]
+    assert 0 < left < right < 1
+    assert 0 < top < bottom < 1
+    width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', found["svg"]).groups())
+    assert (right - left) * width == pytest.approx((bottom - top) * height, rel=1e-3)  # the plane is not stretched
+    ny, nx = found["coarse"]
+    x, y = (a[0] + (torch.arange(n).double() + 0.5) / n * (a[-1] - a[0]) for a, n in ((m.x, nx), (m.y, ny)))
+    cells = lift(m.plane, grid_coordinates(x, y))
+    both = epk.Points(torch.cat([cells, trajectory.inputs]), is_train=False)
+    K = epk.PathKernel(nodes_trajectory(trajectory, 20), None, epk.left_endpoint()).trace_block(both, both)
+    d = K.diagonal().sqrt()
+    cosines = (K / (d[:, None] * d))[: len(cells), len(cells) :]
+    assert found["behind"] == cosines.topk(3, dim=1).indices.tolist()
+    assert {str(i) for cell in found["behind"] for i in cell} <= problem["content"]["samples"]["shown"].keys()
+
+
+def test_a_posterior_of_the_points_gives_probabilities_too(problem, tmp_path):
+    X = problem["X"]
+    gp = epk.LogitGP(problem["trajectory"], points=[0, 13, 30], rule=epk.gauss_legendre(1))
+    posterior = gp.logit_posterior(X)
+    u = epk.softmax_uncertainty(posterior, 1024, torch.Generator().manual_seed(0))
+    for given in (gp, posterior):
+        file = epk.write_report(
+            tmp_path / "report.html",
+            problem["trajectory"],
+            X,
+            explained=[3],
+            outputs=1,
+            posterior=given,
+            kernel_points=0,
+            rule=epk.adaptive(1e-8),
+        )
+        (point,) = embedded(file)["points"]
+        assert point["probabilities"] == pytest.approx(u.mean[3].tolist(), rel=1e-4)
+        assert all(low < p < high for p, (low, high) in zip(point["probabilities"], point["band"], strict=True))
+        assert [name for name, _, _ in point["scores"]] == [
+            "entropy", "mutual information", "standard deviation", "network's own probability",
+        ]  # fmt: skip

@@ -1,0 +1,155 @@
+"""The document of a report, without a browser: what it embeds, what it allows, and what it refuses."""
+
+import base64
+import copy
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import epk_gp.report.page
+from epk_gp.report.page import KEYS, SCRIPTS, STYLES, page
+from synthetic_content import LARGE, Sizes, made_content
+
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&amp;\"'`${7*7}\u2028{{ 7 }}"
+OTHERS_NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink")
+
+
+class Reader(HTMLParser):
+    """Elements with their attributes, and the text of scripts, styles and the title."""
+
+    def __init__(self, document):
+        super().__init__()
+        self.elements, self.texts, self.inside = [], {}, None
+        self.feed(document)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+        self.inside = attrs[0][1] if tag == "script" and attrs else tag
+
+    def handle_endtag(self, tag):
+        self.inside = None
+
+    def handle_data(self, data):
+        self.texts[self.inside] = self.texts.get(self.inside, "") + data
+
+
+@pytest.fixture(scope="module")
+def content():
+    return made_content(Sizes(points=3, samples=80, active=20))
+
+
+def hostile(content):
+    """Return the content with text in every place that tries to become a part of the document."""
+    content = copy.deepcopy(content)
+    content["title"] = HOSTILE
+    content["outputs"]["classes"][0] = HOSTILE
+    content["layers"][0] = HOSTILE
+    content["points"][0]["name"] = HOSTILE
+    content["card"][0]["rows"][0] = [HOSTILE, HOSTILE]
+    content["certificate"]["sentences"][0] = HOSTILE
+    return content
+
+
+def test_the_embedded_content_is_the_content(content):
+    for case in (content, hostile(content)):
+        assert json.loads(Reader(page(case)).texts["application/json"]) == case
+
+
+def test_hostile_texts_stay_texts(content):
+    """The elements of the document are those of the harmless one, and the script is the same."""
+    harmless, other = Reader(page(content)), Reader(page(hostile(content)))
+    assert other.elements == harmless.elements
+    assert other.texts["script"] == harmless.texts["script"]
+    assert other.texts["title"].strip() == HOSTILE
+
+
+def test_the_policy_allows_the_one_script_and_nothing_else(content):
+    reader = Reader(page(content))
+    (policy,) = (a["content"] for tag, a in reader.elements if tag == "meta" and "http-equiv" in a)
+    digest = base64.b64encode(hashlib.sha256(reader.texts["script"].encode()).digest()).decode()
+    assert policy.split("; ")[:4] == [
+        "default-src 'none'",
+        f"script-src 'sha256-{digest}'",
+        "style-src 'unsafe-inline'",
+        "img-src data:",
+    ]
+    assert [attributes for tag, attributes in reader.elements if tag == "script"] == [
+        {"type": "application/json", "id": "content"},
+        {},
+    ]
+    assert not [name for _, attributes in reader.elements for name in attributes if name.startswith("on")]
+
+
+def test_the_document_has_no_address_of_anything_else(content):
+    document = page(content)
+    for namespace in OTHERS_NAMESPACES:
+        document = document.replace(namespace, "")
+    assert not re.findall(r"https?:|//[a-z]+\.|@import|url\((?![\"']?[#$\\])", document.replace("/url\\(/", ""))
+    for _, attributes in Reader(document).elements:
+        for name in ("src", "href"):
+            assert attributes.get(name, "#").startswith(("#", "data:")), attributes
+
+
+def test_the_scripts_evaluate_no_text(content):
+    script = Reader(page(content)).texts["script"]
+    assert not re.findall(
+        r"innerHTML|outerHTML|insertAdjacentHTML|\beval\b|new Function|document\.write|fetch\(", script
+    )
+
+
+def test_the_same_content_gives_the_same_document(content):
+    assert page(content) == page(copy.deepcopy(content))
+    assert page(made_content(Sizes(points=3, samples=80, active=20), seed=1)) != page(content)
+
+
+def test_every_asset_is_a_part_of_the_page_and_at_most_400_lines_long():
+    assets = Path(epk_gp.report.page.__file__).parent / "assets"
+    parts = {f"{name}.js" for name in SCRIPTS} | {f"{name}.css" for name in STYLES} | {"report.html.jinja"}
+    assert {file.name for file in assets.iterdir()} == parts
+    assert max(len(file.read_text().splitlines()) for file in assets.iterdir()) <= 400
+
+
+@pytest.mark.slow
+def test_a_report_of_60_000_images_has_less_than_6_megabytes():
+    """The page itself is a fiftieth of that: the numbers of 100 points and the images that they name are the rest."""
+    content = made_content(LARGE)
+    assert content["samples"]["count"] == 60_000
+    size = len(page(content).encode())
+    assert size < 6e6
+    assert size - len(json.dumps(content, separators=(",", ":")).encode()) < 120e3
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_content_without_a_part_is_refused(content, key):
+    del (content := copy.copy(content))[key]
+    with pytest.raises(ValueError, match=rf"content must have the parts title.*: {key} missing\."):
+        page(content)
+
+
+def test_content_of_another_version_is_refused(content):
+    with pytest.raises(ValueError, match="content must have version 1: got 2"):
+        page({**content, "version": 2})
+
+
+def test_content_without_points_is_refused(content):
+    with pytest.raises(ValueError, match="must explain at least one point: got none"):
+        page({**content, "points": []})
+
+
+@pytest.mark.parametrize("quantum", [2e-9, 10.0, 1e-16, 0.0, -1.0])
+def test_a_quantum_that_is_no_power_of_ten_is_refused(content, quantum):
+    with pytest.raises(ValueError, match="quantum must be a power of ten from 1e-15 to 1: got"):
+        page({**content, "quantum": quantum})
+
+
+def test_numbers_that_json_does_not_have_are_refused(content):
+    content = copy.deepcopy(content)
+    content["points"][0]["scores"][0][1] = float("nan")
+    with pytest.raises(ValueError, match="numbers of the content must be finite"):
+        page(content)

@@ -1,0 +1,287 @@
+"""The report as a file: what it says of the run, what fits into it, and what is refused before anything is computed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import epk_gp as epk
+from epk_gp.kernel_machine.axes import by_layer
+from epk_gp.report.content import Detail, ReportContent
+from epk_gp.report.divisions import MAX_LAYERS, divide
+from epk_gp.report.request import ReportSettings, parse_request
+from epk_gp.report.views import SampleFacts, Terms, all_views, shorten
+from epk_gp.report.write import document
+from report_cases import embedded, report_case, terms_of, written
+
+
+@pytest.fixture(scope="module")
+def run():
+    return report_case("gradient_descent")
+
+
+@pytest.fixture(scope="module")
+def content(run, tmp_path_factory):
+    trajectory, X, y = run
+    return written(tmp_path_factory.mktemp("written"), trajectory, X, y, explained=2, outputs=1, top=3)
+
+
+def facts(content, title):
+    return dict(next(section["rows"] for section in content["card"] if section["title"] == title))
+
+
+def test_the_card_says_what_the_run_is(run, content):
+    trajectory, X, _ = run
+    network, data, training = (facts(content, title) for title in ("Network", "Data", "Training"))
+    assert network["weights"] == str(trajectory.num_weights)
+    assert network["0.weight"] == "6 × 5, 30 weights"
+    assert data["training samples"] == str(trajectory.num_points)
+    assert data["classes"] == "3, with 4 to 4 samples each"
+    assert training["loss"] == str(trajectory.loss)
+    assert training["optimizer"].startswith("SGD: lr=0.3, momentum=0")
+    assert (training["steps"], training["samples per step"]) == (str(trajectory.num_steps), str(trajectory.num_points))
+    identity = facts(content, "Identity")
+    assert identity["digest of the run"] == trajectory.digest
+    assert identity["epk_gp"] == epk.__version__
+    assert facts(content, "This report")["explained"] == f"2 of {len(X)} points, 2 outputs"
+
+
+def test_the_certificate_is_that_of_the_attribution(run, content):
+    trajectory, X, _ = run
+    expected = epk.attribute(trajectory, X[:2])
+    found = content["certificate"]
+    assert found["certified"] is expected.certified is True
+    assert "NOT CERTIFIED" not in " ".join(found["sentences"])
+    assert f"{expected.max_step_mismatch:.1e}" in found["sentences"][1]
+
+
+def test_a_report_that_is_not_certified_says_so(run, tmp_path):
+    trajectory, X, y = run
+    with pytest.warns(epk.CertificateWarning, match="the report is not certified: the quadrature of a step"):
+        content = written(tmp_path, trajectory, X, y, explained=1, outputs=1, rule=epk.left_riemann(1))
+    certificate = content["certificate"]
+    assert certificate["certified"] is False
+    assert certificate["sentences"][0].startswith("NOT CERTIFIED.")
+    assert any("the quadrature of a step leaves" in sentence.lower() for sentence in certificate["sentences"])
+    (explanation,) = content["points"][0]["explanations"].values()
+    rounding = explanation["views"]["*|*"]["rounding"]
+    assert abs(rounding) * content["quantum"] > 1e-6  # what the sum misses is shown
+    assert all(terms_of(view) == view["total"] for view in explanation["views"].values())
+
+
+def test_a_loss_that_is_not_the_runs_is_not_certified(run, tmp_path):
+    """The gradients are others, whatever the quadrature."""
+    trajectory, X, y = run
+    wrong = replace(trajectory, loss=epk.CrossEntropy(label_smoothing=0.2))
+    with pytest.warns(epk.CertificateWarning, match="the report is not certified: step"):
+        content = written(tmp_path, wrong, X, y, explained=1, outputs=1)
+    assert content["certificate"]["certified"] is False
+
+
+def test_every_sample_that_is_named_is_shown(content):
+    named = {
+        entry[0]
+        for point in content["points"]
+        for explanation in point["explanations"].values()
+        for view in explanation["views"].values()
+        for side in ("raised", "lowered")
+        for entry in view[side]
+    }
+    assert {int(index) for index in content["samples"]["shown"]} == named
+    assert content["samples"]["count"] == 12
+    for index, sample in content["samples"]["shown"].items():
+        assert sample["label"] == int(index) % 3
+
+
+def test_points_have_their_labels_and_probabilities(run, content):
+    trajectory, X, y = run
+    p = epk.network_outputs(trajectory, X).softmax(dim=1)
+    assert content["overview"]["accuracy"] == float((p.argmax(dim=1) == y).double().mean())
+    for n, point in enumerate(content["points"]):
+        assert point["predicted"] == int(p[n].argmax())
+        assert point["label"] == int(y[n])
+        assert point["probabilities"] == pytest.approx(p[n].tolist(), rel=1e-4)
+        assert point["band"] is None
+        assert point["input"]["values"][0] == ["x1", pytest.approx(float(X[n, 0]), rel=1e-3)]
+    assert content["outputs"]["probabilities_of"] == "network"
+
+
+def test_a_regression_has_no_classes(tmp_path):
+    trajectory, X, y = report_case("regression")
+    content = written(tmp_path, trajectory, X, y, explained=1)
+    (point,) = content["points"]
+    assert content["outputs"]["classes"] == ["output 0", "output 1"]
+    assert sorted(point["explanations"]) == ["0", "1"]
+    assert point["label"] is point["probabilities"] is content["overview"]["accuracy"] is None
+    assert [name for name, _, _ in point["scores"]] == ["target of output 0", "target of output 1"]
+    assert point["scores"][0][1] == pytest.approx(float(y[0, 0]), rel=1e-4)
+    assert point["explanations"]["0"]["views"]["*|*"]["labels"] is None
+    (figure,) = content["overview"]["figures"]
+    rmse = (epk.network_outputs(trajectory, X) - y).square().mean(dim=0).sqrt()
+    assert [row[3] for row in figure["table"]["rows"]] == pytest.approx(rmse.tolist(), rel=1e-3)
+
+
+def settings(**changes):
+    given = dict.fromkeys(ReportSettings.__dataclass_fields__)
+    given |= {"rule": epk.adaptive(), "outputs": 1, "explained": 2, "top": 6, "kernel_points": 0, "by_layers": True}
+    return ReportSettings(**(given | {"options": epk.ComputeOptions()} | changes))
+
+
+@pytest.fixture(scope="module")
+def everything(run):
+    trajectory, X, y = run
+    return ReportContent(parse_request(trajectory, X, y, settings()))
+
+
+def test_less_detail_is_said_and_still_adds_up(everything):
+    sizes = [len(document_of(everything, detail)) for detail in everything.details()]
+    assert everything.details() == [Detail(True, 6), Detail(False, 6), Detail(False, 3), Detail(False, 1)]
+    assert sizes == sorted(sizes, reverse=True)
+    for detail in everything.details():
+        content = everything.at(detail)
+        said = facts(content, "This report").get("left out to keep the file small", "")
+        assert ("the views of one layer and one range of steps are left out" in said) == (not detail.pairs)
+        assert (f"name {detail.top} samples" in said) == (detail.top < 6)
+        for point in content["points"]:
+            for explanation in point["explanations"].values():
+                views = explanation["views"]
+                assert ("0|0" in views) == detail.pairs
+                assert {"*|*", "0|*", "*|0"} <= views.keys()
+                assert len(views["*|*"]["raised"]) == min(6, sum(v > 0 for _, v, _ in views["*|*"]["raised"]))
+                assert len(views["*|0"]["raised"]) <= detail.top
+                assert all(terms_of(view) == view["total"] for view in views.values())
+
+
+def document_of(content, detail):
+    return json.dumps(content.at(detail))
+
+
+def test_a_file_has_as_much_detail_as_fits(everything):
+    whole = len(document(everything, 10**9))
+    for most in (whole - 1, whole - 3000):
+        text = document(everything, most)
+        assert len(text.encode()) <= most
+        assert '"0|0":' not in text
+    with pytest.raises(ValueError, match=r"must have at most 0\.01 MB: got .* Explain fewer points or outputs"):
+        document(everything, 10_000)
+
+
+def test_sixty_thousand_samples_are_named_by_the_largest_and_summed(generator):
+    """As large as MNIST: the views of one output, of 60,000 samples, 5 layers and 8 ranges of steps, take 100 kB."""
+    M, L, R = 60_000, 5, 8
+    cells = torch.randint(-(10**9), 10**9, (M, L, R), generator=generator)
+    zero = torch.zeros(L, R, dtype=torch.int64)
+    ends = (0, *cells.sum(dim=(0, 1)).cumsum(0).tolist())
+    terms = Terms(cells, zero, zero[0], zero, ends)
+    views = all_views(terms, SampleFacts(torch.arange(M) % 10, 10), top=10)
+    assert len(views) == (L + 1) * (R + 1)
+    assert len(json.dumps(views, separators=(",", ":"))) < 100_000
+    for key, view in views.items():
+        assert terms_of(view) == view["total"]
+        assert terms_of(shorten(view, 2)) == view["total"]
+        assert len(view["raised"]) == len(view["lowered"]) == 10
+        assert view["rest_raised"][0] + view["rest_lowered"][0] > 59_000, key
+    samples = cells.sum(dim=(1, 2))
+    assert [entry[1] for entry in views["*|*"]["raised"]] == samples.sort(descending=True).values[:10].tolist()
+    # the negative control: a cell that is left out is missed
+    fewer = replace(terms, samples=cells.index_fill(0, torch.tensor([7]), 0))
+    view = all_views(fewer, SampleFacts(None, 10), top=10)["*|*"]
+    assert view["rounding"] == int(samples[7]) != 0
+
+
+def test_many_layers_are_joined_by_their_names_or_as_neighbours():
+    X, y = torch.randn(4, 2, dtype=torch.float64), torch.arange(4) % 2
+
+    def recorded(net):
+        net = net.double()
+        return epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
+
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)) for _ in range(7)))
+    named = divide(recorded(blocks))
+    assert named.layers == tuple(f"{k} (Sequential)" for k in range(7))
+    many = recorded(nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))))
+    joined = divide(many)
+    assert len(joined.layers) == MAX_LAYERS
+    assert joined.layers[0] == "0 to 2"
+    for division, run in ((named, None), (joined, many)):
+        group = division.axes[1].group
+        assert group.tolist() == sorted(group.tolist())
+        assert run is None or len(group) == len(by_layer(run).group)
+    assert joined.ranges == ((0, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"outputs": "most"}, ValueError, "outputs must be 'predicted', 'all' or a number of classes: got 'most'"),
+        ({"outputs": 4}, ValueError, "a number of the 3 classes of a classifier: got 4"),
+        ({"outputs": 0}, ValueError, "outputs must be at least 1: got 0"),
+        ({"explained": 0}, ValueError, "explained must be at least 1: got 0"),
+        ({"explained": [0, 9]}, ValueError, r"different indices of X, 0\.\.7: got \[0, 9\]"),
+        ({"explained": [1, 1]}, ValueError, r"different indices of X, 0\.\.7: got \[1, 1\]"),
+        ({"explained": [0.5]}, TypeError, "an index in explained must be a whole number: got 0.5"),
+        ({"top": 0}, ValueError, "top must be at least 1: got 0"),
+        ({"head": "softmax"}, ValueError, "head must be one of"),
+        ({"class_names": ["a", "b"]}, ValueError, "class_names must name each of the 3 outputs"),
+        ({"names": ["a", "b"]}, ValueError, "names must name each of the 5 features: got 2 names"),
+        ({"decode": "utf-8"}, TypeError, "decode must be a function that makes a text of one input"),
+        ({"kernel_points": -1}, ValueError, "kernel_points must be at least 0: got -1"),
+        ({"posterior": 3}, TypeError, "posterior must be an UncertainClassifier, a LogitGP or a LogitPosterior of X"),
+        ({"suspects": [3]}, TypeError, "suspects must be a result of epk_gp.label_errors: got list"),
+        ({"uncertainty_map": 3}, TypeError, "uncertainty_map must be a result of uncertainty_on_plane: got int"),
+        ({"influence": 3}, TypeError, "influence must be a result of epk_gp.influence: got int"),
+        ({"outside": torch.zeros(2, 5)}, ValueError, "outside needs scores that tell such inputs"),
+        ({"accumulate": torch.float64}, TypeError, r"write_report\(\) got an unexpected keyword argument 'accumulate'"),
+        ({"y": torch.arange(3)}, ValueError, "y must"),
+        ({"y": [0] * 8}, TypeError, "y must be a torch.Tensor: got list"),
+        ({"X": torch.zeros(3, 4, dtype=torch.float64)}, ValueError, r"X must have shape \(n, 5\)"),
+        ({"trajectory": 3}, TypeError, "trajectory must be an epk_gp.Trajectory: got int"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_cannot_be_reported_is_refused_before_anything_is_computed(
+    run, tmp_path, unchecked, monkeypatch, change, kind, message
+):
+    trajectory, X, y = run
+    monkeypatch.setattr("epk_gp.report.explanations.attribute_many", lambda *args, **options: pytest.fail("computed"))
+    given = {"trajectory": trajectory, "X": X, "y": y} | change
+    with pytest.raises(kind, match=message):
+        epk.write_report(tmp_path / "report.html", **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_of_other_points_or_runs_are_refused(run, tmp_path):
+    trajectory, X, y = run
+    other, _, _ = report_case("momentum")
+    posterior = epk.LogitGP(trajectory, rule=epk.gauss_legendre(2)).logit_posterior(X[:3])
+    for given, message in (
+        ({"influence": epk.influence(trajectory, X[4:6])}, "influence must be on all outputs, or on the predicted one"),
+        ({"posterior": posterior}, r"posterior must be that of X, \(8, 3\): got \(3, 3\)"),
+        (
+            {"posterior": epk.LogitGP(other, rule=epk.gauss_legendre(2))},
+            "posterior must be of the run that is reported",
+        ),
+        ({"posterior": epk.UncertainClassifier(trajectory)}, r"posterior must be fitted: call fit\(X, y\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            epk.write_report(tmp_path / "report.html", trajectory, X, y, explained=2, **given)
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_once(run, tmp_path):
+    trajectory, X, y = run
+    with pytest.raises(IsADirectoryError, match=r"path must name a file, as in report\.html"):
+        epk.write_report(tmp_path, trajectory, X, y)
+    with pytest.raises(FileNotFoundError, match="path must lie in a folder that exists"):
+        epk.write_report(tmp_path / "none" / "report.html", trajectory, X, y)
+
+
+def test_a_report_is_written_with_a_checkpoint_and_the_same_bytes(run, tmp_path):
+    trajectory, X, y = run
+    arguments = {"explained": 2, "outputs": 1, "kernel_points": 6}
+    first = epk.write_report(tmp_path / "a.html", trajectory, X, y, **arguments)
+    second = epk.write_report(tmp_path / "b.html", trajectory, X, y, checkpoint=tmp_path / "partial", **arguments)
+    assert first.read_bytes() == second.read_bytes()
+    assert list((tmp_path / "partial").iterdir())
+    assert embedded(first)["title"] == f"Report of run {trajectory.digest[:12]}"

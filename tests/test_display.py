@@ -1,0 +1,329 @@
+"""Results show what their tensors hold, as text and as HTML, whatever they hold, and read nothing else."""
+
+import re
+from dataclasses import fields, replace
+from typing import Any
+from unittest.mock import PropertyMock, patch
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from shown_results import HOSTILE, shown
+from torch import Tensor
+
+import epk_gp as epk
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.gp.class_uncertainty import ClassUncertainty
+from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerms, GroupedAttribution
+from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.certification import describe_findings
+from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.reconstruct import Reconstruction
+from epk_gp.kernel_machine.retrain import Retraining
+from loops import data, mlp, sgd
+
+POINTS, OUTPUTS, SAMPLES = 5, 3, 7
+CERTIFICATE: dict[str, Any] = {
+    "max_residual": 1.25e-13,
+    "evaluations": 9.5,
+    "residual_ratio": 0.5,
+    "max_step_mismatch": 3.75e-16,
+    "mismatch_ratio": 0.25,
+    "worst_step": 2,
+    "error_tolerance": 1e-9,
+    "statuses": {},
+}
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def with_network(terms: CertifiedTerms) -> CertifiedTerms:
+    return replace(terms, network=terms.total)
+
+
+def attribution(n: int = POINTS) -> CertifiedTerms:
+    terms = {name: drawn(n, OUTPUTS) for name in ("initial", "network", "decay", "statistics", "unexplained")}
+    samples, amplification = drawn(n, OUTPUTS, SAMPLES), drawn(n, OUTPUTS).abs()
+    return with_network(Attribution(**terms, samples=samples, amplification=amplification, **CERTIFICATE))
+
+
+def step_axis(*names: str) -> Axis:
+    return Axis("step", torch.arange(len(names)), names)
+
+
+def sample_axis(*names: str) -> Axis:
+    return Axis("sample", torch.arange(SAMPLES) % len(names), names)
+
+
+def grouped(n: int = POINTS, names: tuple[str, str] = ("cat", "dog")) -> CertifiedTerms:
+    return with_network(
+        GroupedAttribution(
+            **{name: drawn(n, OUTPUTS) for name in ("initial", "network")},
+            values=drawn(n, OUTPUTS, 4, 2),
+            decay=drawn(n, OUTPUTS, 4, 1),
+            statistics=drawn(n, OUTPUTS, 4, 2),
+            statistics_of_no_sample=drawn(n, OUTPUTS, 4, 1),
+            unexplained=drawn(n, OUTPUTS, 4, 1),
+            axes=(step_axis("0", "1", "2", "3"), sample_axis(*names)),
+            amplification=drawn(n, OUTPUTS).abs(),
+            **CERTIFICATE,
+        )
+    )
+
+
+def reconstruction(n: int = POINTS) -> Reconstruction:
+    network = drawn(n, OUTPUTS)
+    errors = {"max_error": 1e-12, "total_residual": 1e-12}
+    return Reconstruction(outputs=network + 1e-12, network=network, initial=drawn(n, OUTPUTS), **errors, **CERTIFICATE)
+
+
+def influence(n: int = POINTS) -> Influence:
+    return Influence(
+        outputs=drawn(n, OUTPUTS),
+        values=drawn(n, OUTPUTS, SAMPLES),
+        adjoint_norms=drawn(n, OUTPUTS, 4).abs(),
+        axes=(sample_axis(*map(str, range(SAMPLES))),),
+        max_step_mismatch=1e-16,
+        mismatch_ratio=0.5,
+        worst_step=1,
+        held=(),
+    )
+
+
+def posterior(n: int = POINTS, outputs: int = OUTPUTS) -> LogitPosterior:
+    root = drawn(n, outputs, outputs)
+    return LogitPosterior(drawn(n, outputs), root @ root.mT)
+
+
+def uncertainty(n: int = POINTS) -> ClassUncertainty:
+    return ClassUncertainty(*(drawn(n).abs() for _ in fields(ClassUncertainty)))
+
+
+RESULTS = {f.__name__: f for f in (attribution, grouped, reconstruction, influence, posterior, uncertainty)}
+
+
+@pytest.fixture(scope="module")
+def run() -> Trajectory:
+    torch.manual_seed(0)
+    net, (X, y) = mlp(), data()
+    return epk.train(net, X, y, optimizer=sgd(net, 0.1, momentum=0.9, weight_decay=0.01), steps=3)
+
+
+def assert_shown(cells: list[str], expected: Tensor) -> None:
+    assert torch.allclose(torch.tensor([float(c) for c in cells], dtype=torch.float64), expected, rtol=5e-4, atol=0)
+
+
+def places(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The first three points, each with its largest output."""
+    return torch.arange(3), outputs[:3].argmax(dim=1)
+
+
+def assert_terms(result: Attribution | GroupedAttribution, terms: dict[str, Tensor]) -> None:
+    at, cells = places(result.network), shown(result)
+    for name, term in terms.items():
+        assert_shown(cells[name], term.reshape(POINTS, OUTPUTS, -1).sum(dim=2)[at])
+    assert_shown(cells["sum of all terms"], result.total[at])
+    assert_shown(cells["network"], result.network[at])
+    assert list(map(int, cells["output"])) == at[1].tolist()
+
+
+def test_the_sums_that_an_attribution_shows_are_those_of_its_tensors():
+    result = attribution()
+    assert isinstance(result, Attribution)
+    names = ("initial", "samples", "decay", "statistics", "unexplained")
+    assert_terms(result, {name: getattr(result, name) for name in names})
+    largest = shown(result)["largest samples"]
+    for column, values in enumerate(result.samples[places(result.network)]):
+        order = values.abs().argsort(descending=True)[:3].tolist()
+        assert largest[column::3] == [f"#{i}: {float(values[i]):+.4g}" for i in order]
+
+
+def test_the_sums_that_a_grouped_attribution_shows_are_those_of_its_tensors():
+    result = grouped()
+    assert isinstance(result, GroupedAttribution)
+    terms = {name: getattr(result, name) for name in ("initial", "decay", "statistics", "unexplained")}
+    terms |= {"training data": result.values, "statistics of no sample": result.statistics_of_no_sample}
+    assert_terms(result, terms)
+    values = result.values[0, int(result.network[0].argmax())]
+    step, label = divmod(int(values.abs().argmax()), 2)
+    expected = f"{step}, {('cat', 'dog')[label]}: {float(values[step, label]):+.4g}"
+    assert shown(result)["largest by step, sample"][0] == expected
+
+
+@pytest.mark.parametrize("name", ["initial", "samples", "decay", "statistics", "unexplained", "network"])
+def test_another_tensor_shows_another_number(name):
+    """The negative control: no number is another one's."""
+    result = attribution()
+    before = shown(result)
+    after = shown(replace(result, **{name: getattr(result, name) + 1.0}))
+    columns = before["output"] == after["output"]  # the network's largest outputs stay the largest
+    changed = {row for row in ("initial", "samples", "decay", "statistics", "unexplained") if before[row] != after[row]}
+    assert columns
+    assert changed == {name} - {"network"}
+    assert (before["network"] != after["network"]) == (name == "network")
+    assert (before["sum of all terms"] != after["sum of all terms"]) == (name != "network")
+
+
+def test_a_reconstruction_shows_both_sides_and_their_difference():
+    result = reconstruction()
+    at, cells = places(result.network), shown(result)
+    for name, values in (("kernel machine", result.outputs), ("network", result.network), ("initial", result.initial)):
+        assert_shown(cells[name], values[at])
+    assert_shown(cells["difference"], (result.outputs - result.network)[at])
+    assert cells["largest error"] == ["1e-12 (|sum - network|; at most 1e-09)"]
+    assert cells["largest residual"][0].startswith("1.25e-13")
+    assert cells["largest mismatch of a step"][0].startswith("3.75e-16")
+
+
+def test_an_influence_shows_values_deviations_growth_and_the_largest_derivatives():
+    result = influence()
+    at, cells = places(result.outputs), shown(result)
+    assert_shown(cells["value"], result.outputs[at])
+    assert_shown(cells["jackknife standard deviation"], result.std[at])
+    assert_shown(cells["growth along the run"], result.growth[at])
+    first = result.values[0, int(at[1][0])]
+    sample = int(first.abs().argmax())
+    by_class = replace(result, values=drawn(POINTS, OUTPUTS, 2), axes=(sample_axis("cat", "dog"),))
+    assert cells["largest derivatives"][0] == f"#{sample}: {float(first[sample]):+.4g}"
+    assert "jackknife standard deviation" not in shown(by_class)
+
+
+def test_a_posterior_shows_mean_and_standard_deviation_of_each_output():
+    result = posterior()
+    cells = shown(result)
+    std = result.covariance.diagonal(dim1=1, dim2=2).sqrt()
+    for c in range(OUTPUTS):
+        pairs = [cell.split(" ± ") for cell in cells[f"output {c}"]]
+        assert_shown([mean for mean, _ in pairs], result.mean[:3, c])
+        assert_shown([deviation for _, deviation in pairs], std[:3, c])
+    many = posterior(outputs=12)
+    assert "output 10" not in shown(many)
+    assert "the first 10 of 12 outputs" in repr(many)
+
+
+def test_a_variance_that_is_negative_by_more_than_rounding_is_not_shown_as_one():
+    mean, covariance = torch.zeros(1, 1, dtype=torch.float64), torch.full((1, 1, 1), -1e-12, dtype=torch.float64)
+    assert shown(LogitPosterior(mean, covariance, 1e-11))["output 0"] == ["0 ± 0"]
+    assert shown(LogitPosterior(mean, covariance, 1e-13))["output 0"] == ["0 ± nan"]
+
+
+@pytest.mark.parametrize("as_arrays", [False, True], ids=["tensors", "arrays"])
+def test_an_uncertainty_shows_its_first_points_mean_and_largest(as_arrays):
+    scores = uncertainty()
+    values = {f.name: getattr(scores, f.name) for f in fields(scores)}
+    cells = shown(ClassUncertainty(**{k: v.numpy() for k, v in values.items()}) if as_arrays else scores)
+    for name, score in values.items():
+        assert_shown(cells[name.replace("_", " ")], torch.cat([score[:3], score.mean()[None], score.max()[None]]))
+
+
+def test_a_retraining_shows_the_weights_of_its_samples(run):
+    weights = torch.ones(4, run.num_points, dtype=torch.float64)
+    weights[0, 2], weights[1, :3], weights[2, 5] = 0.0, 0.0, 2.5
+    result = Retraining(run, drawn(4, run.num_weights), weights, 1e-15, 1e-14)
+    cells = shown(result)
+    assert_shown(cells["samples left out"], torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64))
+    assert_shown(cells["weights other than 1"], torch.tensor([1.0, 3.0, 1.0], dtype=torch.float64))
+    assert_shown(cells["sum of the weights"], weights[:3].sum(dim=1))
+    assert cells["certificate"][0].startswith("certified: ")
+    assert cells["recorded run"] == [repr(run)]
+    wrong = replace(result, difference_ratio=0.5)
+    assert shown(wrong)["certificate"] == [f"not certified: {wrong.findings[0]}"]
+
+
+def uncertified(result: Any) -> Any:
+    return replace(result, mismatch_ratio=3.0)
+
+
+@pytest.mark.parametrize("make", [attribution, grouped, reconstruction, influence])
+def test_a_result_says_whether_it_is_certified_and_why_not(make):
+    result = make()
+    assert result.certified
+    assert shown(result)["certificate"][0].startswith("certified: ")
+    wrong = uncertified(result)
+    findings = wrong.findings if isinstance(wrong, Influence) else describe_findings(wrong)
+    assert not wrong.certified
+    assert shown(wrong)["certificate"] == [f"not certified: {'; '.join(findings)}"]
+
+
+def test_the_largest_error_is_that_of_the_sum():
+    result = attribution()
+    moved = replace(result, network=result.network + 0.125)
+    assert shown(moved)["largest error"][0].startswith("0.125 ")
+    assert shown(moved)["certificate"][0].startswith("not certified: the sum misses the network's output by 1.25e-01")
+
+
+@pytest.mark.parametrize("make", RESULTS.values(), ids=RESULTS.keys())
+@pytest.mark.parametrize("n", [0, 1, 3, 4])
+def test_any_number_of_points_is_shown(make, n):
+    result = make(n)
+    cells = shown(result)
+    assert sum(name.startswith("point ") for name in next(iter(cells.values()), [])) <= 3
+    assert ("the first 3 of 4 points" in repr(result)) == (n == 4)
+    assert bool(re.search(r"\b0 points\b", repr(result))) == (n == 0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_malformed_result_says_why_it_cannot_be_shown():
+    """A debugger or a traceback shows it: another error there would hide what is wrong."""
+    malformed = LogitPosterior(drawn(2, 3), torch.eye(3, dtype=torch.float64))
+    assert shown(malformed)["cannot be shown"][0].startswith("IndexError: ")
+    assert shown(LogitPosterior.__new__(LogitPosterior))["cannot be shown"][0].startswith("AttributeError: ")
+    assert "cannot be shown" not in shown(posterior())
+
+
+@pytest.mark.parametrize("make", [attribution, grouped, reconstruction, influence])
+def test_numbers_that_are_not_finite_are_shown(make):
+    result = make()
+    name = {Attribution: "samples", Reconstruction: "outputs"}.get(type(result), "values")
+    changes: dict[str, Any] = {name: torch.full_like(getattr(result, name), float("nan"))}
+    if isinstance(result, Reconstruction):
+        changes["max_error"] = float("nan")
+    broken = replace(result, **changes)
+    assert "nan" in repr(broken)
+    assert "not certified" in broken._repr_html_()
+
+
+def test_names_of_groups_are_escaped_and_do_not_break_lines():
+    result = grouped(names=(HOSTILE, HOSTILE[::-1]))
+    for text in (repr(result), result._repr_html_()):
+        assert all(line.isprintable() for line in text.split("\n"))
+    assert "<script" not in result._repr_html_()
+    assert "&lt;" in result._repr_html_()
+
+
+@pytest.mark.parametrize("make", RESULTS.values(), ids=RESULTS.keys())
+def test_html_needs_nothing_outside_of_it_and_takes_the_colours_of_the_page(make):
+    html = make()._repr_html_()
+    for element in ElementTree.fromstring(html).iter():
+        assert element.attrib.keys() <= {"style", "scope"}
+        assert "url(" not in element.get("style", "")
+        if element.tag in ("table", "tr", "th", "td"):  # for which notebooks have colours of their own
+            assert {"color: inherit", "background: transparent"} <= set(re.split("; ?", element.attrib["style"]))
+        assert not re.search(r"(?<!-)color: (?!inherit)", element.get("style", ""))
+
+
+@pytest.mark.parametrize("make", RESULTS.values(), ids=RESULTS.keys())
+def test_lines_fit_a_terminal_of_a_hundred_columns(make):
+    assert max(map(len, repr(make()).split("\n"))) <= 100
+
+
+def test_the_error_of_the_sum_is_computed_once():
+    """Debuggers show results at every step; the sum over all points and samples may take a while."""
+    result = attribution()
+    assert result.max_error >= 0
+    with patch.object(Attribution, "total", PropertyMock(side_effect=AssertionError("computed again"))):
+        assert "certified: " in repr(result)
+        with pytest.raises(AssertionError, match="computed again"):
+            _ = replace(result).max_error  # the negative control
+
+
+@pytest.mark.slow
+def test_results_of_a_run_are_shown(run):
+    X = run.inputs[:2]
+    parts, rebuilt = epk.attribute(run, X), epk.reconstruct(run, X)
+    for result in (parts, rebuilt, epk.influence(run, X), epk.retrain(run, torch.ones(1, run.num_points))):
+        assert shown(result)["certificate"][0].startswith("certified: ")
+    assert_shown(shown(parts)["samples"], parts.samples.sum(dim=2)[torch.arange(2), parts.network.argmax(dim=1)])
