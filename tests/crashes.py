@@ -1,4 +1,4 @@
-"""Recording processes that are killed: run as `python crashes.py MODE FOLDER SEED`, prints the result as JSON.
+"""Recording processes that are killed: run as `python crashes.py MODE FOLDER SEED [KEEP_EVERY]`, prints JSON.
 
 torch is imported once; each recording is a fork of this process. Modes: "random" kills at random moments, "operations"
 after each single file operation of a recording (and in the middle of each write), "readers" reads while others write.
@@ -22,6 +22,7 @@ import epk_gp as epk
 from epk_gp.storage.check import check_run
 
 STEPS, POINTS = 8, 12
+KEEP_EVERY = 1  # which states are kept; a commit follows every second step, at kept states and between them
 
 
 def make_net() -> nn.Module:
@@ -36,7 +37,7 @@ def record(path: Path, report: Callable[[epk.Recorder], None]) -> str:
     X, y = torch.randn(POINTS, 3, generator=generator).double(), torch.arange(POINTS) % 2
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    stateful, storage = {"schedule": scheduler, "batches": generator}, epk.Storage(steps=2)
+    stateful, storage = {"schedule": scheduler, "batches": generator}, epk.Storage(steps=2, keep_every=KEEP_EVERY)
     torch.manual_seed(3)
     with epk.Recorder(net, optimizer, X, y, path=path, resume=True, stateful=stateful, storage=storage) as recorder:
         for _ in recorder.until(STEPS):
@@ -214,7 +215,9 @@ def warm_up() -> None:
     torch.optim.Adam([weight]).step()
 
 
-def main(mode: str, folder: str, seed: str) -> None:
+def main(mode: str, folder: str, seed: str, keep_every: str = "1") -> None:
+    global KEEP_EVERY
+    KEEP_EVERY = int(keep_every)
     torch.set_num_threads(1)
     warm_up()
     path = Path(folder)

@@ -18,7 +18,7 @@ from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage.atomic_files import checksum, checksummed_json, read_checksummed_json
 from epk_gp.storage.index import Chunk, chain_hash, to_json_line
 from epk_gp.storage.run import RunStart, create_run
-from epk_gp.storage.schema import module_names, run_header
+from epk_gp.storage.schema import HEADER_DEFAULTS, module_names, run_header
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.history import RunHistory
@@ -103,6 +103,37 @@ def read_journal_lines(run):
 def replace_header(run, **changes):
     header = read_checksummed_json((run / HEADER).read_bytes(), "") | changes
     (run / HEADER).write_bytes(checksummed_json(header))
+
+
+def as_version_2(path):
+    """Rewrite the header as version 2 had it; chunks of a run without passes are the same in both."""
+    header = read_checksummed_json((path / HEADER).read_bytes(), "")
+    header = {key: value for key, value in header.items() if key not in HEADER_DEFAULTS} | {"version": 2}
+    (path / HEADER).write_bytes(checksummed_json(header))
+
+
+# --- Runs that keep every third state ------------------------------------------------------------------------------
+
+KEPT_STEPS = 7
+
+
+def adam(net):
+    return torch.optim.Adam(net.parameters(), lr=0.02)
+
+
+def record_kept(path, optimizer=adam, until=KEPT_STEPS, finish=True, resume=False, keep_every=3, **options):
+    """Commits follow every second step: at kept states and between them."""
+    net, (X, y) = mlp(), data()
+    storage = epk.Storage(steps=2, keep_every=keep_every, **options)
+    recorder = epk.Recorder(net, optimizer(net), X, y, path=path, storage=storage, resume=resume)
+    with recorder if finish else unfinished(recorder):
+        for step in recorder.until(until):
+            batch = torch.tensor([step, 9, 2])
+            recorder.optimizer.zero_grad()
+            F.cross_entropy(net(X[batch]), y[batch]).backward()
+            recorder.batch(batch)
+            recorder.optimizer.step()
+    return recorder.trajectory, net
 
 
 # --- Runs with forward passes and moving statistics, made by hand ---------------------------------------------------

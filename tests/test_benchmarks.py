@@ -122,6 +122,17 @@ def test_influence_is_timed_beside_attribution(load, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_a_run_of_fewer_states_is_measured(load, tmp_path, capsys):
+    benchmark, found = load("fewer_states"), []
+    for part in ("record", "attribute"):
+        options = {"steps": 3, "keep_every": 2, "base": 2, "side": 4, "batch_size": 4, "nodes": 2, "threads": 1}
+        benchmark.main(**options, part=part, folder=tmp_path / "run")
+        found.append(json.loads(capsys.readouterr().out))
+    assert 0.5 < found[0]["announced"] / found[0]["bytes"] < 1.5
+    assert found[1]["residual"] < 1
+
+
+@pytest.mark.slow
 def test_paths_are_compared(load, capsys):
     benchmark = load("paths")
     benchmark.sums(only="ReLU MLP", steps=4, num_train=8, num_test=1, lengths="1,2")

@@ -122,7 +122,7 @@ DOORS: dict[str, Callable[..., Tensor]] = {
 # They have no kernel machine of a regression to give, and are tested by themselves below.
 OTHER_DOORS = {
     "kernel_machine.single_machine.single_machine",
-    "cli.commands.gram",
+    "cli.gram_commands.gram",
     "cli.commands.attribute",
     "cli.commands.influence",
     "cli.commands.report",

@@ -8,36 +8,28 @@ import typer
 from epk_gp.cli.app import command
 from epk_gp.cli.options import (
     CheckEvery,
-    ColumnsSide,
     CommitSeconds,
     CompressionName,
     Dtype,
-    EstimatedCommand,
     Explained,
     ExplainedOutputs,
     HeadOption,
     LossName,
-    MeasuringSeconds,
     Memory,
     Network,
-    NumColumns,
     NumExplained,
-    NumRows,
     OptimizerName,
     Out,
     PointsFile,
     Quiet,
-    RowsSide,
     RuleOption,
     RunDtype,
     RunFolder,
     Scheduler,
     Seed,
     SeedOfPoints,
-    ShareOfParts,
-    Side,
     SmoothingRuns,
-    StepsOfPart,
+    StoredDtype,
     TopListed,
     VerifiedHeads,
     Workers,
@@ -128,6 +120,25 @@ def record(
     compression: Annotated[
         CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
     ] = CompressionName.none,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep every so many-th weight state; those between are computed again when they are read. 1 by "
+            "default: all.",
+            callback=count(),
+        ),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Space for the run, such as 2GB or 500MB: --keep-every is the smallest number with which it fits.",
+        ),
+    ] = None,
+    weights_dtype: Annotated[
+        StoredDtype | None,
+        typer.Option(help="Type of the kept weight states on disk; by default that of the weights."),
+    ] = None,
     commit_seconds: CommitSeconds = 60.0,
     check_every: CheckEvery = 1,
     seed: Seed = 0,
@@ -178,13 +189,30 @@ def verify(
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
 
 
-@command("Write a run to one safetensors file.")
+@command("Write a run to one file, or with fewer weight states.")
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option(help="New file, its name ending in .safetensors.")] = Path("run.safetensors"),
+    out: Annotated[
+        Path,
+        typer.Option(help="New file, its name ending in .safetensors; a new folder for fewer states."),
+    ] = Path("run.safetensors"),
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Write a run that keeps every so many-th weight state; those between are computed again when they are "
+            "read.",
+            callback=count(),
+        ),
+    ] = None,
+    weights_dtype: Annotated[
+        StoredDtype | None, typer.Option(help="Write a run with its weight states in this type.")
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write a recorded run, after checking its files, to one safetensors file for other tools."""
+    """Write a recorded run, after checking its files, to one safetensors file for other tools.
+
+    With --keep-every, or --weights-dtype, write a copy of the run with fewer weight states to a new folder.
+    """
 
 
 @command("Write the contribution of each training point.")
@@ -313,69 +341,3 @@ def report(
 
     It opens in a browser from the disk, and asks for nothing else.
     """
-
-
-@command("Write a block of the exact path kernel.")
-def gram(
-    run: RunFolder,
-    out: Out = Path("gram"),
-    rows: RowsSide = Side.test,
-    columns: ColumnsSide = Side.train,
-    num_rows: NumRows = None,
-    num_columns: NumColumns = None,
-    steps: StepsOfPart = None,
-    part: ShareOfParts = None,
-    head: HeadOption = None,
-    rule: RuleOption = "gauss-legendre:4",
-    memory: Memory = 1.0,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    seed: SeedOfPoints = None,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    quiet: Quiet = False,
-) -> None:
-    """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
-
-    A command that was killed resumes from its partial sums when it is run again. With --part, or --steps, several
-    commands on as many machines compute a part each, and epk-gp reduce adds the parts.
-    """
-
-
-@command(
-    "Say what gram or attribute will cost.",
-    completed_by="epk_gp.cli.estimate",
-    options_of=(gram, attribute),
-    but=("top", "scheduler"),
-)
-def estimate(
-    ctx: typer.Context,
-    run: RunFolder,
-    what: Annotated[EstimatedCommand, typer.Option(help="The command that is meant.")] = EstimatedCommand.gram,
-    out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
-    seconds: MeasuringSeconds = 10.0,
-    *,
-    rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
-) -> None:
-    """Say how long gram or attribute will take with the same options, and how much memory and disk.
-
-    A few of its pieces are computed, spread over the run, and the rest is extrapolated, with an interval. Nothing else
-    is computed, and nothing is written but estimate.json if --out is given.
-    """
-
-
-@command("Add the parts of a block that epk-gp gram wrote.")
-def reduce(
-    parts: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PARTS...",
-            help="The files that epk-gp gram --part or --steps wrote, or the folders that hold them.",
-            show_default=False,
-        ),
-    ],
-    out: Out = Path("gram"),
-    quiet: Quiet = False,
-) -> None:
-    """Add all parts of a block of the kernel, and write what epk-gp gram writes in one go, to the same bytes."""

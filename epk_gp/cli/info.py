@@ -39,6 +39,10 @@ def info(*, run: Path, out: Path | None, quiet: bool) -> None:
         "recording": "finished" if summary.finished else "not finished: record --resume resumes it",
         "files": f"all {summary.files} verified against their checksums",
     }
+    if header.get("keep_every", 1) > 1:
+        lines["weight states"] = f"one in {header['keep_every']} is kept, the others are computed when read"
+    if header.get("weights_dtype") is not None:
+        lines["kept in"] = header["weights_dtype"].removeprefix("torch.")
     if header["statistics"]:
         count = chunk_schema(header).num_statistics
         lines["moving statistics"] = f"{count} in {len(header['statistics'])} tensors"

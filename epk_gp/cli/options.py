@@ -51,6 +51,13 @@ class OptimizerName(StrEnum):
     adagrad = "adagrad"
 
 
+class StoredDtype(StrEnum):
+    """Types in which kept weight states are stored."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 class CompressionName(StrEnum):
     """How weights are stored."""
 

@@ -10,14 +10,17 @@ lead e_s = w_s - wbar_s of the trained weights,
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
+from epk_gp.core.computed_states import ComputedStates
+from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.core.trajectory import States, Trajectory, WeightAverage, flat_weights, validate_trajectory
+from epk_gp.core.states import States
+from epk_gp.core.trajectory import Trajectory, WeightAverage, flat_weights, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_integer
 
 
@@ -123,6 +126,7 @@ class AveragedStates:
         for first in range(0, len(coefficients), self.stride):
             self._anchors.append(self._average(first, self._anchors[-1])[-1])
         self._stretch: tuple[int, list[Tensor]] = (-1, [])
+        self._of: dict[TensorSpec, AveragedStates] = {}
 
     def __len__(self) -> int:
         """Count the states, S + 1."""
@@ -142,6 +146,15 @@ class AveragedStates:
             self._stretch = first, stretch  # at once: several threads may read
         return stretch[place - 1].to(self._reference)
 
+    def at(self, state: int, spec: TensorSpec) -> Float[Tensor, " P"]:
+        """Read one state of a computation, whose dtype states may depend on that are computed again."""
+        states = self.states
+        if not isinstance(states, ComputedStates):
+            return self[state]
+        if spec not in self._of:
+            self._of[spec] = AveragedStates(_StatesOf(states, spec, len(self)), self.coefficients)
+        return self._of[spec][state]
+
     def _average(self, first: int, start: Tensor) -> list[Tensor]:
         """Return the averages after the state `first`, up to the next one that is kept."""
         averages = []
@@ -149,6 +162,21 @@ class AveragedStates:
             start = torch.lerp(start, self.states[s + 1].double(), float(self.coefficients[s]))
             averages.append(start)
         return averages
+
+
+@dataclass(frozen=True, eq=False)
+class _StatesOf:
+    """The states of a run, computed in one dtype."""
+
+    states: ComputedStates
+    spec: TensorSpec
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, state: int) -> Float[Tensor, " P"]:
+        return self.states.at(state, self.spec)
 
 
 class PredictedPath:

@@ -16,7 +16,14 @@ from epk_gp.core.memory_plan import batch_gradient_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.replay import TrainingData, TrainingReplay, passes_of
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, flat_weights
+from epk_gp.core.trajectory import (
+    Trajectory,
+    batch_of,
+    flat_state,
+    flat_weights,
+    held_coefficients,
+    step_coefficients,
+)
 from epk_gp.core.update_rules import predict_step
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
@@ -50,8 +57,13 @@ class ReplayedStep:
 
 def has_memory(trajectory: Trajectory) -> bool:
     """Whether a step follows from earlier steps too, beside the weights before it: of momentum, or of an average."""
-    updates = (trajectory.updates[s] for s in range(trajectory.num_steps))
-    return trajectory.average is not None or any(bool(u.momentum_lr.any() and u.beta.any()) for u in updates)
+    return trajectory.average is not None or has_momentum(trajectory)
+
+
+def has_momentum(trajectory: Trajectory) -> bool:
+    """Whether the steps of a run take a buffer of earlier gradients."""
+    updates = (held_coefficients(trajectory, s) for s in range(trajectory.num_steps))
+    return any(bool(u.momentum_lr.any() and u.beta.any()) for u in updates)
 
 
 def replayed_steps(
@@ -73,7 +85,7 @@ def replayed_steps(
     run = RunReplay(trajectory, model, reference)
     for step in trajectory.steps[steps]:
         w, before = flat_weights(trajectory, step.index, reference), momentum
-        update = trajectory.updates[step.index]
+        update = step_coefficients(trajectory, step.index, reference)
         g, error = run.gradient(step)
         d, momentum = predict_step(update, model.sizes, w, g, before)
         as_trained = d
@@ -108,18 +120,16 @@ class RunReplay:
 
     def gradient(self, step: Step, *, exact: bool = True) -> tuple[Float[Tensor, " P"], float]:
         """Return the gradient of a step's loss, and the error of its statistics in units of their rounding."""
-        trajectory = self.trajectory
-        w = flat_weights(trajectory, step.index, self.reference)
-        if not step.passes:
-            X, y, c = batch_of(trajectory, step, w)
-            with disable_fused_attention():
-                return batch_gradient(self.model, flat_state(trajectory, step.index, w), X, y, trajectory.loss, c), 0.0
-        return self.gradient_at(step, flat_state(trajectory, step.index, self.reference), exact=exact)
+        return self.gradient_at(step, flat_state(self.trajectory, step.index, self.reference), exact=exact)
 
     def gradient_at(
         self, step: Step, state: Float[Tensor, " PQ"], *, exact: bool = True
     ) -> tuple[Float[Tensor, " P"], float]:
-        """Return the gradient of the forward passes of a step at some state, and the error of its statistics."""
+        """Return the gradient of a step's loss at some state, and the error of its statistics."""
+        if not step.passes:
+            X, y, c = batch_of(self.trajectory, step, state)
+            with disable_fused_attention():
+                return batch_gradient(self.model, state, X, y, self.trajectory.loss, c), 0.0
         total, error = torch.zeros_like(state[: self.model.num_weights]), 0.0
         for data in passes_of(step, self.data):
             replayed = self.passes.gradient(state, data, exact=exact)
@@ -188,7 +198,7 @@ def mismatch_ratio(
             X, y, c = batch_of(trajectory, step, w)
             with disable_fused_attention():
                 g = batch_gradient(model, moved, X.flip(0), y.flip(0), trajectory.loss, c.flip(0))
-        again, _ = predict_step(trajectory.updates[step.index], model.sizes, w, g, replayed.momentum)
+        again, _ = predict_step(step_coefficients(trajectory, step.index, w), model.sizes, w, g, replayed.momentum)
         rounding = _largest_by_parameter(model, again - d)
         # a small parameter can come out the same by chance
         allowed = (CANCELLATION_FACTOR * torch.maximum(rounding, rounding.median())).clamp(min=plain)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Shaped
@@ -11,6 +11,7 @@ from torch import Tensor
 from epk_gp.core import losses
 from epk_gp.core.aligned import aligned
 from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.computed_states import ComputedStates, ComputedUpdates
 from epk_gp.core.differentiation_plan import TensorSpec
 from epk_gp.core.display import Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.head import Head, apply_head, resolve_head
@@ -21,31 +22,10 @@ from epk_gp.core.memory_plan import EVALUATED_ROWS
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.points import Points
+from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step, describe_steps
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.core.validation import validate_count, validate_finite, validate_has_values, validate_integer
-
-
-@runtime_checkable
-class States(Protocol):
-    """Weight states w_0 .. w_S, each flat, (P,)."""
-
-    def __len__(self) -> int:
-        """Count the states, S + 1."""
-
-    def __getitem__(self, state: int, /) -> Float[Tensor, " P"]:
-        """Read one state."""
-
-
-@runtime_checkable
-class Updates(Protocol):
-    """The update rule's coefficients of each step."""
-
-    def __len__(self) -> int:
-        """Count the steps, S."""
-
-    def __getitem__(self, step: int, /) -> UpdateCoefficients:
-        """Read one step's coefficients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +138,9 @@ class Trajectory(Displayed):
         """
         if self.statistics is not None or any(step.passes for step in self.steps):
             return False
-        coefficients = (self.updates[s] for s in range(self.num_steps))
+        if isinstance(self.updates, ComputedUpdates) and self.updates.is_scaled:
+            return False
+        coefficients = (held_coefficients(self, s) for s in range(self.num_steps))
         return self.average is None and all(
             not u.has_matrices
             and not any(bool(value.any()) for value in (u.momentum_lr, u.weight_decay, u.decoupled_decay))
@@ -211,7 +193,7 @@ class Trajectory(Displayed):
         count = self.num_steps + 1
         if not -count <= s < count:
             raise IndexError(f"state must lie in 0..{self.num_steps} (or be negative): got {s}.")
-        return self.model.unflatten(_joined(self, s % count).to(self.device, copy=True))
+        return self.model.unflatten(_joined(self, s % count, self.model.spec).to(self.device, copy=True))
 
     def __repr__(self) -> str:
         """Describe the run in one line, without reading a state."""
@@ -317,9 +299,10 @@ def validate_points_layout(trajectory: Trajectory, points: Points, name: str) ->
 def leaves_unexplained(trajectory: Trajectory) -> bool:
     """Return whether steps may differ from the update rule's on exact gradients by more than their dtype's rounding.
 
-    They may where the run accepts it, and where gradients were computed in less precision than the weights have.
+    They may where the run accepts it, where gradients were computed in less precision than the weights have, and where
+    a step ends at a kept state after states that were computed again.
     """
-    if trajectory.unexplained is not None:
+    if trajectory.unexplained is not None or isinstance(trajectory.trained.states, ComputedStates):
         return True
     return any(forward.autocast is not None for step in trajectory.steps for forward in step.passes)
 
@@ -327,18 +310,37 @@ def leaves_unexplained(trajectory: Trajectory) -> bool:
 def flat_weights(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " P"]:
     """Read a state's flat weights in the dtype and on the device of a computation on `reference`."""
     spec = trajectory.model.spec_for(reference)
-    return aligned(trajectory.states[state].to(dtype=spec.dtype, device=spec.device))
+    return aligned(_weights(trajectory, state, spec).to(dtype=spec.dtype, device=spec.device))
 
 
 def flat_state(trajectory: Trajectory, state: int, reference: Shaped[Tensor, "..."]) -> Float[Tensor, " PQ"]:
     """Read a state of the path, P weights and then Q moving statistics, as `flat_weights` reads the weights."""
     spec = trajectory.model.spec_for(reference)
-    return aligned(_joined(trajectory, state).to(dtype=spec.dtype, device=spec.device))
+    return aligned(_joined(trajectory, state, spec).to(dtype=spec.dtype, device=spec.device))
 
 
-def _joined(trajectory: Trajectory, state: int) -> Tensor:
-    w = trajectory.states[state]
+def _joined(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
+    w = _weights(trajectory, state, spec)
     return w if trajectory.statistics is None else torch.cat([w, trajectory.statistics[state].to(w)])
+
+
+def _weights(trajectory: Trajectory, state: int, spec: TensorSpec) -> Tensor:
+    states = trajectory.states
+    return states.at(state, spec) if isinstance(states, ComputedStates) else states[state]
+
+
+def step_coefficients(trajectory: Trajectory, step: int, reference: Shaped[Tensor, "..."]) -> UpdateCoefficients:
+    """Read the coefficients of a step of the recorded run, for a computation on `reference`."""
+    updates = trajectory.updates
+    if isinstance(updates, ComputedUpdates):
+        return updates.at(step, trajectory.model.spec_for(reference))
+    return updates[step]
+
+
+def held_coefficients(trajectory: Trajectory, step: int) -> UpdateCoefficients:
+    """Read what is held of the coefficients of a step: of one that a preconditioner scales perhaps one weight's."""
+    updates = trajectory.updates
+    return updates.held(step) if isinstance(updates, ComputedUpdates) else updates[step]
 
 
 def network_outputs(

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.preconditioners import LINEAR_RULES, Memory, Part, part_of
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, step_coefficients
 from epk_gp.core.update_rules import FIELDS, broadcast_to_params
 
 
@@ -98,17 +98,30 @@ class StepLaw:
             is_stacked: Whether there are several runs, (m, P), of which the first is the recorded one, whose scales
                 the recorded coefficients belong to. Otherwise the scales found here are those of the recorded run.
         """
-        h = self.recorded["grad_scale"] * g + self.recorded["weight_decay"] * w
         counts = memory.counts + self.moves.to(memory.counts)
-        found, kept = dict(self.recorded), []
-        for part, before in zip(self.parts, memory.kept, strict=True):
-            scale, after = self._scale(part, before, h, w, counts)
+        scales, kept, h = self.scales(memory, w, g)
+        found = dict(self.recorded)
+        for part, scale in zip(self.parts, scales, strict=True):
             ratio = scale / (scale[:1] if is_stacked else scale.detach())
             for name in part.fields:
                 found[name] = self._scaled(found[name], part, ratio)
-            kept.append(after)
         m = found["beta"] * memory.momentum + found["one_minus_dampening"] * h
-        return MadeStep(found["momentum_lr"] * m + found["lr"] * h, OptimizerMemory(m, tuple(kept), counts), found)
+        return MadeStep(found["momentum_lr"] * m + found["lr"] * h, OptimizerMemory(m, kept, counts), found)
+
+    def scales(
+        self, memory: OptimizerMemory, w: Float[Tensor, "... P"], g: Float[Tensor, "... P"]
+    ) -> tuple[list[Tensor], tuple[Memory, ...], Tensor]:
+        """Return the scale of each part, what its preconditioner keeps afterwards, and h.
+
+        Args:
+            memory: As in `advance`, like the others.
+            w: The weights.
+            g: The gradient.
+        """
+        h = self.recorded["grad_scale"] * g + self.recorded["weight_decay"] * w
+        counts = memory.counts + self.moves.to(memory.counts)
+        found = [self._scale(part, own, h, w, counts) for part, own in zip(self.parts, memory.kept, strict=True)]
+        return [scale for scale, _ in found], tuple(kept for _, kept in found), h
 
     def _scale(self, part: Part, before: Memory, h: Tensor, w: Tensor, counts: Tensor) -> tuple[Tensor, Memory]:
         """Return the scale of a part, and what its preconditioner keeps afterwards."""
@@ -198,7 +211,7 @@ class UpdateLaw:
 
     def step(self, index: int) -> StepLaw:
         """Return a step as a function."""
-        update = self.trajectory.updates[index]
+        update = step_coefficients(self.trajectory, index, self.reference)
         recorded = {name: broadcast_to_params(getattr(update, name), self.sizes, self.reference) for name in FIELDS}
         is_still = (
             (recorded["grad_scale"] == 0)

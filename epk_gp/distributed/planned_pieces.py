@@ -14,7 +14,7 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.storage.atomic_files import checksum
-from epk_gp.storage.stored import require_same_run
+from epk_gp.storage.kept import require_same_run
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

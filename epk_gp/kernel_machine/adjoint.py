@@ -10,7 +10,7 @@ from epk_gp.core.gradients import RunReplay
 from epk_gp.core.progress import progress_bar
 from epk_gp.core.replay import passes_of
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import flat_state, flat_weights
+from epk_gp.core.trajectory import flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
 from epk_gp.kernel_machine.adjoint_recursion import propagate_step
 from epk_gp.kernel_machine.contributions import (
@@ -110,7 +110,7 @@ def adjoint_pass(
                     uncounted = stretch.integrals if step.index == steps[-1] else ()
                 Phi = stretch.of_weights
                 w = flat_weights(trajectory.trained, step.index, problem.X)
-                u = trajectory.updates[step.index]
+                u = step_coefficients(trajectory, step.index, problem.X)
                 change = flat_weights(trajectory, step.index + 1, problem.X)
                 of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
                 emit(WeightsContribution(step.index, rows, of_weights))

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, step_coefficients
 from epk_gp.core.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 
 
@@ -31,7 +31,7 @@ def propagate_step(
     Returns:
         E_s (Phi_s where the path is that of the trained weights), H_s, and the state for the step before.
     """
-    u, average = trajectory.updates[step.index], trajectory.average
+    u, average = step_coefficients(trajectory, step.index, Phi), trajectory.average
     if average is None:
         return Phi, *propagate(u, sizes, Phi, adjoint_state)
     a = float(average.coefficients[step.index])

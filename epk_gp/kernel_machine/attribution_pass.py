@@ -14,6 +14,7 @@ from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.progress import ProgressBar, progress_bar
+from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Here, Piece, results_of, threads_of_workers
@@ -61,7 +62,9 @@ class AttributionPass:
         """Whether contributions are computed from layers' factors: of plain gradient descent, along steps or chords."""
         trajectory = self.problem.trajectory
         is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
-        is_along_steps = not isinstance(self.problem.kernel.path, ManhattanPath)
+        is_along_steps = (
+            not isinstance(self.problem.kernel.path, ManhattanPath) and recomputation_of(trajectory) is None
+        )
         return self.is_whole and is_plain and is_along_steps and trajectory.unexplained is None
 
     @cached_property

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.display import Entry, certificate_entry, number
-from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, replay_rounding
+from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, relative_rounding, replay_rounding
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
@@ -102,15 +103,19 @@ class StepMismatches:
             that of a gradient which is nothing but rounding (a bias in front of BatchNorm under Adam).
         """
         trajectory, index, w = trajectory.trained, replayed.step.index, replayed.w
-        change = flat_weights(trajectory, index + 1, w) - w
-        difference = change - replayed.as_trained
+        change, recomputation = flat_weights(trajectory, index + 1, w) - w, recomputation_of(trajectory)
+        difference = change - (replayed.as_trained if recomputation is None else replayed.d)
         mismatch = float(difference.abs().max())
-        accepted = trajectory.unexplained
-        if accepted is not None and difference.norm() <= accepted * change.norm():
+        accepted, statistics_error = trajectory.unexplained, replayed.statistics_error
+        if recomputation is not None:  # recorded statistics, at weights that miss the recorded ones
+            statistics_error *= min(1.0, relative_rounding(trajectory.dtype) / JUMP_SHARE[trajectory.dtype])
+        if recomputation is not None and recomputation.is_kept(index + 1):
+            ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, self.dtype, w), 1e-300)
+        elif accepted is not None and difference.norm() <= accepted * change.norm():
             ratio = float(difference.norm() / (accepted * change.norm()).clamp(min=1e-300))
         else:
             ratio = mismatch_ratio(trajectory, model, replayed, difference, self.dtype)
-        ratio = larger(ratio, replayed.statistics_error)
+        ratio = larger(ratio, statistics_error)
         self.largest = larger(self.largest, mismatch)
         if self.worst_step < 0 or not ratio <= self.ratio:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index

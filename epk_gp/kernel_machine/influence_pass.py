@@ -20,7 +20,7 @@ from epk_gp.core.differentiation_plan import DifferentiationPlan
 from epk_gp.core.fingerprint import fingerprint
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.progress import ProgressBar, progress_bar
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
@@ -216,7 +216,8 @@ class InfluencePass:
             of_average = (1 - a) * of_average
         traced = self.trace[index]
         w = flat_weights(trajectory, index, self.problem.X)
-        jacobian = OptimizerJacobian(self.law.step(index), trajectory.updates[index], traced.memory, w, traced.g)
+        update = step_coefficients(trajectory, index, w)
+        jacobian = OptimizerJacobian(self.law.step(index), update, traced.memory, w, traced.g)
         found = jacobian.adjoints(of_weights, adjoints.of_memory)
         pulled = curvature(trajectory.steps[index], found.of_gradient, adjoints.of_statistics)
         for products in pulled.products:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
-from epk_gp.core.trajectory import flat_weights
+from epk_gp.core.trajectory import flat_weights, held_coefficients
 from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
 from epk_gp.core.update_rules import UpdateCoefficients, apply_matrices
 
@@ -207,7 +207,7 @@ class MemoryTrace:
         return self._stretch[index]
 
     def _clips(self, index: int) -> bool:
-        update = self.law.trajectory.updates[index]
+        update = held_coefficients(self.law.trajectory, index)
         return bool(clipped_sets(update, self.law.sizes, self.law.reference))
 
     def _after(self, index: int, memory: OptimizerMemory) -> tuple[TracedStep, OptimizerMemory]:

@@ -38,8 +38,8 @@ from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.kernel_machine.retrained_run import retrained_run
 from epk_gp.kernel_machine.stacked_training import StackedTraining
+from epk_gp.storage.kept import require_same_run
 from epk_gp.storage.partial_sums import PartialSums
-from epk_gp.storage.stored import require_same_run
 
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
 # recorded weights went.

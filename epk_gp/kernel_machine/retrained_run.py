@@ -9,12 +9,13 @@ from torch import Tensor
 
 from epk_gp.core.averaging import averaged_trajectory
 from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.memory_plan import weight_rows
 from epk_gp.core.replay import passes_of
+from epk_gp.core.rows_on_disk import rows_of_weights
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.trajectory import Trajectory, step_coefficients
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.kernel_machine.stacked_training import StackedStep, StackedTraining
-from epk_gp.kernel_machine.step_residuals import rows_of_weights
 
 
 def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], budget: int) -> Trajectory:
@@ -31,7 +32,7 @@ def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], budge
     whole, recorded = training.trajectory, training.law.trajectory
     P, S = training.net.num_weights, recorded.num_steps
     reference = training.law.reference
-    states = rows_of_weights(S + 1, P, reference, budget)
+    states = rows_of_weights(S + 1, P, reference, weight_rows(budget, reference.element_size(), P))
     states[0] = recorded.states[0].to(states)
     statistics = None if recorded.statistics is None else [recorded.statistics[0].to(reference)]
     steps, updates = list[Step](), list[UpdateCoefficients]()
@@ -41,7 +42,7 @@ def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], budge
         if statistics is not None:
             statistics.append(made.states[1, P:].clone())
         steps.append(_reweighted(training, made, weights))
-        updates.append(made.update(recorded.updates[index], 1).map(torch.clone))
+        updates.append(made.update(step_coefficients(recorded, index, recorded.inputs), 1).map(torch.clone))
     digest = hashlib.blake2b(recorded.digest.encode(), digest_size=16)
     digest.update(tensor_bytes(weights))
     run = replace(

@@ -14,7 +14,7 @@ from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
 from epk_gp.core.memory_plan import single_machine_samples
 from epk_gp.core.points import Points
-from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, held_coefficients, network_outputs, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance
 from epk_gp.kernel_machine.vanilla_gd import validate_loss_takes_outputs
@@ -118,7 +118,7 @@ def _constant_coefficients(trajectory: Trajectory, head: Head, dtype: torch.dtyp
                 "the single kernel machine needs every step to use all training points: "
                 f"step {step.index} used a batch of {len(step.batch)} of {trajectory.num_points}. {advice}"
             )
-        u = trajectory.updates[step.index]
+        u = held_coefficients(trajectory, step.index)
         if (
             not trajectory.is_vanilla_gd
             or float(u.lr[0] * u.grad_scale[0]) != step.lr

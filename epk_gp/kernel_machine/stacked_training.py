@@ -13,7 +13,7 @@ from epk_gp.core.progress import ProgressBar
 from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
 from epk_gp.core.replay import PassData, passes_of
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights
+from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients
 from epk_gp.core.update_law import StepLaw, UpdateLaw
 from epk_gp.core.update_rules import UpdateCoefficients, apply_matrices
 
@@ -118,7 +118,7 @@ class StackedTraining:
             g, factors = self._clipped(step, law, g)
             made = law.advance(memory, w, g, is_stacked=True)
             memory = made.memory
-            direction = apply_matrices(recorded.updates[step.index], law.sizes, made.direction)
+            direction = apply_matrices(held_coefficients(recorded, step.index), law.sizes, made.direction)
             w = w - direction - law.recorded["decoupled_decay"] * w
             states = torch.cat([w, after_passes[-1]], dim=1)
             yield StackedStep(step, after_passes, made.coefficients, factors, states)
@@ -131,7 +131,7 @@ class StackedTraining:
         Returns:
             The gradients, and by how much more than the recorded one they were clipped.
         """
-        update, sizes = self.law.trajectory.updates[step.index], law.sizes
+        update, sizes = held_coefficients(self.law.trajectory, step.index), law.sizes
         entries = clipped_entries(update, sizes, g)
         if entries is not None:
             bound = (entries * g[0].abs()).masked_fill((entries == 1) | (entries == 0), 0).max()

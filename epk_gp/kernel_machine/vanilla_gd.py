@@ -10,7 +10,7 @@ from epk_gp.autodiff.cotangents import Cotangents, all_outputs, weighted_loss
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import LeftFactor
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, batch_of, flat_state
+from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.step_average import NodeBatch, StepAverage, step_averages
 from epk_gp.kernel_machine.contributions import (
@@ -57,7 +57,7 @@ def validate_loss_takes_outputs(trajectory: Trajectory, name: str) -> None:
 
 def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     """Return eps_s, where a plain step is -eps_s times the batch gradient; clipping and sign are part of it."""
-    u = trajectory.updates[step.index]
+    u = held_coefficients(trajectory, step.index)
     return float(u.lr[0]) * float(u.grad_scale[0])
 
 

@@ -43,10 +43,11 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         of_steps = {name: tensors.get_tensor(name) for name in _STEP_TENSORS}
         validate_steps_of_matrices(tensors, chunk.states - (chunk.first == 0), where)
         for name in actual.keys() - _STEP_TENSORS:
-            if actual[name][1] in ("F32", "F64"):
+            if actual[name][1] in ("F32", "F64", "BF16"):
                 _validate_finite_rows(tensors, name, actual[name][0][0], where)
         if schema.compression == "deltas":
             _validate_packed_rows(tensors, schema, chunk, where)
+        _validate_places(tensors, schema, where)
         steps = _parse_steps(of_steps, schema, chunk, where)
         if not expected_tables(actual):
             return steps
@@ -61,6 +62,8 @@ def _validate_layout(
     """Raise if names, shapes and dtypes are not those of a chunk of this run."""
     k, j, L = chunk.states, chunk.states - (chunk.first == 0), len(schema.sizes)
     weight_dtype = SAFETENSORS_DTYPES[schema.dtype]
+    kept = len(schema.kept_between(chunk.first, chunk.last)) if schema.thins else k
+    states_dtype = SAFETENSORS_DTYPES[schema.stored_dtype if j else schema.dtype]
     expected: dict[str, tuple[tuple[int, ...] | None, str]] = {  # None: one dimension of any length
         "sizes": ((j,), "F64"),
         "lengths": ((j,), "I64"),
@@ -71,13 +74,18 @@ def _validate_layout(
     if j:
         expected["update"] = ((j, len(FIELDS), L), "F64")
     required = {"states", "statistics"} if schema.num_statistics else {"states"}
-    for name, rows in (*((name, k) for name in sorted(required)), *((f"update.{field}", j) for field in STORED_FIELDS)):
+    if schema.thins and j:
+        scaled = [name for name in (f"update.{field}.at" for field in STORED_FIELDS) if name in actual]
+        expected |= dict.fromkeys(scaled, ((j, L), "I64"))
+    counts = {"states": kept} | dict.fromkeys(required - {"states"}, k)
+    for name, rows in (*sorted(counts.items()), *((f"update.{field}", j) for field in STORED_FIELDS)):
         if name not in required and not actual.keys() & {name, f"{name}.packed"}:
             continue
         if schema.compression == "none":
             got = actual.get(name, ((), ""))[1]
-            others = {"states": (), "statistics": ("F32", "F64")}.get(name, ("F64",))
-            expected[name] = ((rows, schema.row_length(name)), got if got in others else weight_dtype)
+            others = {"states": (states_dtype,), "statistics": ("F32", "F64")}.get(name, ("F64",))
+            own = states_dtype if name == "states" else weight_dtype
+            expected[name] = ((rows, schema.row_length(name)), got if got in others else own)
         else:
             expected |= {f"{name}.packed": (None, "U8"), f"{name}.lengths": ((rows,), "I64")}
     expected |= expected_matrices(actual, schema)
@@ -101,6 +109,14 @@ def _validate_finite_rows(tensors: Any, name: str, rows: int, where: str) -> Non
     for start in range(0, rows, block):
         if not is_finite(part[start : start + block]):
             raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
+
+
+def _validate_places(tensors: Any, schema: ChunkSchema, where: str) -> None:
+    sizes = torch.tensor(schema.sizes)
+    for name in [key for key in tensors.keys() if key.endswith(".at")]:  # noqa: SIM118  # not a mapping
+        at = tensors.get_tensor(name)
+        if bool((at < -1).any()) or bool((at >= sizes.clamp(min=1)).any()):
+            raise ValueError(f"{where} must hold {name!r} of -1 or a weight of its parameter: it holds others.")
 
 
 def _validate_packed_rows(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.core.scaled_coefficients import CompactUpdate, compact_update
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.atomic_files import open_tensors
@@ -40,43 +41,50 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
 def chunk_tensors(
     states: Sequence[Tensor],
     steps: Sequence[Step],
-    updates: Sequence[UpdateCoefficients],
+    updates: Sequence[UpdateCoefficients | CompactUpdate],
     schema: ChunkSchema,
     statistics: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
     """Return the tensors of a chunk by their names on disk.
 
     Args:
-        states: Consecutive weight states.
+        states: Consecutive weight states; of a run that keeps every k-th state those of them that it keeps.
         steps: The steps that led to them; none leads to state 0.
-        updates: Coefficients of these steps.
+        updates: Coefficients of these steps, which a run that keeps every k-th state holds compactly.
         schema: The schema of the run's chunks.
-        statistics: The moving statistics of these states, for a network that has any.
+        statistics: The moving statistics of all consecutive states, for a network that has any.
 
     Raises:
         TypeError: A tensor of a pass has a dtype that cannot be stored.
         ValueError: Statistics or passes are not those of this run, or the run is of version 2, which holds none.
     """
-    if [value.shape for value in statistics] != [(schema.num_statistics,)] * len(states) * bool(schema.num_statistics):
+    count = (len(steps) or 1) if schema.thins else len(states)
+    if [value.shape for value in statistics] != [(schema.num_statistics,)] * count * bool(schema.num_statistics):
         raise ValueError(
-            f"a run of {schema.num_statistics} moving statistics must have them with each of {len(states)} states: got "
+            f"a run of {schema.num_statistics} moving statistics must have them with each of {count} states: got "
             f"{len(statistics)}."
         )
-    rows = {"states": torch.stack([state.cpu() for state in states])}
+    stored = schema.stored_dtype if steps else schema.dtype
+    held = [state.cpu().to(stored) for state in states]
+    rows = {"states": torch.stack(held) if held else torch.empty(0, schema.num_weights, dtype=stored)}
     if statistics:
         rows["statistics"] = torch.stack([value.cpu() for value in statistics])
     tensors = step_tensors(steps) | _pass_tensors(steps, schema)
-    columns = []
-    for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if updates else ():
-        values = [getattr(update, name).cpu() for update in updates]
+    compact = [_compact(update, schema) for update in updates]
+    held_updates, columns = [own.update for own in compact], []
+    for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if held_updates else ():
+        values = [getattr(update, name).cpu() for update in held_updates]
         diagonals = [value for value in values if len(value) != len(schema.sizes)]
         if diagonals:
             rows[f"update.{stored_name}"] = torch.stack(
                 [broadcast_to_params(value, schema.sizes, diagonals[0]) for value in values]
             )
-            values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in updates]
+            values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in held_updates]
         columns.append(torch.stack(values).double())
-    tensors |= _matrix_tensors(updates, schema)
+        if any(name in own.places for own in compact):
+            shared = torch.full((len(schema.sizes),), -1)
+            tensors[f"update.{stored_name}.at"] = torch.stack([own.places.get(name, shared) for own in compact])
+    tensors |= _matrix_tensors(held_updates, schema)
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
     for name, value in rows.items():
@@ -85,6 +93,12 @@ def chunk_tensors(
         else:
             tensors[f"{name}.packed"], tensors[f"{name}.lengths"] = pack_rows(value)
     return tensors
+
+
+def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) -> CompactUpdate:
+    if isinstance(update, CompactUpdate):
+        return update
+    return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
 
 
 def _matrix_tensors(updates: Sequence[UpdateCoefficients], schema: ChunkSchema) -> dict[str, Tensor]:
@@ -179,7 +193,10 @@ def read_state(
     """
     file, where = unchanged_file(path, chunk)
     with open_tensors(file, where) as tensors:
-        return _read_row(tensors, name, state - chunk.first, chunk, schema, reader)
+        row = state - chunk.first
+        if schema.thins and name == "states":
+            row = len(schema.kept_between(chunk.first, state)) - 1
+        return _read_row(tensors, name, row, chunk, schema, reader)
 
 
 def read_update(
@@ -209,6 +226,22 @@ def read_update(
             )
         matrices: Mapping[str, Any] = read_matrices(tensors, row)
     return UpdateCoefficients(*(values[name] for name in FIELDS), **matrices)
+
+
+def read_places(path: str | os.PathLike[str], chunk: Chunk, step: int) -> dict[str, Int64[Tensor, " L"]]:
+    """Read of which weight of each parameter a chunk holds the coefficients that a preconditioner scales.
+
+    Raises:
+        FileNotFoundError: The file was removed since the run was opened.
+        ValueError: The file was damaged since the run was opened.
+    """
+    row = step - max(chunk.first - 1, 0)
+    file, where = unchanged_file(path, chunk)
+    with open_tensors(file, where) as tensors:
+        stored = set(tensors.keys())
+        names = [(name, f"update.{own}.at") for name, own in zip(FIELDS, STORED_FIELDS, strict=True)]
+        places = {name: tensors.get_slice(own)[row] for name, own in names if own in stored}
+        return {name: at for name, at in places.items() if bool((at >= 0).any())}
 
 
 def _read_row(

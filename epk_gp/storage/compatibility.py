@@ -13,10 +13,11 @@ from epk_gp.core.forward_fingerprint import fingerprint_outputs
 from epk_gp.core.gradients import batch_gradient, step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
 from epk_gp.core.model import FunctionalModel, functionalize
+from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.signature import signature_from_json
 from epk_gp.core.trajectory import Trajectory, batch_of
 from epk_gp.core.update_rules import predict_step
-from epk_gp.storage.schema import HEADER_DEFAULTS, WEIGHT_DTYPES, describe_loss, module_names
+from epk_gp.storage.schema import HEADER_DEFAULTS, THINNED_DEFAULTS, WEIGHT_DTYPES, describe_loss, module_names
 
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
@@ -39,6 +40,8 @@ _REQUIREMENTS = {
     "optimizer": "the optimizer must have the recorded options",
     "unexplained": "the share of a step that need not be explained must be the recorded one",
     "compression": "the storage's compression must be the recorded one",
+    "keep_every": "the storage's keep_every must be the recorded one",
+    "weights_dtype": "the storage's weights_dtype must be the recorded one",
     "check_every": "check_every must be the recorded one",
 }
 
@@ -49,8 +52,9 @@ def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any],
     Raises:
         ValueError: An entry differs; the message says what must be as recorded.
     """
+    defaults = HEADER_DEFAULTS | THINNED_DEFAULTS
     for key, requirement in _REQUIREMENTS.items():
-        before, now = (side.get(key, HEADER_DEFAULTS.get(key)) for side in (recorded, header))
+        before, now = (side.get(key, defaults.get(key)) for side in (recorded, header))
         if before != now:
             raise ValueError(f"{requirement} to resume the run at {path}: {_difference(before, now)}.")
     if recorded.get("modules") and header.get("modules"):  # neither is known of a run of version 2
@@ -182,6 +186,15 @@ def validate_loss_function(trajectory: Trajectory) -> None:
     if not isinstance(trajectory.loss, losses.PerSampleLoss) or not trajectory.steps:
         return
     if trajectory.steps[0].passes or trajectory.statistics is not None:  # the replay of such steps compares them all
+        return
+    recomputation = recomputation_of(trajectory)
+    if recomputation is not None:  # computed states are those of the given loss: a kept one says whether it is recorded
+        state, jump, _ = next(iter(recomputation.jumps(trajectory.model.spec)))
+        if not jump <= recomputation.allowed_jump(state - 1, trajectory.dtype, trajectory.states[0]):
+            raise ValueError(
+                f"loss must be the one the run was recorded with: steps on the given {trajectory.loss.name!r} do not "
+                f"lead to state {state}, which the run keeps."
+            )
         return
     step, (start, end) = trajectory.steps[0], (trajectory.states[0], trajectory.states[1])
     X, y, c = batch_of(trajectory, step, start)

@@ -46,11 +46,17 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
 
     Raises:
         FileExistsError: The file already exists.
-        FileNotFoundError, ValueError: The run is missing or damaged, as for `check_run`.
+        FileNotFoundError, ValueError: The run is missing or damaged, as for `check_run`; or it does not hold every
+            state.
         OSError: The file cannot be written; no part of it is left.
     """
     header = read_header(path)
     schema, data, chunks = chunk_schema(header), read_data(path, header), read_journal(path).chunks
+    if schema.thins:
+        raise ValueError(
+            f"a run must hold every state to be exported to one file: {path} keeps every {schema.keep_every}-th in "
+            f"{schema.stored_dtype}. Read it with epk_gp.load_trajectory, which computes the others."
+        )
     steps = [step for chunk in chunks for step in read_steps(path, schema, chunk)]
     states, updates = StoredStates(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
     S, P, L = len(steps), schema.num_weights, len(schema.sizes)

@@ -25,10 +25,11 @@ from epk_gp.storage.compatibility import (
     validate_modules,
     validate_same_header,
 )
-from epk_gp.storage.index import read_journal, resume_name
+from epk_gp.storage.index import resume_name
+from epk_gp.storage.kept import read_chunks, stored_run, with_computed_states
 from epk_gp.storage.schema import HEADER, chunk_schema, read_data, read_header
-from epk_gp.storage.stored import StoredStates, StoredUpdates
-from epk_gp.storage.training_state import TrainingState, read_training_state
+from epk_gp.storage.stored import StoredStates
+from epk_gp.storage.training_state import WEIGHTS, TrainingState, read_training_state
 from epk_gp.storage.writer import RunWriter, create_run_dir, open_for_writing, write_header
 
 
@@ -71,6 +72,7 @@ def create_run(path: str | os.PathLike[str], start: RunStart, training: Training
     writer, header = create_run_dir(path, {**start.header, **training.header()}, start.data)
     try:
         statistics = () if start.statistics is None else (start.statistics,)
+        tensors |= {WEIGHTS: start.weights.clone()} if writer.schema.thins else {}
         writer.append([start.weights], [], [], start.digest, tensors, statistics)
         write_header(writer, header)
     except BaseException:
@@ -161,7 +163,7 @@ def load_trajectory(
     header = read_header(path)
     schema = chunk_schema(header)
     data = read_data(path, header)
-    chunks = read_journal(path).chunks
+    chunks, last = read_chunks(path, schema)
     model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in chunks for step in read_steps(path, schema, chunk))
     if any(step.passes for step in steps):
@@ -169,14 +171,15 @@ def load_trajectory(
     graph = model.signature.stored_tensors().values()
     if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:
         raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
+    states, updates = stored_run(path, schema, chunks, last)
     trajectory = Trajectory(
         model=model,
         inputs=data["inputs"],
         targets=data["targets"],
         loss=recorded_loss(header, loss),
         update_rule=header["law"]["name"],
-        states=StoredStates(Path(path), schema, chunks),
-        updates=StoredUpdates(Path(path), schema, chunks),
+        states=states,
+        updates=updates,
         steps=steps,
         num_outputs=header["num_outputs"],
         digest=chunks[-1].digest,
@@ -186,6 +189,8 @@ def load_trajectory(
         optimizer_groups=tuple(map(OptimizerGroup.from_json, header.get("groups", []))),
     )
     validate_forward_function(trajectory, data["probe"])
-    validate_loss_function(trajectory)
     initial = flat_state(trajectory, 0, data["inputs"])
-    return replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))
+    trajectory = replace(trajectory, model=with_kept_activations(model, initial, data["inputs"]))
+    trajectory = with_computed_states(trajectory)
+    validate_loss_function(trajectory)
+    return trajectory

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.optimizers import OptimizerGroup
+from epk_gp.core.scaled_coefficients import scaled_fields
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
     checksum_file,
@@ -25,7 +27,8 @@ from epk_gp.storage.atomic_files import (
 
 FORMAT = "epk_gp run"
 FORMAT_VERSION = 3
-READABLE_VERSIONS = (2, 3)
+THINNED_VERSION = 4  # of runs that do not hold every state exactly; the others are readable by earlier versions
+READABLE_VERSIONS = (2, 3, 4)
 HEADER, DATA = "run.json", "data.safetensors"
 COMPRESSIONS = ("none", "deltas")
 # The name that a safetensors header gives to each dtype.
@@ -51,8 +54,11 @@ HEADER_DEFAULTS: dict[str, Any] = {
     "num_optimizers": 1,
     "groups": [],
 }
-# The dtypes that weights can have, by their name in the run's header.
+# Entries that only the headers of thinned runs have, as they are in any other run.
+THINNED_DEFAULTS: dict[str, Any] = {"keep_every": 1, "weights_dtype": None}
+# The dtypes that weights can have, by their name in the run's header; and those in which kept states can be stored.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
+STORED_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,9 @@ class ChunkSchema:
         num_statistics: Number Q of moving statistics.
         num_modules: Number of modules of the network whose modes a forward pass holds.
         version: Version of the run's format.
+        keep_every: Every so many-th state is held.
+        weights_dtype: Dtype in which states after the first are held; None for that of the weights.
+        scaled: Which coefficients of each parameter a preconditioner scales, and are held for one weight.
     """
 
     sizes: tuple[int, ...]
@@ -76,6 +85,24 @@ class ChunkSchema:
     num_statistics: int = 0
     num_modules: int = 0
     version: int = FORMAT_VERSION
+    keep_every: int = 1
+    weights_dtype: torch.dtype | None = None
+    scaled: tuple[frozenset[str], ...] = ()
+
+    @property
+    def thins(self) -> bool:
+        """Whether chunks do not hold every state exactly, so that the resume file holds the last one."""
+        return self.version >= THINNED_VERSION
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype in which states after the first are held."""
+        return self.dtype if self.weights_dtype is None else self.weights_dtype
+
+    def kept_between(self, first: int, last: int) -> range:
+        """Return which of consecutive states are held."""
+        k = self.keep_every
+        return range(-(-first // k) * k, last + 1, k)
 
     @property
     def num_weights(self) -> int:
@@ -98,7 +125,21 @@ def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
         num_statistics=sum(math.prod(shape) for shape in header["statistic_shapes"]),
         num_modules=len(header["modules"]),
         version=header["version"],
+        **_thinning(header),
     )
+
+
+def _thinning(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the schema of a thinned run has beside that of any other run."""
+    if header["version"] < THINNED_VERSION:
+        return {}
+    groups = [OptimizerGroup.from_json(group) for group in header.get("groups", [])]
+    stored = header["weights_dtype"]
+    return {
+        "keep_every": header["keep_every"],
+        "weights_dtype": None if stored is None else STORED_DTYPES[stored],
+        "scaled": scaled_fields(groups, header["names"]),
+    }
 
 
 def module_names(net: nn.Module) -> list[str]:
@@ -177,9 +218,9 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{file} must be the header of an epk_gp run: its 'format' is not {FORMAT!r}.")
     if type(header.get("version")) is not int or header["version"] not in READABLE_VERSIONS:
+        *others, last = map(str, READABLE_VERSIONS)
         raise ValueError(
-            f"run format version must be {' or '.join(map(str, READABLE_VERSIONS))}: {file} has "
-            f"{header.get('version')!r}. "
+            f"run format version must be {', '.join(others)} or {last}: {file} has {header.get('version')!r}. "
             "Open it with the version of epk_gp that recorded it."
         )
     header = read_checksummed_json(content, str(file))
@@ -253,6 +294,16 @@ def _is_header(header: dict[str, Any]) -> bool:
         and isinstance(header.get("data_blake2b"), str)
         and _is_count(header.get("data_bytes", 0), 0)
         and isinstance(header.get("optimizer"), list)
+        and (header["version"] < THINNED_VERSION or _is_thinned(header))
+    )
+
+
+def _is_thinned(header: dict[str, Any]) -> bool:
+    stored = header.get("weights_dtype", False)
+    return (
+        _is_count(header.get("keep_every"), 1)
+        and (stored is None or (isinstance(stored, str) and stored in STORED_DTYPES))
+        and header["compression"] == "none"
     )
 
 

@@ -1,19 +1,18 @@
 """Weight states, moving statistics and update coefficients of a run on disk, each read when it is indexed."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients
 from epk_gp.storage.atomic_files import open_tensors
-from epk_gp.storage.chunks import RowReader, read_state, read_update
-from epk_gp.storage.index import Chunk, read_journal, unchanged_file
+from epk_gp.storage.chunks import RowReader, read_places, read_state, read_update
+from epk_gp.storage.index import Chunk, unchanged_file
 from epk_gp.storage.pass_verification import read_tables
 from epk_gp.storage.passes import ContentOnDisk, packed_steps
 from epk_gp.storage.schema import ChunkSchema
@@ -59,21 +58,6 @@ class StoredStates:
         return read_state(self.path, self.schema, chunk, state, self.reader, name=self.name)
 
 
-def require_same_run(trajectory: Trajectory) -> None:
-    """Raise if the folder of a run on disk does not hold what it held when the trajectory was loaded.
-
-    Raises:
-        FileNotFoundError: The folder holds no run.
-        ValueError: It holds another run.
-    """
-    states = trajectory.trained.states
-    if isinstance(states, StoredStates) and read_journal(states.path).chunks[: len(states.chunks)] != states.chunks:
-        raise ValueError(
-            f"{states.path} must hold the run with digest {trajectory.digest[:12]}, here as where it was loaded: it "
-            "holds another. Copy the run anew."
-        )
-
-
 def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[Step]:
     """Return steps that were committed with a chunk, with their passes read from there; the others as they are."""
     if not any(step.passes for step in steps):
@@ -111,5 +95,11 @@ class StoredUpdates:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
-        chunk = self.chunks[bisect_left(self.chunks, step + 1, key=lambda chunk: chunk.last)]
-        return read_update(self.path, self.schema, chunk, step, self.readers)
+        return read_update(self.path, self.schema, self._chunk(step), step, self.readers)
+
+    def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
+        """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""
+        return read_places(self.path, self._chunk(step), step) if self.schema.thins else {}
+
+    def _chunk(self, step: int) -> Chunk:
+        return self.chunks[bisect_left(self.chunks, step + 1, key=lambda chunk: chunk.last)]

@@ -27,6 +27,7 @@ from epk_gp.storage.index import Chunk, resume_name
 
 # Names of the tensors in a resume file, beside `tensor.N` for the tensors of the JSON text.
 _STATE, _RANDOM, _DEVICE_RANDOM, _MOMENTUM = "state", "random", "random.device", "momentum"
+WEIGHTS = "weights"  # the last state, of a run whose chunks do not hold every one
 # Entries of an optimizer's state that have their parameter's shape; torch would accept any other shape too.
 _BUFFERS = {
     *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "grad_avg", "sum"),

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import BaseFileLock
 from safetensors.torch import save
 from torch import Tensor
 
+from epk_gp.core.scaled_coefficients import CompactUpdate
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.core.validation import validate_count, validate_positive
@@ -36,6 +38,8 @@ from epk_gp.storage.schema import (
     FORMAT_VERSION,
     HEADER,
     HEADER_DEFAULTS,
+    STORED_DTYPES,
+    THINNED_VERSION,
     ChunkSchema,
     chunk_schema,
 )
@@ -52,7 +56,7 @@ MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the comman
 
 @dataclass(frozen=True)
 class Storage:
-    """Options of a run on disk: how often steps are committed, and whether they are compressed.
+    """Options of a run on disk: which weight states it keeps and how, and how often steps are committed.
 
     A chunk is committed as soon as one of the three limits is reached; a crash loses at most the steps since then.
 
@@ -63,12 +67,20 @@ class Storage:
         steps: Number of steps after which they are committed; no limit by default.
         compression: "none": states are mapped from the files. "deltas": each state is stored as its difference in bits
             from the one before, deflated, without loss; smaller, and slower to write and read.
+        keep_every: Keep every so many-th weight state, the first and the last; the states between are computed again
+            when they are read, by the update rule on exact gradients. What Adam and its relatives derive from the
+            gradients is computed again too. By how much a kept state misses the computed one is a part of what results
+            say is unexplained.
+        weights_dtype: Dtype of the kept states between the first and the last, `torch.float32` or `torch.bfloat16`;
+            None for that of the weights. The rounding is unexplained too.
     """
 
     chunk_bytes: int = 16 << 20
     seconds: float = 60.0
     steps: int | None = None
     compression: str = "none"
+    keep_every: int = 1
+    weights_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         validate_count(self.chunk_bytes, "chunk_bytes")
@@ -77,6 +89,35 @@ class Storage:
             validate_count(self.steps, "steps")
         if self.compression not in COMPRESSIONS:
             raise ValueError(f"compression must be one of {list(COMPRESSIONS)}: got {self.compression!r}.")
+        validate_count(self.keep_every, "keep_every")
+        if self.weights_dtype is not None and self.weights_dtype not in STORED_DTYPES.values():
+            raise ValueError(
+                f"weights_dtype must be None or one of {', '.join(STORED_DTYPES)}: got {self.weights_dtype!r}."
+            )
+        if self.thins and self.compression != "none":
+            raise ValueError(
+                f"compression must be 'none' where not every state is kept exactly: got {self.compression!r}. Kept "
+                "states are too far apart for differences to be small."
+            )
+
+    @property
+    def thins(self) -> bool:
+        """Whether the run does not hold every state exactly."""
+        return self.keep_every > 1 or self.weights_dtype is not None
+
+    def header(self, path: str | os.PathLike[str] | None) -> dict[str, Any]:
+        """Return what header and digest of a run hold of these options; nothing where every state is kept.
+
+        Raises:
+            ValueError: States are left out of a run that is kept in memory.
+        """
+        if not self.thins:
+            return {}
+        if path is None:
+            raise ValueError(
+                "keep_every and weights_dtype must come with path=, for a run in memory holds every state: got no path."
+            )
+        return {"keep_every": self.keep_every, "weights_dtype": str(self.weights_dtype) if self.weights_dtype else None}
 
 
 @dataclass
@@ -110,7 +151,7 @@ class RunWriter:
         self,
         states: Sequence[Tensor],
         steps: Sequence[Step],
-        updates: Sequence[UpdateCoefficients],
+        updates: Sequence[UpdateCoefficients | CompactUpdate],
         digest: str,
         training_state: Mapping[str, Tensor],
         statistics: Sequence[Tensor] = (),
@@ -118,11 +159,12 @@ class RunWriter:
         """Commit consecutive states, the steps that led to them, and the training state after the last of them.
 
         Args:
-            states: The states that follow the committed ones.
+            states: The states that follow the committed ones, as far as the run keeps them.
             steps: The steps that led to them, with their forward passes.
             updates: Coefficients of these steps.
             digest: Digest of the run up to the last of the states.
-            training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`).
+            training_state: Tensors from which the run can be resumed (`TrainingState.state_dict`); of a run that does
+                not keep every state, with the last one.
             statistics: The moving statistics of the states, for a network that has any.
 
         Raises:
@@ -140,7 +182,7 @@ class RunWriter:
         chunk = Chunk(
             file=chunk_name(number),
             first=first,
-            states=len(states),
+            states=(len(steps) or 1) if self.schema.thins else len(states),
             bytes=len(content),
             blake2b=checksum(content, digest),
             digest=digest,
@@ -260,7 +302,7 @@ def create_run_dir(
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
     full = {
         "format": FORMAT,
-        "version": FORMAT_VERSION,
+        "version": THINNED_VERSION if "keep_every" in header else FORMAT_VERSION,
         "data_blake2b": checksum(content),
         "data_bytes": len(content),
         **HEADER_DEFAULTS,

@@ -4,10 +4,13 @@ import time
 
 from torch import Tensor
 
+from epk_gp.core.scaled_coefficients import CompactUpdate
+from epk_gp.core.states import States, Updates
+from epk_gp.storage.kept import read_chunks, stored_run
 from epk_gp.storage.matrices import matrix_bytes
 from epk_gp.storage.passes import packed_bytes
-from epk_gp.storage.stored import StoredStates, StoredUpdates, stored_steps
-from epk_gp.storage.training_state import TrainingState
+from epk_gp.storage.stored import StoredStates, stored_steps
+from epk_gp.storage.training_state import WEIGHTS, TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
 from epk_gp.training.history import RunHistory
 
@@ -42,10 +45,10 @@ class CommitSchedule:
         """Whether the last commit failed."""
         return self._writer.failed
 
-    def stored(self) -> tuple[StoredStates, StoredUpdates]:
-        """Return the states and coefficients on disk."""
-        path, schema, chunks = self._writer.path, self._writer.schema, tuple(self._writer.chunks)
-        return StoredStates(path, schema, chunks), StoredUpdates(path, schema, chunks)
+    def stored(self) -> tuple[States, Updates]:
+        """Return the states and coefficients on disk, as far as the run holds them (`with_computed_states`)."""
+        chunks, last = read_chunks(self._writer.path, self._writer.schema)
+        return stored_run(self._writer.path, self._writer.schema, chunks, last)
 
     def stored_statistics(self) -> StoredStates | None:
         """Return the moving statistics on disk; None for a network without them."""
@@ -60,29 +63,42 @@ class CommitSchedule:
         packed = self._history.packed_steps(self._num_counted)
         self._pass_bytes += sum(packed_bytes(step) for step in packed)
         self._num_counted += len(packed)
+        if self._writer.schema.thins:
+            self._history.thin(self._num_completed, self._writer.schema)
         waiting = self._num_completed - self.num_committed
         if not waiting:
             return
-        result, limits = self._history.last, self._limits
-        matrices = 0 if result.update is None else matrix_bytes(result.update)
-        diagonals = matrices + sum(v.nbytes for v in result.update or () if len(v) != len(self._writer.schema.sizes))
-        statistics = 0 if result.statistics is None else result.statistics.nbytes
+        limits = self._limits
         if (
-            waiting * (result.end.nbytes + diagonals + statistics) + self._pass_bytes >= limits.chunk_bytes
+            self._waiting_bytes() + self._pass_bytes >= limits.chunk_bytes
             or time.monotonic() - self._last_commit >= limits.seconds
             or (limits.steps is not None and waiting >= limits.steps)
         ):
             self.commit()
+
+    def _waiting_bytes(self) -> int:
+        """Return how many bytes of weights, statistics and coefficients are to be written."""
+        result, schema, first, count = self._history.last, self._writer.schema, self.num_committed, self._num_completed
+        update = result.update.update if isinstance(result.update, CompactUpdate) else result.update
+        matrices = 0 if update is None else matrix_bytes(update)
+        diagonals = matrices + sum(v.nbytes for v in update or () if len(v) != len(schema.sizes))
+        statistics = 0 if result.statistics is None else result.statistics.nbytes
+        states = len(schema.kept_between(first + 1, count)) * schema.num_weights * schema.stored_dtype.itemsize
+        return (count - first) * (diagonals + statistics) + states
 
     def commit(self) -> None:
         """Write the steps of completed iterations that are not on disk, and free their results."""
         first, count = self.num_committed, self._num_completed
         results = self._history.results(first, count)
         if results:
-            states, updates = [r.end for r in results], [r.update for r in results if r.update is not None]
+            updates = [r.update for r in results if r.update is not None]
+            states, training_state = [r.end for r in results], self._training_state
+            if (schema := self._writer.schema).thins:
+                training_state = training_state | {WEIGHTS: states[-1]}
+                states = [states[s - first - 1] for s in schema.kept_between(first + 1, count)]
             steps = self._history.steps[first:count]
             statistics = [r.statistics for r in results if r.statistics is not None]
-            self._writer.append(states, steps, updates, self._history.digest(count), self._training_state, statistics)
+            self._writer.append(states, steps, updates, self._history.digest(count), training_state, statistics)
             self._history.replace_steps(first, stored_steps(self._writer.path, self._writer.chunks[-1], steps))
         self._last_commit, self._pass_bytes, self._num_counted = time.monotonic(), 0, count
         # The result of the last completed step stays: it becomes the last one if the step after it is dropped.

@@ -9,10 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.fingerprint import fingerprint_step
+from epk_gp.core.scaled_coefficients import CompactUpdate, compact_update
 from epk_gp.core.step import SeenRows, Step
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.storage.pass_tables import PassTables
 from epk_gp.storage.passes import ContentInMemory, PackedPasses, pack_passes, packed_steps, validate_pass
+from epk_gp.storage.schema import ChunkSchema
 from epk_gp.training.tensor_arena import TensorArena
 
 # Bytes of a step from which on it is hashed and packed in a thread of its own, beside the next step of the training:
@@ -25,13 +27,13 @@ class StepResult:
     """The result of a step; that of step -1 stands for the initial weights.
 
     Attributes:
-        end: The weights after the step.
+        end: The weights after the step; empty where the run does not keep them (`RunHistory.thin`).
         update: Its coefficients; None where no step led to the weights.
         statistics: The moving statistics after the step; None for a network without them.
     """
 
     end: Float[Tensor, " P"]
-    update: UpdateCoefficients | None
+    update: UpdateCoefficients | CompactUpdate | None
     statistics: Float[Tensor, " Q"] | None = None
 
 
@@ -153,9 +155,30 @@ class RunHistory:
         """Return the results of the steps `first` to `end - 1`."""
         return [self._results[index] for index in range(first, end)]
 
+    def updates(self, count: int) -> tuple[UpdateCoefficients, ...]:
+        """Return the coefficients of the first `count` steps, of a run in memory."""
+        found = (self._results[index].update for index in range(count))
+        return tuple(update for update in found if isinstance(update, UpdateCoefficients))
+
     def drop_steps_from(self, count: int) -> None:
         """Drop all steps but the first `count`."""
         del self.steps[count:]
+
+    def thin(self, count: int, schema: ChunkSchema) -> None:
+        """Free what a run that keeps every k-th state does not keep of its first `count` steps.
+
+        The weights after the last of them stay, for the run may be resumed from there.
+
+        Args:
+            count: How many steps.
+            schema: What the run keeps.
+        """
+        for index, result in self._results.items():
+            if index < count - 1 and not schema.kept_between(index + 1, index + 1):
+                result = replace(result, end=result.end.new_empty(0))
+            if index < count and isinstance(result.update, UpdateCoefficients):
+                result = replace(result, update=compact_update(result.update, schema.scaled, schema.sizes))
+            self._results[index] = result
 
     def forget_results_before(self, index: int) -> None:
         """Free the results of the steps before `index`, which are on disk."""

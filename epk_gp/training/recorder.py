@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate, optimizer_groups
+from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import States, Trajectory, Updates
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.validation import is_finite, validate_count
+from epk_gp.storage.kept import with_computed_states
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage
 from epk_gp.training.check_schedule import CheckSchedule
@@ -111,12 +113,11 @@ class Recorder:
             stateful: Objects by name whose state is stored with the run: the loop's `torch.Generator`, and anything
                 with `state_dict` and `load_state_dict`, such as schedulers and samplers. The loop must then be
                 `for step in recorder.until(steps):`.
-            storage: How often steps are committed to disk, and whether they are compressed.
+            storage: Which states a run on disk keeps and how, and how often steps are committed.
             check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
                 every run); the others are compared with the update rule's step on the gradient that `backward()`
                 left. None checks the first three and the last, and of the others as many as take 15 % of the loop's
-                time, where a step counts as 20 ms at least; `num_checked` says how many. `reconstruct` and `attribute`
-                check all of them afterwards.
+                time, a step counted as 20 ms at least. `reconstruct` and `attribute` check all of them afterwards.
             unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
                 its own in every result. None refuses a step that they do not explain up to rounding.
             trained: Names of parameters that are trained later and that no optimizer holds yet. Frozen ones that an
@@ -144,7 +145,7 @@ class Recorder:
         self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
         graph = self.signature.graph
         self.X = self.signature.structure(self._setup.X) if graph is None else graph.graph
-        header, start = self._setup.header(), self._setup.weights()
+        header, start = self._setup.header() | storage.header(path), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
@@ -283,9 +284,7 @@ class Recorder:
     def trajectory(self) -> Trajectory:
         """The run recorded so far.
 
-        Of a run in memory it holds all recorded steps. Of a run on disk it holds the steps of completed iterations:
-        those are committed first, unless the recorder is closed, and are read from disk. It does not change when
-        further steps are recorded.
+        Of a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
         """
         setup, history = self._setup, self._history
         states: States
@@ -297,7 +296,7 @@ class Recorder:
             count = history.num_steps
             digest, results = history.digest(count), history.results(-1, count)
             states = tuple(result.end for result in results)
-            updates = tuple(result.update for result in results if result.update is not None)
+            updates = history.updates(count)
             if setup.model.statistics:
                 statistics = tuple(result.statistics for result in results if result.statistics is not None)
         else:
@@ -306,7 +305,7 @@ class Recorder:
             states, updates = self._commits.stored()
             statistics = self._commits.stored_statistics()
             count, digest = self._commits.num_committed, self._commits.digest
-        return Trajectory(
+        trajectory = Trajectory(
             model=setup.model,
             inputs=setup.X,
             targets=self.y,
@@ -322,6 +321,7 @@ class Recorder:
             unexplained=setup.rules.unexplained,
             optimizer_groups=self._groups,
         )
+        return with_computed_states(trajectory)
 
     def _report(self, made: MadeStep) -> None:
         self._has_refused = True

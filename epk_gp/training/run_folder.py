@@ -42,7 +42,11 @@ def open_folder(
         ValueError: The run that is resumed is damaged, or another one.
     """
     net, model = setup.net, setup.model
-    full = setup.header() | {"compression": storage.compression, "check_every": setup.rules.check_every}
+    full = (
+        setup.header()
+        | storage.header(path)
+        | {"compression": storage.compression, "check_every": setup.rules.check_every}
+    )
     full["modules"] = module_names(net)
     if resume and is_run(path):
         recorded, writer = resume_run(path, full, net, setup.loss, training, output=model.signature.output)

@@ -64,7 +64,7 @@ def train(
         path: New folder for the run; the run is kept in memory if None.
         resume: Continue the run at `path`, if there is one, as if it had never stopped. Network, optimizer and
             scheduler must be made as they were.
-        storage: How often steps are committed to disk, and whether they are compressed.
+        storage: Which states a run on disk keeps and how, and how often steps are committed.
         check_every: Recompute the gradient of one step out of this many; None for as many as are cheap, as `Recorder`.
         output: Takes the outputs (n, C) that are to be explained from what the network returns, as for `Recorder`.
         progress: Show a progress bar.

@@ -25,10 +25,10 @@ def folder(tmp_path):
         yield Path(name)
 
 
-def run(mode, folder):
+def run(mode, folder, keep_every=1):
     """A process of its own, for it forks."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(epk_gp.__file__).parents[1])}
-    command = [sys.executable, str(CRASHES), mode, str(folder), "7"]
+    command = [sys.executable, str(CRASHES), mode, str(folder), "7", str(keep_every)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -44,12 +44,14 @@ def test_a_recording_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_n
 
 
 @pytest.mark.slow
-def test_a_recording_killed_after_each_file_operation_is_resumed(folder):
-    assert run("operations", folder)["kills"] > 60
+@pytest.mark.parametrize("keep_every", [1, 3])
+def test_a_recording_killed_after_each_file_operation_is_resumed(folder, keep_every):
+    assert run("operations", folder, keep_every)["kills"] > 60
 
 
 @pytest.mark.slow
-def test_readers_see_a_consistent_prefix_of_a_run_that_is_being_written(folder):
-    result = run("readers", folder)
+@pytest.mark.parametrize("keep_every", [1, 3])
+def test_readers_see_a_consistent_prefix_of_a_run_that_is_being_written(folder, keep_every):
+    result = run("readers", folder, keep_every)
     assert result["reads"] > 40
     assert len(result["seen"]) > 2

@@ -219,8 +219,8 @@ def test_an_edited_header_is_found(run, key, change):
     refused(run, ValueError, "run.json must have the checksum it was written with: it is damaged")
 
 
-@pytest.mark.parametrize("version", [1, 4, None, "2", "3", True])
+@pytest.mark.parametrize("version", [1, 5, None, "2", "3", True])
 def test_a_run_of_another_version_is_refused(run, version):
     header = json.loads((run / HEADER).read_text()) | {"version": version, "something": "new"}
     (run / HEADER).write_text(json.dumps(header))
-    refused(run, ValueError, rf"format version must be 2 or 3: .* has {version!r}. Open it with the version of epk_gp")
+    refused(run, ValueError, rf"version must be 2, 3 or 4: .* has {version!r}. Open it with the version of epk_gp")

@@ -14,14 +14,7 @@ from epk_gp.storage.compatibility import validate_same_header
 from epk_gp.storage.schema import HEADER_DEFAULTS, read_header
 from epk_gp.storage.writer import open_for_writing
 from loops import data, file_hashes, mlp
-from stored_runs import HEADER, begin, finish, norm_net, record, refused, replace_chunk, resumed, step
-
-
-def as_version_2(path):
-    """Rewrite the header as version 2 had it; chunks of a run without passes are the same in both."""
-    header = read_checksummed_json((path / HEADER).read_bytes(), "")
-    header = {key: value for key, value in header.items() if key not in HEADER_DEFAULTS} | {"version": 2}
-    (path / HEADER).write_bytes(checksummed_json(header))
+from stored_runs import HEADER, as_version_2, begin, finish, norm_net, record, refused, replace_chunk, resumed, step
 
 
 @pytest.fixture

@@ -1,0 +1,169 @@
+"""Runs on disk that keep every k-th state: what their files hold, and what is read, resumed and refused."""
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.core.recomputation import recomputation_of
+from epk_gp.storage.check import check_run
+from epk_gp.storage.export import export_run
+from epk_gp.storage.schema import read_header
+from loops import data, file_hashes, mlp, sgd
+from stored_runs import KEPT_STEPS as STEPS
+from stored_runs import chunk_files, refused, replace_chunk
+from stored_runs import record_kept as record
+
+
+@pytest.fixture
+def run(tmp_path):
+    record(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_chunks_hold_every_third_state_and_one_coefficient_per_parameter(run):
+    whole, _ = record(None, keep_every=1)
+    chunks = [load_file(file) for file in chunk_files(run)]
+    assert [len(chunk["states"]) for chunk in chunks] == [1, 0, 1, 1, 0]
+    assert torch.equal(chunks[2]["states"][0], whole.states[3])
+    assert not any("update.momentum" in chunk for chunk in chunks)
+    at = torch.cat([chunk["update.momentum.at"] for chunk in chunks[1:]])
+    held = torch.cat([chunk["update"] for chunk in chunks[1:]])[:, 1]
+    for s in range(STEPS):
+        parts = whole.updates[s].momentum_lr.split(list(whole.model.sizes))
+        assert torch.equal(torch.stack([part[r] for part, r in zip(parts, at[s], strict=True)]), held[s])
+    assert read_header(run)["version"] == 4
+    assert check_run(run).finished
+
+
+def test_a_run_is_read_as_it_was_recorded(run):
+    whole, _ = record(None, keep_every=1)
+    opened = epk.load_trajectory(run, mlp())
+    assert recomputation_of(opened).kept.numbers == (0, 3, 6, 7)
+    for s in range(STEPS + 1):
+        assert torch.allclose(opened.states[s], whole.states[s], rtol=0, atol=1e-12)
+    assert opened.digest == record(run.parent / "again")[0].digest
+    assert opened.digest != whole.digest  # results of other states have another name
+    with pytest.raises(IndexError, match="state must lie in 0..7"):
+        opened.states[8]
+
+
+def test_a_run_that_keeps_all_states_is_of_version_3(tmp_path):
+    record(tmp_path / "run", keep_every=1)
+    header = read_header(tmp_path / "run")
+    assert header["version"] == 3
+    assert not {"keep_every", "weights_dtype"} & header.keys()
+
+
+@pytest.mark.parametrize("until", [3, 4, 5])
+def test_a_run_is_resumed_to_the_bits_of_one_that_never_stopped(tmp_path, until):
+    """At a kept state, and between two."""
+    record(tmp_path / "run", until=until, finish=False)
+    assert epk.load_trajectory(tmp_path / "run", mlp()).num_steps == until
+    resumed, net = record(tmp_path / "run", resume=True)
+    whole, other = record(tmp_path / "whole")
+    assert resumed.digest == whole.digest
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(resumed.states[s], whole.states[s]) for s in range(STEPS + 1))
+    assert recomputation_of(resumed).kept.numbers == (0, 3, 6, 7)
+
+
+def test_a_trajectory_taken_while_recording_ends_at_its_last_state(tmp_path):
+    net, (X, y) = mlp(), data()
+    with epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", storage=epk.Storage(keep_every=3)) as recorder:
+        for _ in range(4):
+            recorder.optimizer.zero_grad()
+            F.cross_entropy(net(X), y).backward()
+            recorder.batch(None)
+            recorder.optimizer.step()
+            assert torch.equal(recorder.trajectory.weights(-1)["0.weight"], net[0].weight)
+    assert recomputation_of(recorder.trajectory).kept.numbers == (0, 3, 4)
+
+
+def test_states_are_the_same_in_threads_and_in_another_process(run):
+    opened, expected = epk.load_trajectory(run, mlp()), epk.load_trajectory(run, mlp())
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda s: opened.states[s % 8], range(32)))
+    assert all(torch.equal(w, expected.states[s % 8]) for s, w in enumerate(found))
+    copied = pickle.loads(pickle.dumps(opened))
+    assert all(torch.equal(copied.states[s], expected.states[s]) for s in range(STEPS + 1))
+
+
+def test_kept_states_are_rounded_to_the_dtype_on_disk(tmp_path):
+    run, _ = record(tmp_path / "run", weights_dtype=torch.bfloat16)
+    chunks = [load_file(file) for file in chunk_files(tmp_path / "run")]
+    assert [chunk["states"].dtype for chunk in chunks] == [torch.float64] + [torch.bfloat16] * 4
+    assert torch.equal(run.states[3], chunks[2]["states"][0].double())
+    assert read_header(tmp_path / "run")["weights_dtype"] == "torch.bfloat16"
+    opened = epk.load_trajectory(tmp_path / "run", mlp())
+    assert torch.equal(opened.states[STEPS], record(None, keep_every=1)[0].states[STEPS])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"keep_every": 0}, "keep_every must be"),
+        ({"weights_dtype": torch.float16}, "weights_dtype must be None or one of torch.float32, torch.bfloat16"),
+        ({"keep_every": 2, "compression": "deltas"}, "compression must be 'none' where not every state is kept"),
+        ({"weights_dtype": torch.float32, "compression": "deltas"}, "compression must be 'none'"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        epk.Storage(**options)
+
+
+def test_a_run_in_memory_holds_every_state():
+    with pytest.raises(ValueError, match="keep_every and weights_dtype must come with path="):
+        record(None, keep_every=2)
+
+
+@pytest.mark.parametrize("options", [{"keep_every": 2}, {"keep_every": 1}, {"weights_dtype": torch.float32}])
+def test_a_run_is_resumed_with_the_states_that_it_keeps(run, options):
+    before = file_hashes(run)
+    with pytest.raises(ValueError, match=r"storage's (keep_every|weights_dtype) must be the recorded one to resume"):
+        record(run, resume=True, **options)
+    assert file_hashes(run) == before
+
+
+def test_a_run_without_its_last_state_is_refused(run):
+    (file,) = run.glob("resume-*")
+    file.unlink()
+    refused(run, FileNotFoundError, "resume-000004.safetensors")
+
+
+def test_a_place_that_is_no_weight_is_refused(run):
+    chunk = load_file(run / "chunk-000001.safetensors")
+    (run / "finished.json").unlink()
+    chunk["update.momentum.at"][0, 0] = 24
+    replace_chunk(run, save(chunk))
+    refused(run, ValueError, "must hold 'update.momentum.at' of -1 or a weight of its parameter")
+
+
+def test_a_state_too_many_is_refused(run):
+    chunk = load_file(run / "chunk-000001.safetensors")
+    (run / "finished.json").unlink()
+    replace_chunk(run, save(chunk | {"states": torch.zeros(1, 51).double()}))
+    refused(run, ValueError, r"must hold 'states' of shape \(0, 51\)")
+
+
+def test_one_file_of_all_states_is_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="must hold every state to be exported to one file"):
+        export_run(run, tmp_path / "file.safetensors")
+
+
+def test_the_name_of_a_loss_does_not_stand_for_another_function(tmp_path):
+    """Computed states follow the loss that is given; the kept ones say whether it is the recorded one."""
+    net, (X, y) = mlp(), data()
+    loss = epk.PerSampleLoss(lambda z, t: F.cross_entropy(z, t, reduction="none"), name="own")
+    other = epk.PerSampleLoss(lambda z, t: 1.1 * F.cross_entropy(z, t, reduction="none"), name="own")
+    epk.train(
+        net, X, y, optimizer=sgd(net), steps=4, loss=loss, path=tmp_path / "run", storage=epk.Storage(keep_every=3)
+    )
+    assert epk.load_trajectory(tmp_path / "run", mlp(), loss=loss).num_steps == 4
+    with pytest.raises(ValueError, match="steps on the given 'own' do not lead to state 3"):
+        epk.load_trajectory(tmp_path / "run", mlp(), loss=other)
