@@ -54,7 +54,7 @@ def increase(work: str, **sizes: int) -> int:
 
 
 MIB = 1 << 20
-# Buffers of matrix products and pages of code that are read for the first time: 0 to 8 MiB, and more on other processors.
+# Buffers of matrix products and pages of code read for the first time: 0 to 8 MiB, and more on other processors.
 OVERHEAD = 16 * MIB
 
 
