@@ -2,9 +2,6 @@
 
 import os
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -17,13 +14,13 @@ from epk_gp.analysis.label_errors import label_errors
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import principal_plane
 from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
-from epk_gp.cli.labelled import read_labelled
+from epk_gp.cli.labelled import LabelledPoints, read_labelled
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import KernelOptions
 from epk_gp.cli.parsing import PARTIAL, memory_bytes, parse_rule, torch_dtype
 from epk_gp.cli.scores import read_validation
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.class_data import training_labels
@@ -32,8 +29,8 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.provenance import Stopwatch
 from epk_gp.quadrature.rules import AdaptiveRule, gauss_legendre
-from epk_gp.report.request import ExplainedOutputs
-from epk_gp.report.write import write_report
+from epk_gp.report.request import ExplainedOutputs, ReportSettings
+from epk_gp.report.write import write_as_asked
 
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
 
@@ -86,7 +83,7 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
     head, names = asked["head"], asked["class_names"]
     typer.echo(f"explaining {len(explained)} of {words}")
     partial = out.with_name(f"{out.name}.{PARTIAL}")
-    with open_executor(asked["workers"], asked["scheduler"], resumes=True) as executor, _said() as findings:
+    with open_executor(asked["workers"], asked["scheduler"], resumes=True) as executor:
         computing: _Computing = {
             "memory_budget": memory_bytes(asked["memory"]),
             "progress": not asked["quiet"],
@@ -103,21 +100,19 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
             )
         model = None
         if validation is not None:
-            model = UncertainClassifier(trajectory, seed=asked["seed"] or 0, **computing).fit(*validation)
+            model = UncertainClassifier(trajectory, seed=asked["seed"] or 0, **computing)
+            model.fit(validation.X, validation.labels)
         suspects = label_errors(trajectory, seed=asked["seed"] or 0, **computing) if asked["label_errors"] else None
         surface = _map(trajectory, asked) if asked["map"] else None
-        findings.clear()  # of what was computed before: the report says what its own sums are
-        write_report(
-            out,
-            trajectory,
-            X,
-            y,
+        settings = ReportSettings(
             title=asked["title"],
             head=None if head is None else head.value,
             rule=rule,
             outputs=outputs,
             explained=explained.tolist(),
             class_names=None if names is None else [name.strip() for name in names.split(",")],
+            names=None,
+            decode=None,
             top=asked["top"],
             by_layers=asked["layers"],
             influence=effect,
@@ -126,20 +121,23 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
             suspects=suspects,
             uncertainty_map=surface,
             kernel_points=asked["kernel_points"],
-            checkpoint=partial,
-            **computing,
+            options=ComputeOptions(checkpoint=partial, **computing),
         )
+        certificate = write_as_asked(out, trajectory, X, y, settings)
     shutil.rmtree(partial, ignore_errors=True)
     typer.echo(
         f"written to {out}: {os.path.getsize(out) / 1e6:.2f} MB, to be opened in a browser ({timer.total:.1f} s)"
     )
-    if findings and isinstance(rule, AdaptiveRule):
-        raise ValueError(f"{' '.join(findings)} The report says so; check the run with epk-gp verify.")
+    if certificate.findings and isinstance(rule, AdaptiveRule):
+        raise ValueError(
+            f"the report is not certified: {'; '.join(certificate.findings)}. The report says so; check the run with "
+            "epk-gp verify."
+        )
 
 
 def _read_points(
     asked: ReportOptions, trajectory: Trajectory
-) -> tuple[tuple[Tensor, Tensor] | None, Shaped[Tensor, "n ..."], Int64[Tensor, " n"] | None, str]:
+) -> tuple[LabelledPoints | None, Shaped[Tensor, "n ..."], Int64[Tensor, " n"] | None, str]:
     """Return labelled validation points, if they are asked for; the points, their labels, and what they are."""
     dtype = None if asked["dtype"] is None else torch_dtype(asked["dtype"])
     if asked["validation"] is None:
@@ -148,9 +146,8 @@ def _read_points(
     validation, points = read_validation(
         asked["validation"], asked["points"], asked["run"], trajectory, seed=asked["seed"] or 0
     )
-    assert validation.labels is not None  # noqa: S101  by `read_validation`
     X = cast_points(points.X, trajectory, dtype)
-    return (validation.X, validation.labels), X, points.labels, str(points)
+    return validation, X, points.labels, str(points)
 
 
 def _map(trajectory: Trajectory, asked: ReportOptions) -> UncertaintyMap:
@@ -161,24 +158,6 @@ def _map(trajectory: Trajectory, asked: ReportOptions) -> UncertaintyMap:
     gp.fit(_FIT_STEPS, progress=shown)
     generator = torch.Generator().manual_seed(seed)
     return uncertainty_on_plane(gp, principal_plane(trajectory.inputs), generator=generator, progress=shown)
-
-
-@contextmanager
-def _said() -> Iterator[list[str]]:
-    """Collect warnings about certificates, which are said at the end; others are shown as ever."""
-    found: list[str] = []
-    shown_before = warnings.showwarning
-
-    def show(message: Warning | str, category: type[Warning], *where: object, **options: object) -> None:
-        if issubclass(category, CertificateWarning):
-            found.append(str(message))
-        else:
-            shown_before(message, category, *where, **options)  # type: ignore[arg-type]  # passed on
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", CertificateWarning)
-        warnings.showwarning = show
-        yield found
 
 
 def _parse_outputs(text: str) -> ExplainedOutputs:

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 from epk_gp.core.head import Head
-from epk_gp.kernel_machine.certification import warn_if_uncertified
 from epk_gp.report.card import run_card
 from epk_gp.report.certainty import Certainty, band, certainty, scores_of
 from epk_gp.report.certificate import describe_certificate
@@ -65,7 +64,6 @@ class ReportContent:
         self.band = band(request)
         self.overview = overview(request, self.sure)
         self._shown = lru_cache(maxsize=None)(self._show_sample)
-        warn_if_uncertified("the report", self.found.certificate)
 
     def details(self) -> list[Detail]:
         """Return how much a report may hold, from all of it to the least."""

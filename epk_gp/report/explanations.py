@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,11 @@ def explain(asked: Asked, divisions: Divisions) -> Explanations:
         TypeError, ValueError: As `epk_gp.attribute`; or terms are not finite, or of very different sizes.
     """
     found: list[tuple[int, int, dict[str, Any]]] = []
-    quantum, certificate, largest = 0.0, None, 0
+    certificates: list[Certificate] = []
+    quantum, largest = 0.0, 0
     for chosen in _chunks(asked, divisions):
         parts = _attribute(asked, divisions, chosen)
-        certificate = Certificate.of(parts) if certificate is None else certificate.merged(Certificate.of(parts))
+        certificates.append(Certificate.of(parts))
         for number, k in enumerate(chosen.tolist()):
             row, output = int(asked.rows[k]), int(asked.classes[k])
             terms = _terms(parts, number)
@@ -91,8 +93,7 @@ def explain(asked: Asked, divisions: Divisions) -> Explanations:
             largest = max(largest, *(abs(view["rounding"]) for key, view in views.items() if is_margin(key)))
             ends = {"initial": rounded.running[0], "network": rounded.running[-1], "running": list(rounded.running)}
             found.append((row, output, ends | {"views": views}))
-    assert certificate is not None  # noqa: S101  there is at least one output, by `write_report`
-    return Explanations(quantum, tuple(found), certificate, largest)
+    return Explanations(quantum, tuple(found), reduce(Certificate.merged, certificates), largest)
 
 
 def _chunks(asked: Asked, divisions: Divisions) -> Iterator[Int64[Tensor, " m"]]:

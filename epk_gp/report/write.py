@@ -14,8 +14,10 @@ from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.head import Head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.kernel_machine.certification import warn_if_uncertified
 from epk_gp.kernel_machine.influence_results import Influence
 from epk_gp.quadrature.rules import Rule, adaptive
+from epk_gp.report.certificate import Certificate
 from epk_gp.report.content import ReportContent
 from epk_gp.report.inputs import Decode
 from epk_gp.report.page import page
@@ -113,10 +115,22 @@ def write_report(
         options=parsed,
     )
     file = Path(path)
+    warn_if_uncertified("the report", write_as_asked(file, trajectory, X, y, settings))
+    return file
+
+
+def write_as_asked(
+    file: Path, trajectory: Trajectory, X: Inputs, y: Shaped[Tensor, "n ..."] | None, settings: ReportSettings
+) -> Certificate:
+    """Write a report and return its certificate, which is not looked at here; arguments as `write_report`.
+
+    Raises:
+        TypeError, ValueError, OSError: As `write_report`.
+    """
     _require_place(file)
     content = ReportContent(parse_request(trajectory, X, y, settings))
     atomic_write(file, document(content, MAX_BYTES).encode())
-    return file
+    return content.found.certificate
 
 
 def document(content: ReportContent, most: int) -> str:
