@@ -276,9 +276,7 @@ def report(
     ] = 10,
     layers: Annotated[
         bool,
-        typer.Option(
-            "--layers/--no-layers", help="Tell layers apart; without, full-batch runs take a fraction of the time."
-        ),
+        typer.Option("--layers/--no-layers", help="Tell layers apart."),
     ] = True,
     outputs: Annotated[
         str,

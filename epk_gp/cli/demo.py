@@ -120,7 +120,6 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
         title="Three Gaussians",
         outputs=1,
         explained=chosen,
-        by_layers=False,  # 40 full-batch steps take 1.1 s so, and 11 s split by layers
         uncertainty_map=m,
         progress=not quiet,
     )

@@ -223,9 +223,17 @@ class MemoryPlan:
         per_point = (self.plan.num_outputs + 3) * self._activation_bytes + 12 * feature_bytes
         return max(1, self.budget // (4 * per_point))
 
-    def vanilla_gd_samples(self, max_samples: int, num_points: int, num_outputs: int) -> int:
-        """Count the training samples in a block of contributions to N points: 4 such blocks fill the budget."""
-        return max(1, min(max_samples, self.budget // (4 * self.itemsize * num_outputs * num_points)))
+    def vanilla_gd_samples(self, max_samples: int, num_points: int, num_outputs: int, num_parts: int) -> int:
+        """Count the training samples in a block of contributions to N points: 4 such blocks fill the budget.
+
+        Args:
+            max_samples: Largest count.
+            num_points: N.
+            num_outputs: Outputs of each that are explained.
+            num_parts: Parts of the network that are told apart.
+        """
+        values = num_outputs * num_points * num_parts
+        return max(1, min(max_samples, self.budget // (4 * self.itemsize * values)))
 
     def directional_rows(self) -> int:
         """Count the rows whose values and directional derivatives are computed at a time."""

@@ -5,7 +5,7 @@ of their own for layers whose inputs are constant (average the output gradients)
 the inputs), that are dense, or that are the last before a softmax.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -39,6 +39,7 @@ class StepAverage:
         right: Sequence[LayerJacobian],
         eta: float,
         averages: dict[int, LeftFactor] | None = None,
+        layers: Collection[int] | None = None,
     ) -> None:
         """Start a step.
 
@@ -47,8 +48,10 @@ class StepAverage:
             right: Training-side layer Jacobians of the step.
             eta: The step's factor.
             averages: Those of all nodes, where several steps share them (`step_averages`); their layers are left out.
+            layers: The layers that are added; None for all.
         """
         self.tile, self.right, self.eta = tile, right, eta
+        self._layers = range(len(right)) if layers is None else layers
         self._has_averages = averages is not None
         self.averages: dict[int, LeftFactor] = {} if averages is None else averages
 
@@ -59,7 +62,7 @@ class StepAverage:
         """
         nodes = batch.nodes
         for layer, (jacobian, other) in enumerate(zip(batch.jacobians, self.right, strict=True)):
-            if self._has_averages and layer in self.averages:
+            if layer not in self._layers or (self._has_averages and layer in self.averages):
                 continue
             if jacobian.commutes_with_average:
                 self.averages[layer] = jacobian.average(self.averages.get(layer), nodes)
@@ -75,7 +78,8 @@ class StepAverage:
     def finalize(self) -> None:
         """Add the averaged layers to the tile."""
         for layer, average in self.averages.items():
-            average.add_inner(self.right[layer], self.tile, self.eta, layer=layer, same_points=False)
+            if layer in self._layers:
+                average.add_inner(self.right[layer], self.tile, self.eta, layer=layer, same_points=False)
 
 
 def step_averages(batches: Iterable[NodeBatch]) -> dict[int, LeftFactor]:

@@ -22,14 +22,14 @@ from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tile_parts import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
-from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.axes import Axis, parameter_parts
 from epk_gp.kernel_machine.certification import IntegrationRecord
 from epk_gp.kernel_machine.collector import Collector, TermSizes
 from epk_gp.kernel_machine.contributions import Contribution
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem
 from epk_gp.kernel_machine.progress import PassProgress
-from epk_gp.kernel_machine.step_residuals import StepResiduals
-from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass, vanilla_gd_points
+from epk_gp.kernel_machine.step_residuals import StepResiduals, leaves_residuals
+from epk_gp.kernel_machine.vanilla_gd import layer_parts, vanilla_gd_pass, vanilla_gd_points
 from epk_gp.quadrature.paths import ManhattanPath, num_segments, path_identity
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -53,19 +53,29 @@ class AttributionPass:
     splits_statistics: bool
 
     @cached_property
-    def is_whole(self) -> bool:
-        """Whether no grouping asks for single parameters, so that they need not be kept apart."""
-        return not any(axis.kind == "parameter" for axes in self.groupings for axis in axes)
+    def parts(self) -> Int64[Tensor, " L"]:
+        """The part of the network that each parameter belongs to: those that no grouping tells apart are one."""
+        return parameter_parts(self.groupings, len(self.problem.trajectory.model.names))
+
+    @cached_property
+    def layer_parts(self) -> list[int] | None:
+        """The part of the network that each layer's Jacobian belongs to; None where one is of several."""
+        return layer_parts(self.problem, self.parts)
 
     @cached_property
     def is_factored(self) -> bool:
-        """Whether contributions are computed from layers' factors: of plain gradient descent, along steps or chords."""
+        """Whether contributions are computed from layers' factors: of plain gradient descent, along steps or chords.
+
+        What its integral leaves of a step in less than float64 belongs to no part of the network.
+        """
         trajectory = self.problem.trajectory
+        if self.layer_parts is None or (self.parts.any() and leaves_residuals(trajectory, self.problem.X)):
+            return False
         is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
         is_along_steps = (
             not isinstance(self.problem.kernel.path, ManhattanPath) and recomputation_of(trajectory) is None
         )
-        return self.is_whole and is_plain and is_along_steps and trajectory.unexplained is None
+        return is_plain and is_along_steps and trajectory.unexplained is None
 
     @cached_property
     def points_per_block(self) -> int:
@@ -125,7 +135,7 @@ class AttributionPass:
         problem, sums = self.of_block(number)
         progress = PassProgress(begun[0], sums.tensors, self.new_record, begun[1], bar)
         if self.is_factored:
-            vanilla_gd_pass(problem, self.ranges[of_steps], sums.add, progress, self.points_per_block)
+            self.pass_factors(problem, sums, progress, self.ranges[of_steps])
         elif residuals is not None:
             self.pass_adjoints(problem, sums, progress, residuals)
         return progress
@@ -137,14 +147,18 @@ class AttributionPass:
         outputs = network_outputs(problem.trajectory, problem.X, state=0, head=problem.kernel.head)
         return problem, TermSums.of(problem, self.groupings, problem.select_outputs(outputs))
 
+    def pass_factors(self, problem: AttributionProblem, sums: "TermSums", progress: PassProgress, steps: slice) -> None:
+        """Go through steps of plain gradient descent, and add every term to the sums."""
+        if self.layer_parts is None:
+            raise TypeError("a layer's factors must belong to one part of the network: this is a bug in epk_gp.")
+        vanilla_gd_pass(problem, self.layer_parts, steps, sums.add, progress, self.points_per_block)
+
     def pass_adjoints(
         self, problem: AttributionProblem, sums: "TermSums", progress: PassProgress, residuals: StepResiduals
     ) -> None:
         """Go through the run from its last step, block by block, and add every term to the sums."""
-        count = len(problem.trajectory.model.names)
-        groups = torch.zeros(count, dtype=torch.int64) if self.is_whole else torch.arange(count)
         splits = self.splits_statistics and any(collector.splits_samples for collector in sums.collectors)
-        adjoint_pass(problem, groups, sums.add, progress, PassOptions(self.points_per_block, residuals, splits))
+        adjoint_pass(problem, self.parts, sums.add, progress, PassOptions(self.points_per_block, residuals, splits))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +171,8 @@ class TermSums:
     @classmethod
     def of(cls, problem: AttributionProblem, groupings: Groupings, initial: Float[Tensor, "n K"]) -> "TermSums":
         """Start sums at zero."""
-        return cls([Collector(problem, axes, initial) for axes in groupings], TermSizes(initial))
+        parts = parameter_parts(groupings, len(problem.trajectory.model.names))
+        return cls([Collector(problem, axes, parts, initial) for axes in groupings], TermSizes(initial))
 
     @property
     def tensors(self) -> list[Float[Tensor, "n K ..."]]:

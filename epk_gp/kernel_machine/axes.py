@@ -1,6 +1,6 @@
 """Axes of an attribution: what the contributions are split by."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -86,6 +86,20 @@ def by_layer(trajectory: Trajectory) -> Axis:
     owners = [name.rpartition(".")[0] for name in trajectory.model.names]
     names = tuple(dict.fromkeys(owners))
     return Axis("parameter", torch.tensor([names.index(owner) for owner in owners]), names)
+
+
+def parameter_parts(groupings: Iterable[Sequence[Axis]], num_parameters: int) -> Int64[Tensor, " L"]:
+    """Return the part of each of L parameters: those that no axis tells apart are one part.
+
+    Args:
+        groupings: The axes of each result.
+        num_parameters: L.
+    """
+    groups = [axis.group.cpu() for axes in groupings for axis in axes if axis.kind == "parameter"]
+    if not groups:
+        return torch.zeros(num_parameters, dtype=torch.int64)
+    parts: Tensor = torch.unique(torch.stack(groups), dim=1, return_inverse=True)[1]
+    return parts
 
 
 def validate_axes(trajectory: Trajectory, axes: Sequence[Axis]) -> None:

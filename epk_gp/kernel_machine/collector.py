@@ -1,6 +1,7 @@
 """Sums of the terms that a pass over the run emits, along the axes that were asked for."""
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.kernel_machine.axes import Axis
@@ -16,9 +17,18 @@ from epk_gp.kernel_machine.problem import AttributionProblem
 
 
 class Collector:
-    """Sums contributions into one result. Combined axes of one kind are flattened to one index until the end."""
+    """Sums contributions into one result. Combined axes of one kind are flattened to one index until the end.
 
-    def __init__(self, problem: AttributionProblem, axes: tuple[Axis, ...], reference: Tensor) -> None:
+    Args:
+        problem: The predictions.
+        axes: The axes of the result.
+        parts: Which part of the network each parameter belongs to; contributions are those of parts.
+        reference: The predictions at the initial weights, (n, K).
+    """
+
+    def __init__(
+        self, problem: AttributionProblem, axes: tuple[Axis, ...], parts: Int64[Tensor, " L"], reference: Tensor
+    ) -> None:
         self.axes = axes
         trajectory = problem.trajectory
         counts = {"step": trajectory.num_steps, "sample": trajectory.num_points}
@@ -36,7 +46,10 @@ class Collector:
         self.statistics_of_no_sample = reference.new_zeros(*reference.shape, T)
         self.unexplained = reference.new_zeros(*reference.shape, T, G)
         self.group_of_sample = self.index["sample"].to(reference.device)
-        self.group_of_parameter = self.index["parameter"].to(reference.device)
+        group_of_part = torch.zeros(int(parts.max()) + 1, dtype=torch.int64)
+        group_of_part[parts] = self.index["parameter"]
+        self.group_of_part = group_of_part.to(reference.device)
+        self._parts_are_groups = torch.equal(group_of_part, torch.arange(G))
 
     @property
     def splits_samples(self) -> bool:
@@ -49,7 +62,7 @@ class Collector:
         return [self.values, self.decay, self.statistics, self.statistics_of_no_sample, self.unexplained]
 
     def add(self, term: Contribution) -> None:
-        """Add one contribution, of all parameters together or of each separately."""
+        """Add one contribution, split by parts of the network."""
         t = int(self.index["step"][term.step])
         if isinstance(term, SampleContributions):
             _add_by_sample(self.values[:, :, t], term.rows, self._group(term.samples), self._by_group(term.values))
@@ -84,10 +97,10 @@ class Collector:
         return torch.stack([*terms, *(other.abs() for other in others)]).sum(dim=0)
 
     def _by_group(self, values: Tensor) -> Tensor:
-        if values.shape[-1] == 1 and self.values.shape[-1] == 1:
+        if self._parts_are_groups:
             return values
         grouped = values.new_zeros(*values.shape[:-1], self.values.shape[-1])
-        return grouped.index_add_(values.ndim - 1, self.group_of_parameter, values)
+        return grouped.index_add_(values.ndim - 1, self.group_of_part, values)
 
     def result(self, tensor: Tensor, kinds: tuple[str, ...]) -> Tensor:
         """Unflatten the kinds and bring the axes into their order; kinds that are left out get length 1."""

@@ -15,7 +15,7 @@ class SampleContributions:
         step: s.
         rows: Which N of the points.
         samples: Indices of B training samples, a sample as often as it occurs.
-        values: Their contributions, (N, K, B, G) over G groups of parameters.
+        values: Their contributions, (N, K, B, G) over G parts of the network.
     """
 
     step: int

@@ -40,7 +40,6 @@ from epk_gp.kernel_machine.certification import IntegrationRecord, StepMismatche
 from epk_gp.kernel_machine.problem import make_problem, parse_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import StepResiduals, leaves_residuals
-from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import Rule, adaptive
 
@@ -142,7 +141,7 @@ class _PassWork:
         with suppress(_MeasuredError):
             if whole.is_factored:
                 steps = self._steps(number)[:last]
-                vanilla_gd_pass(problem, slice(steps.start, steps.stop), sums.add, progress, whole.points_per_block)
+                whole.pass_factors(problem, sums, progress, slice(steps.start, steps.stop))
             else:
                 whole.pass_adjoints(problem, sums, progress, _AnyResiduals(self._residual))
         synchronise(self.pieces.X)

@@ -1,9 +1,10 @@
 """Contributions under plain gradient descent: layers stay factored, nothing of the size of the weights is kept."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, weighted_loss
@@ -61,8 +62,31 @@ def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     return float(u.lr[0]) * float(u.grad_scale[0])
 
 
+def layer_parts(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> list[int] | None:
+    """Return which part of the network each layer's Jacobian belongs to; None where one belongs to several.
+
+    Args:
+        problem: The predictions.
+        parts: The part that each of L parameters belongs to.
+    """
+    model, plan = problem.net.model, problem.net.plan
+    part = dict(zip(model.names, parts.tolist(), strict=True))
+    if problem.cost.all_dense:
+        owners = [{part[name] for name in model.names}]
+    else:
+        owners = [{part[name] for name in (weight, bias) if name is not None} for weight, bias in plan.bias_of.items()]
+        if plan.dense_params:
+            owners.append({part[name] for name in plan.dense_params})
+    return [min(own) for own in owners] if all(len(own) == 1 for own in owners) else None
+
+
 def vanilla_gd_pass(
-    problem: AttributionProblem, steps: slice, emit: Emit, progress: PassProgress, points_per_block: int
+    problem: AttributionProblem,
+    layer_parts: Sequence[int],
+    steps: slice,
+    emit: Emit,
+    progress: PassProgress,
+    points_per_block: int,
 ) -> None:
     """Go through steps of a run and emit every sample's contribution, -eps_s c_i <Phi_s, grad loss_i>.
 
@@ -71,6 +95,7 @@ def vanilla_gd_pass(
 
     Args:
         problem: The predictions, at points that are computed together.
+        layer_parts: The part of the network that each layer's Jacobian belongs to (`layer_parts`).
         steps: Which steps; they begin and end where chords do.
         emit: Called with every contribution.
         progress: How far the pass is; what is done is left out.
@@ -81,14 +106,19 @@ def vanilla_gd_pass(
     """
     trajectory, rows = problem.trajectory, torch.arange(len(problem.X), device=problem.X.device)
     validate_vanilla_gd(trajectory, "factored contributions")
-    samples_per_block = problem.memory.vanilla_gd_samples(points_per_block, len(rows), problem.num_outputs)
+    layers_of_parts = [
+        [layer for layer, part in enumerate(layer_parts) if part == number] for number in range(max(layer_parts) + 1)
+    ]
+    samples_per_block = problem.memory.vanilla_gd_samples(
+        points_per_block, len(rows), problem.num_outputs, len(layers_of_parts)
+    )
     for stretch in stretches_of(problem.kernel.path, trajectory.num_steps, steps)[progress.done :]:
         (line,) = integrate_stretch(problem, stretch, rows, points_per_block)
         rest = problem.select_outputs(line.integral.total, rows).clone()
         left = LeftSide(line.batches, step_averages(line.batches))
         for s in stretch:
             change = rest.clone()
-            for term in _sample_terms(problem, trajectory.steps[s], left, rows, samples_per_block):
+            for term in _sample_terms(problem, trajectory.steps[s], left, layers_of_parts, samples_per_block):
                 emit(term)
                 rest -= term.values.sum(dim=(2, 3))
             # the integral of a step is its change; of a chord it is that of all its steps
@@ -121,10 +151,15 @@ class LeftSide:
 
 
 def _sample_terms(
-    problem: AttributionProblem, step: Step, left: "LeftSide", rows: Tensor, samples_per_block: int
+    problem: AttributionProblem,
+    step: Step,
+    left: LeftSide,
+    layers_of_parts: Sequence[Sequence[int]],
+    samples_per_block: int,
 ) -> Iterator[SampleContributions]:
     """Yield the contributions of one step's samples, some of them at a time."""
     trajectory, K = problem.trajectory, problem.num_outputs
+    rows = torch.arange(len(problem.X), device=problem.X.device)
     w = flat_state(trajectory, step.index, problem.X)
     X, y, c = batch_of(trajectory, step, w)
     samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
@@ -132,10 +167,12 @@ def _sample_terms(
     for part in torch.arange(len(X), device=X.device).split(samples_per_block):
         cotangents = weighted_loss(trajectory.loss, y[part], c[part])
         right = layer_jacobians(problem.net, WeightLocation(w), X[part], cotangents, problem.cost)
-        tile = GramAccumulator((K, len(rows), 1, len(part)), w)
-        average = StepAverage(tile, right, eta, left.averages)
-        for batch in left.batches:
-            average.accumulate(batch)
-        average.finalize()
-        values = tile.result()[:, :, 0].transpose(0, 1)
-        yield SampleContributions(step.index, rows, samples[part], values.unsqueeze(3))
+        values = w.new_empty(len(rows), K, len(part), len(layers_of_parts))
+        for number, layers in enumerate(layers_of_parts):
+            tile = GramAccumulator((K, len(rows), 1, len(part)), w)
+            average = StepAverage(tile, right, eta, left.averages, layers)
+            for batch in left.batches:
+                average.accumulate(batch)
+            average.finalize()
+            values[..., number] = tile.result()[:, :, 0].transpose(0, 1)
+        yield SampleContributions(step.index, rows, samples[part], values)

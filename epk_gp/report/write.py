@@ -73,8 +73,7 @@ def write_report(
         names: Names of the features, where inputs are rows of numbers.
         decode: Makes a text of one input, as of its token numbers.
         top: How many samples a view names of either sign.
-        by_layers: Whether layers are told apart. Of full-batch gradient descent, contributions that are not split by
-            layers take a fraction of the time.
+        by_layers: Whether layers are told apart.
         influence: `epk_gp.influence` on the outputs of X, or of the explained points, to stand beside contributions.
         posterior: An `UncertainClassifier` or a `LogitGP` of the run, or the `LogitPosterior` of X: for probabilities
             with a band, and scores.

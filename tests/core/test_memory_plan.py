@@ -36,7 +36,7 @@ SIZES: dict[str, Callable[[MemoryPlan], int]] = {
     "statistics_rows": lambda memory: memory.statistics_rows(3, 64),
     "adjoint_samples": lambda memory: memory.adjoint_samples(),
     "vanilla_gd_points": lambda memory: memory.vanilla_gd_points(FEATURE_BYTES),
-    "vanilla_gd_samples": lambda memory: memory.vanilla_gd_samples(10_000, 100, 3),
+    "vanilla_gd_samples": lambda memory: memory.vanilla_gd_samples(10_000, 100, 3, 2),
     "directional_rows": lambda memory: memory.directional_rows(),
     "steps_per_batch": lambda memory: memory.steps_per_batch(FEATURE_BYTES * 1000),
     "stacked_weights": lambda memory: memory.stacked_weights(4),

@@ -94,10 +94,14 @@ def test_written_out_gradients_are_in_the_order_of_the_flat_weights(name):
     for dense in (False, True):
         layout = flat_columns(net, all_dense=dense)
         assert torch.equal(layout.sort().values, torch.arange(case.trajectory.num_weights))
-    by = [by_parameter(case.trajectory)]
     head = "logits" if case.trajectory.num_outputs == 1 else "log_softmax"
-    parts = attribute_by(case.trajectory, case.test[:2], by, head=head)
+    parts = attribute_by(case.trajectory, case.test[:2], [by_parameter(case.trajectory)], head=head)
     assert parts.max_error <= 1e-11
+    # layers of plain gradient descent are multiplied as factors, single parameters as written out gradients
+    modules = by_layer(case.trajectory)
+    layers = attribute_by(case.trajectory, case.test[:2], [modules], head=head)
+    expected = torch.zeros_like(layers.values).index_add_(2, modules.group, parts.values)
+    assert_close(layers.values, expected, rounding=1e5)
     start, end = (case.trajectory.weights(s) for s in (0, -1))
     still = [k for k, n in enumerate(case.trajectory.model.names) if torch.equal(start[n], end[n])]
     assert not parts.values[:, :, still].any()
