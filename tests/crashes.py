@@ -164,7 +164,8 @@ def dying_after(count: int, half: bool) -> None:
             setattr(owner, name, guarded(getattr(owner, name)))
 
 
-def kill_after_each_operation(folder: Path) -> dict[str, object]:
+def kill_after_operations(folder: Path, every: int) -> dict[str, object]:
+    """Kill a recording after each file operation, or every second or third of them."""
     digests, problems = reference(folder), []
     path, kills = folder / "run", 0
     for half in (False, True):
@@ -184,7 +185,7 @@ def kill_after_each_operation(folder: Path) -> dict[str, object]:
             check(path, 0, digests, problems)
             finish(path, digests, problems)
             shutil.rmtree(path)
-            count += 1 if not half else 3
+            count += every if not half else 3 * every
         shutil.rmtree(path, ignore_errors=True)
     return {"kills": kills, "problems": problems}
 
@@ -215,15 +216,15 @@ def warm_up() -> None:
     torch.optim.Adam([weight]).step()
 
 
-def main(mode: str, folder: str, seed: str, keep_every: str = "1") -> None:
+def main(mode: str, folder: str, seed: str, keep_every: str = "1", kills: str = "200") -> None:
     global KEEP_EVERY
     KEEP_EVERY = int(keep_every)
     torch.set_num_threads(1)
     warm_up()
     path = Path(folder)
     result = {
-        "random": lambda: kill_at_random(path, int(seed), 200),
-        "operations": lambda: kill_after_each_operation(path),
+        "random": lambda: kill_at_random(path, int(seed), int(kills)),
+        "operations": lambda: kill_after_operations(path, every=KEEP_EVERY),
         "readers": lambda: read_while_others_write(path, 15),
     }[mode]()
     sys.stdout.write(json.dumps(result))

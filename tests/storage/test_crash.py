@@ -25,10 +25,10 @@ def folder(tmp_path):
         yield Path(name)
 
 
-def run(mode, folder, keep_every=1):
+def run(mode, folder, keep_every=1, kills=200):
     """A process of its own, for it forks."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(epk_gp.__file__).parents[1])}
-    command = [sys.executable, str(CRASHES), mode, str(folder), "7", str(keep_every)]
+    command = [sys.executable, str(CRASHES), mode, str(folder), "7", str(keep_every), str(kills)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -38,15 +38,15 @@ def run(mode, folder, keep_every=1):
 
 @pytest.mark.slow
 def test_a_recording_killed_at_any_moment_opens_verifies_and_ends_as_if_it_had_not_been(folder):
-    result = run("random", folder)
-    assert result["kills"] == 200
+    result = run("random", folder, kills=100)
+    assert result["kills"] == 100
     assert {0, 2, 4, 6} <= set(result["left_at"])  # the kills were spread over the run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_every", [1, 3])
 def test_a_recording_killed_after_each_file_operation_is_resumed(folder, keep_every):
-    assert run("operations", folder, keep_every)["kills"] > 60
+    assert run("operations", folder, keep_every)["kills"] > 60 // keep_every
 
 
 @pytest.mark.slow
