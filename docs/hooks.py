@@ -358,9 +358,10 @@ def _scored(setting: str) -> Callable[[dict], str]:
 
 def _score_sizes(saved: dict) -> str:
     config = saved["config"]
+    explained = "; ".join(f"{name} {count}" for name, count in config["points"].items())
     return (
-        f"*Means ± standard deviations over seeds ({config['seeds']}), {config['subsets']} subsets of each size, the "
-        f"first {config['points']} test samples, one thread; {_versions(saved)}.*"
+        f"*Means ± standard deviations over seeds ({config['seeds']}), {config['subsets']} subsets of each size, one "
+        f"thread; test samples that are explained: {explained}. {_versions(saved)}.*"
     )
 
 

@@ -146,7 +146,7 @@ def test_where_another_score_wins_is_said_first(load):
 @pytest.mark.slow
 def test_a_tiny_benchmark_runs_and_goes_on_where_it_was_stopped(load, tmp_path, monkeypatch):
     benchmark = load("run")
-    options = {"rows": tmp_path / "rows", "seeds": 1, "subsets": 6, "points": 3, "environments": tmp_path}
+    options = {"rows": tmp_path / "rows", "seeds": 1, "subsets": 6, "environments": tmp_path}
     monkeypatch.setattr(benchmark, "TINY", benchmark.TINY[:1])
     benchmark.main(out=tmp_path / "first", only="truth|random|neighbours", peers=False, tiny=True, **options)
     first = json.loads((tmp_path / "first.json").read_text())["results"]["table"]

@@ -38,7 +38,6 @@ def main(
     only: Annotated[str, typer.Option(help="Regular expression: names of the rows that are computed.")] = "",
     seeds: Annotated[int, typer.Option(help="Seeds.")] = 3,
     subsets: Annotated[int, typer.Option(help="Random subsets of each size.")] = 100,
-    points: Annotated[int, typer.Option(help="Test samples that are explained.")] = 100,
     environments: Annotated[Path, typer.Option(help="Folder of the peers' environments.")] = HERE / ".venvs",
     peers: Annotated[bool, typer.Option(help="Whether peers run.")] = True,
     tiny: Annotated[bool, typer.Option(help="Problems of a second, for the tests.")] = False,
@@ -49,15 +48,17 @@ def main(
     pythons: Pythons = dict.fromkeys(PACKAGES, "not asked for")
     if peers:
         pythons = {name: _environment(environments / name, packages) for name, packages in PACKAGES.items()}
+    settings = TINY if tiny else SETTINGS
     judged = [
-        row
-        for setting in (TINY if tiny else SETTINGS)
-        for seed in range(seeds)
-        for row in _rows(setting, seed, subsets, points, saved, pythons)
+        row for setting in settings for seed in range(seeds) for row in _rows(setting, seed, subsets, saved, pythons)
     ]
     content = {
         "experiment": "attribution_benchmarks",
-        "config": {"seeds": seeds, "subsets": subsets, "points": points},
+        "config": {
+            "seeds": seeds,
+            "subsets": subsets,
+            "points": {s.name: Problem(s, 0).num_explained for s in settings},
+        },
         "results": {"table": judged},
     }
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,9 +67,7 @@ def main(
     typer.echo(f"written: {out.with_suffix('.json')}, {out.with_suffix('.md')}")
 
 
-def _rows(
-    setting: Setting, seed: int, subsets: int, points: int, saved: Rows, pythons: Pythons
-) -> list[dict[str, Any]]:
+def _rows(setting: Setting, seed: int, subsets: int, saved: Rows, pythons: Pythons) -> list[dict[str, Any]]:
     """Return the judged scores of one trained network."""
     clean, flipped = Problem(setting, seed), Problem(setting, seed, flipped=True)
     truths = {}
@@ -77,7 +76,7 @@ def _rows(
         truths[alpha] = drawn, outcomes(clean, f"LDS {alpha}", drawn, saved)
     without = leave_one_out(clean, saved) if setting.small else None
     retraining = saved.get(f"{clean.name}: seconds", problem_key(clean), lambda: _seconds(clean))
-    found = _scores(clean, points, saved, pythons)
+    found = _scores(clean, clean.num_explained, saved, pythons)
     on_flipped = _scores(flipped, setting.num_train, saved, pythons) if setting.small else {}
     options = {name: _best(row["scores"], truths[ALPHAS[0]]) for name, row in found.items() if "scores" in row}
     detection = _class_detection(
