@@ -52,13 +52,10 @@ def main(
     judged = [
         row for setting in settings for seed in range(seeds) for row in _rows(setting, seed, subsets, saved, pythons)
     ]
+    explained = {setting.name: Problem(setting, 0).num_explained for setting in settings}
     content = {
         "experiment": "attribution_benchmarks",
-        "config": {
-            "seeds": seeds,
-            "subsets": subsets,
-            "points": {s.name: Problem(s, 0).num_explained for s in settings},
-        },
+        "config": {"seeds": seeds, "subsets": subsets, "points": explained},
         "results": {"table": judged},
     }
     out.parent.mkdir(parents=True, exist_ok=True)
