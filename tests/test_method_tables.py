@@ -10,7 +10,6 @@ HOOKS = Path(__file__).parents[1] / "docs" / "hooks.py"
 
 @pytest.fixture(scope="module")
 def hooks():
-    pytest.importorskip("latex2mathml")
     spec = importlib.util.spec_from_file_location("hooks", HOOKS)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

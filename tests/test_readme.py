@@ -50,7 +50,6 @@ def test_pages_take_parts_of_the_readme_that_exist(page):
 
 
 def test_the_readme_s_results_are_the_saved_ones():
-    pytest.importorskip("latex2mathml")
     shown = re.search(r"<!-- \[start:results\] -->\n(.*?)\n<!-- \[end:results\] -->", README.read_text(), re.DOTALL)
     assert shown[1].strip() == load(DOCS / "hooks.py").headline()
 
