@@ -116,12 +116,13 @@ def _best(scores: dict[str, torch.Tensor], truth: tuple[torch.Tensor, torch.Tens
 
 def _scores(problem: Problem, points: int, saved: Rows, pythons: Pythons) -> dict[str, Row]:
     """Return all scores of a trained network: those that are saved, and those that are asked for."""
-    key = problem_key(problem) | {"points": points}
+    problem_is = problem_key(problem)
+    keys = {score.name: problem_is | {"points": score.num_explained(problem, points)} for score in SCORES}
     found: dict[str, Row] = {}
     needed: list[Score] = []
     for score in SCORES:
         name = f"{problem.name}: {score.name}"
-        row = saved.saved(name, key)
+        row = saved.saved(name, keys[score.name])
         if why := score.left_out(problem):
             found[score.name] = {"failure": why}
         elif row is not None:
@@ -141,7 +142,7 @@ def _scores(problem: Problem, points: int, saved: Rows, pythons: Pythons) -> dic
             trained.save_job(job)
         for score in tqdm(needed, desc=problem.name, disable=None):
             name = f"{problem.name}: {score.name}"
-            row = saved.get(name, key, lambda score=score: computed(score, trained, pythons, job))
+            row = saved.get(name, keys[score.name], lambda score=score: computed(score, trained, pythons, job))
             found[score.name] = row or {"failure": WAITING}
     return found
 

@@ -1,5 +1,6 @@
 """The scores: the package's own in this process, its peers' in processes and environments of their own."""
 
+import copy
 import os
 import subprocess
 import tempfile
@@ -37,10 +38,16 @@ class Trained:
     """A problem's recorded run, its data, and the file that its peers read."""
 
     def __init__(self, problem: Problem, points: int) -> None:
-        self.problem, self.points = problem, points
+        self.problem = problem
         self.data = problem.data()
         self.run = record(problem)
         self.X_test, self.y_test = self.data.X_test[:points], self.data.y_test[:points]
+
+    def first(self, count: int) -> "Trained":
+        """Return the same run with the first of its explained samples."""
+        part = copy.copy(self)
+        part.X_test, part.y_test = self.X_test[:count], self.y_test[:count]
+        return part
 
     @property
     def explained(self) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
@@ -85,6 +92,7 @@ class Score:
         retrainings: Networks that it needs besides the recorded one.
         texts: Why it cannot explain texts; empty if it can.
         labels: Whether a sample's value for itself says something about its label.
+        most: Test samples that it explains at most, where more take hours; None for all that are asked for.
     """
 
     name: str
@@ -93,6 +101,14 @@ class Score:
     retrainings: int = 0
     texts: str = ""
     labels: bool = True
+    most: int | None = None
+
+    def num_explained(self, problem: Problem, points: int) -> int:
+        """Return how many of the first test samples are explained where so many are asked for.
+
+        Where wrong labels are to be found they are training samples, and all are.
+        """
+        return points if self.most is None or problem.flipped else min(points, self.most)
 
     def left_out(self, problem: Problem) -> str:
         """Return why the score is not computed for a problem, or nothing."""
@@ -154,7 +170,7 @@ INFLUENCE = "influence (epk_gp)"
 ONE_LABEL = "takes one label per sample"
 SCORES = [
     Score(INFLUENCE, _influence()),
-    Score("smoothed influence (epk_gp)", _smoothed),
+    Score("smoothed influence (epk_gp)", _smoothed, most=20),
     Score("contributions (epk_gp)", _contributions(epk.adaptive(1e-6))),
     Score("first-order In-Run Shapley (epk_gp)", _contributions(epk.left_endpoint())),
     Score("TracInCP (captum)", peer=("captum", "captum_scores.py", "TracInCP"), texts=ONE_LABEL),
@@ -184,7 +200,7 @@ def computed(score: Score, trained: Trained, pythons: dict[str, Path | str], job
     if score.compute is not None:
         before = time.process_time()
         try:
-            values = score.compute(trained)
+            values = score.compute(trained.first(score.num_explained(trained.problem, len(trained.X_test))))
         except (AttributeError, ImportError) as error:
             return {"failure": f"this version of epk_gp has none: {error}"}
         return {"scores": {"": values.float()}, "seconds": {"": time.process_time() - before}}
