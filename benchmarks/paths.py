@@ -166,12 +166,19 @@ def uncertainty_map(
     num_train: Annotated[int, typer.Option(help="Training points, all conditioned on.")] = 300,
     steps: Annotated[int, typer.Option(help="Minibatch steps of Adam.")] = 400,
     width: Annotated[int, typer.Option(help="Units of both hidden layers.")] = 64,
-    asked: Annotated[str, typer.Option(help="Chord lengths with Gauss-Legendre nodes; the first is the reference.")] = (
-        "1:4,1:2,20:4,50:4,50:8,100:4"
-    ),
+    asked: Annotated[
+        str,
+        typer.Option(
+            help="Chord lengths with Gauss-Legendre nodes, or numbers of nodes of the whole path; the first is the "
+            "reference."
+        ),
+    ] = "1:2,20:1,50:4,50:1,100:4,100:1,10,20,40",
     threads: Annotated[int, typer.Option(help="Threads.")] = 1,
 ) -> None:
-    """Print the seconds of an uncertainty map of two moons along chords, and its difference from that along steps."""
+    """Print the seconds of an uncertainty map of two moons along chords, and its difference from that along steps.
+
+    So with nodes of the whole path that stand for all its steps.
+    """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     X, y = two_moons(num_train)
@@ -186,9 +193,12 @@ def uncertainty_map(
     typer.echo("| k | nodes | wall, s | process, s | largest std | its largest difference | mean | rank correlation |")
     typer.echo("|---" * 8 + "|")
     reference = None
-    for every, nodes in (map(int, pair.split(":")) for pair in asked.split(",")):
+    for every, _, nodes in (pair.rpartition(":") for pair in asked.split(",")):
         wall, process = time.perf_counter(), time.process_time()
-        gp = epk.LogitGP(run, path=epk.chords(every), rule=epk.gauss_legendre(nodes))
+        if every:
+            gp = epk.LogitGP(run, path=epk.chords(int(every)), rule=epk.gauss_legendre(int(nodes)))
+        else:
+            gp = epk.LogitGP(run, nodes=int(nodes))
         gp.fit()
         generator = torch.Generator().manual_seed(0)
         std = epk.softmax_uncertainty(gp.logit_posterior(grid), generator=generator).std[:, 0]
@@ -196,7 +206,7 @@ def uncertainty_map(
         reference = std if reference is None else reference
         off = (std - reference).abs()
         typer.echo(
-            f"| {every} | {nodes} | {wall:.1f} | {process:.1f} | {float(std.max()):.3f} | "
+            f"| {every or '-'} | {nodes} | {wall:.1f} | {process:.1f} | {float(std.max()):.3f} | "
             f"{float(off.max()):.4f} | {float(off.mean()):.5f} | "
             f"{rank_correlation(std, reference):.4f} |"
         )

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 from matplotlib.figure import Figure
@@ -205,6 +206,47 @@ def contributions(r: dict) -> list[str]:
     ]
 
 
+def other_paths(r: dict) -> list[str]:
+    short, long, one, modules, left = range(1, 6)
+    rank = [fmean(values) for values in r["rank"]]
+    difference = [f"{100 * fmean(values):.2g}" for values in r["difference"]]
+    n = r["evaluations"]
+    return [
+        f"misses an output by {power(max(r['error'][:left]), 0)} at most (outputs move by up to {r['outputs']:.1f})",
+        f"takes {n[0]:.1f} gradients of an image for each step along straight steps, {n[short]:.1f} along chords of 5 "
+        f"steps, {n[long]:.1f} with 20, {n[one]:.1f} with one chord, and {n[modules]:.1f} module by module",
+        f"have a rank correlation of {rank[short]:.4f}, {rank[long]:.3f}, {rank[one]:.2f} and {rank[modules]:.4f} with "
+        "those along straight steps (mean of 30 predictions)",
+        f"at least {min(r['rank'][short]):.3f}, {min(r['rank'][long]):.2f}, {min(r['rank'][one]):.2f} and "
+        f"{min(r['rank'][modules]):.4f}",
+        f"differ by {', '.join(difference[short:modules])} and {difference[modules]} % of their norm",
+        f"Of the ten largest, {10 * fmean(r['same_top'][one]):.1f} are the same along one chord",
+        f"rank correlation of {rank[left]:.4f} and a sum that is off by {r['error'][left]:.2g}",
+    ]
+
+
+def asymmetry(r: dict) -> list[str]:
+    def of(problem: str, score: str, key: str) -> str:
+        values = next(
+            values for *entry, values in zip(r["problem"], r["score"], r[key], strict=True) if entry == [problem, score]
+        )
+        return f"{fmean(values):.2f} ± {stdev(values):.2f}"
+
+    def row(score: str, words: str) -> str:
+        cells = (of(p, score, key) for key in ("errors", "foreign") for p in ("digits", "three Gaussians"))
+        return f"| {words} | {' | '.join(cells)} |"
+
+    return [
+        row("max softmax", "1 − largest probability"),
+        row("nearest distance", "distance to the nearest training point"),
+        row("net asymmetry", "asymmetry over the whole run"),
+        row("asymmetry", "asymmetry step by step"),
+        row("drift", "the same, not relative to k′"),
+        row("both", "sum of ranks of the first and the fourth"),
+        f"accuracy {spans([a for values in r['accuracy'].values() for a in values])}",
+    ]
+
+
 CLAIMS: dict[str, Callable[[dict], list[str]]] = {
     "fig02_alignment": alignment,
     "fig03_retrained": retrained,
@@ -217,6 +259,8 @@ CLAIMS: dict[str, Callable[[dict], list[str]]] = {
     "signal_dimension": signal,
     "counterfactual": counterfactual,
     "resnet_contributions": contributions,
+    "other_paths": other_paths,
+    "asymmetry": asymmetry,
 }
 
 

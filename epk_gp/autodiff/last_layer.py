@@ -179,6 +179,11 @@ class SoftmaxLastLayerAverage(LeftFactor):
 
     fits_concatenation = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the averages."""
+        return self.values.nbytes
+
     def add_inner(self, other: LeftFactor, total: ProductSum, weight: float, *, layer: int, same_points: bool) -> None:
         """Add the inner products with the other side's factors, or averages (docs/theory.md, section 5)."""
         if isinstance(other, SoftmaxLastLayerAverage):

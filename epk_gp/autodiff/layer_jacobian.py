@@ -15,11 +15,17 @@ from torch import Tensor
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.sketches import FeatureSum
+from epk_gp.core.huge_pages import empty_huge_pages
 
 # Inner dimension from which products of several steps are not joined into one with a longer inner dimension. Measured
 # on one thread (AMD EPYC), blocks of 8 to 1000 points, 16 to 100 steps: joined, layers of 32 and 64 outputs take 0.94
 # to 1.03 of the time of one product per step; layers of 200 to 300 outputs 0.99 to 1.07, once 1.35.
 LONG_INNER_DIM = 256
+
+# Positions up to which gradients are written out output by output, into the memory of the result. Measured on one
+# thread, float64: 1200 points, 2 outputs, a layer of 64 x 65 and 1 to 8 positions take 13 to 19 ms in place of 34 to
+# 55, most of which were new pages; 100 points, 10 outputs, 16 x 72 and 196 positions 28 in place of 19.
+_FEW_POSITIONS = 64
 
 J = TypeVar("J", bound="LeftFactor")
 InputProducts = Callable[[], Tensor]  # the inner products of a layer's inputs, (N, M), computed when they are needed
@@ -111,6 +117,11 @@ class LeftFactor(ABC):
 
     @property
     @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that the representation takes."""
+
+    @property
+    @abstractmethod
     def fits_concatenation(self) -> bool:
         """Whether several steps of these points can be summed in one matrix product, and gain by it."""
 
@@ -126,11 +137,6 @@ class LayerJacobian(LeftFactor):
     @abstractmethod
     def commutes_with_average(self) -> bool:
         """Whether the average over t of inner products is the inner product of one average."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes that the representation takes."""
 
     @property
     @abstractmethod
@@ -195,13 +201,23 @@ def append_bias_column(a: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows n_an
 
 def sum_outer_products(a: Float[Tensor, "E L G n_in"], delta: Float[Tensor, "K E L G n_out"]) -> Float[Tensor, "K E P"]:
     """Write a layer call's gradients out, summed over its L positions, for G groups that do not mix."""
-    if a.shape[1] == 1:
-        return (delta[:, :, 0, :, :, None] * a[:, 0, :, None]).flatten(2)
-    # one batched product per point and group: (K n_out, L) x (L, n_in)
-    left = delta.permute(1, 3, 0, 4, 2).flatten(2, 3)  # E G (K n_out) L
-    product = left @ a.transpose(1, 2)  # E G (K n_out) n_in
-    rows: Tensor = product.unflatten(2, (len(delta), -1)).permute(2, 0, 1, 3, 4)  # K E G n_out n_in
-    return rows.flatten(2)
+    K, E, L, G, n_out = delta.shape
+    if a.requires_grad or delta.requires_grad or L > _FEW_POSITIONS:
+        if L == 1:
+            return (delta[:, :, 0, :, :, None] * a[:, 0, :, None]).flatten(2)
+        # one batched product per point and group: (K n_out, L) x (L, n_in)
+        left = delta.permute(1, 3, 0, 4, 2).flatten(2, 3)  # E G (K n_out) L
+        product = left @ a.transpose(1, 2)  # E G (K n_out) n_in
+        rows: Tensor = product.unflatten(2, (K, n_out)).permute(2, 0, 1, 3, 4)  # K E G n_out n_in
+        return rows.flatten(2)
+    out = empty_huge_pages((K, E, G, n_out, a.shape[3]), delta)
+    if L == 1:
+        torch.mul(delta[:, :, 0, :, :, None], a[:, 0, :, None], out=out)
+        return out.flatten(2)
+    by_output, inputs = delta.permute(0, 1, 3, 4, 2).flatten(1, 2), a.transpose(1, 2).flatten(0, 1)
+    for grads, target in zip(by_output, out.flatten(1, 2), strict=True):
+        torch.bmm(grads, inputs, out=target)
+    return out.flatten(2)
 
 
 def concat_rows(parts: Sequence[Sequence[LayerJacobian]]) -> list[LayerJacobian]:

@@ -36,7 +36,7 @@ def attribute(
     """
     timer, workers = Stopwatch(), options["workers"]
     require_one_executor(workers, scheduler)
-    asked = read_predictions(options, options["rule"])
+    asked = read_predictions(options, options["rule"], options["path"])
     trajectory, X, outputs = asked.trajectory, asked.chosen.X, asked.outputs
     folder = make_folder(out)
     typer.echo(f"explaining {asked.chosen}")
@@ -49,6 +49,7 @@ def attribute(
             asked.groupings,
             head=asked.head,
             rule=asked.rule,
+            path=asked.path,
             classes=asked.classes,
             checkpoint=folder / PARTIAL,
             memory_budget=memory_bytes(options["memory"]),
@@ -72,6 +73,7 @@ def attribute(
         "run": options["run"],
         "head": asked.head,
         "rule": options["rule"],
+        "path": options["path"],
         "num_points": len(X),
         "dtype": str(X.dtype),
         "top": top,

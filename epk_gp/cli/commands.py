@@ -20,6 +20,7 @@ from epk_gp.cli.options import (
     NumExplained,
     OptimizerName,
     Out,
+    PathOption,
     PointsFile,
     Quiet,
     RuleOption,
@@ -166,6 +167,7 @@ def verify(
         typer.Option(help="Outputs that are verified; by default both for cross entropy, the logits otherwise."),
     ] = None,
     rule: RuleOption = "adaptive",
+    path: PathOption = "straight",
     tol: Annotated[
         float | None,
         typer.Option(help="Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.", callback=number()),
@@ -223,6 +225,7 @@ def attribute(
     top: TopListed = 8,
     head: HeadOption = None,
     rule: RuleOption = "adaptive",
+    path: PathOption = "straight",
     outputs: Explained = ExplainedOutputs.every,
     memory: Memory = 1.0,
     points: PointsFile = None,

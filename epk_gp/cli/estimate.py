@@ -58,7 +58,7 @@ def estimate(
     if out is not None:
         require_folder(out)
     config: dict[str, object] = {"run": options["run"], "what": what.value, "rule": options["rule"]}
-    config |= {"memory": options["memory"], "workers": workers}
+    config |= {"path": options["path"], "memory": options["memory"], "workers": workers}
     computing = ComputeSettings(
         memory_budget=memory_bytes(options["memory"]), progress=not options["quiet"], checkpoint=PARTIAL
     )
@@ -68,18 +68,18 @@ def estimate(
         config |= {"row_points": asked.a_is, "column_points": asked.b_is}
         config |= {"steps": options["steps"], "part": options["part"]}
         found = estimate_gram(
-            asked.trajectory, asked.a, asked.b, head=asked.head, rule=asked.rule, which=asked.which, workers=workers,
-            seconds=seconds, **computing,
+            asked.trajectory, asked.a, asked.b, head=asked.head, rule=asked.rule, path=asked.path, which=asked.which,
+            workers=workers, seconds=seconds, **computing,
         )  # fmt: skip
         written = found.disk.result + sum(side.X.nbytes + len(side) for side in (asked.a, asked.b))
         copies = _COPIES_OF_BLOCK if asked.which is None else _COPIES_OF_PART
     else:
-        explained = read_predictions(options, options["rule"])
+        explained = read_predictions(options, options["rule"], options["path"])
         typer.echo(f"explaining {explained.chosen}")
         config |= {"points": str(explained.chosen), "outputs": explained.outputs.value}
         found = estimate_attribution(
             explained.trajectory, explained.chosen.X, explained.groupings, head=explained.head, rule=explained.rule,
-            classes=explained.classes, workers=workers, seconds=seconds, **computing,
+            path=explained.path, classes=explained.classes, workers=workers, seconds=seconds, **computing,
         )  # fmt: skip
         written, copies = _attribution_bytes(explained), _COPIES_OF_BLOCK
     peak = found.memory.owner + copies * written

@@ -47,9 +47,10 @@ def gram(
         "columns": options["columns"].value,
         "head": asked.head,
         "rule": options["rule"],
+        "path": options["path"],
     }
     config |= {"dtype": str(a.X.dtype), "seed": options["seed"], "row_points": asked.a_is, "column_points": asked.b_is}
-    kernel, budget = PathKernel(trajectory, asked.head, asked.rule), memory_bytes(options["memory"])
+    kernel, budget = PathKernel(trajectory, asked.head, asked.rule, path=asked.path), memory_bytes(options["memory"])
     partial = folder / (PARTIAL if which is None else f"{PARTIAL}-{_name(which)}")
     computing = ComputeOptions(budget, progress=not options["quiet"], checkpoint=partial)
     if which is None:

@@ -12,12 +12,13 @@ from epk_gp.analysis.breakdown import step_ranges
 from epk_gp.cli.data import ChosenPoints, PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import BlockOptions, ExplainedOutputs, PredictionOptions, RunOptions, Side
-from epk_gp.cli.parsing import parse_part, parse_rule, torch_dtype
+from epk_gp.cli.parsing import parse_part, parse_path, parse_rule, torch_dtype
 from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.block_parts import Share, StepInterval
 from epk_gp.kernel_machine.axes import Axis, by_sample
+from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
 
 
@@ -29,6 +30,7 @@ class BlockRequest:
         trajectory: The run.
         head: Its outputs' head.
         rule: The quadrature rule.
+        path: Along which test copies move.
         which: The part; None for the whole block.
         a: The points along the rows.
         b: Those along the columns.
@@ -39,6 +41,7 @@ class BlockRequest:
     trajectory: Trajectory
     head: Head
     rule: Rule
+    path: WeightPath
     which: StepInterval | Share | None
     a: Points
     b: Points
@@ -57,7 +60,8 @@ def read_block(options: BlockOptions) -> BlockRequest:
     Raises:
         ValueError, TypeError, OSError: An option is wrong, or a file cannot be read.
     """
-    rule, which = parse_rule(options["rule"]), parse_part(options["steps"], options["part"])
+    rule, path = parse_rule(options["rule"]), parse_path(options["path"])
+    which = parse_part(options["steps"], options["part"])
     rows, columns = options["rows"], options["columns"]
     _require_test_side(options["points"], rows, columns)
     trajectory, head = _open(options)
@@ -66,7 +70,7 @@ def read_block(options: BlockOptions) -> BlockRequest:
         _points_of_side(source, trajectory, *side)
         for side in ((rows, options["num_rows"]), (columns, options["num_columns"]))
     )
-    return BlockRequest(trajectory, head, rule, which, a, b, a_is, b_is)
+    return BlockRequest(trajectory, head, rule, path, which, a, b, a_is, b_is)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,7 @@ class ExplanationRequest:
         rule: The quadrature rule.
         chosen: The points.
         outputs: Which outputs are explained.
+        path: Along which the points are integrated.
     """
 
     trajectory: Trajectory
@@ -86,6 +91,7 @@ class ExplanationRequest:
     rule: Rule
     chosen: ChosenPoints
     outputs: ExplainedOutputs
+    path: WeightPath
 
     @cached_property
     def predicted(self) -> Int64[Tensor, " n"]:
@@ -103,20 +109,21 @@ class ExplanationRequest:
         return [[by_sample(self.trajectory)], [step_ranges(self.trajectory)]]
 
 
-def read_predictions(options: PredictionOptions, rule: str = "adaptive") -> ExplanationRequest:
+def read_predictions(options: PredictionOptions, rule: str = "adaptive", path: str = "straight") -> ExplanationRequest:
     """Open the run and read the points whose predictions are explained.
 
     Args:
         options: The command's options.
         rule: The quadrature rule, where the command has one.
+        path: The path, where the command has one.
 
     Raises:
         ValueError, TypeError, OSError: An option is wrong, or a file cannot be read.
     """
-    quadrature = parse_rule(rule)
+    quadrature, along = parse_rule(rule), parse_path(path)
     trajectory, head = _open(options)
     chosen = read_points(_source(options), trajectory, options["num_points"])
-    return ExplanationRequest(trajectory, head, quadrature, chosen, options["outputs"])
+    return ExplanationRequest(trajectory, head, quadrature, chosen, options["outputs"], along)
 
 
 def _open(options: RunOptions) -> tuple[Trajectory, Head]:

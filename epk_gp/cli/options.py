@@ -127,7 +127,13 @@ class KernelOptions(RunOptions):
     rule: str
 
 
-class BlockOptions(KernelOptions):
+class PathOptions(KernelOptions):
+    """Options of commands that compute along a path."""
+
+    path: str
+
+
+class BlockOptions(PathOptions):
     """Options that say which block of the kernel, and which part of it."""
 
     rows: Side
@@ -145,7 +151,7 @@ class PredictionOptions(RunOptions):
     outputs: ExplainedOutputs
 
 
-class ExplainedOptions(KernelOptions, PredictionOptions):
+class ExplainedOptions(PathOptions, PredictionOptions):
     """Options that say which predictions are explained, and by which kernel."""
 
 
@@ -234,6 +240,14 @@ RuleOption = Annotated[
     typer.Option(
         help="adaptive[:TOL], gauss-legendre:N (N up to 1000), left-riemann:N, midpoint:N (N up to 10000) or "
         "left-endpoint."
+    ),
+]
+PathOption = Annotated[
+    str,
+    typer.Option(
+        metavar="straight|chords:K|manhattan",
+        help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
+        "steps at a time, which takes fewer evaluations; or module by module.",
     ),
 ]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]

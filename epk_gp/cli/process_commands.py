@@ -15,6 +15,7 @@ from epk_gp.cli.options import (
     Network,
     Nodes,
     Out,
+    PathOption,
     PlaneName,
     Quiet,
     RunFolder,
@@ -28,7 +29,7 @@ from epk_gp.cli.options import (
 
 # options of `uncertainty` that mean something where points are scored
 _OF_SCORES = (
-    *("run", "out", "points", "alpha", "features", "nodes", "save_model", "memory"),
+    *("run", "out", "points", "alpha", "features", "nodes", "path", "save_model", "memory"),
     *("num_samples", "network", "dtype", "seed", "quiet"),
 )
 
@@ -36,7 +37,7 @@ _OF_SCORES = (
 @command(
     "Map a GP's uncertainty, or score points.",
     alone={"validation": _OF_SCORES},
-    needing={"validation": ("alpha", "features", "nodes", "save_model", "memory")},
+    needing={"validation": ("alpha", "features", "save_model", "memory")},
 )
 def uncertainty(
     ctx: typer.Context,
@@ -61,7 +62,15 @@ def uncertainty(
     ] = None,
     alpha: MissRate = 0.1,
     features: Features = None,
-    nodes: Nodes = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Nodes of the path that stand for all its steps. Scores: 20 by default, or as many as outputs up to "
+            "256. Map: all steps by default; 20 nodes take a fraction of the time.",
+            callback=count(1, 10**6),
+        ),
+    ] = None,
+    path: PathOption = "straight",
     save_model: Annotated[
         Path | None, typer.Option(help="Scores: new folder for the fitted UncertainClassifier; none by default.")
     ] = None,

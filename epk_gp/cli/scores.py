@@ -13,7 +13,7 @@ from epk_gp.analysis.detection import error_detection
 from epk_gp.cli.labelled import LabelledPoints, halves, read_labelled, without_labels
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype
-from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, require_outside, torch_dtype
+from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, parse_path, require_outside, torch_dtype
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.class_data import count_seen, training_labels
@@ -35,6 +35,7 @@ class ScoreOptions:
     alpha: float
     features: str | None
     nodes: int | None
+    path: str
     save_model: Path | None
     memory: float
     num_samples: int
@@ -60,7 +61,7 @@ class _Scored:
 
 def write_scores(asked: ScoreOptions) -> None:
     """Fit an `UncertainClassifier`, and write its scores of the points."""
-    timer, features = Stopwatch(), parse_features(asked.features)
+    timer, features, path = Stopwatch(), parse_features(asked.features), parse_path(asked.path)
     if asked.save_model is not None:
         _require_new_folder(asked.run, asked.save_model)
     trajectory = open_run(asked.run, asked.network)
@@ -74,6 +75,7 @@ def write_scores(asked: ScoreOptions) -> None:
             nodes=asked.nodes,
             features=features,
             seed=asked.seed,
+            path=path,
             memory_budget=memory_bytes(asked.memory),
             progress=not asked.quiet,
             executor=executor,
@@ -98,7 +100,7 @@ def write_scores(asked: ScoreOptions) -> None:
     )
     draw_scores(folder / "scores.png", drawn, ordinary)
     config = {name: getattr(asked, name) for name in ("run", "alpha", "features", "nodes", "num_samples", "seed")}
-    config |= {"workers": asked.workers, "scheduler": asked.scheduler}
+    config |= {"path": asked.path, "workers": asked.workers, "scheduler": asked.scheduler}
     config |= {"validation": str(validation), "points": str(points), "dtype": asked.dtype.value}
     write_json(folder / "uncertainty.json", "uncertainty", config, results, timer)
     for line in _lines(results, asked.alpha):

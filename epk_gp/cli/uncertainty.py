@@ -11,7 +11,7 @@ from epk_gp.analysis.planes import Plane, coordinate_plane, principal_plane
 from epk_gp.cli.data import PointSource, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName
-from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
+from epk_gp.cli.parsing import make_folder, parse_path, parse_rule, torch_dtype
 from epk_gp.cli.scores import ScoreOptions, write_scores
 from epk_gp.cli.summaries import describe_map, describe_plane, fitted_numbers, map_numbers
 from epk_gp.cli.workers import open_executor, require_one_executor
@@ -37,6 +37,7 @@ def uncertainty(
     alpha: float,
     features: str | None,
     nodes: int | None,
+    path: str,
     save_model: Path | None,
     memory: float,
     num_condition: int,
@@ -70,6 +71,7 @@ def uncertainty(
             alpha=alpha,
             features=features,
             nodes=nodes,
+            path=path,
             save_model=save_model,
             memory=memory,
             num_samples=num_samples,
@@ -82,7 +84,7 @@ def uncertainty(
         )
         write_scores(options)
         return
-    timer, quadrature = Stopwatch(), parse_rule(rule)
+    timer, quadrature, along = Stopwatch(), parse_rule(rule), parse_path(path)
     if not isinstance(quadrature, QuadratureRule):
         raise ValueError(
             f"--rule must be a fixed rule, the same for all points: an adaptive one does not give a kernel. Got {rule}."
@@ -101,7 +103,14 @@ def uncertainty(
     chosen = draw_rows(trajectory.num_points, num_condition, seed).tolist()
     with open_executor(workers, scheduler) as executor:
         gp = LogitGP(
-            trajectory, outputs.value, targets=targets.value, points=chosen, rule=quadrature, executor=executor
+            trajectory,
+            outputs.value,
+            targets=targets.value,
+            points=chosen,
+            rule=quadrature,
+            path=along,
+            nodes=nodes,
+            executor=executor,
         )
         losses = gp.fit(fit_steps, progress=not quiet)
         generator = torch.Generator().manual_seed(seed)
@@ -131,6 +140,8 @@ def uncertainty(
         "scheduler": scheduler,
         "fit_steps": fit_steps,
         "rule": rule,
+        "path": path,
+        "nodes": nodes,
         "dtype": dtype.value,
         "points": str(asked),
     }

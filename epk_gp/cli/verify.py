@@ -9,7 +9,7 @@ import typer
 from epk_gp.cli.data import PointSource, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype, VerifiedHeads
-from epk_gp.cli.parsing import make_folder, parse_rule, torch_dtype
+from epk_gp.cli.parsing import make_folder, parse_path, parse_rule, torch_dtype
 from epk_gp.cli.summaries import certificate
 from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.certificate import CertificateWarning
@@ -35,6 +35,7 @@ def verify(
     checksums: bool,
     head: VerifiedHeads | None,
     rule: str,
+    path: str,
     tol: float | None,
     num_points: int | None,
     all_points: bool,
@@ -56,7 +57,7 @@ def verify(
     if num_points is None and points is None and not all_points:
         num_points = _NUM_POINTS
     require_one_executor(workers, scheduler)
-    timer, quadrature = Stopwatch(), parse_rule(rule)
+    timer, quadrature, along = Stopwatch(), parse_rule(rule), parse_path(path)
     trajectory = open_run(run, network)
     source = PointSource(run, points, None if dtype is None else torch_dtype(dtype), seed)
     chosen = read_points(source, trajectory, num_points)
@@ -70,7 +71,9 @@ def verify(
     with open_executor(workers, scheduler) as executor, warnings.catch_warnings():
         warnings.simplefilter("ignore", CertificateWarning)  # said at the end, or expected of a fixed rule
         results = {
-            name: reconstruct(trajectory, X, head=name, rule=quadrature, progress=not quiet, executor=executor)
+            name: reconstruct(
+                trajectory, X, head=name, rule=quadrature, path=along, progress=not quiet, executor=executor
+            )
             for name in heads
         }
     typer.echo(f"{len(X)} points, {trajectory.num_steps} steps, {quadrature.name}")
@@ -81,7 +84,7 @@ def verify(
     findings = [finding for result in results.values() for finding in result.findings] if is_adaptive else []
     if folder is not None:
         config = {"run": run, "rule": rule, "tol": allowed, "num_points": len(X), "dtype": str(X.dtype), "seed": seed}
-        config["points"] = str(chosen)
+        config |= {"points": str(chosen), "path": path}
         numbers = {name: certificate(result) for name, result in results.items()}
         passed = error <= allowed and not findings
         write_json(folder / "verify.json", "verify", config, numbers | {"passed": passed}, timer)

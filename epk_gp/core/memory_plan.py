@@ -109,9 +109,22 @@ class MemoryPlan:
             num_output_pairs: Pairs of outputs in the tile.
             feature_bytes: Of the layer Jacobians of one point.
         """
-        per_pair = self.itemsize * (4 * num_output_pairs + 1)
         per_point = (self.plan.num_outputs + 3) * self._activation_bytes + 3 * feature_bytes
-        return max(1, min(int((self.budget / 2 / per_pair) ** 0.5), int(self.budget / 4 / per_point)))
+        by_pairs = int((self.budget / 2 / self._pair_bytes(num_output_pairs)) ** 0.5)
+        return max(1, min(by_pairs, int(self.budget / 4 / per_point)))
+
+    def kept_bytes(self, num_output_pairs: int, num_pairs: int) -> int:
+        """Return the bytes that a tile leaves of the half of the budget that is meant for its pairs of points.
+
+        Args:
+            num_output_pairs: Pairs of outputs in the tile.
+            num_pairs: Pairs of points in it.
+        """
+        return max(0, self.budget // 2 - num_pairs * self._pair_bytes(num_output_pairs))
+
+    def _pair_bytes(self, num_output_pairs: int) -> int:
+        """Bytes of the sums of a pair of points."""
+        return self.itemsize * (4 * num_output_pairs + 1)
 
     def derivative_points(self, num_output_pairs: int, feature_bytes: int) -> int:
         """Count the points on each side of a block whose derivative in the points is taken.

@@ -44,6 +44,7 @@ class PieceKind:
         sizes: Measures of a step's work, such as N + M and N M: its time grows by a factor between theirs.
         unit: Steps that are measured at a time.
         pieces: Place and number of steps of each piece, in the order of the steps.
+        together: Steps that are computed together, those of a chord: the unit is so many times a whole number.
     """
 
     name: str
@@ -51,6 +52,7 @@ class PieceKind:
     sizes: tuple[float, ...]
     unit: int
     pieces: Sequence[tuple[Place, int]]
+    together: int = 1
 
     @cached_property
     def num_steps(self) -> int:
@@ -293,8 +295,9 @@ def _warm_up(work: MeasurableWork, family: Sequence[_KindSample], clock: Clock, 
     work.compute(place, 0, min(1, count), lambda _: None)
     taken = clock() - start
     for sample in family:
-        if taken * sample.unit > room:
-            sample.unit = min(sample.unit, max(_MIN_PART, int(room / taken)))
+        together = sample.kind.together
+        if taken * sample.unit / together > room:
+            sample.unit = min(sample.unit, together * max(_MIN_PART, int(room / taken)))
 
 
 def _cost(sample: _KindSample, samples: Sequence[_KindSample]) -> KindCost:

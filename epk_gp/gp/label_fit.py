@@ -15,7 +15,8 @@ from epk_gp.gp.label_features import InputFeatures
 from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale
 from epk_gp.gp.label_process import LabelProcess, centred_labels, condition_exactly, condition_on_features
 from epk_gp.gram.hadamard import covering_order
-from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
+from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory, validate_path_of_nodes
+from epk_gp.quadrature.paths import WeightPath, straight
 
 InputsKernel = Literal["rbf"] | None
 
@@ -45,6 +46,7 @@ class LabelSettings:
             distance between training inputs as its lengthscale; None leaves it out, as integers as inputs do.
         seed: Seed of the sketch.
         power: Of the product of both kernels; None for 2 with the kernel matrix itself, and 1 with features.
+        path: Which the nodes lie on.
     """
 
     nodes: int | None = None
@@ -52,6 +54,7 @@ class LabelSettings:
     inputs_kernel: InputsKernel = "rbf"
     seed: int = 0
     power: int | None = None
+    path: WeightPath = straight()
 
     def validate(self) -> None:
         """Raise if a setting cannot be used.
@@ -62,6 +65,7 @@ class LabelSettings:
         """
         if self.nodes is not None:
             validate_count(self.nodes, "nodes")
+        validate_path_of_nodes(self.path)
         validate_integer(self.seed, "seed")
         if self.power is not None:
             validate_count(self.power, "power")
@@ -109,7 +113,7 @@ def fit_labels(
         points: Indices of the N training points to condition on; on the device that computes.
         options: How it is computed.
     """
-    nodes = nodes_trajectory(trajectory, settings.num_nodes(trajectory.num_outputs))
+    nodes = nodes_trajectory(trajectory, settings.num_nodes(trajectory.num_outputs), path=settings.path)
     own = points.to(trajectory.device)
     X = trajectory.inputs[own].to(points.device)
     targets = centred_labels(labels[own], trajectory.num_outputs).to(points.device)

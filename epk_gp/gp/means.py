@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epk_gp.core.fingerprint import content_key
 from epk_gp.core.head import apply_head
-from epk_gp.core.trajectory import network_outputs
+from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.output_coupling import OutputCoupling
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.tagged_points import as_points, requires_graph, tag_points
@@ -26,11 +26,15 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
         config: The kernel's: the run, the head, and the cache, which also holds outputs.
         coupling: How the process over C outputs is put together.
         state: s: 0 is f_{w_0}, the b of the kernel machine (Theorem 3.6, Bell et al. 2023); -1 is the trained network.
+        trajectory: The run; by default that of the kernel.
     """
 
-    def __init__(self, config: KernelConfig, coupling: OutputCoupling, state: int) -> None:
+    def __init__(
+        self, config: KernelConfig, coupling: OutputCoupling, state: int, trajectory: Trajectory | None = None
+    ) -> None:
         super().__init__()
         self.config = config
+        self.trajectory = config.trajectory if trajectory is None else trajectory
         self.coupling = coupling
         self.state = state
 
@@ -46,43 +50,44 @@ class NetworkMean(Mean):  # type: ignore[misc]  # gpytorch ships no types
         return self.coupling.to_gpytorch(self._outputs(x))
 
     def _outputs(self, x: Tensor) -> Tensor:
-        config, head = self.config, self.config.path_kernel.head
-        x = tag_points(config.trajectory, x)
+        config, trajectory, head = self.config, self.trajectory, self.config.path_kernel.head
+        x = tag_points(trajectory, x)
         if requires_graph(x):
             return self._outputs_with_graph(x)
-        key = ("mean", config.trajectory.digest, head, self.state, content_key(x))
+        key = ("mean", trajectory.digest, head, self.state, content_key(x))
         cached = config.cache.get(key)
         if cached is not None:
             return cached
-        points = as_points(config.trajectory, x.reshape(-1, x.shape[-1]))
-        f = network_outputs(config.trajectory, points.X, state=self.state, head=head)
+        points = as_points(trajectory, x.reshape(-1, x.shape[-1]))
+        f = network_outputs(trajectory, points.X, state=self.state, head=head)
         outputs = f.to(x.dtype).reshape(*x.shape[:-1], -1)
         config.cache.put(key, outputs)
         return outputs
 
     def _outputs_with_graph(self, x: Tensor) -> Tensor:
-        trajectory = self.config.trajectory
+        trajectory = self.trajectory
         X = x[..., :-1].reshape(-1, *trajectory.input_shape)
         weights = {name: value.to(X) for name, value in trajectory.weights(self.state).items()}
         z = trajectory.model_for(X)(weights, X)
         return apply_head(z, self.config.path_kernel.head).reshape(*x.shape[:-1], -1)
 
 
-def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling) -> Mean:
+def make_mean(mean: PriorMean, config: KernelConfig, coupling: OutputCoupling, trajectory: Trajectory) -> Mean:
     """Build a prior mean with one value per point and output.
 
     Args:
         mean: "initial" (f_{w_0}), "constant" (learned, one per output), "zero", or "network" (the trained network).
         config: The kernel's.
         coupling: How the process over C outputs is put together.
+        trajectory: The run, whose nodes the kernel's may be.
 
     Raises:
         ValueError: `mean` is none of these.
     """
     if mean == "initial":
-        return NetworkMean(config, coupling, state=0)
+        return NetworkMean(config, coupling, 0, trajectory)
     if mean == "network":
-        return NetworkMean(config, coupling, state=-1)
+        return NetworkMean(config, coupling, -1, trajectory)
     if mean == "constant":
         return coupling.mean_module(ConstantMean(batch_shape=coupling.batch_shape))
     if mean == "zero":

@@ -23,11 +23,13 @@ from epk_gp.gp.output_coupling import Coupling, parse_coupling
 from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
 from epk_gp.gp.targets import TargetKind, make_targets
 from epk_gp.gp.train_indices import parse_train_indices
+from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
+from epk_gp.kernels.normalization import NORMALIZATION_POINTS, gram_scale
 from epk_gp.kernels.tagged_points import tag_points, validate_batches
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.paths import WeightPath, straight
-from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
+from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, left_endpoint
 
 # GPyTorch's predictions fill caches, and its settings are the process's: which way they take depends on both.
 _GPYTORCH = threading.RLock()
@@ -64,7 +66,10 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         points: Indices of the training points to condition on; all by default.
         head: "logits" or "log_softmax"; None follows the run's loss (`EPKKernel`).
         rule: Quadrature rule.
-        path: Along which test points move (`EPKKernel`). `chords(every=k)` is what makes maps of many points cheap.
+        path: Along which test points move (`EPKKernel`). `chords(every=k)` evaluates them once for k steps.
+        nodes: Nodes of the whole path that stand for all its steps in the kernel, of training and test points alike
+            (`epk_gp.gram.path_nodes.nodes_trajectory`), with one evaluation at each: what makes maps of many points
+            cheap. None for all steps, by the rule; with nodes there is no other rule.
         normalize: "mean_diagonal", or "cosine" (`EPKKernel`).
         noise: A number - initial noise variance, relative to the kernel's mean diagonal, to be learned; or (N, C) known
             variances of the conditioning points' targets, which are not learned. Not used with targets="dirichlet",
@@ -83,8 +88,8 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
 
     Raises:
         TypeError: `points` are not indices, `noise` is of another kind, or an option is not known.
-        ValueError: An argument has an unknown value, `points` are out of range or repeated, or targets="dirichlet" is
-            asked for without class labels.
+        ValueError: An argument has an unknown value, `points` are out of range or repeated, targets="dirichlet" is
+            asked for without class labels, or there are nodes and a rule, or nodes of a Manhattan path.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         head: Head | None = "logits",
         rule: QuadratureRule = gauss_legendre(4),
         path: WeightPath = straight(),
+        nodes: int | None = None,
         normalize: Literal["cosine", "mean_diagonal"] = "mean_diagonal",
         noise: float | Float[Tensor, "N C"] = 1e-2,
         **options: Unpack[ComputeSettings],
@@ -112,6 +118,11 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
             raise ValueError(f"normalize must be 'cosine' or 'mean_diagonal': got {normalize!r}.")
         _validate_noise(noise, (N, C), targets)
         parse_options("LogitGP", UNSUPPORTED_OPTIONS, **options)
+        if nodes is not None and rule != gauss_legendre(4):
+            raise ValueError(
+                f"nodes are evaluated once each, which leaves a rule no part: got nodes={nodes} and {rule!r}. Leave "
+                "one of them out."
+            )
         y, variances, target_mean = make_targets(trajectory, train_indices, targets, head, prior_is_zero=mean == "zero")
         if isinstance(noise, Tensor):
             variances = noise.detach().to(y)
@@ -120,22 +131,25 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         )
         structure = coupling.structure
         gram_bytes = 8 * structure.num_matrices * (structure.rows_per_point * N) ** 2
+        x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
+        by_gram = normalize == "mean_diagonal" and N == trajectory.num_points <= NORMALIZATION_POINTS
         kernel = EPKKernel(
-            trajectory,
+            trajectory if nodes is None else nodes_trajectory(trajectory, nodes, path=path),
             outputs,
             head,
-            rule,
-            normalize,
-            path=path,
+            rule if nodes is None else left_endpoint(),
+            None if by_gram else normalize,
+            path=path if nodes is None else straight(),
             cache_bytes=gram_bytes + CACHE_BYTES,  # the Gram matrix stays for `fit` and every factorisation
             **options,
         )
-        x = train_copy(trajectory.inputs[train_indices].reshape(len(train_indices), -1).to(torch.float64))
+        if by_gram:  # whose diagonal it has
+            kernel.scale = gram_scale(kernel.config, x)
         super().__init__(x, coupling.to_gpytorch(y), likelihood)
         self.points = train_indices
         self.target_mean = target_mean
         self.coupling = coupling
-        self.mean_module = make_mean(mean, kernel.config, coupling)
+        self.mean_module = make_mean(mean, kernel.config, coupling, trajectory)
         self.covar_module = gpytorch.kernels.ScaleKernel(kernel, batch_shape=kernel.batch_shape)
         self._noise_is_known = variances is not None
         self._residual_is_zero = mean == "network" and targets == "network"

@@ -21,6 +21,7 @@ from epk_gp.gp.label_fit import LabelSettings
 from epk_gp.gp.label_kernel import LabelKernel
 from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, SketchedLabelProcess
 from epk_gp.gp.stacking import Stacking
+from epk_gp.quadrature.paths import chords, straight
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
     atomic_write,
@@ -106,7 +107,7 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
         ),
         "digest": nodes.digest,
         "step_size": nodes.steps[0].lr,
-        "settings": asdict(saved.settings),
+        "settings": _describe_settings(saved.settings),
         "process": _describe_process(process),
         "stacking": asdict(saved.stacking),
         "classes": saved.classes,
@@ -136,7 +137,7 @@ def read_classifier(
     description = _read_description(Path(path))
     data = _read_tensors(Path(path), description)
     trajectory = _read_nodes(description, data, net, output)
-    settings = LabelSettings(**description["settings"])
+    settings = _read_settings(description["settings"])
     return (
         SavedClassifier(
             settings,
@@ -156,6 +157,18 @@ def nodes_of(process: LabelProcess) -> Trajectory:
     if isinstance(process, SketchedLabelProcess):
         return process.features.nodes
     raise TypeError(f"a process of type {type(process).__name__} cannot be stored: this is a bug in epk_gp.")
+
+
+def _describe_settings(settings: LabelSettings) -> dict[str, Any]:
+    """Return settings as JSON has them; chords by their length, which classifiers of straight steps do not have."""
+    described = {name: value for name, value in asdict(settings).items() if name != "path"}
+    return described if settings.path.every == 1 else {**described, "chords_every": settings.path.every}
+
+
+def _read_settings(described: Mapping[str, Any]) -> LabelSettings:
+    settings = dict(described)
+    every = settings.pop("chords_every", 1)
+    return LabelSettings(**settings, path=straight() if every == 1 else chords(every))
 
 
 def _describe_process(process: LabelProcess) -> dict[str, Any]:

@@ -33,10 +33,13 @@ from epk_gp.gp.saved_classifier import SavedClassifier, read_classifier, write_c
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import Stacking, stack_logits
 from epk_gp.kernels.cache import BlockCache
+from epk_gp.quadrature.paths import WeightPath, straight
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
-_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "options")
+_PARAMETERS = (
+    *("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "path", "options"),
+)
 _UNSUPPORTED = ("checkpoint", "accumulate")
 _OPTIONS = ("memory_budget", "progress", "executor")
 
@@ -87,6 +90,7 @@ class UncertainClassifier:
         seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
         power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
             features, whose noise grows with the power.
+        path: Which the nodes lie on: `straight()` steps, or `chords(every=k)`.
         options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
 
     Attributes:
@@ -109,6 +113,7 @@ class UncertainClassifier:
         classes: Sequence[Any] | np.ndarray | None = None,
         seed: int = 0,
         power: int | None = None,
+        path: WeightPath = straight(),
         **options: Unpack[ComputeSettings],
     ) -> None:
         validate_trajectory(trajectory)
@@ -120,6 +125,7 @@ class UncertainClassifier:
         self.classes = classes
         self.seed = seed
         self.power = power
+        self.path = path
         self.options = options
         parse_options("UncertainClassifier", _UNSUPPORTED, **options)
         self._was_read = False
@@ -286,6 +292,7 @@ class UncertainClassifier:
             classes=saved.classes,
             seed=settings.seed,
             power=settings.power,
+            path=settings.path,
         )
         model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
         model.classes_ = class_names(saved.classes, trajectory.num_outputs)
@@ -334,7 +341,7 @@ class UncertainClassifier:
         return f"UncertainClassifier({self.trajectory!r}, {', '.join(f'{k}={v!r}' for k, v in changed.items())})"
 
     def _settings(self) -> LabelSettings:
-        return LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power)
+        return LabelSettings(self.nodes, self.features, self.inputs_kernel, self.seed, self.power, self.path)
 
     def _check_is_fitted(self) -> None:
         if not self.__sklearn_is_fitted__():

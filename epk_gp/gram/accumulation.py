@@ -1,6 +1,6 @@
 """Steps of the run added to a tile: one sum for each combination of training and test copies."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,10 +21,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class CopyBatch:
-    """Points that are all training copies, or all test copies."""
+    """Points that are all training copies, or all test copies.
+
+    Attributes:
+        X: The inputs.
+        is_train: Which copies they are.
+        key: Tells them from others of the block.
+    """
 
     X: Shaped[Tensor, "n ..."]
     is_train: bool
+    key: Hashable = None
 
     def __len__(self) -> int:
         """Count the points."""
@@ -46,7 +53,7 @@ def add_steps(context: ExecutionContext, steps: Steps, tile: GramAccumulator, x:
     elif x.is_train:
         _add_train_train(context, steps, tile, x.X, y.X)
     elif context.path.every > 1:
-        add_chords(context, steps, tile, x.X, y.X)
+        add_chords(context, steps, tile, x.X, y.X, y.key)
     else:
         _add_test_train(context, steps, tile, x.X, y.X)
 

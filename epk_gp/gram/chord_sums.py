@@ -5,10 +5,11 @@ With the steps s of a chord, and H the sum of their weights eta_s,
     sum_s eta_s Phi(x) J_s(y)^T = H Phi(x) (sum_s (eta_s / H) J_s(y))^T
 
 so that a chord costs one product for each layer, and the test side is evaluated once. Only a layer that is so large
-that its gradients are not written out is multiplied for every node and step.
+that its gradients are not written out is multiplied for every node and step. The sums of the training side are kept for
+further tiles of the same columns, while memory lasts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -24,7 +25,9 @@ Steps = list[tuple[int, float]]
 Averages = dict[int, LeftFactor]  # by number of the layer
 
 
-def add_chords(context: ExecutionContext, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor) -> None:
+def add_chords(
+    context: ExecutionContext, steps: Steps, tile: GramAccumulator, X: Tensor, Y: Tensor, columns: Hashable = None
+) -> None:
     """Add the products of test copies with training copies for each step.
 
     Args:
@@ -33,22 +36,28 @@ def add_chords(context: ExecutionContext, steps: Steps, tile: GramAccumulator, X
         tile: The tile.
         X: The test copies, on the left.
         Y: The training copies.
+        columns: Tells these training copies from others of the block, for `context.training_sums`.
     """
     chords = context.stretches(steps)
     left, right, weights = list[Averages](), list[Averages](), list[float]()
     at_nodes = nodes_of_points(context, [first for first, _ in chords], X, context.factored_cost)
-    for (_, own), nodes in zip(chords, at_nodes, strict=True):
+    for (first, own), nodes in zip(chords, at_nodes, strict=True):
         batches, length = list(nodes), sum(eta for _, eta in own)
-        averages, sums = _test_side(context, batches), Averages()
-        for etas, jacobians in _training_side(context, own, Y):
-            for layer in averages:
-                first, *others = (of_step[layer] for of_step in jacobians)
-                sums[layer] = first.add_states(sums.get(layer), others, [eta / length for eta in etas])
-            if len(averages) < len(jacobians[0]):
-                for eta, of_step in zip(etas, jacobians, strict=True):
-                    product = StepAverage(tile, of_step, eta, averages)
-                    for batch in batches:
-                        product.accumulate(batch)
+        averages = _test_side(context, batches)
+        sums = context.training_sums.get((columns, first))
+        if sums is None:
+            sums = Averages()
+            for etas, jacobians in _training_side(context, own, Y):
+                for layer in averages:
+                    one, *others = (of_step[layer] for of_step in jacobians)
+                    sums[layer] = one.add_states(sums.get(layer), others, [eta / length for eta in etas])
+                if len(averages) < len(jacobians[0]):
+                    for eta, of_step in zip(etas, jacobians, strict=True):
+                        product = StepAverage(tile, of_step, eta, averages)
+                        for batch in batches:
+                            product.accumulate(batch)
+            if len(averages) == len(batches[0].jacobians):
+                context.training_sums.put((columns, first), sums)
         left.append(averages)
         right.append(sums)
         weights.append(length)

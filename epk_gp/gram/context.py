@@ -14,6 +14,7 @@ from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.integration_check import IntegrationCheck
+from epk_gp.gram.kept_sums import KeptSums
 from epk_gp.gram.prefetch import WeightPrefetcher
 from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
@@ -35,6 +36,7 @@ class ExecutionContext:
         path: Along which test copies move.
         prefetcher: Reads weight states ahead of their use.
         integrations: Counts what an adaptive rule could not integrate.
+        training_sums: Sums of the training side over chords that later tiles ask for again.
     """
 
     trajectory: Trajectory
@@ -48,6 +50,7 @@ class ExecutionContext:
     path: WeightPath = straight()
     prefetcher: WeightPrefetcher = field(init=False)
     integrations: IntegrationCheck = field(init=False, default_factory=IntegrationCheck)
+    training_sums: KeptSums = field(init=False, default_factory=KeptSums)
 
     def __post_init__(self) -> None:
         """Make the reader of weight states; nothing is read yet."""

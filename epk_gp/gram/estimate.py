@@ -31,6 +31,7 @@ from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tile_parts import WHOLE, GramPieces, Tile, ranges_of, sum_dtype, sum_range, tile_points
 from epk_gp.gram.tiles import WHOLE_TILES
+from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, gauss_legendre
 
 SECONDS = 10.0  # for measuring, by default
@@ -47,6 +48,7 @@ def estimate_gram(
     head: Head | None = None,
     rule: Rule = gauss_legendre(4),
     step_weights: Float[Tensor, " S"] | None = None,
+    path: WeightPath = straight(),
     which: StepInterval | Share | None = None,
     workers: int | None = None,
     seconds: float = SECONDS,
@@ -66,6 +68,7 @@ def estimate_gram(
         head: As of `gram_block`.
         rule: As of `gram_block`.
         step_weights: As of `gram_block`.
+        path: As of `gram_block`.
         which: The part that is computed; the whole block by default.
         workers: Number of processes of one thread each that will compute; by default this process with its threads.
         seconds: Time for measuring. It is exceeded where three parts of each kind of pieces take longer.
@@ -78,7 +81,7 @@ def estimate_gram(
     """
     parsed = parse_options("estimate_gram", ("executor",), **options)
     validate_measuring(workers, seconds)
-    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights)
+    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
     start = clock()
 
     def measured(context: ExecutionContext) -> tuple[_BlockWork, float, SampledCosts]:
@@ -230,11 +233,12 @@ class _BlockWork:
     def _kind(self, key: tuple[str, bool, int, int], places: list[Place]) -> PieceKind:
         (copies, is_symmetric, n, m), steps = key, self.context.steps
         batches = step_batches(self.context, steps[self.ranges[0]], max(n, m))
-        unit = max(_MIN_UNIT, *(2 * len(batch) for batch in batches))
+        every = self.context.path.every  # chords are measured as a whole
+        unit = every * -(-max(_MIN_UNIT, *(2 * len(batch) for batch in batches)) // every)
         family = f"{copies}, same points" if is_symmetric else copies
         sizes = (float(n if is_symmetric else n + m), float(n * m))
         pieces = [(place, len(self._steps(place[-1]))) for place in places]
-        return PieceKind(f"{family}, {n} x {m}", family, sizes, unit, pieces)
+        return PieceKind(f"{family}, {n} x {m}", family, sizes, unit, pieces, every)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from epk_gp.core.input_layout import Inputs
 from epk_gp.core.points import Points
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
 from epk_gp.core.validation import validate_count, validate_integer
-from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
+from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory, validate_path_of_nodes
 from epk_gp.gram.path_sketch import PathSketch, trace_coefficients
 from epk_gp.gram.sketch_error import SketchError, measure_sketch_error
+from epk_gp.quadrature.paths import WeightPath, path_identity, straight
 
 NUM_FEATURES = 4096
 NUM_PROBE = 100
@@ -41,6 +42,7 @@ def path_features(
     seed: int = 0,
     head: Head | None = None,
     is_train: bool | Bool[Tensor, " n"] = False,
+    path: WeightPath = straight(),
     num_probe: int = NUM_PROBE,
     **options: Unpack[ComputeSettings],
 ) -> Float[Tensor, "n k"]:
@@ -68,6 +70,8 @@ def path_features(
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         is_train: Which points are training copies; one for all, or (n,). Those are taken at the start of the step that
             a node falls into.
+        path: Which the nodes of test copies lie on: `straight()` steps, or `chords(every=k)`. It does not change the
+            cost.
         num_probe: Points, evenly spaced among all, whose cosine kernel is compared with the exact one; 0 compares none.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`, see `ComputeOptions`. A checkpoint holds
             finished pieces.
@@ -78,11 +82,12 @@ def path_features(
 
     Raises:
         TypeError: The network cannot take X, or an argument is of the wrong kind.
-        ValueError: A number is too small, the head is unknown, or the run is a path of averaged weights.
+        ValueError: A number is too small, the head is unknown, the run is a path of averaged weights, or the path is a
+            Manhattan path, or one of chords without nodes.
     """
     parsed = parse_options("path_features", ("accumulate",), **options)
     validate_count(num_probe, "num_probe", minimum=0)
-    sketch = trace_sketch(trajectory, num_features, nodes=nodes, seed=seed, head=head)
+    sketch = trace_sketch(trajectory, num_features, nodes=nodes, seed=seed, head=head, path=path)
     points = Points(parse_inputs(trajectory, X), is_train)
     features = sketch.features(points, parsed)[:, 0]
     error = measure_sketch_error(sketch, points, features, num_probe, parsed)
@@ -92,7 +97,13 @@ def path_features(
 
 
 def trace_sketch(
-    trajectory: Trajectory, num_features: int, *, nodes: int | None, seed: int, head: Head | None
+    trajectory: Trajectory,
+    num_features: int,
+    *,
+    nodes: int | None,
+    seed: int,
+    head: Head | None,
+    path: WeightPath = straight(),
 ) -> PathSketch:
     """Return the sketch of tr K(x, x') / C.
 
@@ -107,8 +118,13 @@ def trace_sketch(
             "features must be those of a recorded run: this one is the path of its averaged weights. Take "
             "trajectory.trained."
         )
-    run = trajectory if nodes is None else nodes_trajectory(trajectory, nodes)
+    validate_path_of_nodes(path)
+    if nodes is None and path_identity(path):
+        raise ValueError(
+            f"nodes must be a number with path={path!r}, along which they are spread: got None, each step at its start."
+        )
+    run = trajectory if nodes is None else nodes_trajectory(trajectory, nodes, path=path)
     coefficients = trace_coefficients(run, int(seed)) / run.num_outputs**0.5
-    sketch = PathSketch(trajectory, nodes, chosen, coefficients, int(num_features), int(seed))
+    sketch = PathSketch(trajectory, nodes, chosen, coefficients, int(num_features), int(seed), path)
     vars(sketch)["run"] = run
     return sketch

@@ -12,12 +12,15 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.core.validation import validate_count
+from epk_gp.quadrature.paths import ManhattanPath, WeightPath, path_identity, straight, stretch_of, validate_path
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
 
 
-def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train: bool = False) -> Trajectory:
+def nodes_trajectory(
+    trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train: bool = False, path: WeightPath = straight()
+) -> Trajectory:
     """Return a run of few steps whose kernel between test copies is the path kernel by the midpoint rule.
 
     The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part,
@@ -32,33 +35,43 @@ def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train
         trajectory: The run, with S steps.
         nodes: n.
         is_train: Take the weights at the start of the step that each node falls into, as training copies do.
+        path: Where the weights are between the states of the run: on `straight()` steps, or on `chords(every=k)`.
 
     Returns:
         A run of n steps with a digest of its own, in memory: (n + 1) states of P weights. A run that is n nodes of
         another one is returned as it is.
 
     Raises:
-        TypeError: `trajectory` is no recorded run, or `nodes` is not a whole number.
-        ValueError: `nodes` is below 1, the steps have no length, or the run is a path of averaged weights.
+        TypeError: `trajectory` is no recorded run, `nodes` is not a whole number, or `path` is no path.
+        ValueError: `nodes` is below 1, the steps have no length, the run is a path of averaged weights, or the path is
+            a Manhattan path, or one of chords over nodes.
     """
     validate_trajectory(trajectory)
     validate_count(nodes, "nodes")
+    validate_path_of_nodes(path)
     if trajectory.average is not None:
         raise ValueError(
             "the path kernel is that of a recorded run: this one is the path of its averaged weights. Take "
             "trajectory.trained."
         )
     if trajectory.update_rule == _RULE.format(nodes):
+        if path_identity(path):
+            raise ValueError(
+                f"nodes along {path!r} must be those of a recorded run: this run is {nodes} nodes of another one "
+                "already. Take them from that run."
+            )
         return trajectory
     ends = [0.0, *accumulate(step.lr for step in trajectory.steps)]
     if not ends[-1] > 0:
         raise ValueError(
             f"the steps must have a length, for the path is divided by it: their learning rates sum to {ends[-1]}."
         )
-    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], is_train=is_train) for j in range(nodes)]
+    along = None if is_train else path
+    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], along) for j in range(nodes)]
     states.append(flat_state(trajectory, trajectory.num_steps, trajectory.states[0]))
     P = trajectory.num_weights
     name = f"{trajectory.digest} {nodes} nodes{' of training copies' if is_train else ''}"
+    name += "".join(f" along {own}" for own in path_identity(path))
     digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     length = ends[-1] / nodes
     sizes = trajectory.model.sizes
@@ -74,10 +87,28 @@ def nodes_trajectory(trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train
     )
 
 
-def _state_at(trajectory: Trajectory, ends: list[float], length: float, *, is_train: bool) -> Tensor:
-    """Return the weights, and statistics behind them, at some length of the path, or at the start of its step."""
-    s = min(bisect_right(ends, length), trajectory.num_steps) - 1
-    if is_train:
+def validate_path_of_nodes(path: object) -> None:
+    """Raise if single states of the weights cannot stand for a path.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is a Manhattan path.
+    """
+    validate_path(path)
+    if isinstance(path, ManhattanPath):
+        raise ValueError(
+            "a node is one state of all weights, on straight() steps or on chords(): got manhattan(), along which each "
+            "module has its gradients at weights of its own."
+        )
+
+
+def _state_at(trajectory: Trajectory, ends: list[float], length: float, path: WeightPath | None) -> Tensor:
+    """Return the weights, and statistics behind them, at some length of a path, or at the start of the run's step."""
+    S = trajectory.num_steps
+    s = min(bisect_right(ends, length), S) - 1
+    if path is None:
         return flat_state(trajectory, s, trajectory.states[0])
-    start, end = (flat_state(trajectory, state, trajectory.states[0]) for state in (s, s + 1))
-    return torch.lerp(start, end, (length - ends[s]) / (ends[s + 1] - ends[s]))
+    stretch = stretch_of(path, s, S)
+    first, last = stretch.start, stretch.stop
+    start, end = (flat_state(trajectory, state, trajectory.states[0]) for state in (first, last))
+    return torch.lerp(start, end, (length - ends[first]) / (ends[last] - ends[first]))

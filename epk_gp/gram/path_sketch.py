@@ -24,6 +24,7 @@ from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
 from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, node_products
 from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.quadrature.paths import WeightPath, straight
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class PathSketch:
         coefficients: v_nj, the coefficients of the C outputs in each of K sums over outputs.
         num_features: k.
         seed: The seed.
+        path: Which the nodes of test copies lie on, where there are any.
     """
 
     trajectory: Trajectory
@@ -49,11 +51,14 @@ class PathSketch:
     coefficients: Float[Tensor, "nodes K C"]
     num_features: int
     seed: int
+    path: WeightPath = straight()
 
     @cached_property
     def run(self) -> Trajectory:
         """The run whose steps are the nodes."""
-        return self.trajectory if self.nodes is None else nodes_trajectory(self.trajectory, self.nodes)
+        if self.nodes is None:
+            return self.trajectory
+        return nodes_trajectory(self.trajectory, self.nodes, path=self.path)
 
     @cached_property
     def training_run(self) -> Trajectory:

@@ -11,6 +11,7 @@ from epk_gp.core.points import Points
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.gram.path_sketch import PathSketch
+from epk_gp.quadrature.paths import path_identity
 from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
 
 EXPECTED_ERROR = 1.06  # times 1 / sqrt(k): measured, between points whose cosine is small (docs/theory.md, section 9)
@@ -86,8 +87,10 @@ def _reference(sketch: PathSketch, probe: Points) -> tuple[PathKernel, str]:
     if sketch.nodes is None:
         return PathKernel(run, sketch.head, left_endpoint()), f"all {run.num_steps} steps, each at its start"
     if run.num_steps <= MAX_PROBE_STEPS:
-        return PathKernel(run, sketch.head, gauss_legendre(2)), f"all {run.num_steps} steps, 2 nodes each"
-    many = nodes_trajectory(run, MAX_PROBE_STEPS)
+        kernel = PathKernel(run, sketch.head, gauss_legendre(2), path=sketch.path)
+        along = "".join(f" along {path}" for path in path_identity(sketch.path))
+        return kernel, f"all {run.num_steps} steps{along}, 2 nodes each"
+    many = nodes_trajectory(run, MAX_PROBE_STEPS, path=sketch.path)
     return PathKernel(many, sketch.head, left_endpoint()), f"{MAX_PROBE_STEPS} nodes of the path"
 
 

@@ -1,5 +1,6 @@
 """How a Gram block is divided: into tiles of points, and each tile's sum into ranges of steps."""
 
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,6 +90,13 @@ def tile_points(context: ExecutionContext) -> int:
 def block_tiles(context: ExecutionContext, a: Points, b: Points) -> list[Tile]:
     """Divide a block into the tiles in which it is computed."""
     return tiles_of(a, b, tile_points(context), len(ranges_of(context)))
+
+
+def keep_training_sums(context: ExecutionContext, tiles: Sequence[Tile]) -> None:
+    """Let sums of the training side over chords be kept, if several tiles of a block are computed with a context."""
+    if context.path.every > 1 and len(tiles) > 1:
+        pairs = max(len(tile.rows) * len(tile.columns) for tile in tiles)
+        context.training_sums.max_bytes = context.memory.kept_bytes(context.num_sums, pairs)
 
 
 def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> list[Tile]:
@@ -195,7 +203,8 @@ def sum_range(
     context: ExecutionContext, a: Points, b: Points, tile: Tile, steps: Steps, bar: StepCounter | None = None
 ) -> Float[Tensor, "K n ..."]:
     """Sum some steps of a tile, class-major, with the training side on the right (`Tile.is_turned`)."""
-    x, y = _batch(a, tile.rows, tile.x_is_train), _batch(b, tile.columns, tile.y_is_train)
+    x = _batch(a, tile.rows, tile.x_is_train, ("rows", tile.i))
+    y = _batch(b, tile.columns, tile.y_is_train, ("columns", tile.j))
     if tile.is_turned:
         x, y = y, x
     num_traced = context.num_outputs if context.is_traced else 0
@@ -208,9 +217,9 @@ def sum_range(
     return total.result()
 
 
-def _batch(points: Points, indices: Tensor, is_train: bool) -> CopyBatch:
+def _batch(points: Points, indices: Tensor, is_train: bool, key: Hashable) -> CopyBatch:
     whole = len(indices) == len(points)  # in their order
-    return CopyBatch(aligned(points.X) if whole else points.X[indices], is_train)
+    return CopyBatch(aligned(points.X) if whole else points.X[indices], is_train, key)
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from epk_gp.core.executors import SupportsSubmit
 from epk_gp.core.fingerprint import fingerprint
+from epk_gp.core.huge_pages import empty_huge_pages
 from epk_gp.core.points import Points
 from epk_gp.core.progress import progress_bar
 from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
 from epk_gp.gram.accumulator import scatter_block, transpose_block
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.huge_pages import empty_huge_pages
 from epk_gp.gram.tile_parts import (
     FEW_PIECES,
     MAX_RANGES,
@@ -25,6 +25,7 @@ from epk_gp.gram.tile_parts import (
     Tile,
     add_range,
     block_tiles,
+    keep_training_sums,
     ranges_of,
     require_total,
     sum_dtype,
@@ -83,6 +84,7 @@ def _totals_here(
     sums = None if folder is None else PartialSums(folder, _identity(context, a, b))
     steps, prefix = context.steps, _prefix(context)
     ranges = ranges_of(context)
+    keep_training_sums(context, tiles)
     for tile in tiles:
         name = tile_name(prefix, tile)
         total, done = _stored_total(context, sums, name)

@@ -41,6 +41,7 @@ from epk_gp.kernel_machine.problem import make_problem, parse_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import StepResiduals, leaves_residuals
 from epk_gp.quadrature.adaptive import Integral
+from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 
 # Steps of a block that are measured at a time: the first of them is not counted.
@@ -57,6 +58,7 @@ def estimate_attribution(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath = straight(),
     classes: Int64[Tensor, " n"] | None = None,
     workers: int | None = None,
     seconds: float = SECONDS,
@@ -77,6 +79,7 @@ def estimate_attribution(
             the network has moving statistics.
         head: As of `attribute_many`.
         rule: As of `attribute_many`.
+        path: As of `attribute_many`.
         classes: As of `attribute_many`.
         workers: As of `estimate_gram`.
         seconds: As of `estimate_gram`.
@@ -90,7 +93,7 @@ def estimate_attribution(
     parsed = parse_options("estimate_attribution", ("accumulate", "executor"), **options)
     validate_measuring(workers, seconds)
     by = parse_groupings(trajectory, groupings)
-    kernel = PathKernel(trajectory, head, rule)
+    kernel = PathKernel(trajectory, head, rule, path=path)
     packed = parse_problem(kernel, X, classes)
     start = clock()
 
@@ -131,16 +134,24 @@ class _PassWork:
         for block, number in self.places:
             rows, steps = self.pieces.whole.blocks[block], self._steps(number)
             groups.setdefault(len(rows), []).append(((block, number), len(steps)))
-        return [PieceKind(f"{n} points", "points", (1.0, float(n)), _UNIT, pieces) for n, pieces in groups.items() if n]
+        every = self.pieces.kernel.path.every  # the first chord is not counted, nor is the first step
+        unit = _UNIT if every == 1 else every * max(2, -(-_UNIT // every))
+        return [
+            PieceKind(f"{n} points", "points", (1.0, float(n)), unit, pieces, every)
+            for n, pieces in groups.items()
+            if n
+        ]
 
     def compute(self, place: Place, first: int, last: int, tick: Tick) -> None:
         """Add the terms of some steps of a piece, counted from where it begins."""
         whole, (block, number) = self.pieces.whole, place
         problem, sums = whole.of_block(block)
-        progress = _PartOfPass(sums.tensors, whole.new_record, (first, last), tick)
+        ticks = _StretchTicks(tick, 1 if whole.is_factored else problem.kernel.path.every, self._num_steps - first)
+        progress = _PartOfPass(sums.tensors, whole.new_record, (first, last), ticks)
         with suppress(_MeasuredError):
             if whole.is_factored:
-                steps = self._steps(number)[:last]
+                steps, every = self._steps(number)[:last], problem.kernel.path.every
+                progress.done, progress.last = first // every, -(-last // every)  # whose work items are stretches
                 whole.pass_factors(problem, sums, progress, slice(steps.start, steps.stop))
             else:
                 whole.pass_adjoints(problem, sums, progress, _AnyResiduals(self._residual))
@@ -236,6 +247,30 @@ class _PassWork:
         problem = self.pieces.whole.problem
         initial = torch.empty(count, problem.num_outputs, dtype=self._reference.dtype, device="meta")
         return sum(total.nbytes for total in TermSums.of(problem, self.pieces.groupings, initial).tensors)
+
+
+@dataclass(eq=False)
+class _StretchTicks:
+    """Passes on how many steps are done when a stretch of the path is: its first step has the cost of all.
+
+    Attributes:
+        tick: Is told.
+        every: Steps of a stretch; 1 where whole stretches are told of.
+        left: Steps that are left, counted from the start of the run, as adjoints go backwards.
+        waiting: Steps that are done and not passed on.
+    """
+
+    tick: Tick
+    every: int
+    left: int
+    waiting: int = 0
+
+    def __call__(self, num_steps: int) -> None:
+        self.waiting += num_steps
+        self.left -= num_steps
+        if self.left % self.every == 0:
+            self.tick(self.waiting)
+            self.waiting = 0
 
 
 class _PartOfPass(PassProgress):

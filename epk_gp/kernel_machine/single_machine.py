@@ -18,6 +18,7 @@ from epk_gp.core.trajectory import Trajectory, held_coefficients, network_output
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance
 from epk_gp.kernel_machine.vanilla_gd import validate_loss_takes_outputs
+from epk_gp.quadrature.paths import WeightPath, straight, validate_path
 from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
 
 
@@ -53,6 +54,7 @@ def single_machine(
     *,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> SingleMachine:
     """Evaluate the single kernel machine (Theorem 3.7, Bell et al. 2023), where there is one.
@@ -66,7 +68,8 @@ def single_machine(
         trajectory: Training run.
         X: n inputs, taken as test copies.
         head: Must be "log_softmax" for cross entropy; either for `NegativeLogLikelihood`. None follows the loss.
-        rule: How each step's integral is taken.
+        rule: How each step's integral is taken; that of each chord along chords.
+        path: Along which test copies move. The theorem holds along all of them, with the kernel of the path.
         options: `memory_budget` and `progress`; see `ComputeOptions`.
 
     Raises:
@@ -75,6 +78,7 @@ def single_machine(
     parsed = parse_options("single_machine", ("checkpoint", "accumulate"), **options)
     X = parse_inputs(trajectory, X)
     validate_rule(rule)
+    validate_path(path)
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     coefficients = _constant_coefficients(trajectory, head, trajectory.model.spec_for(X).dtype).to(X.device)
     initial = network_outputs(trajectory, X, state=0, head=head)
@@ -82,7 +86,7 @@ def single_machine(
     outputs = initial.clone()
     C, itemsize = trajectory.num_outputs, initial.element_size()
     size = single_machine_samples(parsed.memory_budget, C, itemsize, len(X))
-    kernel = PathKernel(trajectory, head, rule)
+    kernel = PathKernel(trajectory, head, rule, path=path)
     training = trajectory.model.spec_for(X).cast(trajectory.inputs)
     for part in torch.arange(len(training), device=X.device).split(size):
         K = kernel.block(Points(X, is_train=False), Points(training[part], is_train=True), parsed)

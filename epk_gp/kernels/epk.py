@@ -65,7 +65,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: Quadrature rule.
         path: Along which test copies move. `chords(every=k)` evaluates them once for k steps: another kernel of the
-            run, positive semi-definite as well. Features are sketched along straight steps only.
+            run, positive semi-definite as well. Features are not sketched along Manhattan paths.
         normalize: None; a positive number to divide by; "mean_diagonal", the mean diagonal of this kernel (over points
             and, for "full" and "independent", classes) on at most 1000 evenly spaced training copies; or "cosine",
             which divides each row and column by the square root of the kernel's own diagonal there. Every matrix of
@@ -88,7 +88,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         TypeError: `outputs`, `rule`, `path`, `normalize` or `active_dims` is of the wrong kind, or an option is
             unknown.
         ValueError: `outputs`, `head` or `normalize` is not known, the class does not exist, features are asked for
-            along another path, or `active_dims` are not as many columns as the points need.
+            along a Manhattan path, or `active_dims` are not as many columns as the points need.
     """
 
     def __init__(
@@ -113,11 +113,6 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         path_kernel = PathKernel(trajectory, head, rule, path=path)
         if not isinstance(rule, QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
-        if features is not None and path_identity(path):
-            raise ValueError(
-                f"features are sketched along straight() steps, at a few nodes of the whole path: got path={path!r}. "
-                "Leave out the path, or the features."
-            )
         columns = None if active_dims is None else _parse_active_dims(active_dims, trajectory)
         super().__init__(batch_shape=matrices.shape, active_dims=columns)
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)

@@ -5,10 +5,10 @@ from numbers import Real
 from typing import Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from epk_gp.kernels.blocks import diagonal_blocks
+from epk_gp.kernels.blocks import block, diagonal_blocks
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.sketched import mean_square_length
 from epk_gp.kernels.tagging import train_copy
@@ -40,13 +40,7 @@ def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], n
             raise ValueError(
                 f"normalize must be None, 'cosine', 'mean_diagonal' or a positive number: got {normalize!r}."
             )
-        scale = _mean_diagonal(config, matrices)
-        if not scale > 0:
-            raise ValueError(
-                f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
-                "Use normalize=None, or a run whose steps have positive size."
-            )
-        return scale
+        return _validated(_mean_diagonal(config, matrices))
     given: object = normalize  # NumPy's numbers count too
     if isinstance(given, bool) or not isinstance(given, Real):
         raise TypeError(f"normalize must be None, 'cosine', 'mean_diagonal' or a positive number: got {normalize!r}.")
@@ -55,9 +49,31 @@ def normalization_scale(config: KernelConfig, matrices: Int[Tensor, "*batch"], n
     return float(normalize)
 
 
+def gram_scale(config: KernelConfig, x: Shaped[Tensor, "n columns"]) -> float:
+    """Return the mean diagonal of all matrices between points, from the matrices, which the kernel's cache then keeps.
+
+    Args:
+        config: The kernel, not normalized.
+        x: The points.
+
+    Raises:
+        ValueError: The mean diagonal is not positive.
+    """
+    return _validated(float(block(config, x, x).diagonal(dim1=-2, dim2=-1).mean()))
+
+
 def is_cosine(normalize: object) -> bool:
     """Return whether each value is divided by the square roots of the kernel's own diagonal at both points."""
     return isinstance(normalize, str) and normalize == "cosine"
+
+
+def _validated(scale: float) -> float:
+    if not scale > 0:
+        raise ValueError(
+            f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
+            "Use normalize=None, or a run whose steps have positive size."
+        )
+    return scale
 
 
 def _mean_diagonal(config: KernelConfig, matrices: Tensor) -> float:

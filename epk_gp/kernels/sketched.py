@@ -14,6 +14,7 @@ from epk_gp.core.fingerprint import content_key
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.validation import validate_count, validate_integer
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.gram.path_nodes import validate_path_of_nodes
 from epk_gp.gram.path_sketch import PathSketch
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.gradient_demand import is_gradient_dropped, is_gradient_joint
@@ -26,16 +27,17 @@ def kernel_sketch(kernel: PathKernel, features: int | None, nodes: int, seed: in
 
     Raises:
         TypeError: A number is not whole.
-        ValueError: A number is too small, or the run is a path of averaged weights.
+        ValueError: A number is too small, the run is a path of averaged weights, or the kernel has a Manhattan path.
     """
     if features is None:
         return None
     validate_count(features, "features")
     validate_count(nodes, "nodes")
     validate_integer(seed, "seed")
+    validate_path_of_nodes(kernel.path)
     trajectory: Trajectory = kernel.trajectory
     every = torch.eye(trajectory.num_outputs, dtype=torch.float64).expand(nodes, -1, -1)
-    return PathSketch(trajectory, int(nodes), kernel.head, every, int(features), int(seed))
+    return PathSketch(trajectory, int(nodes), kernel.head, every, int(features), int(seed), kernel.path)
 
 
 def sketched_values(

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer, SoftmaxLastLayerAverage
-from epk_gp.autodiff.layer_jacobian import LayerJacobian, LeftFactor, NodeWeights, concat_rows, to_flat_order
+from epk_gp.autodiff.layer_jacobian import (
+    LayerJacobian,
+    LeftFactor,
+    NodeWeights,
+    concat_rows,
+    sum_outer_products,
+    to_flat_order,
+)
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.gram.accumulator import GramAccumulator
 from helpers import assert_close
@@ -156,3 +163,15 @@ def test_flat_order_puts_columns_into_their_places() -> None:
     columns = torch.tensor([4, 0, 2, 3, 1])
     flat = to_flat_order([first, second], columns)
     assert torch.equal(flat[:, :, columns], torch.cat([first.values, second.values], dim=2))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("positions", [1, 3, 70])
+def test_gradients_are_written_out_as_sums_of_outer_products(positions: int, requires_grad: bool) -> None:
+    """Of few positions, of many, and where a graph is kept; for groups that do not mix."""
+    a, delta = normal(LEFT, positions, 2, IN), normal(C, LEFT, positions, 2, 6)
+    a.requires_grad_(requires_grad)
+    expected = torch.einsum("elgi,kelgo->kegoi", a, delta).flatten(2)
+    found = sum_outer_products(a, delta)
+    assert_close(found.detach(), expected.detach())
+    assert found.requires_grad == requires_grad

@@ -9,7 +9,9 @@ from torch.testing import assert_close
 import epk_gp as epk
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.conformal import conformal_sets
+from epk_gp.gp.saved_classifier import nodes_of
 from epk_gp.gp.stacking import stack_logits
+from epk_gp.gram.path_nodes import nodes_trajectory
 
 DIM, C = 3, 3
 
@@ -265,3 +267,30 @@ def test_a_regression_run_is_refused():
     run = epk.train(net, X, torch.zeros(10, C).double(), optimizer=optimizer, steps=2, loss=epk.MeanSquaredError())
     with pytest.raises(ValueError, match="UncertainClassifier needs the run of a classifier"):
         epk.UncertainClassifier(run).fit(X, torch.zeros(10).long())
+
+
+@pytest.mark.parametrize("features", ["exact", 64])
+def test_a_classifier_follows_chords(features, run, points, tmp_path):
+    """Its process is that of nodes on them, also after it was saved; straight steps give another."""
+    asked = {"nodes": 4, "features": features}
+    model = epk.UncertainClassifier(run, path=epk.chords(10), **asked).fit(*gaussians(20, 1))
+    assert nodes_of(model.process_).digest == nodes_trajectory(run, 4, path=epk.chords(10)).digest
+    straight = epk.UncertainClassifier(run, **asked).fit(*gaussians(20, 1))
+    assert nodes_of(straight.process_).digest == nodes_trajectory(run, 4).digest
+    p = model.predict_proba(points[0])
+    assert not torch.equal(p, straight.predict_proba(points[0]))
+    for name, fitted in (("chords", model), ("straight", straight)):
+        fitted.save(tmp_path / name)
+        read = epk.UncertainClassifier.load(tmp_path / name, make_net())
+        assert read.get_params()["path"] == fitted.path
+        assert_close(read.predict_proba(points[0]), fitted.predict_proba(points[0]))
+    assert "chords" not in (tmp_path / "straight" / "classifier.json").read_text()
+
+
+def test_a_classifier_needs_a_path_that_nodes_lie_on(run, unchecked):
+    for path, error, message in (
+        (epk.manhattan(), ValueError, r"a node is one state of all weights.*got manhattan\(\)"),
+        ("chords", TypeError, "path must be a path such as .*: got 'chords'"),
+    ):
+        with pytest.raises(error, match=message):
+            epk.UncertainClassifier(run, path=path).fit(*gaussians(20, 1))

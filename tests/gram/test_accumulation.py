@@ -18,8 +18,8 @@ from epk_gp.autodiff.interception import StackedWeights, UnsupportedParameterUse
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, layer_jacobians_blocked
 from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.planning import plan_for
+from epk_gp.core import huge_pages
 from epk_gp.core.trajectory import flat_weights
-from epk_gp.gram import huge_pages
 from epk_gp.gram.path_kernel import gram_block_per_class
 from epk_gp.gram.prefetch import WeightPrefetcher
 from epk_gp.storage import chunks

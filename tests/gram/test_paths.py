@@ -9,11 +9,18 @@ from path_runs import RUNS, queries, recorded
 
 import epk_gp as epk
 from distributed_cases import Shuffled
+from epk_gp.autodiff.planning import with_plan
+from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.core.losses import loss_derivatives
-from epk_gp.gram import nodes
+from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.gram import nodes, tile_parts
+from epk_gp.gram import tiles as gram_tiles
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.block_parts import Share, StepInterval, reduce_gram_parts
+from epk_gp.gram.estimate import estimate_gram
+from epk_gp.gram.kept_sums import KeptSums
 from epk_gp.gram.path_kernel import gram_block_part, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.gram.step_average import StepAverage
 from helpers import assert_close, make_case
 
@@ -267,3 +274,115 @@ def test_states_on_disk_give_the_same_bytes(path, tmp_path):
         )
     for in_memory, on_disk in zip(*results, strict=True):
         assert torch.equal(in_memory, on_disk)
+
+
+@pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "columns"])
+def test_tiles_share_the_training_side_of_a_chord(is_turned, monkeypatch):
+    """While there is room for it, and to the same bytes as without."""
+    run, path = recorded("tanh_sgd", steps=20), epk.chords(10)
+    sides = (epk.Points(queries(120), is_train=False), epk.Points(run.inputs[:2], is_train=True))
+    options = {"rule": RULE, "path": path, "memory_budget": 1 << 20}
+    epk.gram_block(run, *sides, **options)
+    evaluated, tiles = [], []
+    real, in_tile = nodes.layer_jacobians_at_weights, tile_parts.sum_range
+
+    def counted(net, weights, X, *args):
+        def passed():
+            for w in weights:
+                evaluated.append(len(X))
+                yield w
+
+        return real(net, passed(), X, *args)
+
+    def noted(context, a, b, tile, *args):
+        tiles.append(tile)
+        return in_tile(context, a, b, tile, *args)
+
+    monkeypatch.setattr(nodes, "layer_jacobians_at_weights", counted)
+    monkeypatch.setattr(gram_tiles, "sum_range", noted)
+    asked = sides[::-1] if is_turned else sides
+    shared = epk.gram_block(run, *asked, **options)
+    num_tiles = len({tile.place for tile in tiles})
+    assert num_tiles > 2
+    assert evaluated.count(2) == 20
+    evaluated.clear()
+    monkeypatch.setattr(MemoryPlan, "kept_bytes", lambda *_: 0)
+    assert torch.equal(epk.gram_block(run, *asked, **options), shared)
+    assert evaluated.count(2) == 20 * num_tiles
+
+
+def test_what_is_kept_fits_into_what_tiles_leave_of_the_budget():
+    run = recorded("tanh_sgd")
+    plan = run.model_for(queries(1))
+    memory = with_plan(run, plan, lambda net: net.memory_plan(1 << 20))
+    assert memory.kept_bytes(9, 100) == (1 << 19) - 100 * 8 * (4 * 9 + 1)
+    assert memory.kept_bytes(9, memory.tile_points(9, 8) ** 2) >= 0
+    assert memory.kept_bytes(9, 10**6) == 0
+    kept, factor = KeptSums(), DenseJacobian(torch.zeros(1, 2, 4, dtype=torch.float64))  # 64 bytes
+    kept.max_bytes = 100
+    for number in range(2):
+        kept.put(number, {0: factor})
+    assert kept.get(0) is not None
+    assert kept.get(1) is None
+
+
+@pytest.mark.parametrize("path", [epk.straight(), epk.chords(2), epk.chords(100)], ids=["straight", "chords", "one"])
+def test_nodes_along_a_path_are_its_midpoint_rule(path):
+    """Where steps are equally long and every stretch has as many nodes; training copies stay on their steps."""
+    run, points = recorded("batch_norm_sgd", steps=4), epk.Points(queries(3), is_train=False)
+    nodes_run = nodes_trajectory(run, 8, path=path)
+    K = epk.gram_block(nodes_run, points, points, rule=epk.left_endpoint())
+    per_stretch = 8 // len(range(0, 4, path.every))
+    assert_close(K, epk.gram_block(run, points, points, rule=epk.midpoint(per_stretch), path=path))
+    straight = nodes_trajectory(run, 8)
+    assert (nodes_run.digest == straight.digest) == (path == epk.straight())
+    assert torch.equal(nodes_run.states[-1], straight.states[-1])
+    training = [nodes_trajectory(run, 8, is_train=True, path=p) for p in (path, epk.straight())]
+    assert all(torch.equal(a, b) for a, b in zip(*(of.states for of in training), strict=True))
+    if path != epk.straight():  # the control
+        K_straight = epk.gram_block(straight, points, points, rule=epk.left_endpoint())
+        assert (K - K_straight).abs().max() > 1e-4 * K.abs().max()
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["test", "train"])
+def test_features_along_chords_are_those_of_their_nodes(mask):
+    run, X = recorded("relu_sgd", steps=8), queries(4)
+    own = nodes_trajectory(run, 4, path=epk.chords(4))
+    asked = {"nodes": 4, "is_train": mask}
+    z = epk.path_features(run, X, 64, path=epk.chords(4), **asked)
+    assert z.error.reference == "all 8 steps along ChordPath(every=4), 2 nodes each"
+    assert z.error.nodes_rms < 0.1
+    straight = epk.path_features(run, X, 64, num_probe=0, **asked)
+    assert not torch.allclose(z + 0, straight + 0)  # sketches are drawn for each path
+    if not mask:
+        assert torch.equal(z + 0, epk.path_features(own, X, 64, nodes=None, num_probe=0) + 0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_nodes_and_features_refuse_paths_that_no_single_state_lies_on():
+    run = recorded("relu_sgd")
+    nodes_run = nodes_trajectory(run, 4)
+    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got manhattan\(\)"):
+        nodes_trajectory(run, 4, path=epk.manhattan())
+    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got manhattan\(\)"):
+        epk.path_features(run, queries(2), 8, path=epk.manhattan())
+    with pytest.raises(ValueError, match="this run is 4 nodes of another one already"):
+        nodes_trajectory(nodes_run, 4, path=epk.chords(2))
+    with pytest.raises(ValueError, match="nodes must be a number with path=ChordPath.*got None"):
+        epk.path_features(nodes_run, queries(2), 8, nodes=None, path=epk.chords(2))
+    with pytest.raises(TypeError, match="path must be a path such as .*: got 4"):
+        epk.path_features(run, queries(2), 8, path=4)
+    with pytest.raises(TypeError, match="path must be a path such as .*: got None"):
+        estimate_gram(run, mixed_points(run), mixed_points(run), path=None)
+
+
+@pytest.mark.parametrize("path", [epk.chords(2), epk.manhattan()], ids=["chords", "manhattan"])
+def test_the_cost_of_a_block_along_a_path_is_estimated(path):
+    """Pieces and bytes are those of the call; chords are measured as a whole."""
+    run = recorded("relu_sgd", steps=7)
+    sides, number = (mixed_points(run), mixed_points(run)), iter(range(10**6))
+    found = estimate_gram(run, *sides, rule=RULE, path=path, seconds=1e-3, clock=lambda: float(next(number)))
+    part = gram_block_part(run, *sides, Share(1, 1), rule=RULE, path=path)
+    assert found.num_pieces == len(part.layout.places)
+    assert found.disk.result == epk.gram_block(run, *sides, rule=RULE, path=path).nbytes
+    assert all(cost.kind.unit % path.every == 0 for cost in found.costs.kinds)

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
-from path_runs import RUNS, STEPS, jacobian, path_average, queries, recorded, state
+from path_runs import RUNS, STEPS, jacobian, mlp, path_average, queries, recorded, state
 from path_shares import shares
 
 import epk_gp as epk
-from distributed_cases import Shuffled
+from distributed_cases import Shuffled, inputs
+from distributed_cases import recorded as training_run
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine import adjoint
+from epk_gp.kernel_machine import adjoint, estimate, stretch_average, vanilla_gd
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
+from epk_gp.kernel_machine.estimate import estimate_attribution
+from epk_gp.kernel_machine.single_machine import single_machine
 from helpers import assert_close
 
 PATHS = {"chords_2": epk.chords(2), "manhattan": epk.manhattan(), "one_chord": epk.chords(100)}
@@ -248,3 +251,59 @@ def test_jacobians_of_the_reference_are_those_of_the_network():
         move.view(-1)[0] = 1e-6
         up, down = (run.model({**at, name: at[name] + sign * move}, x[None])[0] for sign in (1, -1))
         assert_close(found[name][:, 0], (up - down) / 2e-6, rounding=1e9)
+
+
+@pytest.mark.parametrize("path", [epk.chords(4), epk.manhattan()], ids=["chords", "manhattan"])
+def test_a_single_machine_follows_the_path_of_its_kernel(path):
+    """Theorem 3.7 holds along every path: the coefficients are the same, the kernel is the path's."""
+    torch.manual_seed(0)
+    X, y = torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    net = mlp(torch.nn.Tanh).double()
+    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.3), steps=8)
+    rule = epk.gauss_legendre(12)
+    machine = single_machine(run, queries(), rule=rule, path=path)
+    assert machine.certified
+    assert machine.max_error < 1e-11
+    test, train = epk.Points(queries(), is_train=False), epk.Points(X, is_train=True)
+    K = epk.gram_block(run, test, train, rule=rule, path=path)
+    sums = torch.einsum("ncmd,md->nc", K, machine.coefficients)
+    assert_close(machine.outputs, machine.initial + sums, rounding=1e4)
+    straight = epk.gram_block(run, test, train, rule=rule)
+    assert (K - straight).abs().max() > 1e-3 * K.abs().max()  # the control: another kernel, the same sum
+    assert_close(torch.einsum("ncmd,md->nc", straight, machine.coefficients), sums, rounding=1e5)
+    with pytest.warns(epk.CertificateWarning, match="a fixed rule"):
+        coarse = single_machine(run, queries(), rule=epk.left_endpoint(), path=path)
+    assert coarse.max_error > 1e-4
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_single_machine_refuses_what_is_no_path():
+    run = recorded("tanh_sgd")
+    with pytest.raises(TypeError, match="path must be a path such as .*: got 'manhattan'"):
+        single_machine(run, queries(), path="manhattan")
+
+
+@pytest.mark.parametrize("path", [epk.chords(4), epk.chords(100)], ids=["chords", "one"])
+@pytest.mark.parametrize("name", ["plain", "tanh_momentum"])
+def test_the_cost_of_an_attribution_along_chords_is_estimated(name, path, monkeypatch):
+    """Known costs of chords are found, whether the last one is shorter or not."""
+    kind = name == "plain"
+    run, X, now = training_run("plain", 14) if kind else recorded(name, steps=14), queries(3), [0.0]
+    if kind:
+        X = inputs(3)
+    module = vanilla_gd if kind else stretch_average
+    real = module.integrate_stretch
+
+    def costly(problem, steps, rows, max_nodes):
+        now[0] += len(rows)
+        return real(problem, steps, rows, max_nodes)
+
+    monkeypatch.setattr(module, "integrate_stretch", costly)
+    monkeypatch.setattr(estimate, "replayed_steps", lambda *arguments: iter(()))
+    options = {"rule": epk.left_endpoint(), "path": path, "clock": lambda: now[0]}
+    total = 3.0 * len(range(0, 14, path.every))
+    exact = estimate_attribution(run, X, [[by_sample(run)]], seconds=1e6, **options)
+    assert exact.costs.is_exact
+    assert exact.work_seconds == total
+    sampled = estimate_attribution(run, X, [[by_sample(run)]], seconds=1e-3, **options)
+    assert sampled.work_seconds == pytest.approx(total, rel=0.5)

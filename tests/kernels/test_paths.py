@@ -1,10 +1,13 @@
 """Other paths in GPyTorch's terms: kernel, derivatives in the points, Gaussian process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from path_runs import queries, recorded
 
 import epk_gp as epk
+from epk_gp.gram.path_nodes import nodes_trajectory
 from helpers import assert_close
 
 RULE = epk.gauss_legendre(2)
@@ -91,8 +94,14 @@ def test_a_kernel_says_its_path():
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_kernel_cannot_follow_is_refused():
     run = recorded("relu_sgd")
-    with pytest.raises(ValueError, match=r"along straight\(\) steps.*got path=ChordPath\(every=2\)"):
-        epk.EPKKernel(run, path=epk.chords(2), features=16)
+    with pytest.raises(ValueError, match=r"on straight\(\) steps or on chords\(\): got manhattan\(\)"):
+        epk.EPKKernel(run, path=epk.manhattan(), features=16)
+    with pytest.raises(ValueError, match=r"on straight\(\) steps or on chords\(\): got manhattan\(\)"):
+        epk.LogitGP(run, path=epk.manhattan(), nodes=4)
+    with pytest.raises(ValueError, match="leaves a rule no part: got nodes=4 and"):
+        epk.LogitGP(run, nodes=4, rule=RULE)
+    with pytest.raises(ValueError, match="nodes must be at least 1: got 0"):
+        epk.LogitGP(run, nodes=0)
     with pytest.raises(TypeError, match="path must be a path such as .*: got 3"):
         epk.EPKKernel(run, path=3)
     with pytest.raises(TypeError, match="path must be a path such as"):
@@ -101,3 +110,49 @@ def test_what_a_kernel_cannot_follow_is_refused():
     values = epk.EPKKernel(run, rule=RULE, path=epk.manhattan())(x).to_dense()
     with pytest.raises(ValueError, match=r"derivatives in the points need the path straight\(\) or chords\(\)"):
         values.sum().backward()
+
+
+def test_sketched_kernels_follow_chords():
+    run, X = recorded("relu_sgd"), queries(4)
+    kernel = epk.EPKKernel(run, "trace", path=epk.chords(2), features=64, nodes=4)
+    own = epk.EPKKernel(nodes_trajectory(run, 4, path=epk.chords(2)), "trace", rule=epk.left_endpoint())
+    error = (kernel(X).to_dense() - own(X).to_dense()).abs().max() / own(X).to_dense().abs().max()
+    assert error < 0.5
+    straight = epk.EPKKernel(run, "trace", features=64, nodes=4)
+    assert not torch.allclose(kernel(X).to_dense(), straight(X).to_dense())
+
+
+@pytest.mark.parametrize("path", [epk.straight(), epk.chords(2)], ids=["straight", "chords"])
+def test_a_process_of_nodes_has_the_run_s_means_and_their_kernel(path):
+    run, X = recorded("relu_sgd"), queries(3)
+    gp = epk.LogitGP(run, path=path, nodes=8, noise=0.1)
+    nodes = nodes_trajectory(run, 8, path=path)
+    both = epk.Points(torch.cat([run.inputs, X]), is_train=False)  # copies are the same
+    K = epk.gram_block(nodes, both, both, head="logits", rule=epk.left_endpoint()).reshape(39, 39) / gp.kernel.scale
+    assert_close(K[:30, :30].diagonal().mean(), torch.tensor(1.0, dtype=torch.float64))
+    gain = torch.linalg.solve(K[:30, :30] + 0.1 * torch.eye(30, dtype=torch.float64), K[:30, 30:]).T
+    initial, trained = (epk.network_outputs(run, run.inputs, state=s) for s in (0, -1))
+    mean = epk.network_outputs(run, X, state=0) + (gain @ (trained - initial).flatten()).view(3, 3)
+    posterior = gp.logit_posterior(X)
+    assert_close(posterior.mean, mean, rounding=1e7)
+    covariance = (K[30:, 30:] - gain @ K[:30, 30:]).view(3, 3, 3, 3)
+    assert_close(posterior.covariance, torch.einsum("ncnd->ncd", covariance), rounding=1e7)
+    exact = epk.LogitGP(run, path=path, noise=0.1).logit_posterior(X)
+    assert 1e-6 < (exact.covariance - posterior.covariance).abs().max() < 0.2 * exact.covariance.abs().max()
+
+
+def test_the_scale_of_a_process_on_all_points_is_its_matrix_s_mean_diagonal():
+    """Whose matrix is computed once; with some of the points it is that of the kernel."""
+    run = recorded("tanh_sgd")
+    expected = epk.EPKKernel(run, head="logits", normalize="mean_diagonal").scale
+    every, some = epk.LogitGP(run), epk.LogitGP(run, points=[0, 3])
+    assert every.kernel.scale == pytest.approx(expected, rel=1e-12)
+    assert some.kernel.scale == expected
+    hits = every.kernel.config.cache.hits
+    every.fit(1)
+    assert every.kernel.config.cache.hits > hits
+    (x,) = every.train_inputs
+    assert_close(every.kernel(x).to_dense().diagonal().mean(), torch.tensor(1.0, dtype=torch.float64))
+    frozen = replace(run, steps=tuple(replace(step, lr=0.0) for step in run.steps))
+    with pytest.raises(ValueError, match="the mean diagonal over the training copies must be positive"):
+        epk.LogitGP(frozen)
