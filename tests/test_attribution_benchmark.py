@@ -159,3 +159,10 @@ def test_a_tiny_benchmark_runs_and_goes_on_where_it_was_stopped(load, tmp_path, 
     assert next(row for row in second if row["score"] == "random")["LDS 0.5"] == random["LDS 0.5"]
     assert next(row for row in second if row["score"].startswith("first-order"))["seconds"] > 0
     assert all((tmp_path / "rows" / name).stat().st_mtime_ns == when for name, when in saved.items())
+    elsewhere = options | {"rows": tmp_path / "none"}
+    benchmark.main(out=tmp_path / "second", only="nothing", peers=False, tiny=True, **elsewhere)
+    again = json.loads((tmp_path / "second.json").read_text())["results"]["table"]
+    assert [row for row in again if "seconds" in row] == [row for row in second if "seconds" in row] != []
+    benchmark.main(out=tmp_path / "third", only="nothing", peers=False, tiny=True, **elsewhere)  # the negative control
+    third = json.loads((tmp_path / "third.json").read_text())["results"]["table"]
+    assert all("seconds" not in row for row in third)
