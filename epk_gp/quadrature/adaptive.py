@@ -1,8 +1,10 @@
 """Adaptive quadrature along a training step, steered by the free residual, with its certificate.
 
 An interval [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough: forward
-passes are all that it takes to know. Otherwise it is split at its kinks (`kinks.locate_kinks`). Without a kink its
-order is raised (`nested.rising_stages`), as long as the residual falls as it does where f is smooth; else it is halved.
+passes are all that it takes to know. A step on which a unit switches is cut at its kinks before any node is evaluated
+(`kinks.values_at_ends`). Other intervals start with few nodes and go to the smallest rule that promises to suffice
+(`resolution.predicted_errors`), which keeps these nodes (`nested.rising_stages`). Where none does, the interval is
+searched for kinks (`kinks.locate_kinks`), or else halved.
 The residual only chooses nodes; it is never added to anything. No integrand makes the rule run without end: evaluations
 are bounded, and a status says why it stopped (`QuadratureStatus`).
 """
@@ -37,7 +39,7 @@ class Integral:
         end: f at t = 1, (n, C).
         residual: Sum over a point's intervals of |f(b) - f(a) - integral|, largest output, (n,).
         evaluations: Gradients evaluated per point, rejected intervals included, and 2 for each search for kinks, (n,).
-            A network without piecewise-smooth functions is not searched.
+            A step on which no unit switches is not searched. Forward passes do not count.
         point: Which point each of the E accepted nodes belongs to, (E,).
         t: Their positions, (E,).
         weight: Their weights, (E,); for every point they sum to 1.

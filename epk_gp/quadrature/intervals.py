@@ -1,6 +1,7 @@
 """Intervals of a step, the orders of their rules, and what their nodes gave, as tensors."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -116,8 +117,13 @@ class StageTable:
 
 
 def stage_table(stages: Stages, reference: Tensor) -> StageTable:
-    """Write the orders of intervals as tensors of a reference's dtype, on its device."""
-    table = stages.table
+    """Return the orders of intervals as tensors of a reference's dtype, on its device."""
+    return _stage_table(stages, reference.dtype, reference.device)
+
+
+@lru_cache(maxsize=16)
+def _stage_table(stages: Stages, dtype: torch.dtype, device: torch.device) -> StageTable:
+    table, reference = stages.table, torch.zeros((), dtype=dtype, device=device)
     width = max(len(stage.rule) for stage in table)
 
     def padded(rows: list[tuple[float, ...]]) -> Tensor:
@@ -147,7 +153,13 @@ def stage_table(stages: Stages, reference: Tensor) -> StageTable:
 
 def spectrum_of(stage: Stage, reference: Tensor) -> Float[Tensor, "K K"]:
     """Return the matrix that gives Legendre coefficients of f' from what an interval's first order knows."""
-    return reference.new_tensor(spectrum(stage.rule.nodes, tuple(sorted({*stage.rule.nodes, *stage.probes}))))
+    return _spectrum_of(stage, reference.dtype, reference.device)
+
+
+@lru_cache(maxsize=16)
+def _spectrum_of(stage: Stage, dtype: torch.dtype, device: torch.device) -> Tensor:
+    points = tuple(sorted({*stage.rule.nodes, *stage.probes}))
+    return torch.tensor(spectrum(stage.rule.nodes, points), dtype=dtype, device=device)
 
 
 def nodes_of(intervals: Intervals, table: StageTable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
