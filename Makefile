@@ -12,9 +12,8 @@ NO_TESTS := 5
 # Code of pages has lines of 88 characters: the site's column holds them.
 FORMAT_PAGES = $(BIN)/ruff format --line-length 88 README.md $(shell find docs -name '*.md')
 
-# Exact versions, the build backend's too: it is installed first and used without build isolation. Python compiles what
-# is imported when it is imported: compiling all files takes 40 seconds more.
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
+# Exact versions, the build backend's too: it is installed first and used without build isolation.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 FRAME := pyproject.toml constraints.txt
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
@@ -41,13 +40,11 @@ test test-fast lint: export OMP_NUM_THREADS := 1
 test test-fast lint: export MKL_NUM_THREADS := 1
 test test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo environment test test-fast lint format docs bench faults clean
+.PHONY: demo test test-fast lint format docs bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
 	$(BIN)/epk-gp demo --out $(OUT)
-
-environment: $(DEV)
 
 # Shapes and types of all arguments are checked in the first run. The slow tests make so many calls that these checks
 # would take most of their time (measured: 8 times as long), so the second run leaves them out.
