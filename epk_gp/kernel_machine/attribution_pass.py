@@ -69,13 +69,18 @@ class AttributionPass:
         What its integral leaves of a step in less than float64 belongs to no part of the network.
         """
         trajectory = self.problem.trajectory
-        if self.layer_parts is None or (self.parts.any() and leaves_residuals(trajectory, self.problem.X)):
+        if self.layer_parts is None or (self.parts.any() and leaves_residuals(trajectory, self._outputs_of_one)):
             return False
         is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
         is_along_steps = (
             not isinstance(self.problem.kernel.path, ManhattanPath) and recomputation_of(trajectory) is None
         )
         return is_plain and is_along_steps and trajectory.unexplained is None
+
+    @property
+    def _outputs_of_one(self) -> Float[Tensor, "1 K"]:
+        """What stands for the outputs of one point; inputs may have another dtype."""
+        return torch.empty(1, self.problem.num_outputs, dtype=self.problem.net.model.spec.dtype)
 
     @cached_property
     def points_per_block(self) -> int:
@@ -100,8 +105,7 @@ class AttributionPass:
         steps, budget = self.problem.trajectory.num_steps, self.problem.options.memory_budget
         if not self.is_factored:
             return [slice(0, steps)]
-        outputs = torch.empty(1, self.problem.num_outputs, dtype=self.problem.net.model.spec.dtype)
-        one = TermSums.of(self.problem, self.groupings, outputs)
+        one = TermSums.of(self.problem, self.groupings, self._outputs_of_one)
         num_bytes = self.points_per_block * sum(total.nbytes for total in one.tensors)
         most = min(MAX_RANGES // len(self.blocks), budget // num_bytes)
         return step_ranges(steps, most, self.problem.kernel.path.every)

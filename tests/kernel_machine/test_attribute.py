@@ -138,6 +138,14 @@ def test_several_splits_in_one_pass_are_those_of_one_at_a_time(run):
         assert_close(parts.values, attribute_by(trajectory, X, by).values)
 
 
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_layers_of_inputs_of_other_shapes_are_told_apart(name):
+    """Of plain gradient descent: which way is taken depends on the dtype of the outputs, not of the inputs."""
+    case = make_case(name, steps=2)
+    parts = attribute_by(case.trajectory, case.test[:1], [by_layer(case.trajectory)])
+    assert parts.max_error <= 1e-12
+
+
 def test_axes_of_ones_own_are_taken(run):
     trajectory, X = run
     halves = Axis("sample", (torch.arange(11) >= 6).long(), ("first", "second"))
