@@ -20,6 +20,7 @@ from epk_gp.autodiff.planning import plan_for
 from epk_gp.autodiff.verification import passes_check
 from epk_gp.autodiff.warning_filter import filter_own_warnings
 from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.kept_activations import quiet_checkpoints
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.training import own_random_numbers
@@ -50,6 +51,7 @@ def test_eight_threads_get_the_bytes_that_one_gets(call: str, alone: Shared, tog
     expected = outcome(call, alone)
     with switching_often():
         assert at_once([lambda: outcome(call, together)] * THREADS) == [expected] * THREADS
+    assert CertificateWarning not in [kind for _, _, kind, *_ in warnings.filters]
 
 
 @pytest.mark.slow
@@ -187,6 +189,21 @@ def test_an_interrupt_anywhere_leaves_nothing_wrong_behind(call: str, tmp_path: 
     assert sum(interrupt(lambda: CALLS[call](shared), line) for line in lines) > 10
     assert outcome(call, shared) == expected
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_an_interrupt_anywhere_hides_no_warning() -> None:
+    def work() -> None:
+        with quiet_checkpoints():
+            warnings.warn(message, UserWarning, stacklevel=1)
+
+    message = "None of the inputs have requires_grad=True. Gradients will be None"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert sum(interrupt(work, line) for line in range(1, 40)) > 10
+        work()
+        assert not caught
+        warnings.warn(message, UserWarning, stacklevel=1)
+    assert len(caught) == 1
 
 
 def test_a_module_that_was_interrupted_is_not_used_again() -> None:

@@ -7,6 +7,7 @@ A checkpointed function is called again in the backward pass, and takes the weig
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast, final
@@ -40,8 +41,13 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
+class _User:
+    """One use of `quiet_checkpoints`; it is gone with it, however that ends."""
+
+
 class _Thread(threading.local):
-    is_quiet = False
+    def __init__(self) -> None:
+        self.users = weakref.WeakSet[_User]()
 
 
 _THREAD = _Thread()
@@ -51,7 +57,7 @@ class _QuietCategory(type):
     """Kind of a warning category that holds the warnings of a thread while it is quiet."""
 
     def __subclasscheck__(cls, category: Any) -> bool:
-        return _THREAD.is_quiet
+        return bool(_THREAD.users)
 
 
 # One entry in the process's list of filters that stays there: each change of the list would make Python forget which
@@ -70,8 +76,9 @@ def quiet_checkpoints() -> Iterator[None]:
     """Leave out what re-entrant checkpoints say in this thread of inputs without gradients."""
     if list(warnings.filters[:1]) != [_FILTER]:
         warnings.filterwarnings("ignore", _FILTER[1].pattern, _FILTER[2])
-    before, _THREAD.is_quiet = _THREAD.is_quiet, True
+    user = _User()
     try:
+        _THREAD.users.add(user)
         yield
     finally:
-        _THREAD.is_quiet = before
+        _THREAD.users.discard(user)

@@ -1,6 +1,5 @@
 """Explained outputs: one pass over the run for as many points as fit into memory, kept as views in fixed point."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -11,6 +10,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from epk_gp.autodiff.warning_filter import filter_own_warnings
 from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.head import Head
@@ -107,8 +107,7 @@ def _attribute(asked: Asked, divisions: Divisions, chosen: Tensor) -> GroupedAtt
     options, first = asked.options, int(chosen[0])
     if options.checkpoint is not None:
         options = replace(options, checkpoint=Path(options.checkpoint) / f"outputs-{first}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CertificateWarning)  # `write_report` says it once for all outputs
+    with filter_own_warnings("ignore", CertificateWarning):  # `write_report` says it once for all outputs
         (parts,) = attribute_many(
             asked.trajectory,
             asked.X[asked.rows[chosen].to(asked.X.device)],

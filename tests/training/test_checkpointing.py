@@ -212,7 +212,6 @@ def test_torch_warns_in_the_users_loop_alone(use):
         net = make("dropout", use, OnInputs).train()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            filters = warnings.filters
             if recorded:
                 run = record(net)
                 epk.attribute(run, TEST)
@@ -223,9 +222,6 @@ def test_torch_warns_in_the_users_loop_alone(use):
                     optimizer.zero_grad()
                     F.cross_entropy(net(X[:6]), Y[:6]).backward()
                     optimizer.step()
-            is_disturbed = warnings.filters is not filters
-        if is_disturbed:  # threads of earlier tests, as Dask's, put the process's filters back as they found them
-            return loop(recorded)
         return [str(warning.message) for warning in caught if "requires_grad=True" in str(warning.message)]
 
     assert loop(recorded=True) == loop(recorded=False)
