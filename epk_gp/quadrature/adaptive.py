@@ -1,8 +1,10 @@
 """Adaptive quadrature along a training step, steered by the free residual, with its certificate.
 
 An interval [a, b] of a step is accepted for a point when |f(b) - f(a) - int_a^b <J, d> dt| is small enough: forward
-passes are all that it takes to know. Otherwise it is split at its kinks (`kinks.locate_kinks`). Without a kink its
-order is raised (`nested.rising_stages`), as long as the residual falls as it does where f is smooth; else it is halved.
+passes are all that it takes to know. A step on which a unit switches is cut at its kinks before any node is evaluated
+(`kinks.values_at_ends`). Other intervals start with few nodes and go to the smallest rule that promises to suffice
+(`resolution.predicted_errors`), which keeps these nodes (`nested.rising_stages`). Where none does, the interval is
+searched for kinks (`kinks.locate_kinks`), or else halved.
 The residual only chooses nodes; it is never added to anything. No integrand makes the rule run without end: evaluations
 are bounded, and a status says why it stopped (`QuadratureStatus`).
 """
@@ -14,11 +16,13 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.directional import WeightSegment, directional_derivatives, values
+from epk_gp.autodiff.directional import WeightSegment, directional_derivatives
 from epk_gp.core.validation import validate_finite
+from epk_gp.quadrature.intervals import Integrated, Intervals, nodes_of, stage_table
+from epk_gp.quadrature.kinks import values_at_ends
 from epk_gp.quadrature.nested import fixed_stages, rising_stages
-from epk_gp.quadrature.refinement import Integrated, Intervals, nodes_of, refine, stage_table
-from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
+from epk_gp.quadrature.refinement import first_intervals, refine
+from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, gauss_legendre
 from epk_gp.quadrature.status import OPEN, Lineage, Parents, fixed_status, rounding_of
 
 # Breakpoints closer than that are one.
@@ -35,7 +39,7 @@ class Integral:
         end: f at t = 1, (n, C).
         residual: Sum over a point's intervals of |f(b) - f(a) - integral|, largest output, (n,).
         evaluations: Gradients evaluated per point, rejected intervals included, and 2 for each search for kinks, (n,).
-            A network without piecewise-smooth functions is not searched.
+            A step on which no unit switches is not searched. Forward passes do not count.
         point: Which point each of the E accepted nodes belongs to, (E,).
         t: Their positions, (E,).
         weight: Their weights, (E,); for every point they sum to 1.
@@ -80,7 +84,7 @@ def integrate(
     """
     n = len(X)
     zeros, ones = segment.w.new_zeros(n), segment.w.new_ones(n)
-    start, end = values(segment, X, zeros), values(segment, X, ones)
+    start, end, switches = values_at_ends(segment, X)
     validate_finite(start, "the network's outputs at the start of a step")
     validate_finite(end, "the network's outputs at the end of a step")
     total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
@@ -91,9 +95,10 @@ def integrate(
     )
     accepted: list[tuple[Tensor, ...]] = []
     none_known = start.new_zeros(n, table.num_kept, start.shape[1])
-    first = torch.full_like(every, table.first)
-    intervals = Intervals(every, zeros, ones, start, end, zeros, first, none_known, ones * torch.inf, every)
-    no = torch.zeros_like(every, dtype=torch.bool)
+    first, no = torch.full_like(every, table.first), torch.zeros_like(every, dtype=torch.bool)
+    intervals = Intervals(every, zeros, ones, start, end, zeros, first, none_known, ones * torch.inf, no, every)
+    if isinstance(rule, AdaptiveRule):
+        intervals = first_intervals(segment, X, (intervals, switches), table, evaluations, rule.max_evaluations)
     parents = Parents(torch.zeros_like(start), Lineage(every * 0, no, every * 0, zeros), no, no)
     rounding = rounding_of(start, end)
     level = 0
@@ -101,19 +106,21 @@ def integrate(
         owner, number, t, weight = nodes_of(intervals, table)
         point = intervals.point[owner]
         is_new = (number >= table.num_known[intervals.stage][owner]).nonzero().squeeze(1)
-        slope = start.new_empty(len(t), start.shape[1])
-        slope[is_new] = directional_derivatives(segment, X[point[is_new]], t[is_new])[1]
+        f, slope = start.new_zeros(len(t), start.shape[1]), start.new_empty(len(t), start.shape[1])
+        f[is_new], slope[is_new] = directional_derivatives(segment, X[point[is_new]], t[is_new])
         if len(is_new) < len(t):
             old = (number < table.num_known[intervals.stage][owner]).nonzero().squeeze(1)
             slope[old] = intervals.known[owner[old], number[old]]
         integral = torch.zeros_like(intervals.f_a).index_add_(0, owner, weight[:, None] * slope)
         evaluations.index_add_(0, point[is_new], torch.ones_like(t[is_new]))
         kept = (number < table.num_kept).nonzero().squeeze(1)
-        slopes = torch.zeros_like(intervals.known).index_put_((owner[kept], number[kept]), slope[kept])
+        place = (owner[kept], number[kept])
+        slopes = torch.zeros_like(intervals.known).index_put_(place, slope[kept])
+        inner = torch.zeros_like(intervals.known).index_put_(place, f[kept])
         difference = intervals.f_b - intervals.f_a - integral
         error = difference.abs().amax(dim=1)
         noise = rounding[intervals.point]
-        found = Integrated(intervals, parents, integral, slopes, difference, error, noise, level, table)
+        found = Integrated(intervals, parents, integral, slopes, inner, difference, error, noise, level, table)
         if isinstance(rule, QuadratureRule):
             reason, intervals = fixed_status(error), intervals[every[:0]]
         else:
@@ -147,9 +154,8 @@ def union_mesh(integral: Integral, rule: AdaptiveRule) -> list[tuple[float, floa
             merged.append(edge)
     merged[-1] = 1.0
     middles = ends.new_tensor([(a + b) / 2 for a, b in pairwise(merged)])
-    rules = {len(stage.rule): stage.rule for stage in rising_stages(rule.order).table if len(stage.rule) >= rule.order}
     orders = torch.full_like(middles, rule.order, dtype=torch.long)
-    for order in sorted(rules):
+    for order in sorted({*integral.orders.tolist()} - {*range(rule.order)}):
         has_order = integral.orders == order
         starts, stops = integral.breakpoints[has_order].sort().values, integral.ends[has_order].sort().values
         is_covered = torch.searchsorted(starts, middles, right=True) > torch.searchsorted(stops, middles, right=True)
@@ -157,5 +163,5 @@ def union_mesh(integral: Integral, rule: AdaptiveRule) -> list[tuple[float, floa
     return [
         (a + (b - a) * t, (b - a) * weight)
         for (a, b), order in zip(pairwise(merged), orders.tolist(), strict=True)
-        for t, weight in rules[order]
+        for t, weight in gauss_legendre(order)
     ]

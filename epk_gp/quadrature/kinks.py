@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.directional import WeightSegment, values
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import apply_head
 from epk_gp.core.model import StopForwardError
@@ -57,6 +57,57 @@ class Kinks:
     interval: Int64[Tensor, " B"]
     position: Float[Tensor, " B"]
     is_searched: Bool[Tensor, " E"]
+
+
+def values_at_ends(
+    segment: WeightSegment, X: Shaped[Tensor, "n ..."]
+) -> tuple[Float[Tensor, "n C"], Float[Tensor, "n C"], Bool[Tensor, " n"]]:
+    """Evaluate f at both ends of the step, and tell for which rows a unit stands differently there.
+
+    What fused functions hide is not seen.
+    """
+    starts, ends, switches = list[Tensor](), list[Tensor](), list[Tensor]()
+    zeros = segment.w.new_zeros(len(X))
+    for rows in torch.arange(len(X), device=X.device).split(min(segment.rows_per_kink_search, segment.rows_per_block)):
+        calls = list[list[Preactivations]]()
+        for t, outputs in ((zeros[rows], starts), (zeros[rows] + 1, ends)):
+            with PreactivationRecorder(len(rows), keep_edges=False) as recorder:
+                outputs.append(values(segment, X[rows], t))
+            calls.append(recorder.calls)
+        is_seen = segment.net.plan.supports_interpolation
+        switches.append(_stand_differently(calls, len(rows)).to(X.device) & is_seen)
+    return torch.cat(starts), torch.cat(ends), torch.cat(switches)
+
+
+def may_switch(
+    segment: WeightSegment, X: Shaped[Tensor, "E ..."], a: Float[Tensor, " E"], b: Float[Tensor, " E"]
+) -> Bool[Tensor, " E"]:
+    """Tell by forward passes alone whether a unit stands differently at a_e and b_e, whatever depends on it."""
+    switches = torch.zeros_like(a, dtype=torch.bool)
+    if not len(X) or not segment.net.plan.supports_interpolation:
+        return switches
+    for rows in torch.arange(len(X), device=X.device).split(segment.rows_per_kink_search):
+        calls = list[list[Preactivations]]()
+        for t in (a[rows], b[rows]):
+            params, moved = segment.interpolated(t)
+            recorder = PreactivationRecorder(len(rows), keep_edges=False)
+            with torch.no_grad(), disable_fused_attention(), recorder, moved:
+                segment.net.model(params, X[rows])
+            calls.append(recorder.calls)
+        switches[rows] = _stand_differently(calls, len(rows)).to(a.device)
+    return switches
+
+
+def _stand_differently(calls: list[list[Preactivations]], num_rows: int) -> Bool[Tensor, " E"]:
+    """Compare the calls of two forward passes, row by row."""
+    found = torch.zeros(num_rows, dtype=torch.bool)
+    for at_a, at_b in zip(*calls, strict=True):
+        if at_a.argmax is None or at_b.argmax is None:
+            changes = at_a.inputs.sign() * at_b.inputs.sign() < 0
+        else:
+            changes = at_a.argmax != at_b.argmax
+        found = found.to(changes.device) | changes.any(dim=1)
+    return found
 
 
 def locate_kinks(

@@ -77,13 +77,13 @@ class QuadratureRule:
 class AdaptiveRule:
     """Gauss-Legendre and its extensions on intervals of [0, 1] chosen for each point and step by the free residual.
 
-    See docs/theory.md, section 3.
+    See docs/theory.md, section 3, and docs/engine.md, section 8.
 
     Attributes:
         tol: Aim for the absolute error of an output over all S steps: each interval of a step may leave tol / S. A step
             cut into several can leave more than its share; the certificate says what came out.
-        order: Gauss-Legendre nodes with which an interval starts. Where the outputs are smooth in t, nodes are added
-            before the interval is halved.
+        order: Gauss-Legendre nodes with which the halves of an interval start. A step, and an interval between located
+            kinks, starts with its midpoint; nodes are then added as far as the outputs are smooth in t.
         max_evaluations: Bound on the gradients evaluated for a point and step; what is accepted there shows in the
             residual and in the status.
     """
