@@ -46,13 +46,13 @@ test test-fast: export MPLBACKEND := Agg
 demo: $(CORE)
 	$(BIN)/epk-gp demo --out $(OUT)
 
-# Shapes and types of all arguments are checked in the first run. The slow tests make so many calls that these checks
-# would take most of their time (measured: 8 times as long), so the second run leaves them out.
+# Shapes and types of arguments are checked in the first run (tests/conftest.py: in which of its tests). The slow tests
+# make so many calls that these checks would take most of their time (measured: 8 times as long): the second run has none.
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" || [ $$? -eq $(NO_TESTS) ]
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow -o addopts="$(WITHOUT_TYPES)" || [ $$? -eq $(NO_TESTS) ]
 
-# 100 seconds on two idle cores (measured): without the tests that are marked as slow.
+# Seven minutes on two cores (measured): without the tests that are marked as slow.
 test-fast: $(DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 

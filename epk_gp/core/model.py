@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -150,13 +151,7 @@ class FunctionalModel:
         if any(name not in params for name in self.statistics):  # those of the module are of no state of the run
             raise RuntimeError("a network with moving statistics must be called with those of a state of the run.")
         module = self._take_module_of_thread()
-
-        def call(*args: Tensor, **kwargs: Tensor) -> Any:
-            if self.signature.graph is None:  # a graph has no rows of the batch
-                args = tuple(_marked(value) for value in args)
-                kwargs = {name: _marked(value) for name, value in kwargs.items()}
-            return functional_call(module, dict(params), args, kwargs)
-
+        call = partial(self._call, module, dict(params))
         try:
             # everywhere, or bytes would depend on what other threads do
             with disable_fused_attention(), self._interceptions(params):
@@ -166,6 +161,12 @@ class FunctionalModel:
             raise
         self._of_thread.module = module
         return returned
+
+    def _call(self, module: nn.Module, params: dict[str, Tensor], /, *args: Tensor, **kwargs: Tensor) -> Any:
+        if self.signature.graph is None:  # a graph has no rows of the batch
+            args = tuple(_marked(value) for value in args)
+            kwargs = {name: _marked(value) for name, value in kwargs.items()}
+        return functional_call(module, params, args, kwargs)
 
     @contextmanager
     def _interceptions(self, params: Mapping[str, Tensor]) -> Iterator[None]:
