@@ -7,6 +7,8 @@ Usage: python benchmarks/paths.py sums --only "ReLU MLP"
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import torch
@@ -68,6 +70,8 @@ class Row:
         difference: Norm of their difference over that of the latter.
         seconds: Of the attribution.
         kernel_seconds: Of a block of test copies with training copies.
+        num_bytes: What the run takes on disk with every k-th weight state, k the steps of a chord.
+        thinned_error: `error`, along the same chords of that run.
     """
 
     error: float
@@ -77,16 +81,21 @@ class Row:
     difference: float
     seconds: float
     kernel_seconds: float
+    num_bytes: int
+    thinned_error: float
 
 
-def recorded(name: str, optimizer_name: str, steps: int, num_train: int) -> epk.Trajectory:
-    """Train a network in training mode on minibatches of half of the data."""
+def recorded(
+    name: str, optimizer_name: str, steps: int, num_train: int, folder: Path | None = None, keep_every: int = 1
+) -> epk.Trajectory:
+    """Train a network in training mode on minibatches of half of the data, and record it in memory or in a folder."""
     torch.manual_seed(0)
     data = three_gaussians(-(-num_train // 3), dim=64)
     X, y = data.inputs[:num_train], data.labels[:num_train]
     net = NETWORKS[name]().double().train()
     optimizer = OPTIMIZERS[optimizer_name](net)
-    with epk.Recorder(net, optimizer, X, y) as recorder:
+    storage = epk.Storage(keep_every=keep_every)
+    with epk.Recorder(net, optimizer, X, y, path=folder, storage=storage) as recorder:
         for _ in range(steps):
             batch = torch.randperm(num_train)[: num_train // 2]
             optimizer.zero_grad()
@@ -96,8 +105,10 @@ def recorded(name: str, optimizer_name: str, steps: int, num_train: int) -> epk.
     return recorder.trajectory
 
 
-def measure(run: epk.Trajectory, X: Tensor, every: int, straight: Tensor | None) -> tuple[Row, Tensor]:
-    """Attribute along chords, and compute the kernel along them."""
+def measure(
+    run: epk.Trajectory, thinned: epk.Trajectory, num_bytes: int, X: Tensor, every: int, straight: Tensor | None
+) -> tuple[Row, Tensor]:
+    """Attribute along chords, and compute the kernel along them; attribute once more with every k-th state."""
     path = epk.chords(every)
     before = time.process_time()
     parts = epk.attribute(run, X, path=path)
@@ -120,6 +131,8 @@ def measure(run: epk.Trajectory, X: Tensor, every: int, straight: Tensor | None)
         difference=float((own - reference).norm() / reference.norm()),
         seconds=seconds,
         kernel_seconds=kernel_seconds,
+        num_bytes=num_bytes,
+        thinned_error=epk.attribute(thinned, X, path=path).max_error,
     )
     return row, reference
 
@@ -134,19 +147,24 @@ def sums(
 ) -> None:
     """Print a table over networks, optimizers and lengths of chords; seconds are of the process, on one thread."""
     torch.set_num_threads(1)
-    typer.echo("| network | optimizer | k | error of the sums | evaluations | smallest eigenvalue | rank correlation | "
-               "difference / norm | attribution, s | kernel, s |")  # fmt: skip
-    typer.echo("|---" * 10 + "|")
+    typer.echo(
+        "| network | optimizer | k | error of the sums | evaluations | smallest eigenvalue | rank correlation | "
+        "difference / norm | attribution, s | kernel, s | KB on disk | error with every k-th state |"
+    )
+    typer.echo("|---" * 12 + "|")
     X = three_gaussians(-(-num_test // 3), dim=64, generator=torch.Generator().manual_seed(1)).inputs[:num_test]
     for name in (name for name in NETWORKS if only in name):
         for optimizer_name in OPTIMIZERS:
             run, straight = recorded(name, optimizer_name, steps, num_train), None
             for every in map(int, lengths.split(",")):
-                row, straight = measure(run, X, every, straight)
+                with TemporaryDirectory() as folder:
+                    thinned = recorded(name, optimizer_name, steps, num_train, Path(folder) / "run", every)
+                    num_bytes = sum(file.stat().st_size for file in (Path(folder) / "run").iterdir())
+                    row, straight = measure(run, thinned, num_bytes, X, every, straight)
                 typer.echo(
                     f"| {name} | {optimizer_name} | {every} | {row.error:.1e} | {row.evaluations:.2f} | "
                     f"{row.eigenvalue:.0e} | {row.rank:.4f} | {row.difference:.3f} | {row.seconds:.1f} | "
-                    f"{row.kernel_seconds:.2f} |"
+                    f"{row.kernel_seconds:.2f} | {row.num_bytes / 1e3:,.0f} | {row.thinned_error:.1e} |"
                 )
 
 

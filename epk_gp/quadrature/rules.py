@@ -77,7 +77,7 @@ class QuadratureRule:
 class AdaptiveRule:
     """Gauss-Legendre and its extensions on intervals of [0, 1] chosen for each point and step by the free residual.
 
-    See docs/theory.md, section 3, and docs/engine.md, section 8.
+    See docs/engine.md, section 8; the residual is that of docs/theory.md, section 3.
 
     Attributes:
         tol: Aim for the absolute error of an output over all S steps: each interval of a step may leave tol / S. A step
