@@ -29,7 +29,7 @@ from epk_gp.kernel_machine.contributions import Contribution
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import StepResiduals, leaves_residuals
-from epk_gp.kernel_machine.vanilla_gd import layer_parts, vanilla_gd_pass, vanilla_gd_points
+from epk_gp.kernel_machine.vanilla_gd import parts_of_layers, vanilla_gd_pass, vanilla_gd_points
 from epk_gp.quadrature.paths import ManhattanPath, num_segments, path_identity
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -60,7 +60,7 @@ class AttributionPass:
     @cached_property
     def layer_parts(self) -> list[int] | None:
         """The part of the network that each layer's Jacobian belongs to; None where one is of several."""
-        return layer_parts(self.problem, self.parts)
+        return parts_of_layers(self.problem, self.parts)
 
     @cached_property
     def is_factored(self) -> bool:

@@ -62,7 +62,7 @@ def vanilla_lr(trajectory: Trajectory, step: Step) -> float:
     return float(u.lr[0]) * float(u.grad_scale[0])
 
 
-def layer_parts(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> list[int] | None:
+def parts_of_layers(problem: AttributionProblem, parts: Int64[Tensor, " L"]) -> list[int] | None:
     """Return which part of the network each layer's Jacobian belongs to; None where one belongs to several.
 
     Args:
@@ -95,7 +95,7 @@ def vanilla_gd_pass(
 
     Args:
         problem: The predictions, at points that are computed together.
-        layer_parts: The part of the network that each layer's Jacobian belongs to (`layer_parts`).
+        layer_parts: The part of the network that each layer's Jacobian belongs to (`parts_of_layers`).
         steps: Which steps; they begin and end where chords do.
         emit: Called with every contribution.
         progress: How far the pass is; what is done is left out.

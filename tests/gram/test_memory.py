@@ -78,6 +78,8 @@ def test_attribute_keeps_to_its_budget() -> None:
     result = 3 * 300 * 1500 * 8  # samples, (n, C, M)
     bounded = increase(work.format(budget=32 * MIB), **sizes)
     assert bounded < 32 * MIB + result + OVERHEAD
+    loose = increase(work.format(budget=1024 * MIB), **sizes)
+    assert loose > bounded + 16 * MIB  # the negative control
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.autodiff.planned_model import flat_columns
 from epk_gp.autodiff.planning import plan_for
+from epk_gp.kernel_machine import attribution_pass
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
@@ -17,6 +18,7 @@ from epk_gp.kernel_machine.contributions import SampleContributions
 from epk_gp.kernel_machine.problem import make_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import StepResiduals
+from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass
 from helpers import NETWORKS, assert_close, make_case
 
 AXES = {
@@ -144,6 +146,20 @@ def test_layers_of_inputs_of_other_shapes_are_told_apart(name):
     case = make_case(name, steps=2)
     parts = attribute_by(case.trajectory, case.test[:1], [by_layer(case.trajectory)])
     assert parts.max_error <= 1e-12
+
+
+def test_layers_of_plain_gradient_descent_stay_factors(monkeypatch):
+    """Gradients of single samples, written out, give the same numbers in a multiple of the time."""
+    case, calls = make_case("tanh", steps=2), []
+
+    def counted(*args):
+        calls.append(args)
+        vanilla_gd_pass(*args)
+
+    monkeypatch.setattr(attribution_pass, "vanilla_gd_pass", counted)
+    parts = attribute_by(case.trajectory, case.test, [by_sample(case.trajectory), by_layer(case.trajectory)])
+    assert calls
+    assert_close(parts.values.sum(dim=3), epk.attribute(case.trajectory, case.test).samples)
 
 
 def test_axes_of_ones_own_are_taken(run):
