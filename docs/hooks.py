@@ -365,12 +365,13 @@ def _score_sizes(saved: dict) -> str:
     )
 
 
+OUR_SCORES = ["influence (epk_gp)", "smoothed influence (epk_gp)"]
 TABLES: dict[str, Callable[[dict], str]] = {
     "scores_mlp": _scored("MNIST, MLP"),
     "scores_logistic": _scored("MNIST, logistic regression"),
     "scores_cnn": _scored("MNIST, CNN"),
     "scores_transformer": _scored("text, transformer"),
-    "score_winners": lambda saved: _report().winners(saved["results"]["table"], "influence (epk_gp)"),
+    "score_winners": lambda saved: _report().winners(saved["results"]["table"], OUR_SCORES),
     "score_sizes": _score_sizes,
     "outside": _methods(_outside_measures),
     "inside": _methods(_inside_measures),

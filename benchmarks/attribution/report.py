@@ -9,6 +9,8 @@ Rows = list[dict[str, Any]]
 MEASURES = {  # head and key; of each the largest is the best
     "LDS, half": "LDS 0.5",
     "LDS, 90 %": "LDS 0.9",
+    "LDS, half, first images": "LDS 0.5 of few",
+    "LDS, 90 %, first images": "LDS 0.9 of few",
     "leave-one-out": "leave-one-out",
     "wrong labels, AUROC": "wrong labels",
     "log p lost": "brittleness",
@@ -60,25 +62,26 @@ def means(rows: Rows, key: str) -> dict[str, float]:
     return {score: mean(values) for score, values in found.items()}
 
 
-def winners(table: Rows, ours: str) -> str:
-    """Say where another score is better than ours, and after it where ours is the best."""
+def winners(table: Rows, ours: list[str]) -> str:
+    """Say where another score is better than ours, and after it where one of ours is the best."""
     lost, won = [], []
     for setting in dict.fromkeys(row["setting"] for row in table):
         rows = [row for row in table if row["setting"] == setting]
         for head, key in MEASURES.items():
             found = means(rows, key)
-            if ours not in found:
+            own = max((score for score in ours if score in found), key=lambda score: found[score], default=None)
+            if own is None:
                 continue
             best = max(found, key=lambda score: found[score])
             where = f"{setting}, {head}"
-            if best == ours:
-                won.append(where)
+            if best == own:
+                won.append(f"{where} ({own})")
             else:
-                lost.append(f"{where} ({best} {found[best]:.2f}, ours {found[ours]:.2f})")
+                lost.append(f"{where} ({best} {found[best]:.2f}, {own} {found[own]:.2f})")
     parts = [f"**Another score is better at:** {'; '.join(lost)}."] if lost else []
     if won:
-        parts.append(f"**{ours} is the best at:** {'; '.join(won)}.")
-    return " ".join(parts) or f"{ours} is not computed yet."
+        parts.append(f"**Best are ours at:** {'; '.join(won)}.")
+    return " ".join(parts) or f"{' and '.join(ours)} are not computed yet."
 
 
 def _column(rows: Rows, scores: list[str], value: Callable[[dict[str, Any]], float | None]) -> list[str]:

@@ -97,7 +97,7 @@ def _rows(setting: Setting, seed: int, subsets: int, saved: Rows, pythons: Pytho
     on_flipped = _scores(flipped, setting.num_train, saved, pythons) if setting.small else {}
     options = {name: _best(row["scores"], truths[ALPHAS[0]]) for name, row in found.items() if "scores" in row}
     detection = _class_detection(
-        clean, {name: found[name]["scores"][best] for name, (best, _) in options.items()}, saved, pythons
+        clean, {name: found[name]["scores"][best] for name, best in options.items()}, saved, pythons
     )
     judged = []
     for score in SCORES:
@@ -107,11 +107,16 @@ def _rows(setting: Setting, seed: int, subsets: int, saved: Rows, pythons: Pytho
         if "failure" in own:
             judged.append(row | own)
             continue
-        option, lds = options[score.name]
+        option = options[score.name]
         values = own["scores"][option]
-        row |= {"option": option, "seconds": own["seconds"][option], "LDS 0.5": lds}
-        drawn, true = truths[ALPHAS[1]]
-        row["LDS 0.9"] = None if true is None else linear_datamodeling_score(values, drawn, true)
+        row |= {"option": option, "seconds": own["seconds"][option]}
+        few = min(score.num_explained(clean, clean.num_explained) for score in SCORES)
+        for alpha, (drawn, true) in truths.items():
+            if true is not None:
+                if len(values) == clean.num_explained:
+                    row[f"LDS {alpha}"] = linear_datamodeling_score(values, drawn, true)
+                if few < clean.num_explained:
+                    row[f"LDS {alpha} of few"] = linear_datamodeling_score(values[:few], drawn, true)
         row["leave-one-out"] = None if without is None else mean_rank_correlation(values, without.T[: len(values)])
         row["brittleness"] = brittleness(clean, score.name, values, saved) if setting.small else None
         row["class detection"] = detection.get(score.name)
@@ -124,14 +129,12 @@ def _rows(setting: Setting, seed: int, subsets: int, saved: Rows, pythons: Pytho
     return judged
 
 
-def _best(scores: dict[str, torch.Tensor], truth: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[str, float | None]:
+def _best(scores: dict[str, torch.Tensor], truth: tuple[torch.Tensor, torch.Tensor | None]) -> str:
     """Choose the option on the answer, as dattri's own benchmark does: in favour of whoever has options."""
     drawn, true = truth
     if true is None:
-        return next(iter(scores)), None
-    found = {option: linear_datamodeling_score(values, drawn, true) for option, values in scores.items()}
-    best = max(found, key=lambda option: found[option])
-    return best, found[best]
+        return next(iter(scores))
+    return max(scores, key=lambda option: linear_datamodeling_score(scores[option], drawn, true))
 
 
 def _scores(problem: Problem, points: int, saved: Rows, pythons: Pythons) -> dict[str, Row]:
