@@ -110,12 +110,13 @@ def _rows(setting: Setting, seed: int, subsets: int, saved: Rows, pythons: Pytho
         option = options[score.name]
         values = own["scores"][option]
         row |= {"option": option, "seconds": own["seconds"][option]}
-        few = min(score.num_explained(clean, clean.num_explained) for score in SCORES)
+        most = min(clean.num_explained, setting.num_test)
+        few = min(score.num_explained(clean, most) for score in SCORES)
         for alpha, (drawn, true) in truths.items():
             if true is not None:
-                if len(values) == clean.num_explained:
+                if len(values) == most:
                     row[f"LDS {alpha}"] = linear_datamodeling_score(values, drawn, true)
-                if few < clean.num_explained:
+                if few < most:
                     row[f"LDS {alpha} of few"] = linear_datamodeling_score(values[:few], drawn, true)
         row["leave-one-out"] = None if without is None else mean_rank_correlation(values, without.T[: len(values)])
         row["brittleness"] = brittleness(clean, score.name, values, saved) if setting.small else None
