@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.directional import WeightSegment, directional_derivatives
+from epk_gp.autodiff.directional import WeightSegment, directional_derivatives, values
 from epk_gp.core.validation import validate_finite
 from epk_gp.quadrature.intervals import Integrated, Intervals, nodes_of, stage_table
 from epk_gp.quadrature.kinks import values_at_ends
@@ -84,18 +84,22 @@ def integrate(
     """
     n = len(X)
     zeros, ones = segment.w.new_zeros(n), segment.w.new_ones(n)
-    start, end, switches = values_at_ends(segment, X)
+    every = torch.arange(n, device=X.device)
+    no = torch.zeros_like(every, dtype=torch.bool)
+    if isinstance(rule, AdaptiveRule):
+        start, end, switches = values_at_ends(segment, X)
+    else:  # which unit switches is of no use to it
+        start, end, switches = values(segment, X, zeros), values(segment, X, ones), no
     validate_finite(start, "the network's outputs at the start of a step")
     validate_finite(end, "the network's outputs at the end of a step")
     total, residual, evaluations = torch.zeros_like(start), zeros.clone(), zeros.clone()
-    every = torch.arange(n, device=X.device)
     status, num_intervals = torch.zeros_like(every), torch.zeros_like(every)
     table = stage_table(
         fixed_stages(rule) if isinstance(rule, QuadratureRule) else rising_stages(rule.order), segment.w
     )
     accepted: list[tuple[Tensor, ...]] = []
     none_known = start.new_zeros(n, table.num_kept, start.shape[1])
-    first, no = torch.full_like(every, table.first), torch.zeros_like(every, dtype=torch.bool)
+    first = torch.full_like(every, table.first)
     intervals = Intervals(every, zeros, ones, start, end, zeros, first, none_known, ones * torch.inf, no, every)
     if isinstance(rule, AdaptiveRule):
         intervals = first_intervals(segment, X, (intervals, switches), table, evaluations, rule.max_evaluations)
