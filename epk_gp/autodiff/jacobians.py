@@ -7,7 +7,7 @@ sides of an inner product. Parameters that are not a layer's are differentiated 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -30,9 +30,13 @@ from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
 from epk_gp.autodiff.layer_jacobian import LayerJacobian, append_bias_column, concat_rows
 from epk_gp.autodiff.layer_recorder import LayerIO, LayerIORecorder
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.representations import DenseJacobian
+from epk_gp.autodiff.secant_functions import mean_of_rows
+from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.head import Head
+from epk_gp.core.head import Head, apply_head
 from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, rows_per_pass
+from epk_gp.core.model import FunctionalModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +51,15 @@ class WeightLocation:
         d: Flat direction, as `w`, or None.
         t: (E,) with `d`.
         stacked: G rows like `w`, or None.
+        secant_head: Rows come in pairs, at t = 0 and at t = 1, and every operation has the mean of its derivative over
+            the segment between both (`autodiff.secants`), this head included: cotangents are those of its outputs.
     """
 
     w: Float[Tensor, " PQ"]
     d: Float[Tensor, " PQ"] | None = None
     t: Float[Tensor, " E"] | None = None
     stacked: Float[Tensor, "G PQ"] | None = None
+    secant_head: Head | None = None
 
     @property
     def is_one_point(self) -> bool:
@@ -94,10 +101,12 @@ def layer_jacobians(
     with torch.enable_grad(), disable_fused_attention():
         moved = _moved_weights(net, params, at)
         recorder = LayerIORecorder(params, plan.bias_of, len(X), keep_graph=create_graph, moved=moved)
-        with moved or nullcontext(), recorder:
-            z = model(params, X)
+        secants = secant_derivatives(params, at, moved)
+        with moved or nullcontext(), recorder, secants:
+            z = outputs_at(model, params, X, at)
         values = cotangents.of_logits(z if create_graph else z.detach())
-        recorded = _RecordedForward(net, recorder.calls, z, values, cotangents)
+        has_secants = at.secant_head is not None
+        recorded = _RecordedForward(net, recorder.calls, z, values, cotangents, has_secants=has_secants)
         layers = [recorded.start_layer(name, params[name].shape, cost) for name in plan.bias_of]
         builders = [layer for layer in layers if isinstance(layer, LayerJacobianBuilder)]
         skips_last = at.is_one_point and not create_graph
@@ -107,8 +116,52 @@ def layer_jacobians(
     jacobians = [layer.build() if isinstance(layer, LayerJacobianBuilder) else layer for layer in layers]
     if plan.dense_params:
         names = plan.dense_params
+        if at.secant_head is not None:
+            jacobians.append(_dense_secants(net, names, at, X, values))
+            return jacobians
         jacobians.append(dense_jacobian(net, names, at.w, X, values, d=at.d, t=at.t, create_graph=create_graph))
     return jacobians
+
+
+def secant_derivatives(
+    params: Mapping[str, Tensor], at: WeightLocation, moved: MovedWeights | None
+) -> AbstractContextManager[object]:
+    """Return the mode under which a forward pass has secants, where they are asked for."""
+    if at.secant_head is None:
+        return nullcontext()
+    if not isinstance(moved, InterpolatedWeights):
+        raise TypeError("secants need rows at both ends of a segment: this is a bug in epk_gp.")
+    return SecantDerivatives(params, moved)
+
+
+def outputs_at(
+    model: FunctionalModel, params: Mapping[str, Tensor], X: Shaped[Tensor, "E ..."], at: WeightLocation
+) -> Float[Tensor, "E C"]:
+    """Evaluate the logits, or with secants the outputs that the cotangents belong to."""
+    z = model(params, X)
+    return z if at.secant_head is None else apply_head(z, at.secant_head)
+
+
+def _dense_secants(
+    net: PlannedModel, names: tuple[str, ...], at: WeightLocation, X: Shaped[Tensor, "E ..."], values: Tensor
+) -> DenseJacobian:
+    """Differentiate the outputs of each pair of rows with respect to some parameters, pair by pair."""
+    parts = []
+    for rows in torch.arange(len(X), device=X.device).split(2):
+        params = {name: value.detach().requires_grad_() for name, value in net.model.unflatten(at.w).items()}
+        here = replace(at, t=None if at.t is None else at.t[rows])
+        with torch.enable_grad(), disable_fused_attention():
+            moved = _moved_weights(net, params, here)
+            secants = secant_derivatives(params, here, moved)
+            with moved or nullcontext(), secants:
+                z = outputs_at(net.model, params, X[rows], here)
+            own = [params[name] for name in names]
+            grads = [
+                torch.autograd.grad(z, own, value, retain_graph=True, allow_unused=True, materialize_grads=True)
+                for value in values[:, rows]
+            ]
+        parts.append(torch.stack([torch.cat([grad.flatten() for grad in of_output]) for of_output in grads]) / 2)
+    return DenseJacobian(torch.stack(parts, dim=1).repeat_interleave(2, dim=1))
 
 
 def layer_jacobians_blocked(
@@ -167,6 +220,7 @@ class _RecordedForward:
         z: Its logits, (E, C).
         values: The cotangents of the logits, (K, E, C).
         cotangents: What they are the cotangents of.
+        has_secants: Its operations have secants, which one cotangent goes through at a time.
     """
 
     net: PlannedModel
@@ -174,6 +228,7 @@ class _RecordedForward:
     z: Tensor
     values: Tensor
     cotangents: Cotangents
+    has_secants: bool = False
 
     def start_layer(self, name: str, shape: torch.Size, cost: ContractionCost) -> LayerJacobianBuilder | LayerJacobian:
         """Collect the calls of one weight; a head's last layer has its Jacobian at once."""
@@ -218,10 +273,12 @@ class _RecordedForward:
                 outputs,
                 calls,
                 values[part],
-                batched=plan.supports_batched_vjp,
+                batched=plan.supports_batched_vjp and not self.has_secants,
                 frees_graph=part.stop >= len(values),
                 create_graph=create_graph,
             )
+            if self.has_secants:  # gradients are captured before the hooks of the calls' outputs
+                grads = [mean_of_rows(grad.transpose(0, 1)).transpose(0, 1) for grad in grads]
             yield [*grads, *(grad[part] for grad in known)]
 
     def _last_layer(self, last: LayerIO, head: Head, *, has_bias: bool) -> LayerJacobian:

@@ -15,8 +15,8 @@ from epk_gp.autodiff.line_calls import add_multiple
 from epk_gp.core.model import BATCH_MARK
 
 
-def _both(*names: str) -> tuple[Callable[..., Any], ...]:
-    """List the functions of these names in torch and their methods."""
+def functions_named(*names: str) -> tuple[Callable[..., Any], ...]:
+    """List the functions and methods of torch that have these names."""
     return tuple(
         getattr(where, name) for name in names for where in (torch, torch.Tensor) if getattr(where, name, None)
     )
@@ -24,7 +24,7 @@ def _both(*names: str) -> tuple[Callable[..., Any], ...]:
 
 # Linear in all their tensors together: what is no parameter is zero along the direction.
 LINEAR_MAPS = {
-    *_both(
+    *functions_named(
         "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "adjoint", "view", "view_as",
         "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to",
         "repeat", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "contiguous", "clone", "flip", "roll",
@@ -35,18 +35,18 @@ LINEAR_MAPS = {
 }  # fmt: skip
 
 # Likewise, and their numbers are terms: zero along the direction too.
-SUMS = {*_both("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__")}
+SUMS = {*functions_named("add", "sub", "subtract", "rsub", "__add__", "__radd__", "__sub__", "__rsub__")}
 
 # Linear in each of their tensors.
 PRODUCTS = {
-    *_both(
+    *functions_named(
         "mul", "multiply", "__mul__", "__rmul__", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "einsum",
         "tensordot", "inner", "outer", "dot",
     ),
 }  # fmt: skip
 
 # Linear in their first tensor.
-QUOTIENTS = {*_both("div", "divide", "true_divide", "__truediv__")}
+QUOTIENTS = {*functions_named("div", "divide", "true_divide", "__truediv__")}
 
 
 def has_rows(value: Tensor) -> bool:
@@ -90,21 +90,21 @@ def along_direction(
         constant = [value for value in tensors if id(value) not in direction and value.is_floating_point()]
         replaced = {**direction, **{id(value): torch.zeros_like(value) for value in constant}}
         terms = tuple(0 if isinstance(value, int | float) else value for value in args) if function in SUMS else args
-        return function(*_replace(terms, replaced), **_replace(kwargs, replaced))
+        return function(*substituted(terms, replaced), **substituted(kwargs, replaced))
     if len(moving) == 1 and (function in PRODUCTS or (function in QUOTIENTS and moving[0] is tensors[0])):
-        return function(*_replace(args, direction), **_replace(kwargs, direction))
+        return function(*substituted(args, direction), **substituted(kwargs, direction))
     if function is torch.prelu and len(moving) == 1 and len(args) == 2 and moving[0] is args[1]:
         x, slope = args[0], direction[id(args[1])]
         return x.where(x < 0, 0.0) * (slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope)
     return NotImplemented
 
 
-def _replace(values: Any, by_id: Mapping[int, Tensor]) -> Any:
-    """Replace tensors in values, lists, tuples and dictionaries of values."""
+def substituted(values: Any, by_id: Mapping[int, Tensor]) -> Any:
+    """Replace tensors, by their ids, in values, lists, tuples and dictionaries of values."""
     if isinstance(values, list | tuple):
-        return type(values)(_replace(value, by_id) for value in values)
+        return type(values)(substituted(value, by_id) for value in values)
     if isinstance(values, dict):
-        return {name: _replace(value, by_id) for name, value in values.items()}
+        return {name: substituted(value, by_id) for name, value in values.items()}
     return by_id.get(id(values), values) if isinstance(values, Tensor) else values
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from epk_gp.autodiff.cotangents import Cotangents
 from epk_gp.autodiff.dense import dense_jacobian
 from epk_gp.autodiff.interception import InterpolatedWeights
-from epk_gp.autodiff.jacobians import WeightLocation, logits_row_by_row
+from epk_gp.autodiff.jacobians import WeightLocation, logits_row_by_row, outputs_at, secant_derivatives
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.attention import disable_fused_attention
 
@@ -40,8 +40,10 @@ def statistics_jacobian(
         named = zip(model.statistics, pieces, model.statistic_shapes, strict=True)
         own = {name: piece.reshape(len(X), *shape) for name, piece, shape in named}
         params = model.unflatten(at.w.detach())
-        with InterpolatedWeights(params, model.unflatten(d.detach()), t, own):
-            z = model(params, X)
+        moved = InterpolatedWeights(params, model.unflatten(d.detach()), t, own)
+        secants = secant_derivatives(params, at, moved)
+        with moved, secants:
+            z = outputs_at(model, params, X, at)
         values = cotangents.of_logits(z.detach())
         if not z.requires_grad:  # no statistic is used
             return values.new_zeros(len(values), *rows.shape)

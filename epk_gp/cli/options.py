@@ -245,9 +245,10 @@ RuleOption = Annotated[
 PathOption = Annotated[
     str,
     typer.Option(
-        metavar="straight|chords:K|manhattan",
+        metavar="straight|chords:K|layerwise[:K]|manhattan",
         help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
-        "steps at a time, which takes fewer evaluations; or module by module.",
+        "steps at a time, which takes fewer evaluations; with derivatives averaged operation by operation over K "
+        "steps, which takes two (attributions only); or module by module.",
     ),
 ]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]

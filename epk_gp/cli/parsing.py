@@ -9,7 +9,7 @@ import torch
 
 from epk_gp.cli.options import Dtype
 from epk_gp.gram.block_parts import Share, StepInterval
-from epk_gp.quadrature.paths import WeightPath, chords, manhattan, straight
+from epk_gp.quadrature.paths import WeightPath, chords, layerwise, manhattan, straight
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
 from epk_gp.storage.run import is_run
 from epk_gp.storage.schema import HEADER
@@ -55,13 +55,15 @@ def parse_path(text: str) -> WeightPath:
     name, colon, number = text.partition(":")
     if not colon and name in ("straight", "manhattan"):
         return straight() if name == "straight" else manhattan()
-    if name == "chords" and colon:
+    if name == "layerwise" and not colon:
+        return layerwise()
+    if name in ("chords", "layerwise") and colon:
         if not re.fullmatch(rf"[0-9]{{1,{_MAX_DIGITS}}}", number) or int(number) < 1:
             raise ValueError(
-                f"--path {text[:60]}: K must be a whole number of steps from 1, as in chords:20: got {number[:40]!r}."
+                f"--path {text[:60]}: K must be a whole number of steps from 1, as in {name}:20: got {number[:40]!r}."
             )
-        return chords(int(number))
-    raise ValueError(f"--path must be straight, chords:K or manhattan: got {text[:60]!r}.")
+        return (chords if name == "chords" else layerwise)(int(number))
+    raise ValueError(f"--path must be straight, chords:K, layerwise[:K] or manhattan: got {text[:60]!r}.")
 
 
 def parse_bytes(text: str, option: str) -> int:

@@ -12,7 +12,15 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.core.validation import validate_count
-from epk_gp.quadrature.paths import ManhattanPath, WeightPath, path_identity, straight, stretch_of, validate_path
+from epk_gp.quadrature.paths import (
+    ManhattanPath,
+    WeightPath,
+    path_identity,
+    require_integrable,
+    straight,
+    stretch_of,
+    validate_path,
+)
 
 _RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
 NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
@@ -87,14 +95,15 @@ def nodes_trajectory(
     )
 
 
-def validate_path_of_nodes(path: object) -> None:
+def validate_path_of_nodes(path: WeightPath) -> None:
     """Raise if single states of the weights cannot stand for a path.
 
     Raises:
         TypeError: It is no path.
-        ValueError: It is a Manhattan path.
+        ValueError: It is a Manhattan or a layerwise path.
     """
     validate_path(path)
+    require_integrable(path, "the path kernel")
     if isinstance(path, ManhattanPath):
         raise ValueError(
             "a node is one state of all weights, on straight() steps or on chords(): got manhattan(), along which each "

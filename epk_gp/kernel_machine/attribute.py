@@ -47,7 +47,8 @@ def attribute(
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken, or each chord's.
         path: Along which the points are integrated. Other paths give other contributions with the same sum, as exactly:
-            `chords(every=k)` at fewer evaluations, and `manhattan()`.
+            `chords(every=k)` at fewer evaluations, `layerwise(every=k)` at two for k steps, without an integral (`rule`
+            then sets the tolerance of the certificate alone), and `manhattan()`.
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 

@@ -30,7 +30,7 @@ from epk_gp.kernel_machine.problem import AttributionProblem, make_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import StepResiduals, leaves_residuals
 from epk_gp.kernel_machine.vanilla_gd import parts_of_layers, vanilla_gd_pass, vanilla_gd_points
-from epk_gp.quadrature.paths import ManhattanPath, num_segments, path_identity
+from epk_gp.quadrature.paths import ChordPath, StraightPath, num_segments, path_identity
 from epk_gp.storage.partial_sums import PartialSums
 
 _BEGUN = "-begun"  # ends the name of a sum that is not whole yet
@@ -66,14 +66,15 @@ class AttributionPass:
     def is_factored(self) -> bool:
         """Whether contributions are computed from layers' factors: of plain gradient descent, along steps or chords.
 
-        What its integral leaves of a step in less than float64 belongs to no part of the network.
+        What its integral leaves of a step in less than float64 belongs to no part of the network. A layerwise average
+        is measured where it is written out.
         """
         trajectory = self.problem.trajectory
         if self.layer_parts is None or (self.parts.any() and leaves_residuals(trajectory, self._outputs_of_one)):
             return False
         is_plain = trajectory.is_vanilla_gd and trajectory.loss_takes_outputs
         is_along_steps = (
-            not isinstance(self.problem.kernel.path, ManhattanPath) and recomputation_of(trajectory) is None
+            isinstance(self.problem.kernel.path, StraightPath | ChordPath) and recomputation_of(trajectory) is None
         )
         return is_plain and is_along_steps and trajectory.unexplained is None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, chosen_outputs
-from epk_gp.autodiff.directional import WeightSegment
+from epk_gp.autodiff.directional import WeightSegment, values
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_jacobian import NodeWeights
 from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
@@ -21,7 +21,8 @@ from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
-from epk_gp.quadrature.paths import lines_of_stretch, num_segments
+from epk_gp.quadrature.paths import LayerwisePath, lines_of_stretch, num_segments
+from epk_gp.quadrature.status import QuadratureStatus
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +149,9 @@ def integrate_stretch(
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
     for part, start, direction in lines_of_stretch(kernel.path, net.model, w, end - w):
         segment = WeightSegment(net, start, direction, kernel.head, problem.options.memory_budget)
+        if isinstance(kernel.path, LayerwisePath):
+            yield _layerwise_line(problem, segment, part, rows, max(2, size - size % 2))
+            continue
         integral = integrate(segment, X, kernel.rule, share)
         batches = []
         for nodes in torch.arange(len(integral.point), device=X.device).split(size):
@@ -158,6 +162,52 @@ def integrate_stretch(
             jacobians = layer_jacobians(net, at, X[points], _cotangents(problem, rows[points]), problem.cost)
             batches.append(NodeBatch(jacobians, NodeWeights(integral.weight[nodes], points, len(rows))))
         yield IntegratedLine(segment, part, integral, batches)
+
+
+def _layerwise_line(
+    problem: AttributionProblem, segment: WeightSegment, part: slice, rows: Int64[Tensor, " N"], max_rows: int
+) -> IntegratedLine:
+    """Evaluate some points at both ends of a stretch, every operation with its mean derivative between them.
+
+    The integral is the change of the outputs, until the averages are known (`with_averages`).
+    """
+    X, net = problem.X[rows], problem.net
+    if not net.plan.supports_interpolation:
+        raise ValueError(
+            "layerwise() needs a network whose weights are used by functions that are linear in them, row by row: this "
+            "one's are not. Take chords(every=k)."
+        )
+    both = X.repeat_interleave(2, dim=0)
+    point = torch.arange(len(X), device=X.device).repeat_interleave(2)
+    t = segment.w.new_tensor([0.0, 1.0]).repeat(len(X))
+    weight, batches = torch.full_like(t, 0.5), list[NodeBatch]()
+    f = values(segment, both, t)
+    start, end = f.unflatten(0, (-1, 2)).unbind(1)
+    for nodes in torch.arange(len(both), device=X.device).split(max_rows):
+        at = WeightLocation(segment.w, segment.d, t[nodes], secant_head=segment.head)
+        jacobians = layer_jacobians(net, at, both[nodes], _output_cotangents(problem, rows[point[nodes]]), problem.cost)
+        batches.append(NodeBatch(jacobians, NodeWeights(weight[nodes], point[nodes], len(rows))))
+    zeros, ones = torch.zeros_like(start[:, 0]), torch.ones_like(point[::2])
+    return IntegratedLine(
+        segment,
+        part,
+        Integral(
+            total=end - start,
+            start=start,
+            end=end,
+            residual=zeros,
+            evaluations=zeros + 2,
+            point=point,
+            t=t,
+            weight=weight,
+            breakpoints=zeros,
+            ends=zeros + 1,
+            orders=ones + 1,
+            num_intervals=ones,
+            status=ones * QuadratureStatus.CONVERGED,
+        ),
+        batches,
+    )
 
 
 def averaged_statistics_jacobian(
@@ -178,12 +228,23 @@ def averaged_statistics_jacobian(
     Q = net.model.num_statistics
     total = X.new_zeros(problem.num_outputs, len(rows), Q, dtype=net.model.spec.dtype)
     size = problem.memory.statistics_rows(problem.num_outputs, Q)
+    size += size % 2  # the rows of a layerwise path come in pairs
     for part in torch.arange(len(integral.point), device=X.device).split(size):
         points = integral.point[part]
-        at = WeightLocation(line.segment.w, line.segment.d, integral.t[part])
-        values = statistics_jacobian(net, at, X[points], _cotangents(problem, rows[points]))
-        total.index_add_(1, points, integral.weight[part][:, None] * values)
+        is_layerwise = isinstance(problem.kernel.path, LayerwisePath)
+        head = line.segment.head if is_layerwise else None
+        at = WeightLocation(line.segment.w, line.segment.d, integral.t[part], secant_head=head)
+        cotangents = (_output_cotangents if is_layerwise else _cotangents)(problem, rows[points])
+        gradients = statistics_jacobian(net, at, X[points], cotangents)
+        total.index_add_(1, points, integral.weight[part][:, None] * gradients)
     return total
+
+
+def _output_cotangents(problem: AttributionProblem, points: Tensor) -> Cotangents:
+    """Return the cotangents of the outputs that are asked for, where the head is one of the operations."""
+    if problem.classes is None:
+        return replace(all_outputs("logits"), head=None)
+    return chosen_outputs("logits", problem.classes[points])
 
 
 def _cotangents(problem: AttributionProblem, points: Tensor) -> Cotangents:

@@ -24,7 +24,7 @@ from epk_gp.kernel_machine.certification import (
 )
 from epk_gp.kernel_machine.reconstruction_pass import sum_over_steps
 from epk_gp.kernel_machine.term_tables import number_row, place_table, shown_places
-from epk_gp.quadrature.paths import WeightPath, straight
+from epk_gp.quadrature.paths import WeightPath, require_integrable, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.quadrature.status import QuadratureStatus
 
@@ -124,7 +124,7 @@ def reconstruct(
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken, or each chord's.
         path: Along which the points are integrated. The sum is as exact for `chords(every=k)`, at fewer evaluations,
-            and for `manhattan()`.
+            and for `manhattan()`. `layerwise()` is for attributions: without their samples there is nothing to sum.
         options: `memory_budget` (beside it, one gradient of the training data), `progress`, `checkpoint` and
             `executor`; see `ComputeOptions`.
 
@@ -136,6 +136,7 @@ def reconstruct(
     """
     parsed = parse_options("reconstruct", ("accumulate",), **options)
     kernel = PathKernel(trajectory, head, rule, path=path)
+    require_integrable(path, "reconstruct")
     X = kernel.parse_inputs(X)
     result = with_plan(trajectory, trajectory.model_for(X), lambda net: _reconstruct(net, kernel, X, parsed))
     warn_if_uncertified("the reconstruction", result)

@@ -1,6 +1,6 @@
 """The gradients of the outputs, averaged over a stretch of the path: one step, or a chord over several."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
@@ -15,6 +15,9 @@ from epk_gp.kernel_machine.problem import (
     integrate_stretch,
 )
 from epk_gp.quadrature.adaptive import Integral
+from epk_gp.quadrature.paths import LayerwisePath, num_segments
+from epk_gp.quadrature.rules import AdaptiveRule
+from epk_gp.quadrature.status import OPEN, QuadratureStatus, fixed_status, residual_status, rounding_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,35 @@ def average_over(
         Phi[:, :, line.part] = average[:, :, line.part]
     if Phi is None:
         raise RuntimeError("a stretch of the path must move weights: this is a bug in epk_gp.")
+    if isinstance(problem.kernel.path, LayerwisePath):
+        integrals = [_measured(problem, rows, line, Phi, of_statistics)]
     return StretchAverage(steps, Phi, of_statistics, tuple(integrals))
+
+
+def _measured(
+    problem: AttributionProblem,
+    rows: Int64[Tensor, " N"],
+    line: IntegratedLine,
+    Phi: Float[Tensor, "K N P"],
+    of_statistics: Float[Tensor, "K N Q"] | None,
+) -> Integral:
+    """Return the integral of a layerwise stretch, with what its averages say of the change of the outputs."""
+    P, integral = problem.net.model.num_weights, line.integral
+    change = (Phi @ line.segment.d[:P]).T
+    if of_statistics is not None:
+        change = change + (of_statistics @ line.segment.d[P:]).T
+    true = problem.select_outputs(integral.end - integral.start, rows)
+    error = (true - change).abs().amax(dim=1)
+    total = change if problem.classes is None else integral.total.scatter(1, problem.classes[rows][:, None], change)
+    rule = problem.kernel.rule
+    if isinstance(rule, AdaptiveRule):
+        share = num_segments(problem.kernel.path, problem.net.model, problem.trajectory.num_steps)
+        status = residual_status(error, rounding_of(integral.start, integral.end), rule.tol / share)
+        status = torch.where(status == OPEN, QuadratureStatus.INCONSISTENT_DERIVATIVE, status)
+        status = torch.where(error.isfinite(), status, QuadratureStatus.NOT_FINITE)
+    else:
+        status = fixed_status(error)
+    return replace(integral, total=total, residual=error, status=status)
 
 
 def statistics_change(
@@ -102,4 +133,6 @@ def _wants_statistics(
     model = problem.net.model
     if problem.trajectory.statistics is None or line.part.stop <= model.num_weights:
         return False
+    if isinstance(problem.kernel.path, LayerwisePath):  # the integral is not known without
+        return True
     return splits_statistics or len(steps) > 1 or line.part.start > 0

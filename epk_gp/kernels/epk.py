@@ -24,7 +24,7 @@ from epk_gp.kernels.output_structure import Outputs, parse_outputs
 from epk_gp.kernels.sketched import kernel_sketch, sketched_values
 from epk_gp.kernels.tagged_points import tag_points, validate_batches
 from epk_gp.kernels.values import kernel_values
-from epk_gp.quadrature.paths import WeightPath, path_identity, straight
+from epk_gp.quadrature.paths import WeightPath, path_identity, require_integrable, straight
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre
 
 CACHE_BYTES = 512 * 2**20  # of blocks that a kernel keeps: a float64 matrix of 8192 rows
@@ -111,6 +111,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         compute_options = parse_options("EPKKernel", UNSUPPORTED_OPTIONS, **options)
         structure, matrices = parse_outputs(outputs, trajectory.num_outputs)
         path_kernel = PathKernel(trajectory, head, rule, path=path)
+        require_integrable(path, "EPKKernel")
         if not isinstance(rule, QuadratureRule):
             raise TypeError(f"a kernel needs the same nodes at all points, as in gauss_legendre(4): got {rule!r}.")
         columns = None if active_dims is None else _parse_active_dims(active_dims, trajectory)

@@ -62,7 +62,34 @@ class ManhattanPath:
         return 1
 
 
-WeightPath = StraightPath | ChordPath | ManhattanPath
+@dataclass(frozen=True)
+class LayerwisePath:
+    """No path of the weights: between every k-th state, every operation's inputs move on a straight line of their own.
+
+    The derivative of each operation of the network is averaged over the line between its inputs at both states: in
+    closed form where it is linear in each of two factors, works number by number, or picks the largest of several.
+    The averages are multiplied as derivatives are by the chain rule. So the terms sum to the outputs exactly, with two
+    forward passes and one backward pass per point and stretch, however many units switch there; nothing is integrated.
+    The averaged gradient is not the average of the gradient along the chord: both differ by second order in the
+    stretch's length.
+
+    Attributes:
+        every: k, from 1. The last stretch has the steps that are left; where k is larger than S there is one.
+    """
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise if k is no number of steps.
+
+        Raises:
+            TypeError: k is not a whole number.
+            ValueError: k is below 1.
+        """
+        validate_count(self.every, "every")
+
+
+WeightPath = StraightPath | ChordPath | ManhattanPath | LayerwisePath
 
 
 def straight() -> StraightPath:
@@ -88,13 +115,26 @@ def manhattan() -> ManhattanPath:
     return ManhattanPath()
 
 
+def layerwise(every: int = 1) -> LayerwisePath:
+    """Derivatives averaged operation by operation between every k-th state; see `LayerwisePath`.
+
+    Args:
+        every: k.
+
+    Raises:
+        TypeError: k is not a whole number.
+        ValueError: k is below 1.
+    """
+    return LayerwisePath(every)
+
+
 def validate_path(path: object) -> None:
     """Raise if an object is not a path.
 
     Raises:
-        TypeError: The object is neither straight steps, nor chords, nor a Manhattan path.
+        TypeError: The object is neither straight steps, nor chords, nor a Manhattan or a layerwise path.
     """
-    if not isinstance(path, StraightPath | ChordPath | ManhattanPath):
+    if not isinstance(path, WeightPath):
         raise TypeError(f"path must be a path such as epk_gp.straight() or epk_gp.chords(every=20): got {path!r}.")
 
 
@@ -164,3 +204,20 @@ def lines_of_stretch(
         direction[part] = change[part]
         yield part, start, direction
         start = start + direction
+
+
+def require_integrable(path: WeightPath, what: str) -> None:
+    """Raise if a path has no line on which something could be integrated.
+
+    Args:
+        path: The path.
+        what: What integrates along it, for the message.
+
+    Raises:
+        ValueError: The path is a layerwise one.
+    """
+    if isinstance(path, LayerwisePath):
+        raise ValueError(
+            f"{what} integrates along a path of the weights, straight(), chords(every=k) or manhattan(): got "
+            f"layerwise(every={path.every}), which is for attributions."
+        )
