@@ -34,6 +34,7 @@ NOT_CHECKED = {
         "ParameterInterception.pass_through",
     ),
     "autodiff.line_ops": ("has_rows", "spread_mark", "tensors_in"),
+    "autodiff.secants": ("SecantDerivatives.__torch_function__", "SecantDerivatives._call"),
     "core.kept_activations": ("KeptActivations.__torch_function__",),
     "core.moving_statistics": ("WrittenOutNormalisation.__torch_function__",),
     "quadrature.piecewise_ops": ("EventReader.__torch_function__", "PreactivationRecorder.__torch_function__"),

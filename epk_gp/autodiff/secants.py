@@ -184,9 +184,12 @@ def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving:
         again = list(tensors_in((call(*values),)))
         return tuple(value for value, is_float in zip(again, floats, strict=True) if is_float)
 
+    if result is copies[0]:  # in place
+        (found,) = _apply(SegmentSecant, differentiable, *(value.clone() for value in moving))
+        return x.copy_(found)
     found = iter(_apply(SegmentSecant, differentiable, *moving))
     if isinstance(result, Tensor):
-        return next(found) if result is not copies[0] else x.copy_(next(found))
+        return next(found)
     return type(result)([next(found) if is_float else value for value, is_float in zip(results, floats, strict=True)])
 
 

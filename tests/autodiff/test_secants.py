@@ -1,0 +1,142 @@
+"""Every operation's mean derivative between two rows gives the whole change of its outputs, whatever it computes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from epk_gp.autodiff.interception import InterpolatedWeights
+from epk_gp.autodiff.secants import SecantDerivatives
+from epk_gp.core.model import BATCH_MARK
+
+PAIRS, WIDTH = 3, 12
+
+
+def in_place(x):
+    kept = F.relu(x, inplace=True)
+    x += 0.5 * kept.flip(1)
+    x.mul_(kept.sigmoid())
+    return kept
+
+
+def images(x):
+    return x.view(-1, 3, 2, 2)
+
+
+def heads(x):
+    return x.view(-1, 2, 3, 2)
+
+
+FUNCTIONS = {
+    **{
+        name: getattr(F, name)
+        for name in (
+            "relu", "leaky_relu", "elu", "celu", "selu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "gelu",
+            "silu", "mish", "softplus", "softsign", "tanhshrink", "softshrink", "logsigmoid", "tanh", "sigmoid",
+        )
+    },
+    **{name: getattr(torch, name) for name in ("abs", "exp", "sin", "square", "erf")},
+    "power": lambda x: x.abs() ** 1.5 + x**3,
+    "root": lambda x: (x.square() + 1).sqrt().log(),
+    "clamp": lambda x: x.clamp(-0.3, 0.4) + x.clamp_min(0.1),
+    "quotient": lambda x: x / (1 + x.square()) + 1 / (2 + x.sin()),
+    "normalised": lambda x: x / x.norm(dim=1, keepdim=True),
+    "products": lambda x: x * x + x[:, :1] * x.flip(1),
+    "einsum": lambda x: torch.einsum("eij,ejk->eik", x.view(-1, 3, 4), x.view(-1, 4, 3)).flatten(1),
+    "softmax": lambda x: heads(x).softmax(3),
+    "log_softmax": lambda x: F.log_softmax(x, dim=1),
+    "logsumexp": lambda x: x.view(-1, 3, 4).logsumexp(2),
+    "attention": lambda x: F.scaled_dot_product_attention(heads(x), heads(x.flip(1)), heads(x * x)),
+    "where": lambda x: torch.where(x > 0, x, 0.1 * x.square()),
+    "amax": lambda x: x.view(-1, 3, 4).amax(dim=2),
+    "max": lambda x: x.view(-1, 3, 4).max(dim=1).values,
+    "maximum": lambda x: torch.maximum(x, x.flip(1)),
+    "sort": lambda x: x.sort(dim=1).values * torch.arange(WIDTH),
+    "max_pool1d": lambda x: F.max_pool1d(x.view(-1, 2, 6), 3, stride=2),
+    "max_pool2d": lambda x: F.max_pool2d(images(x), 2),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x.view(-1, 1, 3, 4), (2, 2)),
+    "avg_pool2d": lambda x: F.avg_pool2d(images(x.tanh()), 2),
+    "layer_norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "group_norm": lambda x: F.group_norm(images(x), 3),
+    "dropout": lambda x: F.dropout(x.tanh(), 0.5, training=False),
+    "in_place": in_place,
+}
+
+
+class Around(nn.Module):
+    """A function between layers whose weights move, and layers that normalise with weights of their own."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.a, self.norm, self.slope = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH), nn.PReLU(WIDTH)
+        self.b, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        x = self.slope(self.norm(self.b(self.a(x).tanh()))) * self.scale + 0.1
+        return self.function(x).flatten(1)
+
+
+def change_and_product(function, *, has_secants=True, step=0.3):
+    """Return the change of a combination of the outputs, and the contracted derivative along the step."""
+    torch.manual_seed(0)
+    net = Around(function).double()
+    params = {name: value.detach().requires_grad_() for name, value in net.named_parameters()}
+    direction = {name: step * torch.randn_like(value) for name, value in params.items()}
+    x = torch.randn(PAIRS, 4, dtype=torch.float64).repeat_interleave(2, dim=0)
+    setattr(x, BATCH_MARK, True)
+    moved = InterpolatedWeights(params, direction, torch.tensor([0.0, 1.0], dtype=torch.float64).repeat(PAIRS))
+    secants = SecantDerivatives(params, moved)
+    with moved:
+        if has_secants:
+            with secants:
+                y = functional_call(net, params, (x,))
+        else:
+            y = functional_call(net, params, (x,))
+    v = torch.randn(PAIRS, y.shape[1], dtype=torch.float64)
+    grads = torch.autograd.grad(y, list(params.values()), v.repeat_interleave(2, dim=0) / 2)
+    product = sum(float((grad * step).sum()) for grad, step in zip(grads, direction.values(), strict=True))
+    with torch.no_grad():
+        return float(((y[1::2] - y[::2]) * v).sum()), product
+
+
+@pytest.mark.parametrize("step", [0.3, 1e-3, 1e-7])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_multipliers_give_the_whole_change(name, step):
+    change, product = change_and_product(FUNCTIONS[name], step=step)
+    assert product == pytest.approx(change, rel=1e-11, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "softmax", "max_pool2d", "layer_norm"])
+def test_derivatives_at_both_ends_do_not(name):
+    """The negative control: their mean misses the change."""
+    change, product = change_and_product(FUNCTIONS[name], has_secants=False)
+    assert abs(product - change) > 1e-4 * abs(change)
+
+
+def test_a_pool_gives_each_input_the_time_for_which_it_is_the_largest():
+    """From (3, 1) to (1, 2): the first leads by 2, then lags by 1, so it is the largest for two thirds of the way."""
+    weight = torch.tensor([[3.0], [1.0]], dtype=torch.float64, requires_grad=True)
+    params, direction = {"w": weight}, {"w": torch.tensor([[-2.0], [1.0]], dtype=torch.float64)}
+    x = torch.ones(2, 1, dtype=torch.float64)
+    setattr(x, BATCH_MARK, True)
+    moved = InterpolatedWeights(params, direction, torch.tensor([0.0, 1.0], dtype=torch.float64))
+    secants = SecantDerivatives(params, moved)
+    with moved, secants:
+        y = F.max_pool1d(F.linear(x, weight)[:, None], 2)
+    (grad,) = torch.autograd.grad(y.sum() / 2, weight)
+    assert grad.flatten().tolist() == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_more_than_two_factors_are_refused():
+    def cubic(x):
+        return torch.einsum("ei,ei,ei->ei", x, x, x)
+
+    with pytest.raises(ValueError, match=r"layerwise\(\) cannot average einsum: it has 3 factors that move"):
+        change_and_product(cubic)
+
+
+def test_rows_that_leave_the_first_dimension_are_refused():
+    with pytest.raises(ValueError, match=r"layerwise\(\) cannot average .*: it .*row"):
+        change_and_product(lambda x: (x.T * x.T.sigmoid()).T)
