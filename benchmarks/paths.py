@@ -1,6 +1,7 @@
 """Other paths between the recorded states: what they cost, what their sums leave, and what they change.
 
 Usage: python benchmarks/paths.py sums --only "ReLU MLP"
+       python benchmarks/paths.py layerwise
        python benchmarks/paths.py map
 """
 
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.datasets import three_gaussians
+from epk_gp.kernel_machine.attribution_results import Attribution
+from epk_gp.quadrature.paths import WeightPath
 
 app = typer.Typer(add_completion=False)
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -166,6 +169,44 @@ def sums(
                     f"{row.eigenvalue:.0e} | {row.rank:.4f} | {row.difference:.3f} | {row.seconds:.1f} | "
                     f"{row.kernel_seconds:.2f} | {row.num_bytes / 1e3:,.0f} | {row.thinned_error:.1e} |"
                 )
+
+
+@app.command()
+def layerwise(
+    only: Annotated[str, typer.Option(help="Networks whose names contain this.")] = "",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 100,
+    num_train: Annotated[int, typer.Option(help="Training points.")] = 48,
+    num_test: Annotated[int, typer.Option(help="Points that are explained.")] = 5,
+    lengths: Annotated[str, typer.Option(help="Steps of a stretch.")] = "1,5,20",
+) -> None:
+    """Print what layerwise averages change and cost beside straight steps, measured in turns."""
+    torch.set_num_threads(1)
+    typer.echo(
+        "| network | optimizer | k | error of the sums | evaluations | along steps | rank correlation | "
+        "difference / norm | attribution, s | along steps, s |"
+    )
+    typer.echo("|---" * 10 + "|")
+    X = three_gaussians(-(-num_test // 3), dim=64, generator=torch.Generator().manual_seed(1)).inputs[:num_test]
+    for name in (name for name in NETWORKS if only in name):
+        for optimizer_name in OPTIMIZERS:
+            run = recorded(name, optimizer_name, steps, num_train)
+            for every in map(int, lengths.split(",")):
+                (straight, before), (own, seconds) = (
+                    _timed(run, X, path) for path in (epk.straight(), epk.layerwise(every))
+                )
+                terms, reference = own.samples.flatten(), straight.samples.flatten()
+                typer.echo(
+                    f"| {name} | {optimizer_name} | {every} | {own.max_error:.0e} | {own.evaluations:.2f} | "
+                    f"{straight.evaluations:.2f} | {rank_correlation(terms, reference):.4f} | "
+                    f"{float((terms - reference).norm() / reference.norm()):.1e} | {seconds:.1f} | {before:.1f} |"
+                )
+
+
+def _timed(run: epk.Trajectory, X: Tensor, path: WeightPath) -> tuple[Attribution, float]:
+    """Attribute, and return the seconds of the process."""
+    before = time.process_time()
+    parts = epk.attribute(run, X, path=path)
+    return parts, time.process_time() - before
 
 
 def two_moons(count: int) -> tuple[Tensor, Tensor]:

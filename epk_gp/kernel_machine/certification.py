@@ -54,6 +54,8 @@ class IntegrationRecord:
         residual = integral.residual
         size = torch.maximum(integral.start.abs(), integral.end.abs()).amax(dim=1).clamp(min=1.0)
         rounding = _INTERVAL_ROUNDING * torch.finfo(size.dtype).eps * size
+        if integral.rounding is not None:
+            rounding = torch.maximum(rounding, integral.rounding)
         allowed = integral.num_intervals * rounding.clamp(
             min=_TOLERANCES * _tolerance(self.rule) / max(1, self.num_steps)
         )

@@ -18,7 +18,7 @@ from epk_gp.core.trajectory import Trajectory, held_coefficients, network_output
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance
 from epk_gp.kernel_machine.vanilla_gd import validate_loss_takes_outputs
-from epk_gp.quadrature.paths import WeightPath, straight, validate_path
+from epk_gp.quadrature.paths import WeightPath, require_integrable, straight, validate_path
 from epk_gp.quadrature.rules import AdaptiveRule, Rule, adaptive, validate_rule
 
 
@@ -79,6 +79,7 @@ def single_machine(
     X = parse_inputs(trajectory, X)
     validate_rule(rule)
     validate_path(path)
+    require_integrable(path, "single_machine")
     head = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     coefficients = _constant_coefficients(trajectory, head, trajectory.model.spec_for(X).dtype).to(X.device)
     initial = network_outputs(trajectory, X, state=0, head=head)

@@ -19,6 +19,9 @@ from epk_gp.quadrature.paths import LayerwisePath, num_segments
 from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.quadrature.status import OPEN, QuadratureStatus, fixed_status, residual_status, rounding_of
 
+# A change of the outputs that is a sum over the weights may miss them by so many eps of the sum of its terms' sizes.
+_SUM_ROUNDING = 16
+
 
 @dataclass(frozen=True, eq=False)
 class StretchAverage:
@@ -87,21 +90,25 @@ def _measured(
 ) -> Integral:
     """Return the integral of a layerwise stretch, with what its averages say of the change of the outputs."""
     P, integral = problem.net.model.num_weights, line.integral
-    change = (Phi @ line.segment.d[:P]).T
+    d, eps = line.segment.d, torch.finfo(Phi.dtype).eps
+    change, size = (Phi @ d[:P]).T, (Phi.abs() @ d[:P].abs()).T
     if of_statistics is not None:
-        change = change + (of_statistics @ line.segment.d[P:]).T
+        change = change + (of_statistics @ d[P:]).T
+        size = size + (of_statistics.abs() @ d[P:].abs()).T
+    rounding = _SUM_ROUNDING * eps * size.amax(dim=1)
     true = problem.select_outputs(integral.end - integral.start, rows)
     error = (true - change).abs().amax(dim=1)
     total = change if problem.classes is None else integral.total.scatter(1, problem.classes[rows][:, None], change)
     rule = problem.kernel.rule
     if isinstance(rule, AdaptiveRule):
         share = num_segments(problem.kernel.path, problem.net.model, problem.trajectory.num_steps)
-        status = residual_status(error, rounding_of(integral.start, integral.end), rule.tol / share)
+        of_outputs = rounding_of(integral.start, integral.end)
+        status = residual_status(error, torch.maximum(of_outputs, rounding), rule.tol / share)
         status = torch.where(status == OPEN, QuadratureStatus.INCONSISTENT_DERIVATIVE, status)
         status = torch.where(error.isfinite(), status, QuadratureStatus.NOT_FINITE)
     else:
         status = fixed_status(error)
-    return replace(integral, total=total, residual=error, status=status)
+    return replace(integral, total=total, residual=error, status=status, rounding=rounding)
 
 
 def statistics_change(

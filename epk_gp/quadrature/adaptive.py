@@ -48,6 +48,8 @@ class Integral:
         orders: How many nodes they have, (A,).
         num_intervals: How many of them belong to each point, (n,).
         status: Most severe reason for which a point's intervals were accepted, a `QuadratureStatus`, (n,).
+        rounding: Of what is no integral (a layerwise average), the residual that the rounding of a sum explains whose
+            terms may be larger than the outputs, (n,).
     """
 
     total: Float[Tensor, "n C"]
@@ -63,6 +65,7 @@ class Integral:
     orders: Int64[Tensor, " A"]
     num_intervals: Int64[Tensor, " n"]
     status: Int64[Tensor, " n"]
+    rounding: Float[Tensor, " n"] | None = None
 
 
 def integrate(

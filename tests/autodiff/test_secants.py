@@ -32,8 +32,25 @@ FUNCTIONS = {
     **{
         name: getattr(F, name)
         for name in (
-            "relu", "leaky_relu", "elu", "celu", "selu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "gelu",
-            "silu", "mish", "softplus", "softsign", "tanhshrink", "softshrink", "logsigmoid", "tanh", "sigmoid",
+            "relu",
+            "leaky_relu",
+            "elu",
+            "celu",
+            "selu",
+            "relu6",
+            "hardtanh",
+            "hardswish",
+            "hardsigmoid",
+            "gelu",
+            "silu",
+            "mish",
+            "softplus",
+            "softsign",
+            "tanhshrink",
+            "softshrink",
+            "logsigmoid",
+            "tanh",
+            "sigmoid",
         )
     },
     **{name: getattr(torch, name) for name in ("abs", "exp", "sin", "square", "erf")},

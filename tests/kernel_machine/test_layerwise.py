@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
+from epk_gp.autodiff.secant_functions import ElementwiseSecant, mean_of_rows
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
@@ -183,13 +184,9 @@ def test_float32_is_certified():
 
 def test_an_average_that_misses_the_outputs_is_not_certified(monkeypatch):
     """With the derivative of ReLU at the first row only, as a mistake would have it."""
-    from epk_gp.autodiff import secant_functions
-
     run, X = recorded("relu_sgd"), queries()
     monkeypatch.setattr(
-        secant_functions.ElementwiseSecant,
-        "backward",
-        staticmethod(lambda ctx, grad: (0.9 * secant_functions.mean_of_rows(grad), None, None)),
+        ElementwiseSecant, "backward", staticmethod(lambda ctx, grad: (0.9 * mean_of_rows(grad), None, None))
     )
     with pytest.warns(epk.CertificateWarning, match="not certified"):
         parts = epk.attribute(run, X, path=epk.layerwise())
