@@ -53,7 +53,8 @@ KINKED = {*THRESHOLDS} - PRELU
 LINEAR = {
     *LINEAR_MAPS,
     *SUMS,
-    *functions_named("add_", "sub_", "__iadd__", "__isub__", "positive", "unfold", "type_as", "to", "double", "float"),
+    *functions_named("add_", "sub_", "__iadd__", "__isub__", "positive", "unfold", "type_as"),
+    torch.Tensor.to, torch.Tensor.double, torch.Tensor.float,
     *functions_named("size", "dim", "numel", "stride", "__len__", "is_floating_point", "is_contiguous", "detach"),
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
     F.unfold, F.fold, F.pad, F.pixel_shuffle, F.pixel_unshuffle, F.interpolate,

@@ -53,6 +53,18 @@ def test_gram_and_attribute_follow_the_path(recorded, tmp_path, path):
     assert json.loads((tmp_path / "parts" / "attribution.json").read_text())["config"]["path"] == path
 
 
+def test_attribute_averages_layer_by_layer_and_what_integrates_refuses_to(recorded, tmp_path, capsys):
+    asked = ("--path", "layerwise:2", "--num-points", 2, "--quiet")
+    assert run("attribute", recorded, "--out", tmp_path / "parts", *asked) == 0
+    arrays = load_file(tmp_path / "parts" / "attribution.safetensors")
+    parts = epk.attribute(open_run(recorded, None), arrays["inputs"], path=epk.layerwise(2))
+    assert_close(arrays["samples"], parts.samples)
+    assert json.loads((tmp_path / "parts" / "attribution.json").read_text())["config"]["path"] == "layerwise:2"
+    for command in ("verify", "gram"):
+        assert run(command, recorded, "--out", tmp_path / command, "--path", "layerwise", "--quiet") == 1
+        assert "integrates along a path of the weights" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_verify_holds_along_every_path(recorded, tmp_path, path):
     assert run("verify", recorded, "--path", path, "--num-points", 2, "--out", tmp_path, "--quiet") == 0

@@ -218,3 +218,24 @@ def test_what_integrates_refuses_it():
 def test_stretches_are_whole_numbers_of_steps():
     with pytest.raises(ValueError, match="every must be"):
         epk.layerwise(0)
+
+
+class Rounded(nn.Module):
+    """A straight-through estimator: what autograd computes is not the derivative of the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        return self.b(h + ((4 * h).round() / 4 - h).detach())
+
+
+def test_a_derivative_that_is_not_that_of_the_outputs_is_said_aloud():
+    torch.manual_seed(0)
+    with pytest.warns(epk.CertificateWarning, match="straight-through"):
+        run = train(Rounded(), queries(10))
+    with pytest.warns(epk.CertificateWarning, match="not certified"):
+        parts = epk.attribute(run, queries(), path=epk.layerwise())
+    assert QuadratureStatus.INCONSISTENT_DERIVATIVE in parts.statuses
