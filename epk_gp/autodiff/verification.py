@@ -35,6 +35,10 @@ from epk_gp.core.memory_plan import vmap_chunk_size
 from epk_gp.core.model import FunctionalModel
 
 _NUM_PROBE_ROWS = 6
+
+# Bytes that the true Jacobian of the rows may take on which ways of differentiating are compared with it; that of a
+# network of 11 million weights, two cotangents and all eleven rows takes 1 GB in float32, and its rivals as much each.
+_TRUTH_BYTES, _FEWEST_ROWS = 1 << 28, 2
 Pair = tuple[Tensor, Tensor]
 
 
@@ -172,6 +176,8 @@ def _make_trial(model: FunctionalModel, w: Tensor, X: Tensor, plan: Differentiat
     here = torch.cat([weights + 0.02 * wave[: len(weights)], statistics + 0.02 * wave[len(weights) :].abs()])
     with torch.no_grad():
         z = model(model.unflatten(here), X)
+    num_rows = max(_FEWEST_ROWS, _TRUTH_BYTES // (2 * w.nbytes))
+    X, z = X[:num_rows], z[:num_rows]
     generator = torch.Generator().manual_seed(0)
     cotangents = torch.randn(2, *z.shape, generator=generator, dtype=torch.float64).to(z)
     loop = PlannedModel(model, replace(plan, supports_vmap=False))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import epk_gp as epk
+from epk_gp.autodiff import verification
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.autodiff.layer_jacobian import NodeWeights
@@ -89,6 +90,24 @@ def test_a_plan_is_made_for_each_dtype() -> None:
     assert double.cache is single.cache
     assert plan_for(case.trajectory, double).plan == plan_for(case.trajectory, single).plan
     assert len(double.cache.plans) == 2
+
+
+def test_large_networks_are_verified_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The true Jacobian of all rows would take gigabytes; the plan is the same."""
+    case, sizes = make_case("cnn"), []
+    compared = verification.dense_jacobian
+    monkeypatch.setattr(
+        verification,
+        "dense_jacobian",
+        lambda net, names, w, X, *args, **kwargs: sizes.append(len(X)) or compared(net, names, w, X, *args, **kwargs),
+    )
+    plans = []
+    for num_bytes in (1 << 28, 0):
+        monkeypatch.setattr(verification, "_TRUTH_BYTES", num_bytes)
+        model = copy.deepcopy(case.trajectory).model_for(case.test)
+        plans.append(plan_for(case.trajectory, model).plan)
+    assert plans[0] == plans[1]
+    assert max(sizes) > min(sizes) == 2
 
 
 def test_both_sides_must_have_one_representation() -> None:

@@ -14,7 +14,7 @@ from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
 from epk_gp.quadrature.status import QuadratureStatus
-from helpers import assert_close
+from helpers import NETWORKS, assert_close, make_case
 
 
 class InPlaceResidual(nn.Module):
@@ -94,6 +94,16 @@ def test_sums_are_exact_to_rounding_at_two_evaluations_a_stretch(name, every):
     stretches = -(-run.num_steps // every)
     assert parts.evaluations == pytest.approx(2 * stretches / run.num_steps)
     assert {*parts.statuses} <= {QuadratureStatus.CONVERGED, QuadratureStatus.ROUNDING}
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", sorted({*NETWORKS} - {"cosine", "sequence_first"}))
+def test_sums_are_exact_for_every_kind_of_layer(name):
+    """Tied and bare weights, transposed and grouped convolutions, frozen statistics, class tokens."""
+    case = make_case(name)
+    parts = epk.attribute(case.trajectory, case.test, path=epk.layerwise())
+    assert parts.certified
+    assert_close(parts.total, parts.network)
 
 
 def mean_derivatives(run, first, last, x):
@@ -193,12 +203,11 @@ def test_an_average_that_misses_the_outputs_is_not_certified(monkeypatch):
     assert QuadratureStatus.INCONSISTENT_DERIVATIVE in parts.statuses
 
 
-def test_weights_that_are_not_used_linearly_are_refused():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3))
-    run = train(net, queries(10))
+@pytest.mark.parametrize("name", ["cosine", "sequence_first"])
+def test_weights_that_are_not_used_linearly_are_refused(name):
+    case = make_case(name)
     with pytest.raises(ValueError, match=r"layerwise\(\) needs a network whose weights .* Take chords"):
-        epk.attribute(run, queries(), path=epk.layerwise())
+        epk.attribute(case.trajectory, case.test, path=epk.layerwise())
 
 
 def test_what_integrates_refuses_it():
