@@ -365,7 +365,12 @@ def _score_sizes(saved: dict) -> str:
     )
 
 
-OUR_SCORES = ["influence (epk_gp)", "smoothed influence (epk_gp)"]
+OUR_SCORES = [
+    "influence (epk_gp)",
+    "smoothed influence (epk_gp)",
+    "smoothed influence, weights 0 to 1 (epk_gp)",
+    "smoothed influence, 16 runs (epk_gp)",
+]
 TABLES: dict[str, Callable[[dict], str]] = {
     "scores_mlp": _scored("MNIST, MLP"),
     "scores_logistic": _scored("MNIST, logistic regression"),

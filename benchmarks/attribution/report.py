@@ -81,7 +81,7 @@ def winners(table: Rows, ours: list[str]) -> str:
     parts = [f"**Another score is better at:** {'; '.join(lost)}."] if lost else []
     if won:
         parts.append(f"**Best are ours at:** {'; '.join(won)}.")
-    return " ".join(parts) or f"{' and '.join(ours)} are not computed yet."
+    return " ".join(parts) or f"Not computed yet: {', '.join(ours)}."
 
 
 def _column(rows: Rows, scores: list[str], value: Callable[[dict[str, Any]], float | None]) -> list[str]:

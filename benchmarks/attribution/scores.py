@@ -91,7 +91,7 @@ class Score:
         peer: Of a peer: environment, script and method.
         retrainings: Networks that it needs besides the recorded one.
         texts: Why it cannot explain texts; empty if it can.
-        labels: Whether a sample's value for itself says something about its label.
+        labels: Whether wrong labels are looked for by a sample's value for itself.
         most: Test samples that it explains at most, where more take hours; None for all that are asked for.
     """
 
@@ -113,7 +113,7 @@ class Score:
     def left_out(self, problem: Problem) -> str:
         """Return why the score is not computed for a problem, or nothing."""
         if problem.flipped and not self.labels:
-            return "has no value of a sample for itself"
+            return "is not asked for wrong labels"
         return self.texts if problem.setting.source == "text" else ""
 
 
@@ -125,9 +125,12 @@ def _influence(**options: object) -> Compute:
     return compute
 
 
-def _smoothed(trained: Trained) -> Tensor:
-    smoothing = import_module("epk_gp.kernel_machine.smoothing").Smoothing
-    return _influence(smoothing=smoothing())(trained)
+def _smoothed(**options: object) -> Compute:
+    def compute(trained: Trained) -> Tensor:
+        smoothing = import_module("epk_gp.kernel_machine.smoothing").Smoothing
+        return _influence(smoothing=smoothing(**options))(trained)
+
+    return compute
 
 
 def _contributions(rule: object) -> Compute:
@@ -170,7 +173,9 @@ INFLUENCE = "influence (epk_gp)"
 ONE_LABEL = "takes one label per sample"
 SCORES = [
     Score(INFLUENCE, _influence()),
-    Score("smoothed influence (epk_gp)", _smoothed, most=20),
+    Score("smoothed influence (epk_gp)", _smoothed(), most=20),
+    Score("smoothed influence, weights 0 to 1 (epk_gp)", _smoothed(high=1.0), most=20, labels=False),
+    Score("smoothed influence, 16 runs (epk_gp)", _smoothed(num_runs=16), most=20, labels=False),
     Score("contributions (epk_gp)", _contributions(epk.adaptive(1e-6))),
     Score("first-order In-Run Shapley (epk_gp)", _contributions(epk.left_endpoint())),
     Score("TracInCP (captum)", peer=("captum", "captum_scores.py", "TracInCP"), texts=ONE_LABEL),
