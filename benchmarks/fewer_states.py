@@ -20,7 +20,6 @@ import typer
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.cli.parsing import parse_path
 from epk_gp.storage.disk_space import run_bytes, run_dimensions
 
 CLASSES, POINTS = 10, 128
@@ -88,14 +87,15 @@ def record(folder: Path, steps: int, storage: epk.Storage, base: int, side: int,
     }
 
 
-def attribute(folder: Path, base: int, side: int, nodes: int, path: str) -> dict[str, float]:
+def attribute(folder: Path, base: int, side: int, nodes: int, layerwise: int) -> dict[str, float]:
     """Attribute the largest output of one new image to all samples."""
     trajectory = epk.load_trajectory(folder, resnet(base))
     x = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(3))
     label = epk.network_outputs(trajectory, x).argmax(dim=1)
     rule = epk.adaptive() if nodes == 0 else epk.gauss_legendre(nodes)
     start = time.perf_counter()
-    parts = epk.attribute(trajectory, x, classes=label, rule=rule, path=parse_path(path), memory_budget=_BUDGET)
+    path = epk.layerwise(layerwise) if layerwise else epk.straight()
+    parts = epk.attribute(trajectory, x, classes=label, rule=rule, path=path, memory_budget=_BUDGET)
     return {
         "seconds": time.perf_counter() - start,
         "output": float(parts.network),
@@ -115,7 +115,7 @@ def main(
     side: Annotated[int, typer.Option(help="Side of an image.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Images per step.")] = 16,
     nodes: Annotated[int, typer.Option(help="Nodes of a fixed rule; 0 for the adaptive one.")] = 0,
-    path: Annotated[str, typer.Option(help="straight, chords:K or layerwise[:K].")] = "straight",
+    layerwise: Annotated[int, typer.Option(help="Steps of a layerwise stretch; 0 for straight steps.")] = 0,
     threads: Annotated[int, typer.Option(help="Threads.")] = 1,
     part: Annotated[str, typer.Option(help="record, attribute, or both in processes of their own.")] = "both",
     folder: Annotated[Path | None, typer.Option(help="Folder of the run; a temporary one by default.")] = None,
@@ -135,7 +135,7 @@ def main(
     if part == "record":
         found = record(folder, steps, epk.Storage(keep_every=keep_every), base, side, batch_size)
     else:
-        found = attribute(folder, base, side, nodes, path)
+        found = attribute(folder, base, side, nodes, layerwise)
     found |= {"cpu_seconds": time.process_time() - before}
     found |= {"max_memory": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
     typer.echo(json.dumps({"part": part, "steps": steps, "keep_every": keep_every, **found}))
