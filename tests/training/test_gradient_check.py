@@ -182,6 +182,38 @@ def test_a_network_that_keeps_its_activations_is_no_false_alarm():
     assert [module.training for module in net.modules()] == modes
 
 
+class Amplifying(nn.Module):
+    """Amplifies rounding as deep networks do: normalised values are multiplied by a thousand."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(2, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)
+        self.factor = 1.0
+
+    def forward(self, x):
+        return self.factor * self.b(torch.sin(1e3 * self.norm(self.a(x))))
+
+
+def train_amplifying(change):
+    torch.manual_seed(0)
+    net, X = Amplifying(), torch.randn(20, 2)
+    optimizer = sgd(net)
+    with epk.Recorder(net, optimizer, X, torch.arange(20) % 3, unexplained=1.0) as recorder:
+        optimizer.zero_grad()
+        F.cross_entropy(net(X), torch.arange(20) % 3).backward()
+        recorder.batch(None)
+        optimizer.step()
+        net.factor += change
+    return recorder.trajectory
+
+
+def test_amplified_rounding_is_no_changed_network():
+    """Statistics are written out in another order of operations than torch's own; a tenth more is a change."""
+    assert train_amplifying(0.0).num_steps == 1
+    with pytest.raises(epk.StepMismatchError, match="forward function must stay"):
+        train_amplifying(0.1)
+
+
 class RootOfWeight(nn.Module):
     """Leaves its domain where weights are moved, as the fingerprint of a network moves them."""
 
