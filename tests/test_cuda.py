@@ -37,6 +37,15 @@ def test_machines_on_a_gpu_equal_those_on_the_cpu(name: str) -> None:
     assert epk.reconstruct(case.trajectory, case.test.cuda()).max_error <= 1e-11
 
 
+@pytest.mark.parametrize("name", ["relu", "cnn", "norms", "attention", "transformer"])
+def test_layerwise_averages_on_a_gpu_equal_those_on_the_cpu(name: str) -> None:
+    case = make_case(name)
+    path = epk.layerwise()
+    on_cpu, on_gpu = (epk.attribute(case.trajectory, X, path=path) for X in (case.test, case.test.cuda()))
+    assert_close(on_gpu.samples.cpu(), on_cpu.samples, rounding=1e6)
+    assert on_gpu.certified
+
+
 def test_a_run_recorded_on_a_gpu_is_exact() -> None:
     torch.manual_seed(0)
     X, y = torch.randn(20, 5, dtype=torch.float64, device="cuda"), (torch.arange(20) % 3).cuda()
