@@ -284,15 +284,15 @@ def _result(executor: SupportsSubmit, pending: PendingResult) -> None:
     is_silent = True
     while True:
         try:
-            future.result(timeout=_PATIENCE)
+            error = future.exception(timeout=_PATIENCE)
+            break
         except TimeoutError:
-            if future.done():  # the call's own error
-                raise
             if is_silent and not client.nthreads():
                 _say("the scheduler has no workers: the job waits until it has some. Start workers, or stop the job.")
                 is_silent = False
-        else:
-            return
+    # The piece lies in its folder: what the call returned is not fetched, from a worker that may have died since.
+    if error is not None or future.cancelled():
+        future.result()
 
 
 def _is_dask(executor: SupportsSubmit) -> bool:

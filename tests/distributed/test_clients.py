@@ -8,7 +8,7 @@ from distributed_cases import COUNT, RESULT, Shuffled, Squares, squares
 
 
 class Client(Shuffled):
-    """What a Dask client is like whose scheduler has lost its workers: a result comes when there are new ones."""
+    """What a Dask client is like whose scheduler loses its workers: a call ends when there are new ones, which die."""
 
     __module__ = "distributed.client"
 
@@ -19,22 +19,26 @@ class Client(Shuffled):
     def submit(self, function, *args, pure):
         assert not pure
         pending = super().submit(function, *args)
-        pending.done = lambda: bool(pending.found)
         arrived = pending.result
-        pending.result = lambda timeout: self.result(arrived)
+        pending.exception = lambda timeout: self.wait(arrived)
+        pending.cancelled = lambda: False
+        pending.result = self.fetch
         return pending
 
-    def result(self, arrived):
+    def wait(self, arrived):
         self.waits += 1
         if self.waits <= 3:
             raise TimeoutError
-        return arrived()
+        arrived()
+
+    def fetch(self):
+        raise TimeoutError("the worker that had the result has died")
 
     def nthreads(self):
         return {"tcp://10.0.0.1": 1} if self.waits == 1 else {}
 
 
-def test_a_scheduler_without_workers_is_said_once_and_waited_for(folder, work, capsys):
+def test_a_scheduler_without_workers_is_said_once_and_results_are_waited_for_but_not_fetched(folder, work, capsys):
     assert squares(work, Client(), folder, COUNT) == RESULT
     output = capsys.readouterr()
     assert output.err.count("the scheduler has no workers: the job waits until it has some") == 1
