@@ -102,25 +102,36 @@ class MemoryPlan:
         """Count the points on each side of a square tile of a Gram block.
 
         Half of the budget holds, for each pair of points, four sums of products of outputs (of all ranges of steps, and
-        of one: total, deferred sum, scratch) and one of inputs. A quarter holds, for each point, a forward and backward
-        pass, and three sets of layer Jacobians (left side, right side, average).
+        of one: total, deferred sum, scratch) and one of inputs. A quarter, and what pairs leave of their half, holds,
+        for each point, a forward and backward pass, and three sets of layer Jacobians (left side, right side, average).
 
         Args:
             num_output_pairs: Pairs of outputs in the tile.
             feature_bytes: Of the layer Jacobians of one point.
         """
-        per_point = (self.plan.num_outputs + 3) * self._activation_bytes + 3 * feature_bytes
-        by_pairs = int((self.budget / 2 / self._pair_bytes(num_output_pairs)) ** 0.5)
-        return max(1, min(by_pairs, int(self.budget / 4 / per_point)))
+        of_pair, of_point = self._pair_bytes(num_output_pairs), self._point_bytes(feature_bytes)
+        by_pairs = int((self.budget / 2 / of_pair) ** 0.5)
+        # the root of of_pair n^2 + of_point n = 3/4 of the budget
+        by_points = int(1.5 * self.budget / (of_point + (of_point**2 + 3 * self.budget * of_pair) ** 0.5))
+        return max(1, min(by_pairs, by_points))
 
-    def kept_bytes(self, num_output_pairs: int, num_pairs: int) -> int:
+    def kept_bytes(self, num_output_pairs: int, feature_bytes: int, num_rows: int, num_columns: int) -> int:
         """Return the bytes that a tile leaves of the half of the budget that is meant for its pairs of points.
 
         Args:
             num_output_pairs: Pairs of outputs in the tile.
-            num_pairs: Pairs of points in it.
+            feature_bytes: Of the layer Jacobians of one point.
+            num_rows: Points on its left.
+            num_columns: Points on its right.
         """
-        return max(0, self.budget // 2 - num_pairs * self._pair_bytes(num_output_pairs))
+        of_pairs = num_rows * num_columns * self._pair_bytes(num_output_pairs)
+        of_points = max(num_rows, num_columns) * self._point_bytes(feature_bytes)
+        return max(0, self.budget // 2 - of_pairs - max(0, of_points - self.budget // 4))
+
+    def _point_bytes(self, feature_bytes: int) -> int:
+        """Bytes that a point on a side of a tile takes."""
+        cotangents = 1 if self.plan.backward_per_output else self.plan.num_outputs
+        return (cotangents + 3) * self._activation_bytes + 3 * feature_bytes
 
     def _pair_bytes(self, num_output_pairs: int) -> int:
         """Bytes of the sums of a pair of points."""

@@ -95,8 +95,11 @@ def block_tiles(context: ExecutionContext, a: Points, b: Points) -> list[Tile]:
 def keep_training_sums(context: ExecutionContext, tiles: Sequence[Tile]) -> None:
     """Let sums of the training side over chords be kept, if several tiles of a block are computed with a context."""
     if context.path.every > 1 and len(tiles) > 1:
-        pairs = max(len(tile.rows) * len(tile.columns) for tile in tiles)
-        context.training_sums.max_bytes = context.memory.kept_bytes(context.num_sums, pairs)
+        sizes = {(len(tile.rows), len(tile.columns)) for tile in tiles}
+        of_point = feature_bytes(context)
+        context.training_sums.max_bytes = min(
+            context.memory.kept_bytes(context.num_sums, of_point, *size) for size in sizes
+        )
 
 
 def tiles_of(a: Points, b: Points, size: int, num_ranges: int) -> list[Tile]:

@@ -56,12 +56,17 @@ def test_a_size_is_at_least_one_and_grows_with_the_budget(name: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [1 << 20, 1 << 26, 1 << 30])
-def test_a_tile_takes_half_of_the_budget_and_its_points_a_quarter(budget: int) -> None:
-    n = SIZES["tile_points"](memory_of(budget))
-    assert n**2 * 8 * (4 * 9 + 1) <= budget / 2
-    assert n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) <= budget / 4
-    n += 1  # the negative control: one more point does not fit
-    assert n**2 * 8 * (4 * 9 + 1) > budget / 2 or n * (8 * (3 + 3) * 500 + 3 * FEATURE_BYTES) > budget / 4
+@pytest.mark.parametrize("backward_per_output", [False, True])
+def test_a_tile_takes_half_of_the_budget_and_its_points_a_quarter_and_the_rest(budget: int, backward_per_output: bool):
+    memory = replace(memory_of(budget), plan=replace(PLAN, backward_per_output=backward_per_output))
+    n, of_pair = memory.tile_points(9, FEATURE_BYTES), 8 * (4 * 9 + 1)
+    of_point = 8 * ((1 if backward_per_output else 3) + 3) * 500 + 3 * FEATURE_BYTES
+
+    def fits(n: int) -> bool:
+        return n**2 * of_pair <= budget / 2 and n**2 * of_pair + n * of_point <= 0.75 * budget
+
+    assert fits(n)
+    assert not fits(n + 1)  # the negative control
 
 
 def test_more_weights_leave_room_for_fewer_adjoints() -> None:

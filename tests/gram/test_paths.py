@@ -315,9 +315,14 @@ def test_what_is_kept_fits_into_what_tiles_leave_of_the_budget():
     run = recorded("tanh_sgd")
     plan = run.model_for(queries(1))
     memory = with_plan(run, plan, lambda net: net.memory_plan(1 << 20))
-    assert memory.kept_bytes(9, 100) == (1 << 19) - 100 * 8 * (4 * 9 + 1)
-    assert memory.kept_bytes(9, memory.tile_points(9, 8) ** 2) >= 0
-    assert memory.kept_bytes(9, 10**6) == 0
+    assert memory.kept_bytes(9, 8, 10, 10) == (1 << 19) - 100 * 8 * (4 * 9 + 1)
+    largest = memory.tile_points(9, 8)
+    assert memory.kept_bytes(9, 8, largest, largest) >= 0
+    assert memory.kept_bytes(9, 8, 1000, 1000) == 0
+    features = 5 << 10  # 20 points take more than a quarter: the rest comes from what pairs leave
+    borrowed = 20 * memory._point_bytes(features) - (1 << 18)
+    assert borrowed > 0
+    assert memory.kept_bytes(9, features, 10, 20) == (1 << 19) - 200 * 8 * (4 * 9 + 1) - borrowed
     kept, factor = KeptSums(), DenseJacobian(torch.zeros(1, 2, 4, dtype=torch.float64))  # 64 bytes
     kept.max_bytes = 100
     for number in range(2):
