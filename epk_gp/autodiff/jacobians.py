@@ -9,6 +9,7 @@ sides of an inner product. Parameters that are not a layer's are differentiated 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -30,6 +31,7 @@ from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
 from epk_gp.autodiff.layer_jacobian import LayerJacobian, append_bias_column, concat_rows
 from epk_gp.autodiff.layer_recorder import LayerIO, LayerIORecorder
 from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.pooled_convolutions import Users, pool_windows, users_of_nodes
 from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.autodiff.secant_functions import mean_of_rows
 from epk_gp.autodiff.secants import SecantDerivatives
@@ -106,11 +108,11 @@ def layer_jacobians(
             z = outputs_at(model, params, X, at)
         values = cotangents.of_logits(z if create_graph else z.detach())
         has_secants = at.secant_head is not None
-        recorded = _RecordedForward(net, recorder.calls, z, values, cotangents, has_secants=has_secants)
+        recorded = _RecordedForward(net, recorder.calls, z, values, cotangents, has_secants, create_graph)
         layers = [recorded.start_layer(name, params[name].shape, cost) for name in plan.bias_of]
         builders = [layer for layer in layers if isinstance(layer, LayerJacobianBuilder)]
         skips_last = at.is_one_point and not create_graph
-        for output_grads in recorded.backward(params, skips_last=skips_last, create_graph=create_graph):
+        for output_grads in recorded.backward(params, skips_last=skips_last):
             for builder in builders:
                 builder.add_cotangents(output_grads)
     jacobians = [layer.build() if isinstance(layer, LayerJacobianBuilder) else layer for layer in layers]
@@ -216,19 +218,26 @@ class _RecordedForward:
 
     Attributes:
         net: The network.
-        calls: Its layers' calls.
+        calls: Its layers' calls; of a convolution that a max-pool alone sees, with the edge of the pool's output.
         z: Its logits, (E, C).
         values: The cotangents of the logits, (K, E, C).
         cotangents: What they are the cotangents of.
         has_secants: Its operations have secants, which one cotangent goes through at a time.
+        create_graph: Its gradients are kept differentiable.
     """
 
     net: PlannedModel
-    calls: Sequence[LayerIO]
+    calls: list[LayerIO]
     z: Tensor
     values: Tensor
     cotangents: Cotangents
     has_secants: bool = False
+    create_graph: bool = False
+
+    @cached_property
+    def users(self) -> Users:
+        """Who takes the outputs of each node of the graph."""
+        return users_of_nodes(self.z)
 
     def start_layer(self, name: str, shape: torch.Size, cost: ContractionCost) -> LayerJacobianBuilder | LayerJacobian:
         """Collect the calls of one weight; a head's last layer has its Jacobian at once."""
@@ -243,7 +252,7 @@ class _RecordedForward:
         if is_last and own[0][1].function is LINEAR and head and cost.factored_last_layer_is_cheaper(shape, head):
             ((_, last),) = own
             return self._last_layer(last, head, has_bias=has_bias)
-        return LayerJacobianBuilder(
+        builder = LayerJacobianBuilder(
             own,
             shape,
             cost,
@@ -251,14 +260,25 @@ class _RecordedForward:
             cotangent_is_constant=self.cotangents.are_constant and is_last,
             ends_network=is_last and cost.cotangents_are_constant,
         )
+        self._see_through_pool(builder)
+        return builder
 
-    def backward(self, params: Mapping[str, Tensor], *, skips_last: bool, create_graph: bool) -> Iterator[list[Tensor]]:
+    def _see_through_pool(self, builder: LayerJacobianBuilder) -> None:
+        """Let gradients end at a max-pool that alone sees a layer's output, where that costs less."""
+        if self.create_graph or self.has_secants or (pooled := builder.pooled_call()) is None:
+            return
+        number, call, n_in = pooled
+        windows = pool_windows(self.users, call, n_in, len(self.values))
+        if windows is not None:
+            builder.see_through(windows)
+            self.calls[number] = replace(call, edge=windows.edge, shape=windows.shape)
+
+    def backward(self, params: Mapping[str, Tensor], *, skips_last: bool) -> Iterator[list[Tensor]]:
         """Propagate the cotangents to the outputs of all calls, as many at a time as fit: (K, E, ...) for each call.
 
         Args:
             params: The network's parameters.
             skips_last: A last, linear layer may be passed without a matrix product, where there is one.
-            create_graph: Keep the result differentiable.
         """
         calls, outputs, values, known = self.calls, self.z, self.values, list[Tensor]()
         if skips_last and self.cotangents.head is not None and ends_in_linear(self.z, calls):
@@ -275,7 +295,7 @@ class _RecordedForward:
                 values[part],
                 batched=plan.supports_batched_vjp and not self.has_secants,
                 frees_graph=part.stop >= len(values),
-                create_graph=create_graph,
+                create_graph=self.create_graph,
             )
             if self.has_secants:  # gradients are captured before the hooks of the calls' outputs
                 grads = [mean_of_rows(grad.transpose(0, 1)).transpose(0, 1) for grad in grads]

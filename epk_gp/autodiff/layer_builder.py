@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.interception import CHANNELS_LAST
+from epk_gp.autodiff.interception import CHANNELS_LAST, CONVOLUTIONS
 from epk_gp.autodiff.layer_jacobian import LayerJacobian, append_bias_column, sum_outer_products
 from epk_gp.autodiff.layer_recorder import LayerIO
+from epk_gp.autodiff.pooled_convolutions import PoolWindows, sum_over_windows
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 
 
@@ -63,9 +64,27 @@ class LayerJacobianBuilder:
         bias_column = has_bias and not self.is_factored
         self.inputs = [_inputs_at_positions(c, n_in, self.num_groups, shape[2:], bias_column) for _, c in calls]
         self.parts: list[Tensor] = []
+        self.windows: PoolWindows | None = None
+
+    def pooled_call(self) -> tuple[int, LayerIO, int] | None:
+        """Return the call whose output a max-pool may see alone, its number, and what it sees at a position.
+
+        It is the only one of its weight, a convolution without groups, and its gradients are written out.
+        """
+        (number, call), *others = self.calls
+        if others or self.is_factored or self.num_groups > 1 or call.function not in CONVOLUTIONS:
+            return None
+        return number, call, self.inputs[0].shape[3]
+
+    def see_through(self, windows: PoolWindows) -> None:
+        """Take the gradients of a max-pool's output from now on, in place of the convolution's."""
+        self.windows = windows
 
     def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
         """Take the next cotangents' gradients with respect to the outputs of all calls."""
+        if self.windows is not None:
+            self.parts.append(output_grads[self.calls[0][0]].flatten(3))
+            return
         own = [_grads_at_positions(c, output_grads[number], self.num_groups, self.n_out) for number, c in self.calls]
         if self.is_factored:
             self.parts.append((own[0] if len(own) == 1 else torch.cat(own, dim=2)).squeeze(3))
@@ -76,6 +95,8 @@ class LayerJacobianBuilder:
     def build(self) -> LayerJacobian:
         """Return the Jacobian for all cotangents so far."""
         values = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+        if self.windows is not None:
+            return DenseJacobian(sum_over_windows(self.windows.patches(self.inputs[0].squeeze(2).mT), values))
         if not self.is_factored:
             return DenseJacobian(values)
         a = self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs, dim=1)

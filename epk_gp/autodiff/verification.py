@@ -88,7 +88,7 @@ def build_plan(
         supports_jvp=True,
         supports_double_backward=True,
         supports_batched_vjp=True,
-        backward_per_output=any(usage.function in CONVOLUTIONS for usage in recorder.usages),
+        calls_convolutions=any(usage.function in CONVOLUTIONS for usage in recorder.usages),
         supports_vmap=True,
         vmap_chunk_size=vmap_chunk_size(model.num_weights, per_row),
         activations_per_sample=activations,

@@ -39,8 +39,8 @@ class DifferentiationPlan:
         supports_jvp: Forward-mode derivatives work.
         supports_double_backward: The result of reverse mode can be differentiated once more.
         supports_batched_vjp: Several cotangents can be propagated backwards in one call.
-        backward_per_output: One backward pass per output costs less than a batched one, because the network calls
-            convolutions, which torch batches by loops and copies.
+        calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
+            weights, by loops and copies, so that neither is mapped.
         supports_vmap: `torch.func.vmap` over samples works.
         vmap_chunk_size: Number of samples that one `vmap` call takes.
         activations_per_sample: Numbers that a forward pass computes per sample.
@@ -59,7 +59,7 @@ class DifferentiationPlan:
     supports_jvp: bool
     supports_double_backward: bool
     supports_batched_vjp: bool
-    backward_per_output: bool
+    calls_convolutions: bool
     supports_vmap: bool
     vmap_chunk_size: int
     activations_per_sample: int

@@ -11,12 +11,9 @@ from epk_gp.core.differentiation_plan import DifferentiationPlan
 # Bytes of activations and gradients that a forward and backward pass may make before its memory is fetched anew instead
 # of being used again. Measured on two convolutions and MNIST images, float64: one Gram block takes 296 ms with 100
 # images at a time, 188 with 25 (48 MB), 255 with 6. The plain forward pass is 4 times slower with 400 than with 100,
-# because the C library returns large blocks to the system after each use.
+# because the C library returns large blocks to the system after each use. All outputs go back together: output by
+# output, with so many more rows at a time, blocks of five networks with convolutions took 1.06 to 1.25 times as long.
 PASS_BYTES = 48 << 20
-
-# Size of a pass of convolutions from which one cotangent is worth a backward pass of its own: torch batches cotangents
-# of convolutions by loops and copies.
-SINGLE_COTANGENT_BYTES = 1 << 20
 
 # Steps that are joined in one product, and summed in the points' dtype before they are added to the sum of all steps.
 MAX_STEP_BATCH = 16
@@ -103,17 +100,19 @@ class MemoryPlan:
 
         Half of the budget holds, for each pair of points, four sums of products of outputs (of all ranges of steps, and
         of one: total, deferred sum, scratch) and one of inputs. A quarter, and what pairs leave of their half, holds,
-        for each point, a forward and backward pass, and three sets of layer Jacobians (left side, right side, average).
+        for each point, a forward and backward pass, up to the size of one pass, and three sets of layer Jacobians (left
+        side, right side, average).
 
         Args:
             num_output_pairs: Pairs of outputs in the tile.
             feature_bytes: Of the layer Jacobians of one point.
         """
-        of_pair, of_point = self._pair_bytes(num_output_pairs), self._point_bytes(feature_bytes)
+        of_pair = self._pair_bytes(num_output_pairs)
         by_pairs = int((self.budget / 2 / of_pair) ** 0.5)
-        # the root of of_pair n^2 + of_point n = 3/4 of the budget
-        by_points = int(1.5 * self.budget / (of_point + (of_point**2 + 3 * self.budget * of_pair) ** 0.5))
-        return max(1, min(by_pairs, by_points))
+        share, of_point = 3 * self.budget // 4, 3 * feature_bytes
+        all_in_one_pass = _most_points(of_pair, self._all_outputs_bytes + of_point, share)
+        in_several = _most_points(of_pair, of_point, share - PASS_BYTES - self._all_outputs_bytes)
+        return max(1, min(by_pairs, max(all_in_one_pass, in_several)))
 
     def kept_bytes(self, num_output_pairs: int, feature_bytes: int, num_rows: int, num_columns: int) -> int:
         """Return the bytes that a tile leaves of the half of the budget that is meant for its pairs of points.
@@ -124,14 +123,11 @@ class MemoryPlan:
             num_rows: Points on its left.
             num_columns: Points on its right.
         """
+        num_points = max(num_rows, num_columns)
+        of_passes = min(num_points * self._all_outputs_bytes, PASS_BYTES + self._all_outputs_bytes)
+        of_points = of_passes + 3 * feature_bytes * num_points
         of_pairs = num_rows * num_columns * self._pair_bytes(num_output_pairs)
-        of_points = max(num_rows, num_columns) * self._point_bytes(feature_bytes)
         return max(0, self.budget // 2 - of_pairs - max(0, of_points - self.budget // 4))
-
-    def _point_bytes(self, feature_bytes: int) -> int:
-        """Bytes that a point on a side of a tile takes."""
-        cotangents = 1 if self.plan.backward_per_output else self.plan.num_outputs
-        return (cotangents + 3) * self._activation_bytes + 3 * feature_bytes
 
     def _pair_bytes(self, num_output_pairs: int) -> int:
         """Bytes of the sums of a pair of points."""
@@ -220,7 +216,7 @@ class MemoryPlan:
         """
         elements = self.budget // (2 * self.itemsize)
         by_vectors = elements // (_VECTORS_OF_RUN * self.num_weights)
-        if self.plan.backward_per_output:
+        if self.plan.calls_convolutions:
             return max(1, by_vectors - 1)
         by_passes = elements // (_PASSES_OF_GRAPH * max(1, num_rows) * self.plan.activations_per_sample)
         return max(1, min(by_vectors, by_passes) - 1)
@@ -272,6 +268,11 @@ class MemoryPlan:
         return max(1, self.directional_rows() // 4)
 
     @property
+    def _all_outputs_bytes(self) -> int:
+        """Bytes of a point's forward pass, of the gradients of all outputs, and of what an operation makes of both."""
+        return (self.plan.num_outputs + 3) * self._activation_bytes
+
+    @property
     def _activation_bytes(self) -> int:
         return self.plan.activations_per_sample * self.itemsize
 
@@ -279,6 +280,13 @@ class MemoryPlan:
     def _pass_bytes(self) -> int:
         """Bytes of a sample's forward and backward pass for all outputs."""
         return self._activation_bytes * (self.plan.num_outputs + 2)
+
+
+def _most_points(of_pair: int, of_point: int, share: int) -> int:
+    """Return the largest n for which of_pair n^2 + of_point n is at most a share of the budget."""
+    if share <= 0:
+        return 0
+    return int(2 * share / (of_point + (of_point**2 + 4 * of_pair * share) ** 0.5))
 
 
 def rows_per_pass(plan: DifferentiationPlan, itemsize: int, num_cotangents: int = 1) -> int:
@@ -290,8 +298,7 @@ def rows_per_pass(plan: DifferentiationPlan, itemsize: int, num_cotangents: int 
         num_cotangents: Gradients that are propagated back at once. Two more passes hold the activations themselves and
             what the current operation makes.
     """
-    at_once = 1 if plan.backward_per_output else num_cotangents
-    return max(1, PASS_BYTES // (plan.activations_per_sample * itemsize * (at_once + 2)))
+    return max(1, PASS_BYTES // (plan.activations_per_sample * itemsize * (num_cotangents + 2)))
 
 
 def sketched_rows(feature_bytes: int) -> int:
@@ -306,11 +313,9 @@ def sketched_rows(feature_bytes: int) -> int:
 def cotangents_per_pass(plan: DifferentiationPlan, itemsize: int, num_rows: int, num_cotangents: int) -> int:
     """Count the cotangents that are propagated back at once.
 
-    As many as fit into `PASS_BYTES`; 1 for convolutions once a pass exceeds `SINGLE_COTANGENT_BYTES`.
+    As many as fit into `PASS_BYTES`.
     """
     pass_bytes = max(1, num_rows) * plan.activations_per_sample * itemsize
-    if plan.backward_per_output and pass_bytes >= SINGLE_COTANGENT_BYTES:
-        return 1
     return max(1, min(num_cotangents, PASS_BYTES // pass_bytes - 2))
 
 

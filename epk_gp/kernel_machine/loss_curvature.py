@@ -91,7 +91,7 @@ class LossCurvature:
 
     def __post_init__(self) -> None:
         """Do not map the way back over adjoints where torch would map it by loops and copies: through convolutions."""
-        if self.net.plan.backward_per_output:
+        if self.net.plan.calls_convolutions:
             self._maps = False
 
     def __call__(

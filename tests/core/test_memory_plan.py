@@ -7,7 +7,7 @@ import pytest
 
 from epk_gp.core import memory_plan
 from epk_gp.core.differentiation_plan import DifferentiationPlan
-from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, rows_per_pass, weight_rows
+from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass, weight_rows
 
 PLAN = DifferentiationPlan(
     bias_of={"0.weight": "0.bias"},
@@ -17,7 +17,7 @@ PLAN = DifferentiationPlan(
     supports_jvp=True,
     supports_double_backward=True,
     supports_batched_vjp=True,
-    backward_per_output=False,
+    calls_convolutions=False,
     supports_vmap=True,
     vmap_chunk_size=64,
     activations_per_sample=500,
@@ -55,15 +55,14 @@ def test_a_size_is_at_least_one_and_grows_with_the_budget(name: str) -> None:
     assert sizes[-1] > 1
 
 
-@pytest.mark.parametrize("budget", [1 << 20, 1 << 26, 1 << 30])
-@pytest.mark.parametrize("backward_per_output", [False, True])
-def test_a_tile_takes_half_of_the_budget_and_its_points_a_quarter_and_the_rest(budget: int, backward_per_output: bool):
-    memory = replace(memory_of(budget), plan=replace(PLAN, backward_per_output=backward_per_output))
-    n, of_pair = memory.tile_points(9, FEATURE_BYTES), 8 * (4 * 9 + 1)
-    of_point = 8 * ((1 if backward_per_output else 3) + 3) * 500 + 3 * FEATURE_BYTES
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 26, 1 << 28, 1 << 30])
+def test_a_tile_takes_half_of_the_budget_and_its_points_a_quarter_and_the_rest(budget: int) -> None:
+    n, of_pair, of_passes = SIZES["tile_points"](memory_of(budget)), 8 * (4 * 9 + 1), 8 * (3 + 3) * 500
 
     def fits(n: int) -> bool:
-        return n**2 * of_pair <= budget / 2 and n**2 * of_pair + n * of_point <= 0.75 * budget
+        passes = min(n * of_passes, memory_plan.PASS_BYTES + of_passes)
+        in_all = n**2 * of_pair + passes + n * 3 * FEATURE_BYTES
+        return n**2 * of_pair <= budget / 2 and in_all <= 0.75 * budget
 
     assert fits(n)
     assert not fits(n + 1)  # the negative control
@@ -92,7 +91,7 @@ def test_retraining_counts_the_run_that_comes_along_and_the_passes_of_all(budget
     runs = memory.retrained_runs(20) + 1
     assert runs * 6 * 20 * row <= budget / 2 < (runs + 1) * 6 * 20 * row
     assert runs * 16 * vector <= budget / 2
-    one_by_one = replace(memory, plan=replace(PLAN, backward_per_output=True)).retrained_runs(20) + 1
+    one_by_one = replace(memory, plan=replace(PLAN, calls_convolutions=True)).retrained_runs(20) + 1
     assert one_by_one * 16 * vector <= budget / 2 < (one_by_one + 1) * 16 * vector
 
 
@@ -100,14 +99,6 @@ def test_a_pass_stays_within_its_bytes() -> None:
     rows = rows_per_pass(PLAN, 8, 3)
     assert rows * 500 * 8 * (3 + 2) <= memory_plan.PASS_BYTES < (rows + 1) * 500 * 8 * (3 + 2)
     assert rows_per_pass(PLAN, 4, 3) in (2 * rows, 2 * rows + 1)
-
-
-def test_convolutions_take_one_cotangent_once_a_pass_is_large() -> None:
-    convolutions = replace(PLAN, backward_per_output=True)
-    large = -(-memory_plan.SINGLE_COTANGENT_BYTES // (500 * 8))
-    assert cotangents_per_pass(convolutions, 8, large - 1, 3) == 3
-    assert cotangents_per_pass(convolutions, 8, large, 3) == 1
-    assert cotangents_per_pass(PLAN, 8, large, 3) == 3  # the negative control: other networks batch them
 
 
 def test_few_weight_states_are_not_stacked() -> None:

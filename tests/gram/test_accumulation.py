@@ -149,19 +149,7 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["cnn", "conv1d", "conv3d", "wide_conv"])
-def test_outputs_may_be_taken_back_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convolutions of more than a few rows: as many passes as outputs, the same gradients."""
-    together, passes = blocks_and_passes(name, monkeypatch)
-    assert max(passes) == 3
-    monkeypatch.setattr("epk_gp.core.memory_plan.SINGLE_COTANGENT_BYTES", 0)
-    one_by_one, passes = blocks_and_passes(name, monkeypatch)
-    assert set(passes) == {1}
-    assert_close(one_by_one, together)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["wide", "cnn", "transformer"])
+@pytest.mark.parametrize("name", ["cnn", "conv1d", "conv3d", "wide_conv", "wide", "transformer"])
 def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, _ = blocks_and_passes(name, monkeypatch)
     monkeypatch.setattr("epk_gp.core.memory_plan.PASS_BYTES", 1)

@@ -320,7 +320,7 @@ def test_what_is_kept_fits_into_what_tiles_leave_of_the_budget():
     assert memory.kept_bytes(9, 8, largest, largest) >= 0
     assert memory.kept_bytes(9, 8, 1000, 1000) == 0
     features = 5 << 10  # 20 points take more than a quarter: the rest comes from what pairs leave
-    borrowed = 20 * memory._point_bytes(features) - (1 << 18)
+    borrowed = 20 * (memory._all_outputs_bytes + 3 * features) - (1 << 18)
     assert borrowed > 0
     assert memory.kept_bytes(9, features, 10, 20) == (1 << 19) - 200 * 8 * (4 * 9 + 1) - borrowed
     kept, factor = KeptSums(), DenseJacobian(torch.zeros(1, 2, 4, dtype=torch.float64))  # 64 bytes

@@ -1,0 +1,149 @@
+"""Gradients of convolutions from the windows of a max-pool, where it alone sees them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+from torch.nn import functional as F
+
+import epk_gp as epk
+from epk_gp.autodiff import jacobians
+from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.cotangents import all_outputs
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.layer_jacobian import to_flat_order
+from epk_gp.autodiff.planned_model import flat_columns
+from epk_gp.autodiff.planning import plan_for
+from epk_gp.core.trajectory import flat_weights
+
+ROWS, OUTPUTS = 4, 3
+
+
+class Net(nn.Module):
+    """A convolution, what is made of it, and a linear layer."""
+
+    def __init__(self, of_convolution, conv):
+        super().__init__()
+        self.of_convolution, self.conv, self.last = of_convolution, conv, nn.LazyLinear(OUTPUTS)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.of_convolution(self.conv, x)).flatten(1))
+
+
+def conv2d(channels=1, **options):
+    return lambda: nn.Conv2d(channels, 2 * channels, 3, **{"padding": 1, **options})
+
+
+def mostly_negative():
+    conv = nn.Conv2d(1, 2, 3, padding=1)
+    nn.init.constant_(conv.bias, -1)
+    return conv
+
+
+def pooled(pool, **options):
+    return lambda conv, x: pool(F.relu(conv(x)), **options)
+
+
+def relu_used_twice(conv, x):
+    h = F.relu(conv(x))
+    return F.max_pool2d(h, 2) * h.mean((2, 3), keepdim=True)
+
+
+def used_twice(conv, x):
+    z = conv(x)
+    return F.max_pool2d(F.relu(z), 2) + 0.1 * z[:, :, ::2, ::2]
+
+
+def called_twice(conv, x):
+    return F.max_pool2d(F.relu(conv(x)), 2) + F.max_pool2d(F.relu(conv(x.flip(2))), 2)
+
+
+def other_branch(conv, x):
+    """The pool alone sees the convolution, and something else the pool."""
+    h = F.max_pool2d(F.relu(conv(x)), 2)
+    return h * torch.sigmoid(h.mean(1, keepdim=True))
+
+
+def with_indices(conv, x):
+    values, _ = F.max_pool2d(F.relu(conv(x)), 2, return_indices=True)
+    return values
+
+
+pool = pooled(F.max_pool2d, kernel_size=2)
+SEEN = {
+    "relu": (pool, conv2d()),
+    "relu in place": (lambda conv, x: F.max_pool2d(F.relu(conv(x), inplace=True), 2), conv2d()),
+    "no relu": (lambda conv, x: F.max_pool2d(conv(x), 2), conv2d()),
+    "relu after": (lambda conv, x: F.relu(F.max_pool2d(conv(x), 2)), conv2d()),
+    "dead windows": (pool, mostly_negative),
+    "overlapping windows": (pooled(F.max_pool2d, kernel_size=3, stride=2, padding=1), conv2d()),
+    "dilated windows": (pooled(F.max_pool2d, kernel_size=2, stride=3, dilation=3), conv2d()),
+    "parts of windows": (pooled(F.max_pool2d, kernel_size=3, ceil_mode=True), conv2d()),
+    "adaptive windows": (pooled(F.adaptive_max_pool2d, output_size=3), conv2d()),
+    "indices": (with_indices, conv2d()),
+    "other branch": (other_branch, conv2d()),
+    "no bias": (pool, conv2d(bias=False)),
+    "strides": (pool, conv2d(stride=2, dilation=2, padding=3)),
+    "three dimensions": (pooled(F.max_pool3d, kernel_size=2), lambda: nn.Conv3d(1, 2, 2)),
+    "another activation": (lambda conv, x: F.max_pool2d(torch.tanh(conv(x)), 2), conv2d()),
+    "means of windows": (pooled(F.avg_pool2d, kernel_size=2), conv2d()),
+    "used twice": (used_twice, conv2d()),
+    "relu used twice": (relu_used_twice, conv2d()),
+    "called twice": (called_twice, conv2d()),
+    "two pools": (lambda conv, x: (lambda z: F.max_pool2d(z, 2) - F.max_pool2d(-z, 2))(conv(x)), conv2d()),
+    "groups": (pool, conv2d(2, groups=2)),
+    "many inputs": (pool, conv2d(3)),
+    "one dimension": (pooled(F.max_pool1d, kernel_size=2), lambda: nn.Conv1d(1, 3, 3)),
+}
+DENSE = {"another activation", "means of windows", "used twice", "relu used twice", "called twice", "two pools"}
+DENSE |= {"groups", "many inputs", "one dimension", "adaptive windows"}
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """List whether the convolutions that were asked about have windows."""
+    listed, original = [], jacobians.pool_windows
+
+    def noted(*args):
+        windows = original(*args)
+        listed.append(windows is not None)
+        return windows
+
+    monkeypatch.setattr(jacobians, "pool_windows", noted)
+    return listed
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", SEEN)
+def test_gradients_are_those_of_torch_and_of_all_positions(name, found, monkeypatch):
+    torch.manual_seed(0)
+    of_convolution, make = SEEN[name]
+    net = Net(of_convolution, make()).double()
+    size = 8 if net.conv.weight.dim() < 5 else 5
+    channels = net.conv.in_channels
+    X = torch.randn(ROWS, channels, *[size] * (net.conv.weight.dim() - 2), dtype=torch.float64)
+    X = X.round(decimals=0) if name == "relu" else X  # equal entries of a window
+    net(X)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    run = epk.train(net, X, torch.arange(ROWS) % OUTPUTS, optimizer=optimizer, steps=1)
+    planned = plan_for(run, run.model_for(X))
+    start, end = (flat_weights(run, s, X) for s in (0, 1))
+    t = torch.linspace(0, 1, ROWS, dtype=torch.float64)
+    at, cost = WeightLocation(start, end - start, t), ContractionCost(OUTPUTS**2, 1)
+    columns = flat_columns(planned, all_dense=False)
+
+    def computed():
+        return to_flat_order(layer_jacobians(planned, at, X, all_outputs("logits"), cost), columns)
+
+    found.clear()
+    with_windows = computed()
+    assert any(found) == (name not in DENSE)
+
+    def outputs(flat, x):
+        return functional_call(net, run.model.unflatten(flat), (x[None],))[0]
+
+    for e in range(ROWS):
+        expected = jacrev(outputs)(start + t[e] * (end - start), X[e])
+        torch.testing.assert_close(with_windows[:, e], expected, rtol=1e-10, atol=1e-12)
+    monkeypatch.setattr(jacobians, "pool_windows", lambda *_: None)
+    torch.testing.assert_close(with_windows, computed(), rtol=1e-12, atol=1e-13)
