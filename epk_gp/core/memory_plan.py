@@ -12,7 +12,7 @@ from epk_gp.core.differentiation_plan import DifferentiationPlan
 # of being used again. Measured on two convolutions and MNIST images, float64: one Gram block takes 296 ms with 100
 # images at a time, 188 with 25 (48 MB), 255 with 6. The plain forward pass is 4 times slower with 400 than with 100,
 # because the C library returns large blocks to the system after each use. All outputs go back together: output by
-# output, with so many more rows at a time, blocks of five networks with convolutions took 1.06 to 1.25 times as long.
+# output, with so many more rows at a time, blocks of five networks with convolutions took 0.97 to 1.26 times as long.
 PASS_BYTES = 48 << 20
 
 # Steps that are joined in one product, and summed in the points' dtype before they are added to the sum of all steps.
