@@ -137,6 +137,15 @@ def test_tables_hold_spreads_and_times_as_retrainings_and_say_what_is_missing(lo
     ]
 
 
+def test_a_score_that_waits_for_a_seed_is_not_left_out(load):
+    waiting = [{"setting": "S", "seed": 2, "score": score, "failure": "not computed yet"} for score in ("ours", "peer")]
+    assert load("report").setting_table([*TABLE, *waiting], "S").splitlines()[-3:] == [
+        "Left out: other (not on this registry).",
+        "",
+        "Computed for 2 of 3 seeds.",
+    ]
+
+
 def test_where_another_score_wins_is_said_first(load):
     winners = load("report").winners
     assert winners(TABLE, ["ours", "none"]) == "**Another score is better at:** S, LDS, half (peer 0.75, ours 0.55)."

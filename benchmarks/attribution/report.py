@@ -41,15 +41,21 @@ def setting_table(table: Rows, setting: str) -> str:
     parts = [_table(["", *shown, "retrainings (seconds)"], lines)]
     if reasons := left_out(rows):
         parts.append("Left out: " + "; ".join(reasons) + ".")
+    seeds = {row["seed"] for row in rows if row.get("seconds") is not None}
+    if len(seeds) < (asked := len({row["seed"] for row in rows})):
+        parts.append(f"Computed for {len(seeds)} of {asked} seeds.")
     return "\n\n".join(parts)
 
 
 def left_out(rows: Rows) -> list[str]:
-    """List the scores that are not there, with the reason."""
+    """List the scores that are there for no seed, with the reason."""
     reasons: dict[str, list[str]] = {}
+    computed = {row["score"] for row in rows if row.get("seconds") is not None}
     for row in rows:
-        if "failure" in row and row["score"] not in reasons.setdefault(row["failure"], []):
-            reasons[row["failure"]].append(row["score"])
+        if "failure" in row and row["score"] not in computed:
+            scores = reasons.setdefault(row["failure"], [])
+            if row["score"] not in scores:
+                scores.append(row["score"])
     return [f"{', '.join(scores)} ({reason})" for reason, scores in reasons.items()]
 
 
