@@ -32,6 +32,8 @@ class ContractionCost:
         all_dense: Every parameter takes the dense representation: where the plan does not support interpolation, in
             Gram blocks under an adaptive rule, and in attributions under any rule.
         num_features: k, where gradients are not multiplied but sketched (`autodiff.sketches`).
+        tries_pool_windows: Gradients of convolutions end at a max-pool where that costs less for all outputs, however
+            few are asked for: to be verified.
     """
 
     num_output_pairs: int
@@ -39,6 +41,7 @@ class ContractionCost:
     cotangents_are_constant: bool = False
     all_dense: bool = False
     num_features: int | None = None
+    tries_pool_windows: bool = False
 
     def factored_is_cheaper(self, num_positions: int, n_in: int, n_out: int, *, is_averaged: bool) -> bool:
         """Compare factored with dense inner products, per pair of points and outputs.

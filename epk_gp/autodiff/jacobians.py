@@ -37,7 +37,7 @@ from epk_gp.autodiff.secant_functions import mean_of_rows
 from epk_gp.autodiff.secants import SecantDerivatives
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.head import Head, apply_head
-from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, rows_per_pass
+from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
 from epk_gp.core.model import FunctionalModel
 
 
@@ -260,16 +260,21 @@ class _RecordedForward:
             cotangent_is_constant=self.cotangents.are_constant and is_last,
             ends_network=is_last and cost.cotangents_are_constant,
         )
-        self._see_through_pool(builder)
+        self._see_through_pool(builder, cost)
         return builder
 
-    def _see_through_pool(self, builder: LayerJacobianBuilder) -> None:
+    def _see_through_pool(self, builder: LayerJacobianBuilder, cost: ContractionCost) -> None:
         """Let gradients end at a max-pool that alone sees a layer's output, where that costs less."""
-        if self.create_graph or self.has_secants or (pooled := builder.pooled_call()) is None:
+        is_possible = self.net.plan.supports_pool_windows and not (self.create_graph or self.has_secants)
+        if not is_possible or (pooled := builder.pooled_call()) is None:
             return
         number, call, n_in = pooled
-        windows = pool_windows(self.users, call, n_in, len(self.values))
-        if windows is not None:
+        windows = pool_windows(self.users, call)
+        if windows is None:
+            return
+        num_cotangents = self.net.plan.num_outputs if cost.tries_pool_windows else len(self.values)
+        collected = n_in * windows.shape.numel()  # against the numbers that go back through the pool
+        if collected <= num_cotangents * call.shape.numel() and fits_pass(collected, self.net.itemsize):
             builder.see_through(windows)
             self.calls[number] = replace(call, edge=windows.edge, shape=windows.shape)
 

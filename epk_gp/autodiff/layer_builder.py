@@ -64,7 +64,7 @@ class LayerJacobianBuilder:
         bias_column = has_bias and not self.is_factored
         self.inputs = [_inputs_at_positions(c, n_in, self.num_groups, shape[2:], bias_column) for _, c in calls]
         self.parts: list[Tensor] = []
-        self.windows: PoolWindows | None = None
+        self.patches_of_windows: Tensor | None = None
 
     def pooled_call(self) -> tuple[int, LayerIO, int] | None:
         """Return the call whose output a max-pool may see alone, its number, and what it sees at a position.
@@ -78,12 +78,12 @@ class LayerJacobianBuilder:
 
     def see_through(self, windows: PoolWindows) -> None:
         """Take the gradients of a max-pool's output from now on, in place of the convolution's."""
-        self.windows = windows
+        self.patches_of_windows = windows.patches(self.inputs[0].squeeze(2).mT)
 
     def add_cotangents(self, output_grads: Sequence[Tensor]) -> None:
         """Take the next cotangents' gradients with respect to the outputs of all calls."""
-        if self.windows is not None:
-            self.parts.append(output_grads[self.calls[0][0]].flatten(3))
+        if self.patches_of_windows is not None:
+            self.parts.append(sum_over_windows(self.patches_of_windows, output_grads[self.calls[0][0]].flatten(3)))
             return
         own = [_grads_at_positions(c, output_grads[number], self.num_groups, self.n_out) for number, c in self.calls]
         if self.is_factored:
@@ -95,8 +95,6 @@ class LayerJacobianBuilder:
     def build(self) -> LayerJacobian:
         """Return the Jacobian for all cotangents so far."""
         values = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-        if self.windows is not None:
-            return DenseJacobian(sum_over_windows(self.windows.patches(self.inputs[0].squeeze(2).mT), values))
         if not self.is_factored:
             return DenseJacobian(values)
         a = self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs, dim=1)

@@ -7,10 +7,9 @@ what the convolution sees at the largest position. No gradient goes back through
 
 from collections import defaultdict
 from dataclasses import dataclass
-from math import prod
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -28,22 +27,30 @@ class PoolWindows:
 
     Attributes:
         edge: Where the gradient with respect to the pool's output can be taken.
-        shape: Shape of that output, (E, channels, *windows).
-        positions: The largest position of each window, counted through the convolution's output, (E, channels, W).
-        has_gradient: Whether the ReLU between both lets its gradient through, (E, channels, W); None without one.
+        positions: The largest position of each window, counted through the convolution's output, (E, channels,
+            *windows).
+        relu: What a ReLU between both returned, (E, channels, *positions); None without one.
     """
 
     edge: GradientEdge
-    shape: torch.Size
-    positions: Int64[Tensor, "E channels W"]
-    has_gradient: Bool[Tensor, "E channels W"] | None
+    positions: Int64[Tensor, "E channels ..."]
+    relu: Float[Tensor, "E channels ..."] | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the pool's output."""
+        return self.positions.shape
 
     def patches(self, x: Float[Tensor, "E n_in L"]) -> Float[Tensor, "E channels n_in W"]:
-        """Take what each channel's windows see of a convolution's patches."""
-        E, channels, W = self.positions.shape
+        """Take what each channel's windows see of a convolution's patches; zeros where the ReLU returned zero."""
+        positions, n_in = self.positions.flatten(2), x.shape[1]
+        E, channels, W = positions.shape
         spread = x.unsqueeze(1).expand(E, channels, -1, -1)
-        taken = spread.gather(3, self.positions.unsqueeze(2).expand(E, channels, x.shape[1], W))
-        return taken if self.has_gradient is None else taken.masked_fill_(~self.has_gradient.unsqueeze(2), 0)
+        taken = spread.gather(3, positions.unsqueeze(2).expand(E, channels, n_in, W))
+        if self.relu is None:
+            return taken
+        is_zero = self.relu.flatten(2).gather(2, positions) <= 0
+        return taken.masked_fill_(is_zero.unsqueeze(2), 0)
 
 
 def sum_over_windows(
@@ -71,32 +78,23 @@ def users_of_nodes(outputs: Tensor) -> Users:
     return users
 
 
-def pool_windows(users: Users, call: LayerIO, n_in: int, num_cotangents: int) -> PoolWindows | None:
+def pool_windows(users: Users, call: LayerIO) -> PoolWindows | None:
     """Find the max-pool that alone sees a convolution's output, or the output of a ReLU that alone sees it.
 
     Args:
         users: Of the nodes of the graph.
         call: The convolution.
-        n_in: Numbers that it sees at a position, the 1 of a bias included.
-        num_cotangents: K.
-
-    Returns:
-        Its windows. None without such a pool, or where collecting what its windows see, n_in numbers each, costs more
-        than to go back through it, a number for each cotangent and position.
     """
     relu, pool = None, _only_user(users, call.edge.node)
     if pool is not None and pool.name() == _RELU:
         relu, pool = pool, _only_user(users, pool)
     if pool is None or pool.name() not in _POOLS:
         return None
-    indices: Tensor = pool._saved_result1  # type: ignore[attr-defined]
-    if indices.dim() != len(call.shape) or n_in * prod(indices.shape[2:]) > num_cotangents * prod(call.shape[2:]):
+    positions: Tensor = pool._saved_result1  # type: ignore[attr-defined]
+    if positions.dim() != len(call.shape):
         return None
-    positions, has_gradient = indices.flatten(2), None
-    if relu is not None:
-        outputs: Tensor = relu._saved_result  # type: ignore[attr-defined]
-        has_gradient = outputs.detach().flatten(2).gather(2, positions) > 0
-    return PoolWindows(GradientEdge(pool, 0), indices.shape, positions, has_gradient)
+    outputs: Tensor | None = None if relu is None else relu._saved_result.detach()  # type: ignore[attr-defined]
+    return PoolWindows(GradientEdge(pool, 0), positions, outputs)
 
 
 def _only_user(users: Users, node: Node) -> Node | None:

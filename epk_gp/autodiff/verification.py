@@ -89,6 +89,7 @@ def build_plan(
         supports_double_backward=True,
         supports_batched_vjp=True,
         calls_convolutions=any(usage.function in CONVOLUTIONS for usage in recorder.usages),
+        supports_pool_windows=False,  # tried when the layers are known
         supports_vmap=True,
         vmap_chunk_size=vmap_chunk_size(model.num_weights, per_row),
         activations_per_sample=activations,
@@ -140,6 +141,11 @@ class _Trial:
         w, statistics = _split(self.model, self.w)
         return torch.cat([0.1 * w.flip(0), 0.1 * statistics.abs().flip(0)])
 
+    def first_row(self) -> "_Trial":
+        """Leave out all rows but the first: what does not fit into a pass for one row fits for none."""
+        expected = {name: rows[:, :1] for name, rows in self.expected.items()}
+        return replace(self, X=self.X[:1], cotangents=self.cotangents[:, :1], expected=expected)
+
 
 def validate_plan(
     model: FunctionalModel, w: Float[Tensor, " PQ"], X: Shaped[Tensor, "E ..."], plan: DifferentiationPlan
@@ -154,6 +160,10 @@ def validate_plan(
     covered = {*bias_of, *(bias for bias in bias_of.values() if bias is not None)}
     plan = replace(plan, bias_of=bias_of, dense_params=tuple(name for name in model.names if name not in covered))
     plan = replace(plan, supports_batched_vjp=passes_check(lambda: _layer_jacobians(trial, plan)))
+    if plan.calls_convolutions and plan.bias_of:
+        windows = replace(plan, supports_pool_windows=True)
+        if passes_check(lambda: _layer_jacobians(trial.first_row(), windows, tries_pool_windows=True)):
+            plan = windows
     if plan.supports_interpolation:
         plan = replace(plan, supports_interpolation=passes_check(lambda: _interpolated_outputs(trial)))
     stacks = plan.supports_interpolation and not plan.dense_params and passes_check(lambda: _stacked_outputs(trial))
@@ -192,10 +202,11 @@ def _split(model: FunctionalModel, w: Tensor) -> tuple[Tensor, Tensor]:
     return w[: model.num_weights], w[model.num_weights :]
 
 
-def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan) -> Pair:
+def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan, *, tries_pool_windows: bool = False) -> Pair:
     net = PlannedModel(trial.model, replace(plan, dense_params=()))
     fixed = Cotangents(lambda _: trial.cotangents)
-    jacobians = layer_jacobians(net, WeightLocation(trial.w), trial.X, fixed, ContractionCost(1, 1))
+    at, cost = WeightLocation(trial.w), ContractionCost(1, 1, tries_pool_windows=tries_pool_windows)
+    jacobians = layer_jacobians(net, at, trial.X, fixed, cost)
     expected = []
     for name, bias in plan.bias_of.items():
         rows = trial.expected[name]

@@ -41,6 +41,8 @@ class DifferentiationPlan:
         supports_batched_vjp: Several cotangents can be propagated backwards in one call.
         calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
             weights, by loops and copies, so that neither is mapped.
+        supports_pool_windows: Gradients of convolutions may end at the max-pool that alone sees them
+            (`autodiff.pooled_convolutions`).
         supports_vmap: `torch.func.vmap` over samples works.
         vmap_chunk_size: Number of samples that one `vmap` call takes.
         activations_per_sample: Numbers that a forward pass computes per sample.
@@ -60,6 +62,7 @@ class DifferentiationPlan:
     supports_double_backward: bool
     supports_batched_vjp: bool
     calls_convolutions: bool
+    supports_pool_windows: bool
     supports_vmap: bool
     vmap_chunk_size: int
     activations_per_sample: int

@@ -319,6 +319,11 @@ def cotangents_per_pass(plan: DifferentiationPlan, itemsize: int, num_rows: int,
     return max(1, min(num_cotangents, PASS_BYTES // pass_bytes - 2))
 
 
+def fits_pass(num_elements: int, itemsize: int) -> bool:
+    """Return whether a pass may hold so many numbers beside its own."""
+    return num_elements * itemsize <= PASS_BYTES
+
+
 def vmap_chunk_size(num_weights: int, activations_per_sample: int) -> int:
     """Count the samples that one `vmap` call takes."""
     return max(1, VMAP_ELEMENTS // (num_weights + activations_per_sample))

@@ -11,6 +11,7 @@ from epk_gp.autodiff import jacobians
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import all_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
 from epk_gp.autodiff.layer_jacobian import to_flat_order
 from epk_gp.autodiff.planned_model import flat_columns
 from epk_gp.autodiff.planning import plan_for
@@ -99,17 +100,30 @@ DENSE = {"another activation", "means of windows", "used twice", "relu used twic
 DENSE |= {"groups", "many inputs", "one dimension", "adaptive windows"}
 
 
+def hooked(where):
+    """Double the gradient at one place, unseen by the graph."""
+
+    def of_convolution(conv, x):
+        z = conv(x)
+        h = F.relu(z)
+        p = F.max_pool2d(h, 2)
+        if p.requires_grad:
+            {"conv": z, "relu": h, "pool": p}[where].register_hook(lambda grad: 2 * grad)
+        return p
+
+    return of_convolution
+
+
 @pytest.fixture
 def found(monkeypatch):
-    """List whether the convolutions that were asked about have windows."""
-    listed, original = [], jacobians.pool_windows
+    """List the convolutions whose gradients end at a pool."""
+    listed, original = [], LayerJacobianBuilder.see_through
 
-    def noted(*args):
-        windows = original(*args)
-        listed.append(windows is not None)
-        return windows
+    def noted(builder, windows):
+        listed.append(True)
+        original(builder, windows)
 
-    monkeypatch.setattr(jacobians, "pool_windows", noted)
+    monkeypatch.setattr(LayerJacobianBuilder, "see_through", noted)
     return listed
 
 
@@ -137,7 +151,7 @@ def test_gradients_are_those_of_torch_and_of_all_positions(name, found, monkeypa
 
     found.clear()
     with_windows = computed()
-    assert any(found) == (name not in DENSE)
+    assert bool(found) == (name not in DENSE)
 
     def outputs(flat, x):
         return functional_call(net, run.model.unflatten(flat), (x[None],))[0]
@@ -145,5 +159,29 @@ def test_gradients_are_those_of_torch_and_of_all_positions(name, found, monkeypa
     for e in range(ROWS):
         expected = jacrev(outputs)(start + t[e] * (end - start), X[e])
         torch.testing.assert_close(with_windows[:, e], expected, rtol=1e-10, atol=1e-12)
-    monkeypatch.setattr(jacobians, "pool_windows", lambda *_: None)
+    monkeypatch.setattr(jacobians, "fits_pass", lambda *_: False)
+    found.clear()
     torch.testing.assert_close(with_windows, computed(), rtol=1e-12, atol=1e-13)
+    assert not found  # windows that do not fit into a pass are not taken
+
+
+@pytest.mark.parametrize("where", ["conv", "relu", "pool"])
+@pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")
+def test_hooks_between_convolution_and_pool_are_found_and_obeyed(where):
+    """The plan of a network says what holds; a hook on the pool's output is met in any case."""
+    torch.manual_seed(0)
+    net = Net(hooked(where), nn.Conv2d(1, 2, 3, padding=1)).double()
+    X = torch.randn(ROWS, 1, 8, 8, dtype=torch.float64)
+    net(X)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = epk.train(net, X, torch.arange(ROWS) % OUTPUTS, optimizer=optimizer, steps=1)
+    planned = plan_for(run, run.model_for(X))
+    assert planned.plan.supports_pool_windows == (where == "pool")
+    at, cost = WeightLocation(flat_weights(run, 0, X)), ContractionCost(OUTPUTS**2, 1)
+    computed = layer_jacobians(planned, at, X, all_outputs("logits"), cost)
+    values = to_flat_order(computed, flat_columns(planned, all_dense=False))
+    net.load_state_dict(run.model.unflatten(at.w))
+    for e in range(ROWS):
+        for k in range(OUTPUTS):
+            grads = torch.autograd.grad(net(X[e : e + 1])[0, k], list(net.parameters()))
+            torch.testing.assert_close(values[k, e], torch.cat([grad.flatten() for grad in grads]))

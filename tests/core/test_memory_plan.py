@@ -18,6 +18,7 @@ PLAN = DifferentiationPlan(
     supports_double_backward=True,
     supports_batched_vjp=True,
     calls_convolutions=False,
+    supports_pool_windows=False,
     supports_vmap=True,
     vmap_chunk_size=64,
     activations_per_sample=500,

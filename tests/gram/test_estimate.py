@@ -18,14 +18,14 @@ from epk_gp.gram.path_kernel import gram_block_part
 from epk_gp.gram.tile_parts import GramPieces
 from epk_gp.storage.partial_sums import PartialSums
 
-BOTH = epk.Points(inputs(68), torch.arange(68) % 2 > 0)  # tiles of 30 and 4 points of either copy
+BOTH = epk.Points(inputs(86), torch.arange(86) % 2 > 0)  # tiles of 39 and 4 points of either copy
 BLOCKS: dict[str, tuple[epk.Points, epk.Points, dict[str, Any]]] = {
     "one_tile": (mixed(5), mixed(4), {}),
     "symmetric": (BOTH, BOTH, {"memory_budget": SMALL}),
-    "edges": (BOTH, epk.Points(inputs(36, 5), is_train=True), {"memory_budget": SMALL}),
+    "edges": (BOTH, epk.Points(inputs(45, 5), is_train=True), {"memory_budget": SMALL}),
     "float32": (
         epk.Points(BOTH.X.float(), BOTH.is_train),
-        epk.Points(inputs(36, 5).float(), is_train=False),
+        epk.Points(inputs(45, 5).float(), is_train=False),
         {"memory_budget": SMALL, "accumulate": torch.float64},
     ),
 }
