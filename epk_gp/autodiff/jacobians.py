@@ -272,7 +272,8 @@ class _RecordedForward:
         windows = pool_windows(self.users, call)
         if windows is None:
             return
-        num_cotangents = self.net.plan.num_outputs if cost.tries_pool_windows else len(self.values)
+        num_outputs = self.net.plan.num_outputs  # what was verified
+        num_cotangents = num_outputs if cost.tries_pool_windows else min(len(self.values), num_outputs)
         collected = n_in * windows.shape.numel()  # against the numbers that go back through the pool
         if collected <= num_cotangents * call.shape.numel() and fits_pass(collected, self.net.itemsize):
             builder.see_through(windows)

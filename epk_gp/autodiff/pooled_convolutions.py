@@ -90,6 +90,7 @@ def pool_windows(users: Users, call: LayerIO) -> PoolWindows | None:
         relu, pool = pool, _only_user(users, pool)
     if pool is None or pool.name() not in _POOLS:
         return None
+    # torch's names for what nodes keep: under other names, verification finds that windows cannot be had
     positions: Tensor = pool._saved_result1  # type: ignore[attr-defined]
     if positions.dim() != len(call.shape):
         return None

@@ -140,7 +140,7 @@ class MemoryPlan:
         backward, and both of these differentiated) and 8 sets of layer Jacobians, which the graph keeps.
         """
         by_products = int((self.budget / (8 * self.itemsize * num_output_pairs)) ** 0.5)
-        per_point = 4 * (self.plan.num_outputs + 3) * self._activation_bytes + 8 * feature_bytes
+        per_point = 4 * self._all_outputs_bytes + 8 * feature_bytes
         return max(1, min(by_products, self.budget // (2 * per_point)))
 
     def adjoint_points(self, num_outputs: int) -> int:
@@ -240,7 +240,7 @@ class MemoryPlan:
         A quarter of the budget holds a forward and backward pass and 12 sets of layer Jacobians of each: those of the
         nodes, their average, and what joins them.
         """
-        per_point = (self.plan.num_outputs + 3) * self._activation_bytes + 12 * feature_bytes
+        per_point = self._all_outputs_bytes + 12 * feature_bytes
         return max(1, self.budget // (4 * per_point))
 
     def vanilla_gd_samples(self, max_samples: int, num_points: int, num_outputs: int, num_parts: int) -> int:

@@ -72,6 +72,26 @@ def test_reconstruct_keeps_to_its_budget() -> None:
 
 
 @pytest.mark.slow
+def test_a_tile_of_images_keeps_to_its_budget_because_passes_are_bounded() -> None:
+    """400 images in one tile, of which no more go through a pass than it may hold."""
+    sizes = {"points": 400, "train": 40, "dim": 784}
+    work = """
+    images = points.view(-1, 1, 28, 28)
+    layers = [torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2), torch.nn.Flatten()]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(1568, 3)).double()
+    run = epk.train(net, images[:40], y, optimizer=torch.optim.SGD(net.parameters(), lr=0.05), steps=1)
+    sides = (epk.Points(images, is_train=True), epk.Points(images.clone(), is_train=True))
+    epk.gram_block(run, *sides, head="logits", rule=epk.left_endpoint(), memory_budget=96 * (1 << 20))
+    """
+    result = (3 * 400) ** 2 * 8
+    bounded = increase(work, **sizes)
+    assert bounded < 96 * MIB + result + OVERHEAD
+    unbounded = "\n    from epk_gp.autodiff import jacobians\n    jacobians.rows_per_pass = lambda *_: 1 << 20"
+    loose = increase(unbounded + work, **sizes)
+    assert loose > bounded + 16 * MIB  # the negative control
+
+
+@pytest.mark.slow
 def test_attribute_keeps_to_its_budget() -> None:
     sizes = {"points": 1500, "train": 1500, "dim": 100}
     work = "parts = epk.attribute(trajectory, X[:300], memory_budget={budget})"
