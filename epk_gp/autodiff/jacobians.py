@@ -269,8 +269,7 @@ class _RecordedForward:
         if not is_possible or (pooled := builder.pooled_call()) is None:
             return
         number, call, n_in = pooled
-        windows = pool_windows(self.users, call)
-        if windows is None:
+        if (windows := pool_windows(self.users, call)) is None:
             return
         num_outputs = self.net.plan.num_outputs  # what was verified
         num_cotangents = num_outputs if cost.tries_pool_windows else min(len(self.values), num_outputs)
