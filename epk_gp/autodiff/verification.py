@@ -5,7 +5,7 @@ linear, convolution or normalisation call, and only if the Jacobian so obtained 
 everything else is differentiated densely. Every other capability (`DifferentiationPlan`) is tried in the same way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from epk_gp.autodiff.contraction_cost import ContractionCost
 from epk_gp.autodiff.cotangents import Cotangents
 from epk_gp.autodiff.dense import dense_jacobian
-from epk_gp.autodiff.directional import WeightSegment, jvp_per_sample, jvp_via_double_vjp, mapped_passes
+from epk_gp.autodiff.directional import WeightSegment, jvp_via_double_vjp, mapped_passes
 from epk_gp.autodiff.forward_mode import forward_mode
 from epk_gp.autodiff.interception import (
     CONVOLUTIONS,
@@ -36,10 +36,10 @@ from epk_gp.core.model import FunctionalModel
 
 _NUM_PROBE_ROWS = 6
 
-# Bytes that the true Jacobian of the rows may take on which ways of differentiating are compared with it; that of a
-# network of 11 million weights, two cotangents and all eleven rows takes 1 GB in float32, and its rivals as much each.
-_TRUTH_BYTES, _FEWEST_ROWS = 1 << 28, 2
-Pair = tuple[Tensor, Tensor]
+# Bytes that the true Jacobian of the rows may take on which ways of differentiating are compared with it, which need as
+# much each: together less than a small memory budget. A network of a million weights in float64 has four rows.
+_TRUTH_BYTES, _FEWEST_ROWS = 1 << 26, 2
+Pair = tuple[Tensor, Tensor]  # what was computed, and what is expected
 
 
 def probe_rows(X: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "E ..."]:
@@ -141,6 +141,15 @@ class _Trial:
         w, statistics = _split(self.model, self.w)
         return torch.cat([0.1 * w.flip(0), 0.1 * statistics.abs().flip(0)])
 
+    def compare_slopes(self, slopes: Float[Tensor, "E C"]) -> Pair:
+        """Multiply the outputs' derivatives along the direction with the cotangents, and compute that another way.
+
+        Two numbers of each row stand for all outputs: to differentiate each of a thousand would take a minute.
+        """
+        parts = self.direction.split([rows.shape[2] for rows in self.expected.values()])
+        products = [rows @ part for rows, part in zip(self.expected.values(), parts, strict=True)]
+        return (self.cotangents * slopes).sum(dim=2), torch.stack(products).sum(dim=0)
+
     def first_row(self) -> "_Trial":
         """Leave out all rows but the first: what does not fit into a pass for one row fits for none."""
         expected = {name: rows[:, :1] for name, rows in self.expected.items()}
@@ -202,21 +211,18 @@ def _split(model: FunctionalModel, w: Tensor) -> tuple[Tensor, Tensor]:
     return w[: model.num_weights], w[model.num_weights :]
 
 
-def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan, *, tries_pool_windows: bool = False) -> Pair:
+def _layer_jacobians(trial: _Trial, plan: DifferentiationPlan, *, tries_pool_windows: bool = False) -> Iterator[Pair]:
+    """Compare layer by layer: the Jacobians of all layers together may be large."""
     net = PlannedModel(trial.model, replace(plan, dense_params=()))
     fixed = Cotangents(lambda _: trial.cotangents)
     at, cost = WeightLocation(trial.w), ContractionCost(1, 1, tries_pool_windows=tries_pool_windows)
     jacobians = layer_jacobians(net, at, trial.X, fixed, cost)
-    expected = []
-    for name, bias in plan.bias_of.items():
+    for (name, bias), jacobian in zip(plan.bias_of.items(), jacobians, strict=True):
         rows = trial.expected[name]
         if bias is not None:
             bias_rows = trial.expected[bias]
             rows = torch.cat([rows.unflatten(2, (bias_rows.shape[2], -1)), bias_rows.unsqueeze(3)], dim=3)
-        expected.append(rows.flatten(2))
-    empty = trial.cotangents.new_zeros(*trial.cotangents.shape[:2], 0)
-    computed = [jacobian.to_dense() for jacobian in jacobians]
-    return torch.cat([empty, *computed], dim=2), torch.cat([empty, *expected], dim=2)
+        yield jacobian.to_dense(), rows.flatten(2)
 
 
 def _interpolated_outputs(trial: _Trial) -> Pair:
@@ -241,7 +247,7 @@ def _interpolated_slopes(trial: _Trial) -> Pair:
         with InterpolatedWeights(params, model.unflatten(d), t):
             z = model(params, X)
         slope = fwAD.unpack_dual(z).tangent
-    return (trial.cotangents * slope).sum(dim=2), torch.cat(list(trial.expected.values()), dim=2) @ d
+    return trial.compare_slopes(slope)
 
 
 def _stacked_outputs(trial: _Trial) -> Pair:
@@ -261,7 +267,7 @@ def _jvp(trial: _Trial) -> Pair:
     with torch.no_grad(), disable_fused_attention(), forward_mode():
         duals = {name: fwAD.make_dual(value, direction[name]) for name, value in params.items()}
         tangent = fwAD.unpack_dual(model(duals, trial.X)).tangent
-    return tangent, _expected_jvp(trial)
+    return trial.compare_slopes(tangent)
 
 
 def _double_vjp(trial: _Trial) -> Pair:
@@ -269,19 +275,13 @@ def _double_vjp(trial: _Trial) -> Pair:
     leaves = {name: value.detach().requires_grad_() for name, value in model.unflatten(trial.w).items()}
     with torch.enable_grad(), disable_fused_attention():
         slope = jvp_via_double_vjp(model(leaves, trial.X), leaves, model.unflatten(trial.direction))
-    return slope, _expected_jvp(trial)
+    return trial.compare_slopes(slope)
 
 
-def _expected_jvp(trial: _Trial) -> Tensor:
-    model = trial.model
-    params, direction = model.unflatten(trial.w), model.unflatten(trial.direction)
-    with disable_fused_attention():
-        return torch.cat([jvp_per_sample(model, params, direction, x, "logits")[1] for x in trial.X.split(1)])
-
-
-def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str, ...]) -> Pair:
+def _mapped_jacobian(trial: _Trial, plan: DifferentiationPlan, names: tuple[str, ...]) -> Iterator[Pair]:
     mapped = dense_jacobian(PlannedModel(trial.model, plan), names, trial.w, trial.X, trial.cotangents)
-    return mapped.values, torch.cat([trial.expected[name] for name in names], dim=2)
+    expected = [trial.expected[name] for name in names]
+    return zip(mapped.values.split([rows.shape[2] for rows in expected], dim=2), expected, strict=True)
 
 
 def _mapped_passes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
@@ -292,11 +292,16 @@ def _mapped_passes(trial: _Trial, plan: DifferentiationPlan) -> Pair:
         mapped = mapped_passes(
             segment, X, (t, list(torch.arange(len(t), device=X.device).split(1))), differentiate=True
         )
-    model, direction, rows = trial.model, trial.model.unflatten(trial.direction), zip(t, X.split(1), strict=True)
-    expected = [
-        jvp_per_sample(model, model.unflatten(trial.w + u * trial.direction), direction, x, "logits") for u, x in rows
-    ]
-    return torch.cat(mapped), torch.cat([*(f for f, _ in expected), *(slope for _, slope in expected)])
+    f, slopes = mapped
+    model, loop = trial.model, PlannedModel(trial.model, replace(plan, supports_vmap=False))
+    names, cotangents = model.names + model.statistics, trial.cotangents[:, : len(t)]
+    outputs, expected = [], []
+    for e, u in enumerate(t):
+        w, x = trial.w + u * trial.direction, X[e : e + 1]
+        outputs.append(model(model.unflatten(w), x))
+        expected.append(dense_jacobian(loop, names, w, x, cotangents[:, e : e + 1]).values @ trial.direction)
+    computed = [f.flatten(), (cotangents * slopes).sum(dim=2).flatten()]
+    return torch.cat(computed), torch.cat([torch.cat(outputs).flatten(), torch.cat(expected, dim=1).flatten()])
 
 
 def _load_forward_mode_rules() -> None:
@@ -305,16 +310,20 @@ def _load_forward_mode_rules() -> None:
         fwAD.make_dual(torch.zeros(1), torch.zeros(1))
 
 
-def passes_check(attempt: Callable[[], Pair]) -> bool:
-    """Return whether a way of computing runs without a warning and reproduces what is expected."""
+def passes_check(attempt: Callable[[], Pair | Iterator[Pair]]) -> bool:
+    """Return whether a way of computing runs without a warning and reproduces what is expected.
+
+    Args:
+        attempt: Returns what was computed and what is expected, in one piece or piece by piece.
+    """
     try:
         with filter_own_warnings("error", Warning):  # torch warns where it falls back to a slow loop
-            computed, expected = attempt()
+            found = attempt()
+            return _agree(iter([found]) if isinstance(found, tuple) else found)
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError, UserWarning, AttributeError) as error:
         if _is_out_of_memory(error):
             raise  # it says nothing about the network, and a plan is kept
         return False
-    return computed.shape == expected.shape and allclose(computed, expected)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -326,7 +335,17 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def allclose(computed: Tensor, expected: Tensor) -> bool:
     """Return whether two results are equal up to rounding: eps^0.65 of the largest expected entry."""
-    if not expected.numel():
-        return True
-    eps = torch.finfo(expected.dtype).eps
-    return bool((computed - expected).abs().max() <= eps**0.65 * (expected.abs().max() + eps))
+    return _agree(iter([(computed, expected)]))
+
+
+def _agree(pairs: Iterator[Pair]) -> bool:
+    """Return whether all pieces of two results are equal up to rounding: eps^0.65 of the largest expected entry."""
+    errors, sizes, eps = [], [], 0.0
+    for computed, expected in pairs:
+        if computed.shape != expected.shape:
+            return False
+        if expected.numel():
+            errors.append((computed - expected).abs().max())
+            sizes.append(expected.abs().max())
+            eps = torch.finfo(expected.dtype).eps
+    return not errors or bool(torch.stack(errors).max() <= eps**0.65 * (torch.stack(sizes).max() + eps))

@@ -1,6 +1,7 @@
 """The plan of a network is found once and kept by its model, the dense one too."""
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -108,6 +109,31 @@ def test_large_networks_are_verified_on_fewer_rows(monkeypatch: pytest.MonkeyPat
         plans.append(plan_for(case.trajectory, model).plan)
     assert plans[0] == plans[1]
     assert max(sizes) > min(sizes) == 2
+
+
+def test_a_network_of_many_outputs_is_verified_by_as_many_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass for each of a thousand outputs took a minute."""
+    calls, differentiate = [], torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *args, **kwargs: calls.append(1) or differentiate(*args, **kwargs)
+    )
+    counts, plans = [], []
+    for num_outputs in (3, 50):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, num_outputs)).double()
+        X, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+        trajectory = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=1)
+        before = len(calls)
+        plans.append(plan_for(trajectory, trajectory.model_for(X)).plan)
+        counts.append(len(calls) - before)
+    assert counts[0] == counts[1] > 0
+    assert plans[0] == dataclasses.replace(
+        plans[1],
+        num_outputs=3,
+        activations_per_sample=plans[0].activations_per_sample,
+        vmap_chunk_size=plans[0].vmap_chunk_size,
+    )
+    assert plans[0].supports_jvp
+    assert plans[0].supports_double_backward
 
 
 def test_both_sides_must_have_one_representation() -> None:

@@ -194,6 +194,46 @@ def test_a_function_of_ones_own_may_lack_forward_mode_and_vmap(head: str) -> Non
     assert not plan.supports_vmap
 
 
+class WrongTangent(torch.autograd.Function):
+    """A function of one's own whose forward-mode derivative is wrong in one place: no error says so."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):  # type: ignore[no-untyped-def]
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return ctx.saved_tensors[0].cos() * grad
+
+    @staticmethod
+    def jvp(ctx, tangent):  # type: ignore[no-untyped-def]
+        return ctx.saved_tensors[0].cos() * tangent * (1 - 1e-3 * (torch.arange(tangent.shape[-1]) == 2))
+
+
+class WrongInOneOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WrongTangent.apply(self.layer(x))
+
+
+def test_a_wrong_forward_mode_derivative_of_one_output_is_found() -> None:
+    trajectory = trained(WrongInOneOutput().double(), inputs(8))
+    plan = plan_for(trajectory, trajectory.model_for(trajectory.inputs)).plan
+    assert not plan.supports_jvp
+    assert plan.supports_double_backward
+    check(trajectory, inputs(12), "logits")
+
+
 class Gated(nn.Module):
     """Parameters that are used, and have no gradient."""
 

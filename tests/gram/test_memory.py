@@ -92,6 +92,24 @@ def test_a_tile_of_images_keeps_to_its_budget_because_passes_are_bounded() -> No
 
 
 @pytest.mark.slow
+def test_a_million_weights_and_a_thousand_outputs_keep_to_a_budget() -> None:
+    """What a network can do is verified before anything else, and that is what takes most."""
+    work = """
+    layers = [torch.nn.Linear(500, 660), torch.nn.ReLU(), torch.nn.Linear(660, 1000)]
+    net, inputs = torch.nn.Sequential(*layers), torch.randn(12, 500)
+    run = epk.train(net, inputs, torch.arange(12), optimizer=torch.optim.SGD(net.parameters(), lr=0.05), steps=1)
+    epk.reconstruct(run, inputs, memory_budget=256 * (1 << 20))
+    sides = (epk.Points(inputs[:3], is_train=False), epk.Points(inputs[:2], is_train=True))
+    epk.gram_block(run, *sides, head="logits", memory_budget=256 * (1 << 20))
+    """
+    sizes = {"points": 40, "train": 20, "dim": 10}
+    bounded = increase(work, **sizes)
+    assert bounded < 256 * MIB + 6 * 1000**2 * 4 + OVERHEAD
+    unbounded = "\n    from epk_gp.autodiff import verification\n    verification._TRUTH_BYTES = 1 << 30"
+    assert increase(unbounded + work, **sizes) > bounded + 64 * MIB  # the negative control
+
+
+@pytest.mark.slow
 def test_attribute_keeps_to_its_budget() -> None:
     sizes = {"points": 1500, "train": 1500, "dim": 100}
     work = "parts = epk.attribute(trajectory, X[:300], memory_budget={budget})"
