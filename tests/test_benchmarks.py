@@ -114,6 +114,13 @@ def test_a_map_by_workers_is_watched(load, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_many_outputs_are_measured(load, capsys):
+    load("many_outputs").table(budget=64, only="reconstruct", width=6, outputs=20, steps=1)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| `reconstruct`, 30 points | ")
+
+
+@pytest.mark.slow
 def test_influence_is_timed_beside_attribution(load, monkeypatch, capsys):
     benchmark = load("influence")
     monkeypatch.setattr(benchmark, "CASES", benchmark.CASES[:1])
