@@ -22,7 +22,7 @@ from epk_gp.storage.kept import StoredKeptStates, read_chunks, stored_run
 from epk_gp.storage.schema import STORED_DTYPES, ChunkSchema, chunk_schema, read_data, read_header
 from epk_gp.storage.stored import StoredStates, StoredUpdates
 from epk_gp.storage.training_state import WEIGHTS, read_training_state
-from epk_gp.storage.writer import RunWriter, Storage, create_run_dir, write_header
+from epk_gp.storage.writer import RunWriter, Storage, create_run_dir, thinning_header, write_header
 
 # Entries of a header that the copy gets anew.
 _OF_FILES = ("format", "version", "data_blake2b", "data_bytes", "blake2b", "compression", "keep_every", "weights_dtype")
@@ -131,7 +131,8 @@ def _target_header(source: _Source, storage: Storage) -> dict[str, Any]:
     if stored is not None and stored not in STORED_DTYPES.values():
         raise ValueError(f"weights_dtype must be one of {', '.join(STORED_DTYPES)}: got {stored}.")
     header = {key: value for key, value in source.header.items() if key not in _OF_FILES}
-    return header | replace(storage, weights_dtype=stored).header(source.path) | {"compression": "none"}
+    own_header = thinning_header(replace(storage, weights_dtype=stored), source.path)
+    return header | own_header | {"compression": "none"}
 
 
 def _copy(source: _Source, writer: RunWriter, storage: Storage, bar: ProgressBar) -> tuple[str, ...]:

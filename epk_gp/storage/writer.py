@@ -105,19 +105,26 @@ class Storage:
         """Whether the run does not hold every state exactly."""
         return self.keep_every > 1 or self.weights_dtype is not None
 
-    def header(self, path: str | os.PathLike[str] | None) -> dict[str, Any]:
-        """Return what header and digest of a run hold of these options; nothing where every state is kept.
 
-        Raises:
-            ValueError: States are left out of a run that is kept in memory.
-        """
-        if not self.thins:
-            return {}
-        if path is None:
-            raise ValueError(
-                "keep_every and weights_dtype must come with path=, for a run in memory holds every state: got no path."
-            )
-        return {"keep_every": self.keep_every, "weights_dtype": str(self.weights_dtype) if self.weights_dtype else None}
+def thinning_header(storage: object, path: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return what header and digest of a run hold of its options on disk; nothing where every state is kept.
+
+    Raises:
+        TypeError: These are no `Storage`.
+        ValueError: States are left out of a run that is kept in memory.
+    """
+    if not isinstance(storage, Storage):
+        raise TypeError(f"storage must be an epk_gp.Storage, such as Storage(keep_every=20): got {storage!r}.")
+    if not storage.thins:
+        return {}
+    if path is None:
+        raise ValueError(
+            "keep_every and weights_dtype must come with path=, for a run in memory holds every state: got no path."
+        )
+    return {
+        "keep_every": storage.keep_every,
+        "weights_dtype": str(storage.weights_dtype) if storage.weights_dtype else None,
+    }
 
 
 @dataclass

@@ -19,7 +19,7 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.validation import is_finite, validate_count
 from epk_gp.storage.kept import with_computed_states
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
-from epk_gp.storage.writer import Storage
+from epk_gp.storage.writer import Storage, thinning_header
 from epk_gp.training.check_schedule import CheckSchedule
 from epk_gp.training.clipping import Clip
 from epk_gp.training.commits import CommitSchedule
@@ -145,7 +145,7 @@ class Recorder:
         self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
         graph = self.signature.graph
         self.X = self.signature.structure(self._setup.X) if graph is None else graph.graph
-        header, start = self._setup.header() | storage.header(path), self._setup.weights()
+        header, start = self._setup.header() | thinning_header(storage, path), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
         self._groups = optimizer_groups(self._optimizers, update_rule, net)

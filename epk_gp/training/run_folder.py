@@ -7,7 +7,7 @@ from epk_gp.core.model import functionalize_like
 from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import TrainingState
-from epk_gp.storage.writer import Storage
+from epk_gp.storage.writer import Storage, thinning_header
 from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.history import RunHistory
 from epk_gp.training.setup import TrainingSetup
@@ -44,7 +44,7 @@ def open_folder(
     net, model = setup.net, setup.model
     full = (
         setup.header()
-        | storage.header(path)
+        | thinning_header(storage, path)
         | {"compression": storage.compression, "check_every": setup.rules.check_every}
     )
     full["modules"] = module_names(net)

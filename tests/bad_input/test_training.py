@@ -124,6 +124,7 @@ TRAINING = {
         ValueError,
         "targets must be finite: row 9 holds",
     ),
+    "no_storage": ({"storage": None}, TypeError, r"storage must be an epk_gp.Storage, such as .*: got None"),
     # the network
     "no_network": ({"net": lambda x: x}, TypeError, "net must be a torch.nn.Module: got function"),
     "network_without_weights": (
