@@ -243,6 +243,11 @@ class MemoryPlan:
         per_point = self._all_outputs_bytes + 12 * feature_bytes
         return max(1, self.budget // (4 * per_point))
 
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of the layer Jacobians at nodes of a line that are held together."""
+        return self.budget // 4
+
     def vanilla_gd_samples(self, max_samples: int, num_points: int, num_outputs: int, num_parts: int) -> int:
         """Count the training samples in a block of contributions to N points: 4 such blocks fill the budget.
 

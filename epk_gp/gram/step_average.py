@@ -47,7 +47,7 @@ class StepAverage:
             tile: Where the step is added.
             right: Training-side layer Jacobians of the step.
             eta: The step's factor.
-            averages: Those of all nodes, where several steps share them (`step_averages`); their layers are left out.
+            averages: Those of all nodes, where several steps share them (`add_to_averages`); their layers are left out.
             layers: The layers that are added; None for all.
         """
         self.tile, self.right, self.eta = tile, right, eta
@@ -82,14 +82,14 @@ class StepAverage:
                 average.add_inner(self.right[layer], self.tile, self.eta, layer=layer, same_points=False)
 
 
-def step_averages(batches: Iterable[NodeBatch]) -> dict[int, LeftFactor]:
-    """Average the layers that commute with it over nodes that cover [0, 1] once for every point."""
-    averages: dict[int, LeftFactor] = {}
-    for batch in batches:
-        for layer, jacobian in enumerate(batch.jacobians):
-            if jacobian.commutes_with_average:
-                averages[layer] = jacobian.average(averages.get(layer), batch.nodes)
-    return averages
+def add_to_averages(averages: dict[int, LeftFactor], batch: NodeBatch) -> None:
+    """Add some nodes to the averages of the layers that commute with it, by number of the layer.
+
+    Together the nodes must cover [0, 1] once for every point.
+    """
+    for layer, jacobian in enumerate(batch.jacobians):
+        if jacobian.commutes_with_average:
+            averages[layer] = jacobian.average(averages.get(layer), batch.nodes)
 
 
 def averaged_jacobian(batches: Iterable[NodeBatch], columns: Int64[Tensor, " P"]) -> Float[Tensor, "K N P"]:

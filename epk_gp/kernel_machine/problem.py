@@ -116,25 +116,46 @@ def make_problem(
 
 @dataclass(frozen=True, eq=False)
 class IntegratedLine:
-    """A straight line of the path at some of the points, with their output gradients at its nodes.
+    """A straight line of the path at some of the points.
 
     Attributes:
+        problem: The predictions.
+        rows: Which N of the points.
         segment: The line.
         part: Which part of the state moves along it.
         integral: The nodes of each point, and what they sum up to.
-        batches: Output gradients there; none of a line on which no weights move.
+        max_rows: Nodes evaluated at a time.
     """
 
+    problem: AttributionProblem
+    rows: Int64[Tensor, " N"]
     segment: WeightSegment
     part: slice
     integral: Integral
-    batches: list[NodeBatch]
+    max_rows: int
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether any weights move along it."""
+        return bool(self.part.start < self.problem.net.model.num_weights)
+
+    def node_batches(self) -> Iterator[NodeBatch]:
+        """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew."""
+        problem, integral, X = self.problem, self.integral, self.problem.X[self.rows]
+        is_layerwise = isinstance(problem.kernel.path, LayerwisePath)
+        for nodes in torch.arange(len(integral.point), device=X.device).split(self.max_rows):
+            points = integral.point[nodes]
+            head = self.segment.head if is_layerwise else None
+            at = WeightLocation(self.segment.w, self.segment.d, integral.t[nodes], secant_head=head)
+            cotangents = (_output_cotangents if is_layerwise else _cotangents)(problem, self.rows[points])
+            jacobians = layer_jacobians(problem.net, at, X[points], cotangents, problem.cost)
+            yield NodeBatch(jacobians, NodeWeights(integral.weight[nodes], points, len(self.rows)))
 
 
 def integrate_stretch(
     problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int
 ) -> Iterator[IntegratedLine]:
-    """Choose the nodes of some points on a stretch of the path, and compute their output gradients there, line by line.
+    """Choose the nodes of some points on a stretch of the path, line by line.
 
     Args:
         problem: The predictions.
@@ -151,17 +172,9 @@ def integrate_stretch(
         segment = WeightSegment(net, start, direction, kernel.head, problem.options.memory_budget)
         if isinstance(kernel.path, LayerwisePath):
             yield _layerwise_line(problem, segment, part, rows, max(2, size - size % 2))
-            continue
-        integral = integrate(segment, X, kernel.rule, share)
-        batches = []
-        for nodes in torch.arange(len(integral.point), device=X.device).split(size):
-            if part.start >= net.model.num_weights:
-                break
-            points = integral.point[nodes]
-            at = WeightLocation(segment.w, segment.d, integral.t[nodes])
-            jacobians = layer_jacobians(net, at, X[points], _cotangents(problem, rows[points]), problem.cost)
-            batches.append(NodeBatch(jacobians, NodeWeights(integral.weight[nodes], points, len(rows))))
-        yield IntegratedLine(segment, part, integral, batches)
+        else:
+            integral = integrate(segment, X, kernel.rule, share)
+            yield IntegratedLine(problem, rows, segment, part, integral, size)
 
 
 def _layerwise_line(
@@ -178,36 +191,27 @@ def _layerwise_line(
             "one's are not. Take chords(every=k)."
         )
     both = X.repeat_interleave(2, dim=0)
-    point = torch.arange(len(X), device=X.device).repeat_interleave(2)
     t = segment.w.new_tensor([0.0, 1.0]).repeat(len(X))
-    weight, batches = torch.full_like(t, 0.5), list[NodeBatch]()
     f = values(segment, both, t)
     start, end = f.unflatten(0, (-1, 2)).unbind(1)
-    for nodes in torch.arange(len(both), device=X.device).split(max_rows):
-        at = WeightLocation(segment.w, segment.d, t[nodes], secant_head=segment.head)
-        jacobians = layer_jacobians(net, at, both[nodes], _output_cotangents(problem, rows[point[nodes]]), problem.cost)
-        batches.append(NodeBatch(jacobians, NodeWeights(weight[nodes], point[nodes], len(rows))))
+    point = torch.arange(len(X), device=X.device).repeat_interleave(2)
     zeros, ones = torch.zeros_like(start[:, 0]), torch.ones_like(point[::2])
-    return IntegratedLine(
-        segment,
-        part,
-        Integral(
-            total=end - start,
-            start=start,
-            end=end,
-            residual=zeros,
-            evaluations=zeros + 2,
-            point=point,
-            t=t,
-            weight=weight,
-            breakpoints=zeros,
-            ends=zeros + 1,
-            orders=ones + 1,
-            num_intervals=ones,
-            status=ones * QuadratureStatus.CONVERGED,
-        ),
-        batches,
+    integral = Integral(
+        total=end - start,
+        start=start,
+        end=end,
+        residual=zeros,
+        evaluations=zeros + 2,
+        point=point,
+        t=t,
+        weight=torch.full_like(t, 0.5),
+        breakpoints=zeros,
+        ends=zeros + 1,
+        orders=ones + 1,
+        num_intervals=ones,
+        status=ones * QuadratureStatus.CONVERGED,
     )
+    return IntegratedLine(problem, rows, segment, part, integral, max_rows)
 
 
 def averaged_statistics_jacobian(

@@ -65,10 +65,9 @@ def average_over(
         integrals.append(line.integral)
         if _wants_statistics(problem, steps, line, splits_statistics=splits_statistics):
             of_statistics = averaged_statistics_jacobian(problem, line, rows)
-        if not line.batches:
+        if not line.moves_weights:
             continue
-        average = averaged_jacobian(line.batches, problem.columns)
-        line.batches.clear()
+        average = averaged_jacobian(line.node_batches(), problem.columns)
         if line.part.stop - line.part.start >= P:
             Phi = average
             continue

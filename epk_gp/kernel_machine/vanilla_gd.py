@@ -1,10 +1,10 @@
 """Contributions under plain gradient descent: layers stay factored, nothing of the size of the weights is kept."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, weighted_loss
@@ -13,14 +13,14 @@ from epk_gp.autodiff.layer_jacobian import LeftFactor
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.step_average import NodeBatch, StepAverage, step_averages
+from epk_gp.gram.step_average import NodeBatch, StepAverage, add_to_averages
 from epk_gp.kernel_machine.contributions import (
     Emit,
     SampleContributions,
     UnexplainedContribution,
     WeightsContribution,
 )
-from epk_gp.kernel_machine.problem import AttributionProblem, integrate_stretch
+from epk_gp.kernel_machine.problem import AttributionProblem, IntegratedLine, integrate_stretch
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import leaves_residuals
 from epk_gp.quadrature.paths import stretches_of
@@ -109,22 +109,18 @@ def vanilla_gd_pass(
     layers_of_parts = [
         [layer for layer, part in enumerate(layer_parts) if part == number] for number in range(max(layer_parts) + 1)
     ]
-    samples_per_block = problem.memory.vanilla_gd_samples(
-        points_per_block, len(rows), problem.num_outputs, len(layers_of_parts)
-    )
     for stretch in stretches_of(problem.kernel.path, trajectory.num_steps, steps)[progress.done :]:
         (line,) = integrate_stretch(problem, stretch, rows, points_per_block)
-        rest = problem.select_outputs(line.integral.total, rows).clone()
-        left = LeftSide(line.batches, step_averages(line.batches))
-        for s in stretch:
-            change = rest.clone()
-            for term in _sample_terms(problem, trajectory.steps[s], left, layers_of_parts, samples_per_block):
-                emit(term)
-                rest -= term.values.sum(dim=(2, 3))
+        total = problem.select_outputs(line.integral.total, rows)
+        changes = total.new_zeros(len(stretch), *total.shape)
+        for term in _sample_terms(line, stretch, layers_of_parts, points_per_block):
+            emit(term)
+            changes[term.step - stretch.start] += term.values.sum(dim=(2, 3))
+        for s, change in zip(stretch, changes, strict=True):
             # the integral of a step is its change; of a chord it is that of all its steps
-            emit(WeightsContribution(s, rows, change if len(stretch) == 1 else change - rest))
-        if leaves_residuals(trajectory, rest):
-            emit(UnexplainedContribution(stretch[-1], rows, rest.unsqueeze(2)))
+            emit(WeightsContribution(s, rows, total if len(stretch) == 1 else change))
+        if leaves_residuals(trajectory, total):
+            emit(UnexplainedContribution(stretch[-1], rows, (total - changes.sum(dim=0)).unsqueeze(2)))
         progress.advance([line.integral], None, is_last=False, num_steps=len(stretch))
 
 
@@ -139,40 +135,109 @@ def vanilla_gd_points(problem: AttributionProblem) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LeftSide:
-    """Output gradients on a stretch of the path, which are multiplied with the loss gradients of each of its steps.
+    """Output gradients at some nodes of a stretch, which are multiplied with the loss gradients of each of its steps.
 
     Attributes:
         batches: At the nodes.
-        averages: Those of layers that commute with the average, by number of the layer.
+        averages: Of layers that commute with the average, by number of the layer, over these nodes and all before.
+        is_last: Whether no more nodes follow: the averages are over all nodes.
     """
 
     batches: list[NodeBatch]
     averages: dict[int, LeftFactor]
+    is_last: bool
 
 
-def _sample_terms(
-    problem: AttributionProblem,
-    step: Step,
-    left: LeftSide,
-    layers_of_parts: Sequence[Sequence[int]],
-    samples_per_block: int,
-) -> Iterator[SampleContributions]:
-    """Yield the contributions of one step's samples, some of them at a time."""
-    trajectory, K = problem.trajectory, problem.num_outputs
-    rows = torch.arange(len(problem.X), device=problem.X.device)
-    w = flat_state(trajectory, step.index, problem.X)
-    X, y, c = batch_of(trajectory, step, w)
-    samples = (torch.arange(len(X)) if step.batch is None else step.batch).to(X.device)
-    eta = -vanilla_lr(trajectory, step)
-    for part in torch.arange(len(X), device=X.device).split(samples_per_block):
-        cotangents = weighted_loss(trajectory.loss, y[part], c[part])
-        right = layer_jacobians(problem.net, WeightLocation(w), X[part], cotangents, problem.cost)
-        values = w.new_empty(len(rows), K, len(part), len(layers_of_parts))
+@dataclass(frozen=True, eq=False)
+class _SampleBlock:
+    """Some samples of a step, whose contributions are computed together.
+
+    Attributes:
+        step: The step.
+        part: Which of its samples.
+    """
+
+    step: Step
+    part: Int64[Tensor, " B"]
+
+    def contributions(
+        self, problem: AttributionProblem, left: LeftSide, layers_of_parts: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "N K B G"]:
+        """Return what the samples add at some nodes, by parts of the network."""
+        trajectory, K, N = problem.trajectory, problem.num_outputs, len(problem.X)
+        w = flat_state(trajectory, self.step.index, problem.X)
+        X, y, c = batch_of(trajectory, self.step, w)
+        cotangents = weighted_loss(trajectory.loss, y[self.part], c[self.part])
+        right = layer_jacobians(problem.net, WeightLocation(w), X[self.part], cotangents, problem.cost)
+        eta, found = -vanilla_lr(trajectory, self.step), w.new_empty(N, K, len(self.part), len(layers_of_parts))
         for number, layers in enumerate(layers_of_parts):
-            tile = GramAccumulator((K, len(rows), 1, len(part)), w)
+            tile = GramAccumulator((K, N, 1, len(self.part)), w)
             average = StepAverage(tile, right, eta, left.averages, layers)
             for batch in left.batches:
                 average.accumulate(batch)
-            average.finalize()
-            values[..., number] = tile.result()[:, :, 0].transpose(0, 1)
-        yield SampleContributions(step.index, rows, samples[part], values)
+            if left.is_last:
+                average.finalize()
+            found[..., number] = tile.result()[:, :, 0].transpose(0, 1)
+        return found
+
+
+def _sample_terms(
+    line: IntegratedLine, stretch: range, layers_of_parts: Sequence[Sequence[int]], points_per_block: int
+) -> Iterator[SampleContributions]:
+    """Yield the contributions of the samples of the steps of a stretch, some samples at a time.
+
+    Output gradients at all nodes are held where they fit. Where they do not, they are computed again for as many
+    samples as fit.
+    """
+    problem, rows, parts = line.problem, line.rows, len(layers_of_parts)
+    memory, K, M = problem.memory, problem.num_outputs, problem.trajectory.num_points
+    steps = [problem.trajectory.steps[s] for s in stretch]
+    size = num_samples = memory.vanilla_gd_samples(points_per_block, len(rows), K, parts)
+    held = [next(_left_sides(line, memory.node_bytes))]
+    if not held[0].is_last:
+        held, num_samples = [], memory.vanilla_gd_samples(M, len(rows), K, parts)
+    for blocks in _packed(_sample_blocks(problem, steps, size), num_samples):
+        sums: list[Tensor | None] = [None] * len(blocks)
+        for left in held or _left_sides(line, memory.node_bytes):
+            for number, block in enumerate(blocks):
+                found, before = block.contributions(problem, left, layers_of_parts), sums[number]
+                sums[number] = found if before is None else before.add_(found)
+        for block, values in zip(blocks, sums, strict=True):
+            if values is not None:
+                samples = torch.arange(M) if block.step.batch is None else block.step.batch
+                yield SampleContributions(block.step.index, rows, samples.to(rows.device)[block.part], values)
+
+
+def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:
+    """Compute the output gradients at as many nodes of a line at a time as fit."""
+    averages: dict[int, LeftFactor] = {}
+    batches, size = list[NodeBatch](), 0
+    for batch in line.node_batches():
+        own = sum(jacobian.nbytes for jacobian in batch.jacobians)
+        if batches and size + own > num_bytes:
+            yield LeftSide(batches, averages, is_last=False)
+            batches, size = [], 0
+        add_to_averages(averages, batch)
+        batches.append(batch)
+        size += own
+    yield LeftSide(batches, averages, is_last=True)
+
+
+def _sample_blocks(problem: AttributionProblem, steps: Sequence[Step], size: int) -> Iterator[_SampleBlock]:
+    for step in steps:
+        count = problem.trajectory.num_points if step.batch is None else len(step.batch)
+        for part in torch.arange(count, device=problem.X.device).split(size):
+            yield _SampleBlock(step, part)
+
+
+def _packed(blocks: Iterable[_SampleBlock], num_samples: int) -> Iterator[list[_SampleBlock]]:
+    """Put blocks together, of so many samples at most."""
+    pack, count = list[_SampleBlock](), 0
+    for block in blocks:
+        if pack and count + len(block.part) > num_samples:
+            yield pack
+            pack, count = [], 0
+        pack.append(block)
+        count += len(block.part)
+    if pack:
+        yield pack

@@ -121,6 +121,23 @@ def test_attribute_keeps_to_its_budget() -> None:
 
 
 @pytest.mark.slow
+def test_output_gradients_at_many_nodes_keep_to_a_budget() -> None:
+    """Two layers of ReLU cut a step at dozens of kinks; the gradients of 300 outputs take 1 MB at each node."""
+    work = """
+    hidden = [torch.nn.Linear(10, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU()]
+    net, inputs = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 300)).double(), X
+    run = epk.train(net, inputs, torch.arange(20), optimizer=torch.optim.SGD(net.parameters(), lr=5.0), steps=2)
+    epk.attribute(run, inputs[:2], memory_budget=32 * (1 << 20))
+    """
+    sizes = {"points": 40, "train": 20, "dim": 10}
+    result = 300 * 2 * 20 * 8
+    bounded = increase(work, **sizes)
+    assert bounded < 32 * MIB + result + OVERHEAD
+    held = "\n    from epk_gp.core.memory_plan import MemoryPlan\n    MemoryPlan.node_bytes = 1 << 40"
+    assert increase(held + work, **sizes) > bounded + 16 * MIB  # the negative control
+
+
+@pytest.mark.slow
 def test_influence_keeps_to_its_budget() -> None:
     """60 points of 3 outputs: 77 MB of adjoints and what joins them, as they are counted."""
     sizes = {"points": 500, "train": 500, "dim": 100}

@@ -153,7 +153,7 @@ def test_averaged_gradients_in_weights_and_statistics_give_the_integral(name, cl
     points = torch.tensor([2, 0])
     for step in trajectory.steps:
         (line,) = integrate_stretch(problem, range(step.index, step.index + 1), points, 7)
-        of_weights = averaged_jacobian(line.batches, problem.columns)
+        of_weights = averaged_jacobian(line.node_batches(), problem.columns)
         of_statistics = averaged_statistics_jacobian(problem, line, points)
         d = flat_state(trajectory, step.index + 1, X) - flat_state(trajectory, step.index, X)
         P = trajectory.num_weights

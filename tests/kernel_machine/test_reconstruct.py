@@ -7,8 +7,13 @@ import reference
 from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.datasets import three_gaussians
+from epk_gp.kernel_machine import problem as problem_module
+from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
+from epk_gp.kernel_machine.problem import IntegratedLine
 from epk_gp.kernel_machine.single_machine import single_machine
 from epk_gp.quadrature.kinks import Kinks
+from epk_gp.quadrature.paths import WeightPath
 from helpers import NETWORKS, Case, assert_close, make_case
 
 SMOOTH = {
@@ -85,6 +90,33 @@ def test_contributions_do_not_depend_on_the_budget(name: str, monkeypatch: pytes
     for sizes in ("adjoint_points", "vanilla_gd_points"):
         monkeypatch.setattr(MemoryPlan, sizes, lambda *args: 2)
     assert_close(epk.attribute(case.trajectory, case.test).samples, whole.samples)
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["relu", "cnn", "attention"])
+@pytest.mark.parametrize(
+    "path, num_samples", [(epk.chords(every=3), 3), (epk.straight(), 1000)], ids=["chords", "steps"]
+)
+def test_contributions_do_not_depend_on_how_many_nodes_are_held(
+    name: str, path: WeightPath, num_samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that do not fit are computed again, and what they add to a sample is one term."""
+    case, passes = make_case(name), []
+    groupings = [[by_sample(case.trajectory)], [by_layer(case.trajectory), by_step(case.trajectory)]]
+    whole = attribute_many(case.trajectory, case.test, groupings, path=path)
+    amplification = epk.attribute(case.trajectory, case.test, path=path).amplification
+    monkeypatch.setattr(MemoryPlan, "node_bytes", 1)
+    monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: num_samples)
+    computed = IntegratedLine.node_batches
+    monkeypatch.setattr(
+        IntegratedLine, "node_batches", lambda line: (passes.append(batch) or batch for batch in computed(line))
+    )
+    monkeypatch.setattr(problem_module, "rows_per_pass", lambda *args: 4)  # of nodes
+    for found, expected in zip(attribute_many(case.trajectory, case.test, groupings, path=path), whole, strict=True):
+        assert_close(found.values, expected.values, rounding=1e6)
+        assert found.certified
+    assert_close(epk.attribute(case.trajectory, case.test, path=path).amplification, amplification, rounding=1e6)
+    assert len(passes) > 2 * case.trajectory.num_steps
 
 
 def test_a_repeated_index_counts_twice() -> None:
