@@ -245,7 +245,7 @@ class MemoryPlan:
 
     @property
     def node_bytes(self) -> int:
-        """Bytes of the layer Jacobians at nodes of a line that are held together."""
+        """Bytes of the layer Jacobians at nodes of a line that are held together; the next ones are computed beside."""
         return self.budget // 4
 
     def vanilla_gd_samples(self, max_samples: int, num_points: int, num_outputs: int, num_parts: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from jaxtyping import Float, Int64
@@ -193,12 +194,16 @@ def _sample_terms(
     memory, K, M = problem.memory, problem.num_outputs, problem.trajectory.num_points
     steps = [problem.trajectory.steps[s] for s in stretch]
     size = num_samples = memory.vanilla_gd_samples(points_per_block, len(rows), K, parts)
-    held = [next(_left_sides(line, memory.node_bytes))]
-    if not held[0].is_last:
-        held, num_samples = [], memory.vanilla_gd_samples(M, len(rows), K, parts)
+    waiting = _left_sides(line, memory.node_bytes)
+    first = next(waiting)
+    held = [first] if first.is_last else []
+    if not held:
+        num_samples = memory.vanilla_gd_samples(M, len(rows), K, parts)
+    lefts: Iterator[LeftSide] = chain([first], waiting)
+    del first
     for blocks in _packed(_sample_blocks(problem, steps, size), num_samples):
         sums: list[Tensor | None] = [None] * len(blocks)
-        for left in held or _left_sides(line, memory.node_bytes):
+        for left in held or lefts:
             for number, block in enumerate(blocks):
                 found, before = block.contributions(problem, left, layers_of_parts), sums[number]
                 sums[number] = found if before is None else before.add_(found)
@@ -206,6 +211,7 @@ def _sample_terms(
             if values is not None:
                 samples = torch.arange(M) if block.step.batch is None else block.step.batch
                 yield SampleContributions(block.step.index, rows, samples.to(rows.device)[block.part], values)
+        lefts = _left_sides(line, memory.node_bytes)  # for the next samples, if nothing is held
 
 
 def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:

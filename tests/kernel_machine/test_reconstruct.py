@@ -95,7 +95,7 @@ def test_contributions_do_not_depend_on_the_budget(name: str, monkeypatch: pytes
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["relu", "cnn", "attention"])
 @pytest.mark.parametrize(
-    "path, num_samples", [(epk.chords(every=3), 3), (epk.straight(), 1000)], ids=["chords", "steps"]
+    ("path", "num_samples"), [(epk.chords(every=3), 3), (epk.straight(), 1000)], ids=["chords", "steps"]
 )
 def test_contributions_do_not_depend_on_how_many_nodes_are_held(
     name: str, path: WeightPath, num_samples: int, monkeypatch: pytest.MonkeyPatch
@@ -103,19 +103,22 @@ def test_contributions_do_not_depend_on_how_many_nodes_are_held(
     """Nodes that do not fit are computed again, and what they add to a sample is one term."""
     case, passes = make_case(name), []
     groupings = [[by_sample(case.trajectory)], [by_layer(case.trajectory), by_step(case.trajectory)]]
-    whole = attribute_many(case.trajectory, case.test, groupings, path=path)
-    amplification = epk.attribute(case.trajectory, case.test, path=path).amplification
+
+    def found() -> list[Tensor]:
+        options = {"path": path, "rule": epk.gauss_legendre(5)}
+        parts = attribute_many(case.trajectory, case.test, groupings, **options)
+        return [*(part.values for part in parts), epk.attribute(case.trajectory, case.test, **options).amplification]
+
+    whole = found()
     monkeypatch.setattr(MemoryPlan, "node_bytes", 1)
     monkeypatch.setattr(MemoryPlan, "vanilla_gd_samples", lambda *args: num_samples)
+    monkeypatch.setattr(problem_module, "rows_per_pass", lambda *args: 10)  # of nodes
     computed = IntegratedLine.node_batches
     monkeypatch.setattr(
         IntegratedLine, "node_batches", lambda line: (passes.append(batch) or batch for batch in computed(line))
     )
-    monkeypatch.setattr(problem_module, "rows_per_pass", lambda *args: 4)  # of nodes
-    for found, expected in zip(attribute_many(case.trajectory, case.test, groupings, path=path), whole, strict=True):
-        assert_close(found.values, expected.values, rounding=1e6)
-        assert found.certified
-    assert_close(epk.attribute(case.trajectory, case.test, path=path).amplification, amplification, rounding=1e6)
+    for actual, expected in zip(found(), whole, strict=True):
+        assert_close(actual, expected, rounding=1e5)
     assert len(passes) > 2 * case.trajectory.num_steps
 
 
