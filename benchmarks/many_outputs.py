@@ -84,15 +84,18 @@ def table(
     width: Annotated[int, typer.Option(help="Inputs, and hidden units of each of two layers.")] = 500,
     outputs: Annotated[int, typer.Option(help="Outputs.")] = 1000,
     steps: Annotated[int, typer.Option(help="Recorded steps.")] = 4,
+    dtypes: Annotated[str, typer.Option(help="Dtypes of data and weights.")] = "float32,float64",
 ) -> None:
-    """Print the table: for both dtypes the peak beside the result, the result, and processor time."""
-    typer.echo("| | float32: peak, MiB | result, MiB | s | float64: peak, MiB | result, MiB | s |\n" + "|---" * 7 + "|")
+    """Print the table: for each dtype the peak beside the result, the result, and processor time."""
+    asked = dtypes.split(",")
+    heads = "".join(f" {dtype}: peak, MiB | result, MiB | processor s |" for dtype in asked)
+    typer.echo(f"| |{heads}\n|---|" + "---|---|---|" * len(asked))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
     for number, name in enumerate(COMPUTATIONS):
         if not re.search(only, name):
             continue
         cells = []
-        for dtype in ("float32", "float64"):
+        for dtype in asked:
             command = [sys.executable, __file__, "measure", str(number), dtype]
             command += [str(value) for value in (budget, width, outputs, steps)]
             printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout

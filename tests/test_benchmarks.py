@@ -116,7 +116,7 @@ def test_a_map_by_workers_is_watched(load, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_many_outputs_are_measured(load, capsys):
-    load("many_outputs").table(budget=64, only="reconstruct", width=6, outputs=20, steps=1)
+    load("many_outputs").table(budget=64, only="reconstruct", width=6, outputs=20, steps=1, dtypes="float64")
     assert capsys.readouterr().out.splitlines()[-1].startswith("| `reconstruct`, 30 points | ")
 
 

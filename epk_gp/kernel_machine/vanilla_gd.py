@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import chain
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.cotangents import Cotangents, all_outputs, weighted_loss
@@ -134,6 +135,9 @@ def vanilla_gd_points(problem: AttributionProblem) -> int:
     return problem.memory.vanilla_gd_points(sum(jacobian.nbytes for jacobian in jacobians))
 
 
+_SampleBlock = tuple[int, Int64[Tensor, " b"]]  # a step, and which of its samples
+
+
 @dataclass(frozen=True, eq=False)
 class LeftSide:
     """Output gradients at some nodes of a stretch, which are multiplied with the loss gradients of each of its steps.
@@ -150,29 +154,43 @@ class LeftSide:
 
 
 @dataclass(frozen=True, eq=False)
-class _SampleBlock:
-    """Some samples of a step, whose contributions are computed together.
+class _StepData:
+    """The training side of a step.
 
     Attributes:
         step: The step.
-        part: Which of its samples.
+        w: The recorded state before it.
+        X: The inputs of its B samples.
+        y: Their targets.
+        c: Their weights.
     """
 
     step: Step
-    part: Int64[Tensor, " B"]
+    w: Float[Tensor, " PQ"]
+    X: Shaped[Tensor, "B ..."]
+    y: Shaped[Tensor, "B ..."]
+    c: Float[Tensor, " B"]
+
+    @classmethod
+    def of(cls, problem: AttributionProblem, s: int) -> "_StepData":
+        """Read the data of step s."""
+        step, w = problem.trajectory.steps[s], flat_state(problem.trajectory, s, problem.X)
+        return cls(step, w, *batch_of(problem.trajectory, step, w))
 
     def contributions(
-        self, problem: AttributionProblem, left: LeftSide, layers_of_parts: Sequence[Sequence[int]]
-    ) -> Float[Tensor, "N K B G"]:
-        """Return what the samples add at some nodes, by parts of the network."""
+        self,
+        part: Int64[Tensor, " b"],
+        problem: AttributionProblem,
+        left: LeftSide,
+        layers_of_parts: Sequence[Sequence[int]],
+    ) -> Float[Tensor, "N K b G"]:
+        """Return what some of the samples add at some nodes, by parts of the network."""
         trajectory, K, N = problem.trajectory, problem.num_outputs, len(problem.X)
-        w = flat_state(trajectory, self.step.index, problem.X)
-        X, y, c = batch_of(trajectory, self.step, w)
-        cotangents = weighted_loss(trajectory.loss, y[self.part], c[self.part])
-        right = layer_jacobians(problem.net, WeightLocation(w), X[self.part], cotangents, problem.cost)
-        eta, found = -vanilla_lr(trajectory, self.step), w.new_empty(N, K, len(self.part), len(layers_of_parts))
+        cotangents = weighted_loss(trajectory.loss, self.y[part], self.c[part])
+        right = layer_jacobians(problem.net, WeightLocation(self.w), self.X[part], cotangents, problem.cost)
+        eta, found = -vanilla_lr(trajectory, self.step), self.w.new_empty(N, K, len(part), len(layers_of_parts))
         for number, layers in enumerate(layers_of_parts):
-            tile = GramAccumulator((K, N, 1, len(self.part)), w)
+            tile = GramAccumulator((K, N, 1, len(part)), self.w)
             average = StepAverage(tile, right, eta, left.averages, layers)
             for batch in left.batches:
                 average.accumulate(batch)
@@ -192,7 +210,7 @@ def _sample_terms(
     """
     problem, rows, parts = line.problem, line.rows, len(layers_of_parts)
     memory, K, M = problem.memory, problem.num_outputs, problem.trajectory.num_points
-    steps = [problem.trajectory.steps[s] for s in stretch]
+    data_of = lru_cache(maxsize=1)(partial(_StepData.of, problem))  # a step has many blocks, one after the other
     size = num_samples = memory.vanilla_gd_samples(points_per_block, len(rows), K, parts)
     waiting = _left_sides(line, memory.node_bytes)
     first = next(waiting)
@@ -201,16 +219,16 @@ def _sample_terms(
         num_samples = memory.vanilla_gd_samples(M, len(rows), K, parts)
     lefts: Iterator[LeftSide] = chain([first], waiting)
     del first
-    for blocks in _packed(_sample_blocks(problem, steps, size), num_samples):
+    for blocks in _packed(_sample_blocks(problem, stretch, size), num_samples):
         sums: list[Tensor | None] = [None] * len(blocks)
         for left in held or lefts:
-            for number, block in enumerate(blocks):
-                found, before = block.contributions(problem, left, layers_of_parts), sums[number]
+            for number, (s, part) in enumerate(blocks):
+                found, before = data_of(s).contributions(part, problem, left, layers_of_parts), sums[number]
                 sums[number] = found if before is None else before.add_(found)
-        for block, values in zip(blocks, sums, strict=True):
+        for (s, part), values in zip(blocks, sums, strict=True):
             if values is not None:
-                samples = torch.arange(M) if block.step.batch is None else block.step.batch
-                yield SampleContributions(block.step.index, rows, samples.to(rows.device)[block.part], values)
+                batch = problem.trajectory.steps[s].batch
+                yield SampleContributions(s, rows, part if batch is None else batch.to(part.device)[part], values)
         lefts = _left_sides(line, memory.node_bytes)  # for the next samples, if nothing is held
 
 
@@ -229,21 +247,23 @@ def _left_sides(line: IntegratedLine, num_bytes: int) -> Iterator[LeftSide]:
     yield LeftSide(batches, averages, is_last=True)
 
 
-def _sample_blocks(problem: AttributionProblem, steps: Sequence[Step], size: int) -> Iterator[_SampleBlock]:
-    for step in steps:
-        count = problem.trajectory.num_points if step.batch is None else len(step.batch)
+def _sample_blocks(problem: AttributionProblem, steps: range, size: int) -> Iterator[_SampleBlock]:
+    """Divide the samples of each step."""
+    for s in steps:
+        batch = problem.trajectory.steps[s].batch
+        count = problem.trajectory.num_points if batch is None else len(batch)
         for part in torch.arange(count, device=problem.X.device).split(size):
-            yield _SampleBlock(step, part)
+            yield s, part
 
 
 def _packed(blocks: Iterable[_SampleBlock], num_samples: int) -> Iterator[list[_SampleBlock]]:
     """Put blocks together, of so many samples at most."""
     pack, count = list[_SampleBlock](), 0
-    for block in blocks:
-        if pack and count + len(block.part) > num_samples:
+    for s, part in blocks:
+        if pack and count + len(part) > num_samples:
             yield pack
             pack, count = [], 0
-        pack.append(block)
-        count += len(block.part)
+        pack.append((s, part))
+        count += len(part)
     if pack:
         yield pack

@@ -99,11 +99,13 @@ def test_a_million_weights_and_a_thousand_outputs_keep_to_a_budget() -> None:
     net, inputs = torch.nn.Sequential(*layers), torch.randn(12, 500)
     run = epk.train(net, inputs, torch.arange(12), optimizer=torch.optim.SGD(net.parameters(), lr=0.05), steps=1)
     epk.reconstruct(run, inputs, memory_budget=256 * (1 << 20))
+    """
+    block = """
     sides = (epk.Points(inputs[:3], is_train=False), epk.Points(inputs[:2], is_train=True))
     epk.gram_block(run, *sides, head="logits", memory_budget=256 * (1 << 20))
     """
     sizes = {"points": 40, "train": 20, "dim": 10}
-    bounded = increase(work, **sizes)
+    bounded = increase(work + block, **sizes)
     assert bounded < 256 * MIB + 6 * 1000**2 * 4 + OVERHEAD
     unbounded = "\n    from epk_gp.autodiff import verification\n    verification._TRUTH_BYTES = 1 << 30"
     assert increase(unbounded + work, **sizes) > bounded + 64 * MIB  # the negative control
@@ -126,11 +128,11 @@ def test_output_gradients_at_many_nodes_keep_to_a_budget() -> None:
     work = """
     hidden = [torch.nn.Linear(10, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU()]
     net, inputs = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 300)).double(), X
-    run = epk.train(net, inputs, torch.arange(20), optimizer=torch.optim.SGD(net.parameters(), lr=5.0), steps=2)
-    epk.attribute(run, inputs[:2], memory_budget=32 * (1 << 20))
+    run = epk.train(net, inputs, torch.arange(20), optimizer=torch.optim.SGD(net.parameters(), lr=5.0), steps=1)
+    epk.attribute(run, inputs[:1], memory_budget=32 * (1 << 20))
     """
     sizes = {"points": 40, "train": 20, "dim": 10}
-    result = 300 * 2 * 20 * 8
+    result = 300 * 20 * 8
     bounded = increase(work, **sizes)
     assert bounded < 32 * MIB + result + OVERHEAD
     held = "\n    from epk_gp.core.memory_plan import MemoryPlan\n    MemoryPlan.node_bytes = 1 << 40"
