@@ -73,6 +73,10 @@ COMPUTATIONS: dict[str, Callable[[Asked], Tensor]] = {
     "`influence`, 3 points, one output each": lambda a: (
         epk.influence(a.run, a.X[:3], classes=a.classes[:3], memory_budget=a.budget).values
     ),
+    "`attribute`, 1 point, all outputs, AdamW, `path=layerwise()`": lambda a: (
+        epk.attribute(a.run, a.X[:1], path=epk.layerwise(), memory_budget=a.budget).samples
+    ),
+    "`influence`, 1 point, all outputs, AdamW": lambda a: epk.influence(a.run, a.X[:1], memory_budget=a.budget).values,
 }
 app = typer.Typer()
 
@@ -110,23 +114,26 @@ def measure(number: int, dtype: str, budget: int, width: int, outputs: int, step
     warnings.simplefilter("ignore", epk.CertificateWarning)  # float32
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        run = recorded(Path(folder) / "run", width, outputs, steps, getattr(torch, dtype))
+        name, computation = list(COMPUTATIONS.items())[number]
+        run = recorded(Path(folder) / "run", width, outputs, steps, getattr(torch, dtype), is_adam="AdamW" in name)
         asked = Asked(run, torch.randn(30, width, dtype=run.dtype), budget * MIB)
         CLEAR.write_text("5")  # the peak starts anew
         before, start = _resident("VmRSS"), time.process_time()
-        result = list(COMPUTATIONS.values())[number](asked)
+        result = computation(asked)
         seconds, peak = time.process_time() - start, _resident("VmHWM") - before
         typer.echo(json.dumps([peak - result.nbytes, result.nbytes, seconds]))
 
 
-def recorded(path: Path, width: int, outputs: int, steps: int, dtype: torch.dtype) -> epk.Trajectory:
+def recorded(path: Path, width: int, outputs: int, steps: int, dtype: torch.dtype, *, is_adam: bool) -> epk.Trajectory:
     """Record a network of two hidden layers on 40 points; and let torch load what it loads once."""
     torch.manual_seed(0)
     X, y = torch.randn(40, width, dtype=dtype), torch.randint(0, outputs, (40,))
     for widths, where in (((width, 3, 3, outputs), None), ((width, width, width, outputs), path)):
         layers = [nn.Linear(n_in, n_out) for n_in, n_out in pairwise(widths)]
         net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).to(dtype)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        optimizer = (
+            torch.optim.AdamW(net.parameters(), lr=1e-4) if is_adam else torch.optim.SGD(net.parameters(), lr=0.05)
+        )
         run = epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=10, path=where)
         if where is None:
             epk.attribute(run, X[:1], classes=y[:1])

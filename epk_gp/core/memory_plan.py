@@ -144,16 +144,16 @@ class MemoryPlan:
         return max(1, min(by_products, self.budget // (2 * per_point)))
 
     def adjoint_points(self, num_outputs: int) -> int:
-        """Count the points whose adjoints are carried at a time.
+        """Count the points whose adjoints are carried at a time; 0 where those of one point do not fit.
 
-        Half of the budget holds, for each point and output, 10 vectors of P numbers (adjoints, averaged Jacobians,
-        their dense layers and the products of both) and 8 passes.
+        Half of the budget holds, for each point and output, 7 vectors of P numbers (adjoints, averaged Jacobians, their
+        dense layers and the products of both) and 8 passes.
 
         Args:
             num_outputs: K, outputs that are asked for.
         """
-        per_point = 10 * num_outputs * self.num_weights + 8 * self.plan.activations_per_sample * (num_outputs + 3)
-        return max(1, self.budget // (2 * self.itemsize * per_point))
+        per_point = 7 * num_outputs * self.num_weights + 8 * self.plan.activations_per_sample * (num_outputs + 3)
+        return self.budget // (2 * self.itemsize * per_point)
 
     def adjoint_samples(self) -> int:
         """Count the training samples whose loss gradients are written out at a time.
@@ -175,7 +175,7 @@ class MemoryPlan:
         return max(1, min(_DIRECTIONS, self.budget // (2 * self.itemsize * per_direction)))
 
     def influence_points(self, num_outputs: int) -> int:
-        """Count the points whose adjoints go back through a run together, for their influence.
+        """Count the points whose adjoints go back through a run together, for their influence; 0 as above.
 
         Half of the budget holds, for each point and output, 16 vectors of P numbers.
 
@@ -183,7 +183,7 @@ class MemoryPlan:
             num_outputs: K, outputs that are asked for.
         """
         per_point = _VECTORS_OF_ADJOINT * num_outputs * self.num_weights
-        return max(1, self.budget // (2 * self.itemsize * per_point))
+        return self.budget // (2 * self.itemsize * per_point)
 
     def curvature_rows(self) -> int:
         """Count the rows of a pass whose second derivatives are taken together, where rows do not depend on each other.

@@ -49,7 +49,9 @@ def attribute(
         path: Along which the points are integrated. Other paths give other contributions with the same sum, as exactly:
             `chords(every=k)` at fewer evaluations, `layerwise(every=k)` at two for k steps, without an integral (`rule`
             then sets the tolerance of the certificate alone), and `manhattan()`.
-        classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default.
+        classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default; where
+            the adjoints of all of a point do not fit into `memory_budget`, outputs go through the run apart, some at a
+            time, and a larger budget is faster.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
     Returns:
@@ -175,33 +177,39 @@ def _split(
     trajectory, X, kernel = problem.trajectory, problem.X, problem.kernel
     initial = problem.select_outputs(network_outputs(trajectory, X, state=0, head=kernel.head))
     network = problem.select_outputs(network_outputs(trajectory, X, state=-1, head=kernel.head))
-    found = run_pass(AttributionPass(problem, groupings, splits_statistics), initial)
+    work = AttributionPass(problem, groupings, splits_statistics)
+    found = run_pass(work, initial)
     collectors, sizes, progress, mismatches = (
         found.sums.collectors, found.sums.sizes, found.progress, found.residuals.mismatches
     )  # fmt: skip
     record, steps, dtype = progress.record, max(1, trajectory.num_steps), mismatches.dtype
-    tolerance = sum_tolerance(kernel.rule, dtype, collectors[0].size_of_terms(initial, network), steps)
+    ends = (work.as_rows(initial), work.as_rows(network))
+    tolerance = sum_tolerance(kernel.rule, dtype, collectors[0].size_of_terms(*ends), steps)
+
+    def of_points(rows: Tensor) -> Tensor:
+        return rows.reshape(*initial.shape, *rows.shape[2:])
+
     if found.is_factored:  # there it is what the other terms leave: it must be rounding, or the sum misses the outputs
         for collector in collectors:
             collector.drop_unexplained_above(tolerance)
     return tuple(
         GroupedAttribution(
             initial=initial,
-            values=collector.result(collector.values, ("step", "sample", "parameter")),
-            decay=collector.result(collector.decay, ("step", "parameter")),
-            statistics=collector.result(collector.statistics, ("step", "sample")),
-            statistics_of_no_sample=collector.result(collector.statistics_of_no_sample, ("step",)),
-            unexplained=collector.result(collector.unexplained, ("step", "parameter")),
-            amplification=sizes.amplification,
+            values=of_points(collector.result(collector.values, ("step", "sample", "parameter"))),
+            decay=of_points(collector.result(collector.decay, ("step", "parameter"))),
+            statistics=of_points(collector.result(collector.statistics, ("step", "sample"))),
+            statistics_of_no_sample=of_points(collector.result(collector.statistics_of_no_sample, ("step",))),
+            unexplained=of_points(collector.result(collector.unexplained, ("step", "parameter"))),
+            amplification=of_points(sizes.amplification),
             network=network,
             axes=collector.axes,
             max_residual=record.max_residual,
-            evaluations=progress.evaluations / (len(X) * steps),
+            evaluations=progress.evaluations / (work.num_rows * steps),
             residual_ratio=record.residual_ratio,
             max_step_mismatch=mismatches.largest,
             mismatch_ratio=mismatches.ratio,
             worst_step=mismatches.worst_step,
-            error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(initial, network), steps),
+            error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(*ends), steps),
             statuses=dict(record.statuses),
         )
         for collector in collectors

@@ -78,23 +78,44 @@ class AttributionPass:
         )
         return is_plain and is_along_steps and trajectory.unexplained is None
 
+    @cached_property
+    def splits_outputs(self) -> bool:
+        """Whether each output of a point is a row of its own: where the adjoints of all of them do not fit."""
+        problem = self.problem
+        if self.is_factored or problem.num_outputs == 1:
+            return False
+        return problem.memory.adjoint_points(problem.num_outputs) < 1
+
+    @property
+    def outputs_per_row(self) -> int:
+        """Number of outputs of a row of the sums, which is a point, or an output of it."""
+        return 1 if self.splits_outputs else self.problem.num_outputs
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the sums."""
+        return len(self.problem.X) * self.problem.num_outputs // self.outputs_per_row
+
+    def as_rows(self, f: Float[Tensor, "n K"]) -> Float[Tensor, "N R"]:
+        """Arrange outputs of all points as the sums are."""
+        return f.reshape(-1, self.outputs_per_row)
+
     @property
     def _outputs_of_one(self) -> Float[Tensor, "1 K"]:
         """What stands for the outputs of one point; inputs may have another dtype."""
         return torch.empty(1, self.problem.num_outputs, dtype=self.problem.net.model.spec.dtype)
 
     @cached_property
-    def points_per_block(self) -> int:
-        """Number of points that go through the run together."""
+    def rows_per_block(self) -> int:
+        """Number of rows that go through the run together."""
         if self.is_factored:
             return vanilla_gd_points(self.problem)
-        return self.problem.memory.adjoint_points(self.problem.num_outputs)
+        return max(1, self.problem.memory.adjoint_points(self.outputs_per_row))
 
     @cached_property
     def blocks(self) -> list[Int64[Tensor, " rows"]]:
-        """The points of each block."""
-        X = self.problem.X
-        return list(torch.arange(len(X), device=X.device).split(self.points_per_block))
+        """The rows of each block."""
+        return list(torch.arange(self.num_rows, device=self.problem.X.device).split(self.rows_per_block))
 
     @cached_property
     def ranges(self) -> list[slice]:
@@ -107,7 +128,7 @@ class AttributionPass:
         if not self.is_factored:
             return [slice(0, steps)]
         one = TermSums.of(self.problem, self.groupings, self._outputs_of_one)
-        num_bytes = self.points_per_block * sum(total.nbytes for total in one.tensors)
+        num_bytes = self.rows_per_block * sum(total.nbytes for total in one.tensors)
         most = min(MAX_RANGES // len(self.blocks), budget // num_bytes)
         return step_ranges(steps, most, self.problem.kernel.path.every)
 
@@ -148,7 +169,10 @@ class AttributionPass:
     def of_block(self, number: int) -> tuple[AttributionProblem, "TermSums"]:
         """Return the predictions at the points of a block, and their sums at zero."""
         whole, rows = self.problem, self.blocks[number]
-        problem = replace(whole, X=whole.X[rows], classes=None if whole.classes is None else whole.classes[rows])
+        if self.splits_outputs:
+            problem = whole.at(rows // whole.num_outputs, rows % whole.num_outputs)
+        else:
+            problem = whole.at(rows, None if whole.classes is None else whole.classes[rows])
         outputs = network_outputs(problem.trajectory, problem.X, state=0, head=problem.kernel.head)
         return problem, TermSums.of(problem, self.groupings, problem.select_outputs(outputs))
 
@@ -156,14 +180,14 @@ class AttributionPass:
         """Go through steps of plain gradient descent, and add every term to the sums."""
         if self.layer_parts is None:
             raise TypeError("a layer's factors must belong to one part of the network: this is a bug in epk_gp.")
-        vanilla_gd_pass(problem, self.layer_parts, steps, sums.add, progress, self.points_per_block)
+        vanilla_gd_pass(problem, self.layer_parts, steps, sums.add, progress, self.rows_per_block)
 
     def pass_adjoints(
         self, problem: AttributionProblem, sums: "TermSums", progress: PassProgress, residuals: StepResiduals
     ) -> None:
         """Go through the run from its last step, block by block, and add every term to the sums."""
         splits = self.splits_statistics and any(collector.splits_samples for collector in sums.collectors)
-        adjoint_pass(problem, self.parts, sums.add, progress, PassOptions(self.points_per_block, residuals, splits))
+        adjoint_pass(problem, self.parts, sums.add, progress, PassOptions(self.rows_per_block, residuals, splits))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,24 +239,23 @@ def run_pass(work: AttributionPass, initial: Float[Tensor, "n K"]) -> PassResult
         work: What is to be done.
         initial: The predictions at the initial weights.
     """
-    options, sums = work.problem.options, TermSums.of(work.problem, work.groupings, initial)
+    options, sums = work.problem.options, TermSums.of(work.problem, work.groupings, work.as_rows(initial))
     with nullcontext() if options.executor is None else threads_of_workers(options.executor):
         # partial sums of another plan are other sums
-        name = f"sums-{fingerprint(work.problem.net.plan, work.is_factored, work.points_per_block)}"
+        name = f"sums-{fingerprint(work.problem.net.plan, work.is_factored, work.splits_outputs, work.rows_per_block)}"
         identity = _identity(work)
     stored = None if options.checkpoint is None else PartialSums(options.checkpoint, identity)
-    if work.is_factored:
+    is_by_blocks = work.is_factored or work.splits_outputs
+    executor = options.executor if stored is None or is_by_blocks else _who_goes_on(work, stored, name)
+    residuals = None if work.is_factored or executor is not None else work.residuals(initial)
+    if residuals is None or work.splits_outputs:
         progress = PassProgress(None, sums.tensors, work.new_record)
-        _add_blocks(work, progress, stored, options.executor, (name, identity))
-        return PassResult(sums, progress, work.residuals(initial), is_factored=True)
-    executor = options.executor if stored is None else _who_goes_on(work, stored, name)
-    if executor is not None:
-        progress = PassProgress(None, sums.tensors, work.new_record)
-        _add_blocks(work, progress, stored, executor, (name, identity))
-        return PassResult(sums, progress, work.residuals(initial), is_factored=False)
-    progress, residuals = PassProgress(stored, sums.tensors, work.new_record, name), work.residuals(initial)
-    work.pass_adjoints(work.problem, sums, progress, residuals)
-    return PassResult(sums, progress, residuals, is_factored=False)
+        _add_blocks(work, progress, stored, executor, (name, identity), residuals)
+        residuals = work.residuals(initial) if residuals is None else residuals
+    else:
+        progress = PassProgress(stored, sums.tensors, work.new_record, name)
+        work.pass_adjoints(work.problem, sums, progress, residuals)
+    return PassResult(sums, progress, residuals, work.is_factored)
 
 
 def _who_goes_on(work: AttributionPass, stored: PartialSums, name: str) -> SupportsSubmit | None:
@@ -250,8 +273,9 @@ def _add_blocks(
     stored: PartialSums | None,
     executor: SupportsSubmit | None,
     names: tuple[str, str],
+    residuals: StepResiduals | None = None,
 ) -> None:
-    """Add the sums of all blocks of points, range by range: of workers, or from where a checkpoint has them, or here.
+    """Add the sums of all blocks of rows, range by range: of workers, or from where a checkpoint has them, or here.
 
     Args:
         work: What is to be done.
@@ -259,6 +283,7 @@ def _add_blocks(
         stored: The checkpoint.
         executor: Whose workers compute; None for none.
         names: The name of the sums on disk, and their identity.
+        residuals: What the steps leave unexplained, for adjoints that are computed here.
     """
     options, count, (name, identity) = work.problem.options, len(work.ranges), names
     done = [0 if stored is None else stored.count(f"{name}-{block}") for block in range(len(work.blocks))]
@@ -269,9 +294,9 @@ def _add_blocks(
         for number in range(first, count)
     ]
     if executor is None:
-        parts = _parts_here(work, pieces, stored)
+        parts = _parts_here(work, pieces, stored, residuals)
     else:
-        num_bytes = sum(total[: work.points_per_block].nbytes for total in progress.sums)
+        num_bytes = sum(total[: work.rows_per_block].nbytes for total in progress.sums)
         own = replace(options, executor=executor)
         parts = results_of(AttributionPieces.of(work), pieces, own, lambda: identity, num_bytes)
     waiting, is_hidden = deque(pieces), executor is None or not options.progress
@@ -294,7 +319,7 @@ def _add_blocks(
 
 
 def _parts_here(
-    work: AttributionPass, pieces: Sequence[Piece], stored: PartialSums | None
+    work: AttributionPass, pieces: Sequence[Piece], stored: PartialSums | None, residuals: StepResiduals | None
 ) -> Generator[dict[str, Tensor], None, None]:
     """Compute pieces one after another, but for those that workers of an earlier call have computed."""
     S = work.problem.trajectory.num_steps
@@ -302,7 +327,7 @@ def _parts_here(
     with progress_bar(left, "attribution", unit="step", shown=work.problem.options.progress) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
-            yield found or work.part(piece.place, None, bar, (stored, piece.name + _BEGUN)).state()
+            yield found or work.part(piece.place, residuals, bar, (stored, piece.name + _BEGUN)).state()
 
 
 @dataclass(frozen=True, eq=False)

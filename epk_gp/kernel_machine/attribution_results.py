@@ -36,14 +36,16 @@ class CertifiedTerms(Displayed):
         amplification: Sum of the absolute contributions of samples, steps apart, over the sum of the absolute changes
             that the steps' weights made, (n, C): how much larger the terms are than what they sum to.
         max_residual: Largest quadrature residual of a (point, step).
-        evaluations: Gradient evaluations per point and step that choosing the nodes took, on average.
+        evaluations: Gradient evaluations per point and step that choosing the nodes took, on average; per output of a
+            point and step where the outputs of a point went through the run apart, to keep to the memory budget.
         residual_ratio: Largest ratio of a residual to what the rule's tolerance (1e-12 for a fixed rule) or rounding
             allows.
         max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
         mismatch_ratio: Largest ratio of such a difference to what rounding explains.
         worst_step: The step that has it; -1 for a run without steps.
         error_tolerance: What `max_error` may be where both ratios are at most 1.
-        statuses: Number of (point, step) pairs by the reason why the rule stopped refining them.
+        statuses: Number of (point, step) pairs, of outputs where these went apart, by the reason why the rule stopped
+            refining them.
     """
 
     initial: Float[Tensor, "n C"]

@@ -176,8 +176,10 @@ class _PassWork:
     def description(self) -> str:
         """Return how the attribution is divided, in words."""
         n, whole = len(self.pieces.X), self.pieces.whole
-        size, count, ranges = whole.points_per_block, len(whole.blocks), len(whole.ranges)
+        size, count, ranges = whole.rows_per_block, len(whole.blocks), len(whole.ranges)
         blocks = f"(blocks of up to {size} of the {n} points, with {whole.problem.num_outputs} outputs each"
+        if whole.splits_outputs:
+            blocks = f"(blocks of up to {size} of the {whole.problem.num_outputs} outputs of each of {n} points"
         if ranges == 1:
             return f"{count} {blocks}, through all {self._num_steps} steps)"
         return f"{len(self.places)} = {count} {blocks}) x {ranges} (ranges of the {self._num_steps} steps)"
@@ -191,12 +193,12 @@ class _PassWork:
     @cached_property
     def result_bytes(self) -> int:
         """Bytes of the sums of all points."""
-        return self._bytes_of(len(self.pieces.X))
+        return self._bytes_of(self.pieces.whole.num_rows)
 
     @cached_property
     def piece_bytes(self) -> int:
         """Bytes of the sums of a block."""
-        return self._bytes_of(min(len(self.pieces.X), self.pieces.whole.points_per_block))
+        return self._bytes_of(min(self.pieces.whole.num_rows, self.pieces.whole.rows_per_block))
 
     def owner_bytes(self, workers: int | None) -> int:
         """Count the memory of the process that adds the sums up: they, and the piece that it reads, twice."""
@@ -214,7 +216,7 @@ class _PassWork:
             if keeps and ranges > 1:  # and the sums of blocks
                 scratch += self.result_bytes + self.piece_bytes
         elif keeps:  # the sums, and the adjoints of the block in hand; a file is replaced by the next one of its name
-            carried = 0 if whole.is_factored else whole.problem.num_outputs * whole.points_per_block * num_weights
+            carried = 0 if whole.is_factored else whole.outputs_per_row * whole.rows_per_block * num_weights
             scratch = 2 * (self.result_bytes + carried * itemsize)
         in_memory = weight_rows(whole.problem.options.memory_budget, itemsize, num_weights)
         if self._residual is not None and self._num_steps > in_memory:  # a temporary file of each process
@@ -244,9 +246,9 @@ class _PassWork:
         return self._reference.new_zeros(whole.problem.net.model.num_weights)
 
     def _bytes_of(self, count: int) -> int:
-        problem = self.pieces.whole.problem
-        initial = torch.empty(count, problem.num_outputs, dtype=self._reference.dtype, device="meta")
-        return sum(total.nbytes for total in TermSums.of(problem, self.pieces.groupings, initial).tensors)
+        whole = self.pieces.whole
+        initial = torch.empty(count, whole.outputs_per_row, dtype=self._reference.dtype, device="meta")
+        return sum(total.nbytes for total in TermSums.of(whole.problem, self.pieces.groupings, initial).tensors)
 
 
 @dataclass(eq=False)

@@ -57,7 +57,8 @@ def influence(
         trajectory: Training run with S steps on M points.
         X: n inputs, of the structure of the training inputs.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        classes: One output per input; K is then 1 in the result. All C outputs by default.
+        classes: One output per input; K is then 1 in the result. All C outputs by default, some at a time where the
+            adjoints of all of a point do not fit into `memory_budget`.
         function: What is differentiated in place of the outputs: maps the outputs of all inputs under the head, (n, C),
             to (n,) or (n, K), row by row, or to one number, (), of all inputs together, such as their mean loss.
         by: Axes of samples and steps, `by_sample(trajectory)`, `by_label`, `by_step`, or axes of one's own. Each

@@ -111,22 +111,23 @@ class InfluencePass:
         self.problem, self.net = problem, net
         trajectory, X = problem.trajectory, problem.X
         self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
-        self.run = RunReplay(trajectory.trained, net.model, X)
         self.memory = net.memory_plan(problem.options.memory_budget)
-        # a joint number has one adjoint, whatever the inputs
-        self.points_per_block = (
-            len(X) if problem.is_joint else self.memory.influence_points(problem.cotangents.shape[1])
-        )
+        n, K, C = problem.cotangents.shape
+        # a joint number has one adjoint, whatever the inputs; numbers are rows where all of an input's do not fit
+        fitting = max(1, n) if problem.is_joint else self.memory.influence_points(K)
+        self.numbers_per_row = K if fitting else 1
+        self.rows_per_block = fitting or max(1, self.memory.influence_points(1))
+        self._cotangents = problem.cotangents.reshape(-1, self.numbers_per_row, C)
 
     @property
     def blocks(self) -> list[Int64[Tensor, " rows"]]:
-        """The inputs of each block."""
-        return list(torch.arange(len(self.problem.X)).split(self.points_per_block))
+        """The rows of each block: inputs, or numbers of inputs."""
+        return list(torch.arange(len(self._cotangents)).split(self.rows_per_block))
 
     @cached_property
     def trace(self) -> MemoryTrace:
         """What the optimizer kept before each step."""
-        return MemoryTrace(self.law, self.run)
+        return MemoryTrace(self.law, self._replay())
 
     def part(
         self,
@@ -134,7 +135,7 @@ class InfluencePass:
         bar: ProgressBar | None = None,
         begun: tuple[PartialSums | None, str] = (None, ""),
     ) -> dict[str, Tensor]:
-        """Go through the run with the inputs of a block, and return its sums.
+        """Go through the run with the rows of a block, and return its sums.
 
         Args:
             number: Which block.
@@ -142,12 +143,11 @@ class InfluencePass:
             begun: Where the sums are kept before they are whole, and their name there.
         """
         problem, rows = self.problem, self.blocks[number]
-        K, S = problem.cotangents.shape[1], problem.trajectory.num_steps
+        S, points = problem.trajectory.num_steps, self._points(rows)
         adjoints = self._start(rows)
         count = len(adjoints.of_weights)
-        sums = _Sums(
-            problem, rows.repeat_interleave(K) if problem.own is not None else None, count, adjoints.of_weights
-        )
+        of_numbers = points.repeat_interleave(self.numbers_per_row) if problem.own is not None else None
+        sums = _Sums(problem, of_numbers, count, adjoints.of_weights)
         sums.norms[:, S] = self._norm(adjoints)
         stored, done = ({}, 0) if begun[0] is None else begun[0].load(begun[1])
         if stored:
@@ -156,12 +156,13 @@ class InfluencePass:
             explained = bool(stored["explained"])
         else:
             explained = True
-        curvature = LossCurvature(self.net, self.run, self.memory)
+        run = self._replay()  # blocks may go through the run beside each other
+        curvature, trace = LossCurvature(self.net, run, self.memory), self.trace.reader(run)
         if bar is not None:
             bar.update(done)
         for position in range(done, problem.truncate):
             index = S - 1 - position
-            adjoints = self._back(index, adjoints, curvature, sums)
+            adjoints = self._back(index, adjoints, curvature, trace, sums)
             sums.norms[:, index] = self._norm(adjoints)
             explained = explained and curvature.explains_statistics
             if bar is not None:
@@ -174,13 +175,13 @@ class InfluencePass:
     def _start(self, rows: Int64[Tensor, " rows"]) -> _Adjoints:
         """Return the adjoints of the trained weights and statistics."""
         problem, net = self.problem, self.net
-        trajectory, X = problem.trajectory, problem.X[rows.to(problem.X.device)]
+        trajectory, X = problem.trajectory, problem.X[self._points(rows).to(problem.X.device)]
         state = flat_state(trajectory, trajectory.num_steps, X)
-        wanted = problem.cotangents[rows.to(problem.cotangents.device)].transpose(0, 1)  # K N C
+        wanted = self._cotangents[rows.to(self._cotangents.device)].transpose(0, 1)  # K N C
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=not net.plan.supports_interpolation)
         columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
         K, N, P, Q = *wanted.shape[:2], net.model.num_weights, net.model.num_statistics
-        size = self.memory.adjoint_points(K)
+        size = max(1, self.memory.adjoint_points(K))
         of_weights = state.new_zeros(*((K,) if problem.is_joint else (K, N)), P)
         of_statistics = state.new_zeros(*of_weights.shape[:-1], Q) if Q else None
         for part in torch.arange(N, device=X.device).split(size):
@@ -205,7 +206,12 @@ class InfluencePass:
             return _Adjoints(flat[0], flat[1], kept, None)
         return _Adjoints(torch.zeros_like(flat[0]), flat[1], kept, flat[0])
 
-    def _back(self, index: int, adjoints: _Adjoints, curvature: LossCurvature, sums: "_Sums") -> _Adjoints:
+    def _replay(self) -> RunReplay:
+        return RunReplay(self.problem.trajectory.trained, self.net.model, self.problem.X)
+
+    def _back(
+        self, index: int, adjoints: _Adjoints, curvature: LossCurvature, trace: MemoryTrace, sums: "_Sums"
+    ) -> _Adjoints:
         """Go one step back."""
         trajectory = self.law.trajectory
         of_weights, of_average = adjoints.of_weights, adjoints.of_average
@@ -214,7 +220,7 @@ class InfluencePass:
             a = float(average.coefficients[index])
             of_weights = of_weights + a * of_average
             of_average = (1 - a) * of_average
-        traced = self.trace[index]
+        traced = trace[index]
         w = flat_weights(trajectory, index, self.problem.X)
         update = step_coefficients(trajectory, index, w)
         jacobian = OptimizerJacobian(self.law.step(index), update, traced.memory, w, traced.g)
@@ -223,6 +229,10 @@ class InfluencePass:
         for products in pulled.products:
             sums.add(index, products.samples, products.values)
         return _Adjoints(found.of_weights + pulled.of_weights, pulled.of_statistics, found.of_memory, of_average)
+
+    def _points(self, rows: Int64[Tensor, " rows"]) -> Int64[Tensor, " rows"]:
+        """Return the inputs that rows belong to."""
+        return rows // (self.problem.cotangents.shape[1] // self.numbers_per_row)
 
     def _norm(self, adjoints: _Adjoints) -> Float[Tensor, " R"]:
         total = adjoints.of_weights if adjoints.of_average is None else adjoints.of_weights + adjoints.of_average
@@ -278,7 +288,7 @@ class _Sums:
 
 @dataclass(frozen=True, eq=False)
 class InfluencePieces(PlannedPieces):
-    """The pass as pieces for workers: a block of inputs each.
+    """The pass as pieces for workers: a block of rows each.
 
     Attributes:
         problem: What is wanted, without an executor.
@@ -298,20 +308,20 @@ class InfluencePieces(PlannedPieces):
         return InfluencePass(self.problem, self.net)
 
     def piece(self, place: Place) -> dict[str, Tensor]:
-        """Go through the run with the inputs of a block."""
+        """Go through the run with the rows of a block."""
         return self.whole.part(place[0])
 
 
 def run_pass(work: InfluencePass) -> dict[str, Tensor]:
     """Go through the run, here or by the workers of an executor, and return the sums of all inputs."""
     problem, options = work.problem, work.problem.options
-    name = f"influence-{fingerprint(work.net.plan)}"
+    name = f"influence-{fingerprint(work.net.plan, work.numbers_per_row, work.rows_per_block)}"
     pieces = [Piece(f"{name}-{number}", (number,)) for number in range(len(work.blocks))]
     if options.executor is None:
         parts = _parts_here(work, pieces)
     else:
         alone = replace(problem, options=replace(options, executor=None, progress=False, checkpoint=None))
-        num_bytes = work.points_per_block * problem.cotangents.shape[1] * 8 * problem.trajectory.num_points
+        num_bytes = work.rows_per_block * work.numbers_per_row * 8 * problem.trajectory.num_points
         parts = results_of(InfluencePieces(alone, plan=work.net.plan), pieces, options, problem.identity, num_bytes)
     is_hidden = options.executor is None or not options.progress
     with closing(parts), progress_bar(len(pieces), "influence", unit="piece", shown=not is_hidden) as bar:

@@ -6,6 +6,7 @@ then multiplied with it. Where a preconditioner couples the weights of a paramet
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -170,7 +171,7 @@ class MemoryTrace:
     """What the optimizer kept before each step, computed once more from the recorded weights and batches.
 
     Every k-th state is held, k about the root of the number of steps, and those of one stretch at a time. To be read
-    from the last step to the first.
+    from the last step to the first, by one thread: each pass over the run has a `reader` of its own.
 
     Args:
         law: The steps of the run.
@@ -191,6 +192,12 @@ class MemoryTrace:
                 self._held.append(memory)
             if index < (S - 1) // self.stride * self.stride:  # the last stretch is computed when it is read
                 memory = self._after(index, memory)[1]
+
+    def reader(self, run: RunReplay) -> "MemoryTrace":
+        """Return another trace, which shares the states that are held."""
+        own = copy(self)
+        own.run, own._stretch = run, {}
+        return own
 
     def __getitem__(self, index: int) -> TracedStep:
         """Return what the Jacobian of a step depends on."""

@@ -62,6 +62,11 @@ class AttributionProblem:
         """Turns the budget into block sizes."""
         return self.net.memory_plan(self.options.memory_budget)
 
+    def at(self, points: Int64[Tensor, " N"], classes: Int64[Tensor, " N"] | None) -> "AttributionProblem":
+        """Return the same of some of the points, which may be repeated, with one output of each if that is given."""
+        cost = replace(self.cost, num_output_pairs=self.trajectory.num_outputs if classes is None else 1)
+        return replace(self, X=self.X[points], classes=classes, cost=cost)
+
     def select_outputs(self, f: Float[Tensor, "N C"], rows: Int64[Tensor, " N"] | None = None) -> Float[Tensor, "N K"]:
         """Keep the outputs that are asked for: (N, C) to (N, K), of some of the points, or of all of them."""
         if self.classes is None:

@@ -140,6 +140,24 @@ def test_output_gradients_at_many_nodes_keep_to_a_budget() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", ["attribute", "influence"])
+def test_adjoints_of_many_outputs_keep_to_a_budget(call: str) -> None:
+    """Those of all 300 outputs of a point take 400 MB and more: outputs are computed apart."""
+    work = f"""
+    hidden = [torch.nn.Linear(10, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU()]
+    net, inputs = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 300)).double(), X
+    run = epk.train(net, inputs, torch.arange(20), optimizer=torch.optim.AdamW(net.parameters(), lr=1e-3), steps=1)
+    epk.{call}(run, inputs[:1], memory_budget=32 * (1 << 20))
+    """
+    sizes = {"points": 40, "train": 20, "dim": 10}
+    bounded = increase(work, **sizes)
+    assert bounded < 32 * MIB + OVERHEAD
+    whole = "\n    from epk_gp.core.memory_plan import MemoryPlan"
+    whole += "\n    MemoryPlan.adjoint_points = MemoryPlan.influence_points = lambda *args: 1"
+    assert increase(whole + work, **sizes) > bounded + 64 * MIB  # the negative control
+
+
+@pytest.mark.slow
 def test_influence_keeps_to_its_budget() -> None:
     """60 points of 3 outputs: 77 MB of adjoints and what joins them, as they are counted."""
     sizes = {"points": 500, "train": 500, "dim": 100}

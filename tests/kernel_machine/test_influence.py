@@ -262,9 +262,18 @@ def test_blocks_of_points_rows_and_adjoints_change_nothing(
     assert torch.allclose(small.values, whole.values, rtol=1e-10, atol=1e-14)
 
 
-def test_threads_and_checkpoints_change_nothing(run: epk.Trajectory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_apart", [False, True], ids=["points", "outputs"])
+def test_threads_and_checkpoints_change_nothing(
+    are_apart: bool, run: epk.Trajectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do outputs that are computed apart, because the adjoints of all of a point do not fit."""
     X = WeightedLoop(adamw).test_points
     whole = epk.influence(run, X)
+    if are_apart:
+        monkeypatch.setattr(MemoryPlan, "influence_points", lambda _, num_outputs: 2 if num_outputs == 1 else 0)
+        expected, whole = whole, epk.influence(run, X)
+        assert torch.allclose(whole.values, expected.values, rtol=1e-10, atol=1e-14)
+        assert torch.allclose(whole.adjoint_norms, expected.adjoint_norms, rtol=1e-10)
     torch.set_num_threads(1)
     with ThreadPoolExecutor(2) as pool:
         assert torch.equal(epk.influence(run, X, executor=pool).values, whole.values)

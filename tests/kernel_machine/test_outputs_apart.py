@@ -1,0 +1,143 @@
+"""Where the adjoints of all outputs of a point do not fit into the budget, outputs go through the run apart."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from path_runs import queries, recorded
+from torch import nn
+
+import epk_gp as epk
+from distributed_cases import Shuffled
+from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.kernel_machine import adjoint
+from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.attribution_pass import AttributionPass, AttributionPieces
+from epk_gp.kernel_machine.attribution_results import GroupedAttribution
+from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
+from epk_gp.kernel_machine.estimate import estimate_attribution
+from epk_gp.quadrature.paths import WeightPath
+from helpers import assert_close
+
+RULE = epk.gauss_legendre(3)
+TERMS = (
+    "initial",
+    "values",
+    "decay",
+    "statistics",
+    "statistics_of_no_sample",
+    "unexplained",
+    "amplification",
+    "network",
+)
+Apart = Callable[[], None]
+
+
+@pytest.fixture
+def outputs_apart(monkeypatch: pytest.MonkeyPatch) -> Apart:
+    """Let the adjoints of two outputs fit, and not those of all three of a point: a block may hold two points."""
+    return lambda: monkeypatch.setattr(MemoryPlan, "adjoint_points", lambda _, count: 2 if count == 1 else 0)
+
+
+def split(run: epk.Trajectory, X: torch.Tensor, **options: object) -> tuple[GroupedAttribution, ...]:
+    by = [[by_sample(run)], [by_layer(run), by_step(run)]]
+    return attribute_many(run, X, by, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("tanh_momentum", epk.straight()),
+        ("batch_norm_sgd", epk.chords(2)),
+        ("dropout_momentum", epk.layerwise()),
+        ("average", epk.straight()),
+        ("transformer_adamw", epk.layerwise()),
+    ],
+)
+def test_terms_do_not_depend_on_it(name: str, path: WeightPath, outputs_apart: Apart) -> None:
+    run, X = recorded(name), queries()
+    whole = split(run, X, path=path)
+    outputs_apart()
+    for together, apart in zip(whole, split(run, X, path=path), strict=True):
+        for term in TERMS:
+            expected, found = getattr(together, term), getattr(apart, term)
+            assert torch.allclose(found, expected, rtol=1e-7, atol=1e-11), term
+        assert apart.certified
+        assert apart.max_error <= 1e-11
+        assert sum(apart.statuses.values()) == 3 * sum(together.statuses.values())
+        assert apart.evaluations == pytest.approx(together.evaluations, rel=0.5)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_small_budget_brings_it_about(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least budget, 1 MiB, and 5,700 weights; plain gradient descent has no adjoints."""
+    torch.manual_seed(0)
+    X, y, seen = torch.randn(12, 4).double(), torch.arange(12) % 3, list[bool]()
+    net = nn.Sequential(nn.Linear(4, 700), nn.Tanh(), nn.Linear(700, 3)).double()
+    run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum), steps=2)
+    X, whole = X[:2], epk.attribute(run, X[:2])
+    of_block = AttributionPass.of_block
+    monkeypatch.setattr(
+        AttributionPass, "of_block", lambda work, k: seen.append(work.splits_outputs) or of_block(work, k)
+    )
+    small = epk.attribute(run, X, memory_budget=1 << 20)
+    assert_close(small.samples, whole.samples, rounding=1e5)
+    assert set(seen) == {momentum > 0}
+    one = epk.attribute(run, X, classes=torch.tensor([2, 0]), memory_budget=1 << 20)
+    assert_close(one.samples[:, 0], whole.samples[[0, 1], [2, 0]], rounding=1e5)
+
+
+def test_workers_and_a_checkpoint_give_the_same_bytes(tmp_path: Path, outputs_apart: Apart) -> None:
+    run, X = recorded("tanh_momentum"), queries()
+    outputs_apart()
+    alone = epk.attribute(run, X, rule=RULE)
+    shared = epk.attribute(run, X, rule=RULE, executor=Shuffled(), checkpoint=tmp_path)
+    kept = epk.attribute(run, X, rule=RULE, checkpoint=tmp_path)
+    for other in (shared, kept):
+        assert torch.equal(other.samples, alone.samples)
+        assert torch.equal(other.decay, alone.decay)
+        assert other.evaluations == alone.evaluations
+
+
+def test_a_pass_that_was_interrupted_goes_on_there(
+    tmp_path: Path, outputs_apart: Apart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, X = recorded("tanh_momentum"), queries(2)
+    outputs_apart()
+    whole = epk.attribute(run, X, rule=RULE)
+    monkeypatch.setattr("epk_gp.storage.partial_sums.SECONDS", 0)
+    left, real = [run.num_steps + 2], adjoint.propagate_step  # in the second of three blocks
+
+    def interrupted(*args: object) -> object:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(adjoint, "propagate_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        epk.attribute(run, X, rule=RULE, checkpoint=tmp_path)
+    resumed = epk.attribute(run, X, rule=RULE, checkpoint=tmp_path)
+    assert -left[0] == 2 * run.num_steps - 1, "the pass began anew"
+    assert torch.equal(resumed.samples, whole.samples)
+    assert torch.equal(resumed.decay, whole.decay)
+
+
+def test_the_estimate_counts_such_pieces(outputs_apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, X = recorded("tanh_momentum"), queries(3)
+    outputs_apart()
+    found = estimate_attribution(run, X, [[by_sample(run)]], rule=RULE, workers=2, seconds=0.05)
+    sizes, compute = list[int](), AttributionPieces.piece
+
+    def noted(self: AttributionPieces, place: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        result = compute(self, place)
+        sizes.append(sum(value.nbytes for name, value in result.items() if name.startswith("sum.")))
+        return result
+
+    monkeypatch.setattr(AttributionPieces, "piece", noted)
+    attribute_many(run, X, [[by_sample(run)]], rule=RULE, executor=Shuffled())
+    assert found.num_pieces == len(sizes) == 5
+    assert (found.disk.piece, found.disk.result) == (max(sizes), sum(sizes))
+    assert "blocks of up to 2 of the 3 outputs of each of 3 points" in found.description
