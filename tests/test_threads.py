@@ -58,8 +58,8 @@ def test_eight_threads_get_the_bytes_that_one_gets(call: str, alone: Shared, tog
 @pytest.mark.parametrize("name", ["transformer"])  # `make faults` takes all networks
 def test_all_calls_at_once_on_a_new_run_change_nothing(name: str) -> None:
     """In another order in each thread, from a network of which nothing is known yet."""
-    count = count_faults(name, tuple(CALLS), expected_results(name), count=THREADS // 2, seed=0)
-    assert count.calls == THREADS // 2 * len(CALLS)
+    count = count_faults(name, tuple(CALLS), expected_results(name), count=3, seed=0)
+    assert count.calls == 3 * len(CALLS)
     assert count.faults == []
 
 
