@@ -25,17 +25,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         begun.add(name)
 
 
-# These run for every operation of torch and take values of any kind: they were two thirds of all checks.
+# These run for every operation of torch or evaluation of a network, with few or no types: most of all checks.
 NOT_CHECKED = {
     "autodiff.interception": (
         "_find",
+        "FunctionCall.argument",
+        "FunctionCall.in_slots",
+        "FunctionCall.input.fget",
         "InterpolatedWeights.__torch_function__",
         "ParameterInterception.__torch_function__",
         "ParameterInterception.pass_through",
     ),
     "autodiff.line_ops": ("has_rows", "spread_mark", "tensors_in"),
     "autodiff.secants": ("SecantDerivatives.__torch_function__", "SecantDerivatives._call"),
+    "core.attention": ("_FusedAttention.switch_off", "_FusedAttention.restore", "disable_fused_attention"),
     "core.kept_activations": ("KeptActivations.__torch_function__",),
+    "core.model": (
+        "FunctionalModel._layout",
+        "FunctionalModel._take_module_of_thread",
+        "FunctionalModel.num_weights.fget",
+        "FunctionalModel.sizes.fget",
+        "_marked",
+    ),
     "core.moving_statistics": ("WrittenOutNormalisation.__torch_function__",),
     "quadrature.piecewise_ops": ("EventReader.__torch_function__", "PreactivationRecorder.__torch_function__"),
 }
