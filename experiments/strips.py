@@ -14,7 +14,7 @@ from epk_gp.plots.style import INK, PALETTE, SMALL, new_figure, styled
 Row = dict[str, Any]
 DECADE = 10
 NETWORK = ("data", "network", "num_train", "share", "kind", "seeds")  # entries that say what a row is about
-BARS = "mean of what all methods have"
+BARS = "mean, where a method has all networks"
 PER_ROW = 3  # panels
 MARKERS = "os^D"  # of the data sets
 
@@ -72,12 +72,13 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
         x, y = zip(*dots, strict=True) if dots else ((), ())
         ax.plot(x, y, MARKERS[k % 4], color=PALETTE[k], markersize=3.2, markeredgewidth=0, alpha=0.8, label=name)
     found = [value for row in table for value in panel.values(row)]
-    common = _common(table, panel)
+    networks = {
+        method: {_network(row) for row in table if row["method"] == method and panel.values(row)} for method in methods
+    }
+    whole = max(networks.values(), key=len)
     for place, method in enumerate(methods):
-        values = [
-            value for row in table if row["method"] == method and _network(row) in common for value in panel.values(row)
-        ]
-        if values:
+        values = [value for row in table if row["method"] == method for value in panel.values(row)]
+        if values and networks[method] == whole:  # means over other networks are not comparable
             ax.plot([sum(values) / len(values)] * 2, [place - 0.38, place + 0.38], color=INK, linewidth=1.8)
     ax.set_title(panel.title)
     if panel.log and found and max(found) > DECADE * min(found) > 0:
@@ -87,15 +88,6 @@ def _strip(ax: Axes, table: Sequence[Row], panel: Panel, methods: list[str], dat
         ax.xaxis.set_minor_formatter(NullFormatter())
     else:
         ax.xaxis.set_major_locator(MaxNLocator(4))
-
-
-def _common(table: Sequence[Row], panel: Panel) -> set[tuple[Any, ...]]:
-    """Return the networks, with their numbers of seeds, that all methods of a panel have: others make means unequal."""
-    networks: dict[str, set[tuple[Any, ...]]] = {}
-    for row in table:
-        if panel.values(row):
-            networks.setdefault(row["method"], set()).add(_network(row))
-    return set.intersection(*networks.values()) if networks else set()
 
 
 def _network(row: Row) -> tuple[Any, ...]:

@@ -175,7 +175,7 @@ class MemoryPlan:
         return max(1, min(_DIRECTIONS, self.budget // (2 * self.itemsize * per_direction)))
 
     def influence_points(self, num_outputs: int) -> int:
-        """Count the points whose adjoints go back through a run together, for their influence; 0 as above.
+        """Count the points whose adjoints go back through a run together, for `influence`; 0 where one does not fit.
 
         Half of the budget holds, for each point and output, 16 vectors of P numbers.
 

@@ -103,7 +103,8 @@ class AttributionPass:
     @property
     def _outputs_of_one(self) -> Float[Tensor, "1 K"]:
         """What stands for the outputs of one point; inputs may have another dtype."""
-        return torch.empty(1, self.problem.num_outputs, dtype=self.problem.net.model.spec.dtype)
+        spec = self.problem.net.model.spec
+        return torch.empty(1, self.problem.num_outputs, dtype=spec.dtype, device=spec.device)
 
     @cached_property
     def rows_per_block(self) -> int:
@@ -173,8 +174,8 @@ class AttributionPass:
             problem = whole.at(rows // whole.num_outputs, rows % whole.num_outputs)
         else:
             problem = whole.at(rows, None if whole.classes is None else whole.classes[rows])
-        outputs = network_outputs(problem.trajectory, problem.X, state=0, head=problem.kernel.head)
-        return problem, TermSums.of(problem, self.groupings, problem.select_outputs(outputs))
+        like = self._outputs_of_one.new_empty(len(rows), self.outputs_per_row)
+        return problem, TermSums.of(problem, self.groupings, like)
 
     def pass_factors(self, problem: AttributionProblem, sums: "TermSums", progress: PassProgress, steps: slice) -> None:
         """Go through steps of plain gradient descent, and add every term to the sums."""
@@ -198,10 +199,10 @@ class TermSums:
     sizes: TermSizes
 
     @classmethod
-    def of(cls, problem: AttributionProblem, groupings: Groupings, initial: Float[Tensor, "n K"]) -> "TermSums":
-        """Start sums at zero."""
+    def of(cls, problem: AttributionProblem, groupings: Groupings, like: Float[Tensor, "n K"]) -> "TermSums":
+        """Start sums at zero, for outputs of this shape, dtype and device."""
         parts = parameter_parts(groupings, len(problem.trajectory.model.names))
-        return cls([Collector(problem, axes, parts, initial) for axes in groupings], TermSizes(initial))
+        return cls([Collector(problem, axes, parts, like) for axes in groupings], TermSizes(like))
 
     @property
     def tensors(self) -> list[Float[Tensor, "n K ..."]]:

@@ -112,17 +112,17 @@ class InfluencePass:
         trajectory, X = problem.trajectory, problem.X
         self.law = UpdateLaw(trajectory, flat_weights(trajectory, 0, X))
         self.memory = net.memory_plan(problem.options.memory_budget)
-        n, K, C = problem.cotangents.shape
+        n, K, _ = problem.cotangents.shape
         # a joint number has one adjoint, whatever the inputs; numbers are rows where all of an input's do not fit
         fitting = max(1, n) if problem.is_joint else self.memory.influence_points(K)
         self.numbers_per_row = K if fitting else 1
         self.rows_per_block = fitting or max(1, self.memory.influence_points(1))
-        self._cotangents = problem.cotangents.reshape(-1, self.numbers_per_row, C)
 
     @property
     def blocks(self) -> list[Int64[Tensor, " rows"]]:
         """The rows of each block: inputs, or numbers of inputs."""
-        return list(torch.arange(len(self._cotangents)).split(self.rows_per_block))
+        n, K, _ = self.problem.cotangents.shape
+        return list(torch.arange(n * K // self.numbers_per_row).split(self.rows_per_block))
 
     @cached_property
     def trace(self) -> MemoryTrace:
@@ -174,10 +174,14 @@ class InfluencePass:
 
     def _start(self, rows: Int64[Tensor, " rows"]) -> _Adjoints:
         """Return the adjoints of the trained weights and statistics."""
-        problem, net = self.problem, self.net
-        trajectory, X = problem.trajectory, problem.X[self._points(rows).to(problem.X.device)]
+        problem, net, rows = self.problem, self.net, rows.to(self.problem.X.device)
+        trajectory, points = problem.trajectory, self._points(rows)
+        X = problem.X[points]
         state = flat_state(trajectory, trajectory.num_steps, X)
-        wanted = self._cotangents[rows.to(self._cotangents.device)].transpose(0, 1)  # K N C
+        if self.numbers_per_row == 1:
+            wanted = problem.cotangents[points, rows % problem.cotangents.shape[1]][None]
+        else:
+            wanted = problem.cotangents[points].transpose(0, 1)  # K N C
         cost = ContractionCost(num_output_pairs=1, num_contractions=1, all_dense=not net.plan.supports_interpolation)
         columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
         K, N, P, Q = *wanted.shape[:2], net.model.num_weights, net.model.num_statistics

@@ -57,6 +57,10 @@ def increases(*works: str, **sizes: int) -> list[int]:
     return [int(value) for value in json.loads(done.stdout.splitlines()[-1])]
 
 
+MANY_OUTPUTS = """
+    hidden = [torch.nn.Linear(10, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU()]
+    net, inputs = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 300)).double(), X
+"""
 MIB = 1 << 20
 # Buffers of matrix products and pages of code read for the first time: 0 to 8 MiB, and more on other processors.
 OVERHEAD = 16 * MIB
@@ -126,12 +130,13 @@ def test_attribute_keeps_to_its_budget() -> None:
 @pytest.mark.slow
 def test_output_gradients_at_many_nodes_keep_to_a_budget() -> None:
     """Two layers of ReLU cut a step at dozens of kinks; the gradients of 300 outputs take 1 MB at each node."""
-    work = """
-    hidden = [torch.nn.Linear(10, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU()]
-    net, inputs = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 300)).double(), X
+    work = (
+        MANY_OUTPUTS
+        + """
     run = epk.train(net, inputs, torch.arange(20), optimizer=torch.optim.SGD(net.parameters(), lr=5.0), steps=1)
     epk.attribute(run, inputs[:1], memory_budget=32 * (1 << 20))
     """
+    )
     sizes = {"points": 40, "train": 20, "dim": 10}
     result = 300 * 20 * 8
     held = "\n    from epk_gp.core.memory_plan import MemoryPlan\n    MemoryPlan.node_bytes = 1 << 40"
@@ -143,11 +148,12 @@ def test_output_gradients_at_many_nodes_keep_to_a_budget() -> None:
 @pytest.mark.slow
 def test_adjoints_of_many_outputs_keep_to_a_budget() -> None:
     """Those of all 300 outputs of a point take 400 MB and more: outputs are computed apart."""
-    work = """
-    hidden = [torch.nn.Linear(10, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64), torch.nn.ReLU()]
-    net, inputs = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 300)).double(), X
+    work = (
+        MANY_OUTPUTS
+        + """
     run = epk.train(net, inputs, torch.arange(20), optimizer=torch.optim.AdamW(net.parameters(), lr=1e-3), steps=1)
     """
+    )
     calls = [f"epk.{call}(run, inputs[:1], memory_budget=32 * (1 << 20))\n" for call in ("attribute", "influence")]
     sizes = {"points": 40, "train": 20, "dim": 10}
     whole = "from epk_gp.core.memory_plan import MemoryPlan\n"
