@@ -18,7 +18,7 @@ from epk_gp.cli.workers import open_executor
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.class_data import count_seen, training_labels
 from epk_gp.gp.class_uncertainty import ClassUncertainty
-from epk_gp.gp.label_process import SketchedLabelProcess
+from epk_gp.gp.label_process import LabelProcess, SketchedLabelProcess
 from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
 from epk_gp.plots.score_figures import ScoredPoints, draw_scores
 from epk_gp.provenance import Stopwatch, write_json, write_npz
@@ -167,12 +167,19 @@ def _describe_model(model: UncertainClassifier) -> dict[str, object]:
     sketched = isinstance(process, SketchedLabelProcess)
     return {
         "process": f"{len(process.vectors)} sketched features" if sketched else "exact",
-        "num_condition": model.trajectory.num_points,
+        "num_condition": _num_condition(process),
         "noise": process.noise,
         "outputscale": process.outputscale,
         "stacking": {"network": model.stacking_.network, "process": model.stacking_.process},
         "num_conformity_scores": len(model.conformity_scores_),
     }
+
+
+def _num_condition(process: LabelProcess) -> int:
+    """Count the points that a process was conditioned on: those of the run whose labels its loss takes."""
+    if isinstance(process, SketchedLabelProcess) and process.training_features is not None:
+        return len(process.training_features)
+    return len(process.vectors)
 
 
 def _compare(scored: _Scored, ordinary: Tensor, alpha: float) -> dict[str, object]:

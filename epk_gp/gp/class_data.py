@@ -94,13 +94,30 @@ def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[T
         points = torch.as_tensor(np.asarray(X), device=trajectory.device)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array of numbers: got {type(X).__name__}.") from error
+    kind = trajectory.inputs.dtype
+    if points.is_complex():
+        raise TypeError(f"{name} must be real numbers: got an array of {points.dtype}.")
     whole = not points.is_floating_point() or bool((points == points.round()).all())
-    if whole or trajectory.inputs.is_floating_point():
-        points = points.to(trajectory.inputs.dtype)
+    if kind.is_floating_point:
+        points = points.to(kind)
+    elif whole:
+        points = _as_integers(points, kind, name)
     shape = trajectory.input_shape
     if points.ndim == 2 and len(shape) > 1 and points.shape[1] == torch.Size(shape).numel():
         points = points.reshape(-1, *shape)
     return parse_inputs(trajectory, points, name)
+
+
+def _as_integers(points: Shaped[Tensor, "n ..."], dtype: torch.dtype, name: str) -> Shaped[Tensor, "n ..."]:
+    """Return whole numbers as integers, none of them changed."""
+    integers = points.to(dtype)
+    is_changed = (integers.to(points.dtype) != points).reshape(len(points), -1).any(1)
+    if is_changed.any():
+        raise ValueError(
+            f"{name} must hold numbers of the training inputs' kind, {dtype}: row {int(is_changed.nonzero()[0])} of "
+            f"the array, of {points.dtype}, holds one that is too large or too small for it."
+        )
+    return integers
 
 
 def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:

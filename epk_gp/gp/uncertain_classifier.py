@@ -56,6 +56,15 @@ class _Judgement:
         return _Judgement(self.logits[rows], self.mean[rows], self.variance[rows])
 
 
+@dataclass(frozen=True, eq=False)
+class _Fitted:
+    """The run, settings and names of classes that the last `fit` used, which `set_params` does not change."""
+
+    trajectory: Trajectory
+    settings: LabelSettings
+    classes: object
+
+
 @final
 class UncertainClassifier:
     """A trained network beside a Gaussian process on the labels of all its training points.
@@ -86,7 +95,9 @@ class UncertainClassifier:
         inputs_kernel: "rbf" or None. It is left out for integers as inputs: they have no distances.
         points: Indices of the training points to condition on; all by default.
         classes: Names of the C classes in the order of the outputs, numbers or text; 0 .. C - 1 by default. Labels
-            that are passed in are of these, and `predict` returns an array of them.
+            that are passed in are of these, and `predict` returns an array of them. Columns of probabilities and sets
+            have this order. scikit-learn's scorers of probabilities (neg_log_loss, roc_auc_ovr) take columns for
+            classes in ascending order whatever `classes_` says, and are wrong with names that do not ascend.
         seed: Seed of the sketch, of the division of the validation points, and of Monte Carlo samples.
         power: Of the product of both kernels; None for 2 with the kernel matrix itself, and for 1 with sketched
             features, whose noise grows with the power.
@@ -165,12 +176,13 @@ class UncertainClassifier:
         count_seen(held_out, trajectory)
         options = parse_options("UncertainClassifier", _UNSUPPORTED, **self.options)
         process = fit_labels(trajectory, labels, settings, points.to(held_out.device), options)
-        judged = self._judge(held_out, process)
+        judged = _judge(trajectory, process, held_out)
         order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
         first, second = order.tensor_split(2)
         stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first])
         probability = torch.softmax(stacking.logits(judged.logits[second], judged.mean[second]), dim=1)
         self._cache = BlockCache(_CACHE_BYTES)
+        self._fitted = _Fitted(trajectory, settings, self.classes)
         self.classes_: np.ndarray = names
         self.process_: LabelProcess = process
         self.stacking_: Stacking = stacking
@@ -184,12 +196,12 @@ class UncertainClassifier:
     def predict(self, X: object) -> Int64[Tensor, " n"] | Shaped[np.ndarray, " n"]:
         """Return the most likely class of each point, which need not be the network's own."""
         predicted = self._probability(self._judged(X)).argmax(1)
-        return like_inputs(predicted, X) if self.classes is None else self.classes_[predicted.cpu().numpy()]
+        return like_inputs(predicted, X) if self._fitted.classes is None else self.classes_[predicted.cpu().numpy()]
 
     def score(self, X: object, y: object) -> float:
         """Return the share of points whose most likely class is the true one."""
         predicted = self._probability(self._judged(X)).argmax(1)
-        labels = class_labels(self.trajectory, y, len(predicted), classes=self.classes)
+        labels = class_labels(self._fitted.trajectory, y, len(predicted), classes=self._fitted.classes)
         return float((predicted == labels.to(predicted.device)).double().mean())
 
     def uncertainty(self, X: object, num_samples: int = 1024) -> ClassUncertainty:
@@ -208,7 +220,7 @@ class UncertainClassifier:
         p = self._probability(judged)
         of_network = p.gather(1, judged.logits.argmax(1)[:, None])[:, 0]
         variance = self._variance(judged)
-        generator = torch.Generator(p.device).manual_seed(self.seed)
+        generator = torch.Generator(p.device).manual_seed(self._fitted.settings.seed)
         logits = self.stacking_.logits(judged.logits, judged.mean)
         u = isotropic_softmax_uncertainty(logits, variance, num_samples, generator)
         scores = (
@@ -262,10 +274,10 @@ class UncertainClassifier:
             RuntimeError: The classifier is not fitted.
         """
         self._check_is_fitted()
-        settings = self._settings()
-        names = None if self.classes is None else self.classes_.tolist()
-        saved = SavedClassifier(settings, self.process_, self.stacking_, self.conformity_scores_, names)
-        write_classifier(path, saved, self.trajectory)
+        fitted = self._fitted
+        names = None if fitted.classes is None else self.classes_.tolist()
+        saved = SavedClassifier(fitted.settings, self.process_, self.stacking_, self.conformity_scores_, names)
+        write_classifier(path, saved, fitted.trajectory)
 
     @classmethod
     def load(
@@ -296,6 +308,7 @@ class UncertainClassifier:
         )
         model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
         model.classes_ = class_names(saved.classes, trajectory.num_outputs)
+        model._fitted = _Fitted(trajectory, settings, saved.classes)
         model._was_read = True
         return model
 
@@ -353,22 +366,15 @@ class UncertainClassifier:
     def _judged(self, X: object) -> _Judgement:
         """Evaluate network and process, once for the same points."""
         self._check_is_fitted()
-        points = class_inputs(self.trajectory, X)
-        C, key = self.trajectory.num_outputs, content_key(points)
+        trajectory = self._fitted.trajectory
+        points = class_inputs(trajectory, X)
+        C, key = trajectory.num_outputs, content_key(points)
         stored = self._cache.get(key)
         if stored is None:
-            judged = self._judge(points, self.process_)
+            judged = _judge(trajectory, self.process_, points)
             stored = torch.cat([judged.logits, judged.mean, judged.variance[:, None]], dim=1)
             self._cache.put(key, stored)
         return _Judgement(stored[:, :C], stored[:, C : 2 * C], stored[:, -1])
-
-    def _judge(self, X: Shaped[Tensor, "n ..."], process: LabelProcess) -> _Judgement:
-        """Evaluate network and process on the process's device; results are on that of the points."""
-        with torch.no_grad():
-            points = float_inputs(X.to(process.values.device), torch.float64)
-            logits = network_outputs(self.trajectory, points).to(torch.float64)
-            mean, variance = process.predict(points)
-        return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))
 
     def _variance(self, judged: _Judgement) -> Tensor:
         """Return the variance of each logit of the points that the process causes."""
@@ -376,3 +382,12 @@ class UncertainClassifier:
 
     def _probability(self, judged: _Judgement) -> Tensor:
         return torch.softmax(self.stacking_.logits(judged.logits, judged.mean), dim=1)
+
+
+def _judge(trajectory: Trajectory, process: LabelProcess, X: Shaped[Tensor, "n ..."]) -> _Judgement:
+    """Evaluate network and process on the process's device; results are on that of the points."""
+    with torch.no_grad():
+        points = float_inputs(X.to(process.values.device), torch.float64)
+        logits = network_outputs(trajectory, points).to(torch.float64)
+        mean, variance = process.predict(points)
+    return _Judgement(logits.to(X.device), mean.to(X.device), variance.to(X.device))

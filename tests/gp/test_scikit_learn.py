@@ -113,6 +113,22 @@ def test_arguments_change_at_the_next_fit(run, scaler):
         model.set_params(width=3)
 
 
+def test_arguments_that_changed_after_the_fit_are_neither_used_nor_stored(run, scaler, tmp_path):
+    X, y = gaussians(20, 1)
+    X = scaler.transform(X)
+    model = epk.UncertainClassifier(run, nodes=3).fit(X, y)
+    probability, std = model.predict_proba(X), model.uncertainty(X).std
+    net = make_net()
+    other = epk.train(net, run.inputs, run.targets, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=1)
+    model.set_params(seed=5, classes=NAMES, trajectory=other)
+    model.save(tmp_path)
+    read = epk.UncertainClassifier.load(tmp_path, make_net())
+    np.testing.assert_allclose(read.predict_proba(X), probability, rtol=1e-12)
+    np.testing.assert_allclose(model.uncertainty(X[:-1]).std, std[:-1], rtol=1e-9)
+    np.testing.assert_array_equal(model.predict(X), probability.argmax(1))
+    assert model.score(X, y) == (probability.argmax(1) == y).mean()
+
+
 def test_data_frames_and_lists_are_arrays(named, scaler):
     X = scaler.transform(gaussians(5, 2)[0])
     expected = named.predict_proba(X)

@@ -1,5 +1,6 @@
 """The judged classifier on inputs and labels that are no plain tensors of numbers."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,11 @@ class Tokens(nn.Module):
 
     def forward(self, x):
         return self.last(torch.tanh(self.embedding(x)).mean(1))
+
+
+class Bytes(Tokens):
+    def forward(self, x):
+        return super().forward(x.long())
 
 
 class Pair(nn.Module):
@@ -66,6 +72,27 @@ def test_tokens_and_several_inputs_are_judged_and_stored(problem, features, tmp_
     assert model.predict_proba(X).dtype == torch.float64
     assert len(epk.next_to_label(model, X, 2)) == 2
     assert len(epk.label_errors(run, nodes=3, features=features)) == 24
+
+
+def test_numbers_of_an_array_are_not_changed_into_others():
+    torch.manual_seed(0)
+    net = Bytes()
+    X = tokens(24).to(torch.uint8)
+    run = epk.train(net, X, torch.arange(24) % 3, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=4)
+    model = epk.UncertainClassifier(run, nodes=3).fit(tokens(20).to(torch.uint8), torch.arange(20) % 3)
+    array = X.numpy()
+    expected = model.predict_proba(X).numpy()
+    for same in (array.astype(np.int64), array.astype(np.uint16), array.astype(np.float32), array.tolist()):
+        np.testing.assert_array_equal(model.predict_proba(same), expected)
+    wrapped = array.astype(np.int64)
+    wrapped[2, 1] += 256  # the same as the byte that is left of it
+    endless = array.astype(np.float64)
+    endless[2, 1] = np.inf
+    for other in (wrapped, wrapped.astype(np.float64), endless):
+        with pytest.raises(ValueError, match=r"training inputs' kind, torch.uint8: row 2 of the array"):
+            model.predict_proba(other)
+    with pytest.raises(TypeError, match="X must be real numbers: got an array of torch.complex128"):
+        model.predict_proba(array + 1j)
 
 
 def test_points_without_a_label_are_left_out():
