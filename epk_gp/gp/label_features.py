@@ -9,6 +9,7 @@ from torch import Tensor
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.class_data import float_inputs
+from epk_gp.gp.label_kernel import require_direction
 from epk_gp.gram.path_features import path_features
 from epk_gp.gram.random_fourier import rbf_features, tensor_sketch
 
@@ -35,7 +36,11 @@ class InputFeatures:
     power: int = 1
 
     def __call__(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n k"]:
-        """Compute the features of n inputs."""
+        """Compute the features of n inputs.
+
+        Raises:
+            ValueError: An input's gradients are all zero: it has no direction, as for `LabelKernel`.
+        """
         X = float_inputs(X, torch.float32)
         z = path_features(
             self.nodes,
@@ -49,6 +54,7 @@ class InputFeatures:
             progress=self.options.progress,
             executor=self.options.executor,
         )
+        require_direction(z.any(1))
         z = torch.nn.functional.normalize(z)
         if self.lengthscale is not None:
             z = self._product(z, rbf_features(X, self.lengthscale, seed=self.seed), 0)

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import sqrt
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
@@ -90,13 +90,22 @@ class LabelKernel:
 
 
 def _lengths(squares: Float[Tensor, "n 1"]) -> Float[Tensor, " n"]:
-    if not (squares > 0).all():
-        row = int((squares[:, 0] <= 0).nonzero()[0])
+    require_direction(squares[:, 0] > 0)
+    return squares[:, 0].to(torch.float64).sqrt()
+
+
+def require_direction(has_gradient: Bool[Tensor, " n"]) -> None:
+    """Raise if the gradients of a point are all zero, so that there is no direction that a cosine could compare.
+
+    Raises:
+        ValueError: There is such a point.
+    """
+    if not has_gradient.all():
+        row = int((~has_gradient).nonzero()[0])
         raise ValueError(
             f"every point must have a gradient other than zero: that of point {row} is zero in all outputs and "
             "weights. Leave that point out."
         )
-    return squares[:, 0].to(torch.float64).sqrt()
 
 
 def squared_distances(X: Shaped[Tensor, "n ..."], Y: Shaped[Tensor, "m ..."]) -> Float[Tensor, "n m"]:
@@ -119,7 +128,9 @@ def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
     squares = squared_distances(some, some)
     above = torch.triu_indices(count, count, 1, device=X.device)
     median = float(squares[above[0], above[1]].median()) if count > 1 else 0.0
-    if not median > 0:
+    lengths = some.flatten(1).square().sum(1)
+    rounding = some[0].numel() * torch.finfo(squares.dtype).eps * float(lengths.max())  # of equal inputs' distance 0
+    if not median > rounding:
         raise ValueError(
             "inputs must differ for a kernel on their distances: the median distance between training inputs is 0. "
             "Use inputs_kernel=None."

@@ -195,15 +195,26 @@ def test_equal_inputs_have_no_lengthscale():
         median_lengthscale(torch.ones(5, 2))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_distances_that_are_rounding_errors_are_no_lengthscale(seed):
+    X = torch.randn(20, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    X[:18] = X[0].clone()
+    with pytest.raises(ValueError, match=r"inputs must differ .* Use inputs_kernel=None"):
+        median_lengthscale(X)
+    X[:8] += 1e-3 * torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    assert 5e-4 < median_lengthscale(X) < 1e-2
+
+
 def test_a_point_without_gradient_has_no_cosine(points):
     """A network of one ReLU layer without bias: at 0 nothing depends on the weights."""
     X, y = points
     torch.manual_seed(0)
     layers = [torch.nn.Linear(D, 6, bias=False), torch.nn.ReLU(), torch.nn.Linear(6, C, bias=False)]
     run = make_run(torch.nn.Sequential(*layers).double(), X, y)
-    kernel = LabelKernel(nodes_trajectory(run, 2), None, ComputeOptions())
-    with pytest.raises(ValueError, match="that of point 1 is zero"):
-        kernel.gram(torch.stack([X[0], torch.zeros_like(X[0])]))
+    nodes, dead = nodes_trajectory(run, 2), torch.stack([X[0], torch.zeros_like(X[0])])
+    for kernel in (LabelKernel(nodes, None, ComputeOptions()).gram, InputFeatures(nodes, 8, 0, None)):
+        with pytest.raises(ValueError, match="that of point 1 is zero"):
+            kernel(dead)
 
 
 @pytest.mark.parametrize(("num_outputs", "expected"), [(2, 20), (10, 20), (20, 20), (21, 24), (100, 104), (1000, 256)])
