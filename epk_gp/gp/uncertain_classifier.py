@@ -334,7 +334,9 @@ class UncertainClassifier:
         return self
 
     def __sklearn_clone__(self) -> "UncertainClassifier":
-        return UncertainClassifier(**self.get_params())
+        copied = UncertainClassifier(**self.get_params())
+        copied._was_read = self._was_read
+        return copied
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "conformity_scores_")

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from sklearn.base import clone
 from torch import nn
 from torch.testing import assert_close
 
@@ -171,8 +172,9 @@ def test_the_kernel_is_squared_where_it_is_exact_and_to_the_power_that_is_asked_
 def test_a_classifier_that_was_read_cannot_be_fitted(model, points, tmp_path):
     model.save(tmp_path)
     read = epk.UncertainClassifier.load(tmp_path, make_net())
-    with pytest.raises(ValueError, match="holds no training data"):
-        read.fit(*gaussians(20, 1))
+    for unfit in (read, clone(read)):
+        with pytest.raises(ValueError, match="holds no training data"):
+            unfit.fit(*gaussians(20, 1))
     with pytest.raises(FileExistsError, match="new or empty folder"):
         model.save(tmp_path)
 
