@@ -21,6 +21,7 @@ from epk_gp.gp.label_fit import LabelSettings
 from epk_gp.gp.label_kernel import LabelKernel
 from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, SketchedLabelProcess
 from epk_gp.gp.stacking import Stacking
+from epk_gp.gp.train_indices import NodesWithoutData
 from epk_gp.quadrature.paths import chords, straight
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
@@ -128,7 +129,8 @@ def read_classifier(
         output: The function from what the network returns to its outputs, as at recording.
 
     Returns:
-        The classifier, and a run whose steps are the nodes of the path and whose last state is the trained network.
+        The classifier, and a run whose steps are the nodes of the path and whose last state is the trained network,
+        without its training data.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -239,7 +241,7 @@ def _read_nodes(
     model = recorded_model(header, stored, net, output)
     states, length = tuple(data["states"]), description["step_size"]
     coefficients = stack_coefficients([LinearStep(lr=length)] * len(model.sizes), model.sizes)
-    trajectory = Trajectory(
+    trajectory = NodesWithoutData(
         model=model,
         inputs=data["probe_inputs"],
         targets=data["targets"],

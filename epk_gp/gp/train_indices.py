@@ -10,6 +10,13 @@ from torch import Tensor
 from epk_gp.core.trajectory import Trajectory
 
 
+class NodesWithoutData(Trajectory):
+    """What a classifier that was read from a file has in place of its run: the nodes of the path.
+
+    Its inputs are a few training points, by which the network is recognised, not the training data.
+    """
+
+
 def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajectory: Trajectory) -> Int[Tensor, " N"]:
     """Return the indices of the training points that a GP is conditioned on.
 
@@ -19,8 +26,13 @@ def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajec
 
     Raises:
         TypeError: `points` is not a list or tensor of whole numbers.
-        ValueError: An index is out of range or repeated, or there are none.
+        ValueError: An index is out of range or repeated, or there are none; or the run has no training data.
     """
+    if isinstance(trajectory, NodesWithoutData):
+        raise ValueError(
+            "a recorded run with its training data is needed: a classifier that was read from a file holds no training "
+            "data. Read the run itself, load_trajectory(path, net)."
+        )
     M = trajectory.inputs.shape[0]
     if points is None:
         return torch.arange(M, device=trajectory.device)

@@ -139,7 +139,6 @@ class UncertainClassifier:
         self.path = path
         self.options = options
         parse_options("UncertainClassifier", _UNSUPPORTED, **options)
-        self._was_read = False
         self._cache = BlockCache(_CACHE_BYTES)
 
     def fit(self, X: object, y: object) -> "UncertainClassifier":
@@ -159,11 +158,6 @@ class UncertainClassifier:
         labels = training_labels(trajectory, "UncertainClassifier")
         settings = self._settings()
         settings.validate()
-        if self._was_read:
-            raise ValueError(
-                "a classifier that was read from a file holds no training data: make a new one from the run, "
-                "UncertainClassifier(trajectory).fit(X, y)."
-            )
         points = labelled_points(trajectory, labels, self.points)
         held_out = class_inputs(trajectory, X)
         names = class_names(self.classes, trajectory.num_outputs)
@@ -309,7 +303,6 @@ class UncertainClassifier:
         model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
         model.classes_ = class_names(saved.classes, trajectory.num_outputs)
         model._fitted = _Fitted(trajectory, settings, saved.classes)
-        model._was_read = True
         return model
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
@@ -334,9 +327,7 @@ class UncertainClassifier:
         return self
 
     def __sklearn_clone__(self) -> "UncertainClassifier":
-        copied = UncertainClassifier(**self.get_params())
-        copied._was_read = self._was_read
-        return copied
+        return UncertainClassifier(**self.get_params())
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "conformity_scores_")

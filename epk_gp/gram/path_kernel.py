@@ -44,7 +44,7 @@ class PathKernel:
             point's own nodes against training copies, and the union of a tile's points' nodes between test copies. The
             Gram matrix over both copies is then positive semi-definite to the tolerance only: it is no longer one sum
             over common nodes. Take a fixed rule where a factorisation needs more.
-        step_weights: eta_s >= 0, (S,); the learning rates by default.
+        step_weights: eta_s >= 0, (S,); the learning rates (of the first parameter group) by default.
         path: Along which test copies move between the states: `straight()` steps by default.
 
     Raises:
@@ -289,7 +289,7 @@ def gram_block(
         b: M points.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: See `PathKernel`.
-        step_weights: eta_s >= 0; the learning rates by default.
+        step_weights: eta_s >= 0; the learning rates (of the first parameter group) by default.
         path: Along which test copies move; training copies stay at the start of each step. `chords(every=k)` evaluates
             test copies once for k steps.
         options: `memory_budget`, `progress`, `checkpoint`, `accumulate` and `executor`; see `ComputeOptions`.
@@ -331,7 +331,7 @@ def gram_block_part(
         which: The steps of the part, `StepInterval(0, 64)`, or its share of the work, `Share(3, 16)`.
         head: As of `gram_block`, and the same for all parts. So are the arguments that follow.
         rule: See `PathKernel`.
-        step_weights: eta_s >= 0; the learning rates by default.
+        step_weights: eta_s >= 0; the learning rates (of the first parameter group) by default.
         path: As of `gram_block`.
         options: As of `gram_block`. With a checkpoint, a call that was killed resumes.
 

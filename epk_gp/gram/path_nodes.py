@@ -72,7 +72,8 @@ def nodes_trajectory(
     ends = [0.0, *accumulate(step.lr for step in trajectory.steps)]
     if not ends[-1] > 0:
         raise ValueError(
-            f"the steps must have a length, for the path is divided by it: their learning rates sum to {ends[-1]}."
+            "the steps must have a length, for the path is divided by it: their learning rates, those of the first "
+            f"parameter group, sum to {ends[-1]}. Record with a group first that learns."
         )
     along = None if is_train else path
     states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], along) for j in range(nodes)]

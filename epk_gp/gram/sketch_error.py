@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeOptions
@@ -30,7 +30,8 @@ class SketchError:
         nodes_rms: The same without the sketch: what the nodes, and one combination of the outputs at each, leave.
         nodes_max: The largest of these.
         expected_rms: 1.06 / sqrt(k), what a sketch of k numbers is expected to leave between unlike points.
-        num_points: Points that were compared, evenly spaced among all.
+        num_points: Points that were compared, evenly spaced among all; those whose gradients are all zero, which have
+            no cosine, are left out.
         reference: What they were compared with.
     """
 
@@ -56,7 +57,7 @@ def measure_sketch_error(
         options: How the exact kernel is computed.
 
     Returns:
-        The errors; None without two points to compare.
+        The errors; None without two points to compare that have a gradient.
     """
     count = min(num_probe, len(points))
     if count < 2:
@@ -66,17 +67,20 @@ def measure_sketch_error(
     probe = Points(points.X[rows], mask)
     chosen = ComputeOptions(memory_budget=options.memory_budget)
     kernel, reference = _reference(sketch, probe)
-    exact = _cosines(kernel.trace_block(probe, probe, chosen).double())
-    own = features[rows].double()
-    sketched = (_cosines(own @ own.T) - exact).abs()
-    by_nodes = (_cosines(sketch.products(probe, probe, chosen)[0][0].double()) - exact).abs()
+    block, own = kernel.trace_block(probe, probe, chosen).double(), features[rows].double()
+    has_cosine = (block.diagonal() > 0) & own.any(1)
+    if int(has_cosine.sum()) < 2:
+        return None
+    exact = _cosines(block, has_cosine)
+    sketched = (_cosines(own @ own.T, has_cosine) - exact).abs()
+    by_nodes = (_cosines(sketch.products(probe, probe, chosen)[0][0].double(), has_cosine) - exact).abs()
     return SketchError(
         rms=_rms(sketched),
         max=float(sketched.max()),
         nodes_rms=_rms(by_nodes),
         nodes_max=float(by_nodes.max()),
         expected_rms=EXPECTED_ERROR / sketch.num_features**0.5,
-        num_points=count,
+        num_points=int(has_cosine.sum()),
         reference=reference,
     )
 
@@ -94,8 +98,9 @@ def _reference(sketch: PathSketch, probe: Points) -> tuple[PathKernel, str]:
     return PathKernel(many, sketch.head, left_endpoint()), f"{MAX_PROBE_STEPS} nodes of the path"
 
 
-def _cosines(K: Float[Tensor, "n n"]) -> Float[Tensor, " pairs"]:
-    """Return the cosines of all pairs of different points."""
+def _cosines(K: Float[Tensor, "n n"], chosen: Bool[Tensor, " n"]) -> Float[Tensor, " pairs"]:
+    """Return the cosines of all pairs of different points among those that are chosen."""
+    K = K[chosen][:, chosen]
     length = K.diagonal().sqrt()
     i, j = torch.tril_indices(len(K), len(K), offset=-1, device=K.device)
     return (K / length / length[:, None])[i, j]

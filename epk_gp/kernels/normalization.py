@@ -71,7 +71,7 @@ def _validated(scale: float) -> float:
     if not scale > 0:
         raise ValueError(
             f"the mean diagonal over the training copies must be positive to divide by it: got {scale}. "
-            "Use normalize=None, or a run whose steps have positive size."
+            "Use a run whose learning rates, those of the first parameter group, are not all 0."
         )
     return scale
 

@@ -34,7 +34,7 @@ def reason_without_kernel(request: ReportRequest) -> str | None:
     if run.average is not None:
         return "the path of averaged weights has no path kernel"
     if not float(run.step_sizes.sum()) > 0:
-        return "the learning rates sum to 0"
+        return "the learning rates of the first parameter group sum to 0"
     return None
 
 

@@ -172,9 +172,10 @@ def test_the_kernel_is_squared_where_it_is_exact_and_to_the_power_that_is_asked_
 def test_a_classifier_that_was_read_cannot_be_fitted(model, points, tmp_path):
     model.save(tmp_path)
     read = epk.UncertainClassifier.load(tmp_path, make_net())
-    for unfit in (read, clone(read)):
-        with pytest.raises(ValueError, match="holds no training data"):
-            unfit.fit(*gaussians(20, 1))
+    fits = [model.fit for model in (read, clone(read), epk.UncertainClassifier(read.trajectory))]
+    for use in (*fits, lambda *_: epk.label_errors(read.trajectory), lambda *_: epk.LogitGP(read.trajectory)):
+        with pytest.raises(ValueError, match="read from a file holds no training data"):
+            use(*gaussians(20, 1))
     with pytest.raises(FileExistsError, match="new or empty folder"):
         model.save(tmp_path)
 

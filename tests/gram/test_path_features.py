@@ -130,6 +130,21 @@ def test_the_error_is_that_of_the_cosine_kernel(tanh: Case) -> None:
     assert error.reference == "all 3 steps, 2 nodes each"
 
 
+def test_points_without_a_gradient_are_left_out_of_the_error() -> None:
+    """A network without biases: at 0 nothing depends on the weights."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 5, bias=False), torch.nn.ReLU(), torch.nn.Linear(5, 2, bias=False))
+    net, X = net.double(), torch.randn(6, 3, dtype=torch.float64)
+    run = epk.train(net, X, torch.arange(6) % 2, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2)
+    at_zero = torch.zeros(1, 3, dtype=torch.float64)
+    with_zero, expected = (epk.path_features(run, points, 16).error for points in (torch.cat([at_zero, X]), X))
+    assert with_zero is not None
+    assert expected is not None
+    assert with_zero.num_points == expected.num_points == 6
+    assert [with_zero.rms, with_zero.nodes_max] == pytest.approx([expected.rms, expected.nodes_max])
+    assert epk.path_features(run, torch.cat([at_zero, X[:1]]), 16).error is None
+
+
 @pytest.mark.slow
 def test_errors_are_as_small_as_stated(case: Case, unchecked) -> None:
     """Over seeds, without the nodes' share; fewer features have more."""
