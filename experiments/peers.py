@@ -25,7 +25,6 @@ MEMBERS = 5
 NUM_SAMPLES = 256
 GP_SUBSET = {"last_layer": 1000, "all": 500}  # points of laplace-torch's functional process
 PRIOR_PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
-NUM_CHOICE = 400  # validation images for the choice among them
 
 
 @dataclass(frozen=True)
@@ -224,14 +223,14 @@ def laplace_process(weights: str) -> Peer:
             variance = torch.cat([part[1].detach().double().diagonal(dim1=1, dim2=2) for part in parts])
             return mean / (1 + torch.pi / 8 * variance).sqrt(), variance.sum(1)
 
-        held_out, found = validation[:NUM_CHOICE], []
+        found = []
         for precision in PRIOR_PRECISIONS:
             model.prior_precision = precision
-            scaled, _ = predictions(held_out.inputs)
+            scaled, _ = predictions(validation.inputs)
             if not scaled.isfinite().all():
                 continue
-            (factor,) = chosen_factors([scaled], held_out.labels)
-            found.append((float(F.cross_entropy(factor * scaled, held_out.labels)), precision, factor))
+            (factor,) = chosen_factors([scaled], validation.labels)
+            found.append((float(F.cross_entropy(factor * scaled, validation.labels)), precision, factor))
         _, model.prior_precision, a = min(found)
 
         def judge(X: Tensor) -> Judgement:
