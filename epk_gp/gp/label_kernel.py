@@ -20,6 +20,9 @@ from epk_gp.gram.path_sketch import PathSketch
 # 0.2 % of the spread, whatever the number of inputs.
 _LENGTHSCALE_POINTS = 1000
 
+# The median squared distance must be so many times the rounding of one, so that kernel values have six digits.
+_LEAST_DISTANCE = 1e6
+
 
 @dataclass(frozen=True, eq=False)
 class LabelKernel:
@@ -121,7 +124,7 @@ def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
     """Return the square root of the median squared distance between different inputs, of at most 1000 of them.
 
     Raises:
-        ValueError: More than half of the pairs of inputs are equal.
+        ValueError: More than half of the pairs of inputs are equal, or rounding makes their distances wrong.
     """
     count = min(len(X), _LENGTHSCALE_POINTS)
     some = X[torch.arange(count, device=X.device) * len(X) // count].to(torch.float64)
@@ -134,5 +137,11 @@ def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
         raise ValueError(
             "inputs must differ for a kernel on their distances: the median distance between training inputs is 0. "
             "Use inputs_kernel=None."
+        )
+    if not median > _LEAST_DISTANCE * rounding:
+        raise ValueError(
+            "inputs must not lie much farther from 0 than from each other, or their distances are rounding errors: got "
+            f"a median distance of {sqrt(median):.3g} at {float(lengths.max()) ** 0.5:.3g} from 0. Train on inputs "
+            "whose mean was subtracted, or use inputs_kernel=None."
         )
     return sqrt(median)

@@ -205,6 +205,13 @@ def test_distances_that_are_rounding_errors_are_no_lengthscale(seed):
     assert 5e-4 < median_lengthscale(X) < 1e-2
 
 
+def test_inputs_whose_distances_rounding_makes_wrong_have_no_lengthscale():
+    X = torch.randn(30, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert median_lengthscale(X + 1e3) == pytest.approx(median_lengthscale(X), rel=1e-6)
+    with pytest.raises(ValueError, match=r"got a median distance of \S+ at 2e\+05 from 0. Train on inputs whose mean"):
+        median_lengthscale(X + 1e5)
+
+
 def test_a_point_without_gradient_has_no_cosine(points):
     """A network of one ReLU layer without bias: at 0 nothing depends on the weights."""
     X, y = points
