@@ -43,7 +43,7 @@ def draw(result: GridResult) -> Figure:
 
 EXPERIMENT = Experiment(
     "shifted_networks",
-    GridConfig((Grid(FAR, NETWORKS[:6], (0, 1, 2)),)),
+    GridConfig((Grid(FAR, NETWORKS, (0, 1, 2)),)),
     GridConfig((Grid(("digits",), (TINY,), (0, 1)),), Counts(40, 20, 20, 20)),
     GridResult,
     run,
