@@ -131,8 +131,8 @@ def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
     squares = squared_distances(some, some)
     above = torch.triu_indices(count, count, 1, device=X.device)
     median = float(squares[above[0], above[1]].median()) if count > 1 else 0.0
-    lengths = some.flatten(1).square().sum(1)
-    rounding = some[0].numel() * torch.finfo(squares.dtype).eps * float(lengths.max())  # of equal inputs' distance 0
+    length = float(some.flatten(1).square().sum(1).median())  # squared; few inputs far from the others do no harm
+    rounding = some[0].numel() * torch.finfo(squares.dtype).eps * length  # of equal inputs' distance 0
     if not median > rounding:
         raise ValueError(
             "inputs must differ for a kernel on their distances: the median distance between training inputs is 0. "
@@ -141,7 +141,7 @@ def median_lengthscale(X: Shaped[Tensor, "n ..."]) -> float:
     if not median > _LEAST_DISTANCE * rounding:
         raise ValueError(
             "inputs must not lie much farther from 0 than from each other, or their distances are rounding errors: got "
-            f"a median distance of {sqrt(median):.3g} at {float(lengths.max()) ** 0.5:.3g} from 0. Train on inputs "
+            f"a median distance of {sqrt(median):.3g} at {sqrt(length):.3g} from 0. Train on inputs "
             "whose mean was subtracted, or use inputs_kernel=None."
         )
     return sqrt(median)

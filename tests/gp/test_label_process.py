@@ -210,6 +210,9 @@ def test_inputs_whose_distances_rounding_makes_wrong_have_no_lengthscale():
     assert median_lengthscale(X + 1e3) == pytest.approx(median_lengthscale(X), rel=1e-6)
     with pytest.raises(ValueError, match=r"got a median distance of \S+ at 2e\+05 from 0. Train on inputs whose mean"):
         median_lengthscale(X + 1e5)
+    expected = median_lengthscale(X)
+    X[0] = 1e6  # one that is far from all others does not count
+    assert median_lengthscale(X) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_point_without_gradient_has_no_cosine(points):
