@@ -51,7 +51,7 @@ class Config:
         Problem("mnist", steps=400, batch_size=20, lr=0.1),
         Problem("fashion-mnist", steps=400, batch_size=20, lr=0.1),
         Problem("mnist", "cnn", steps=400, batch_size=20, lr=0.1),
-        Problem("fashion-mnist", "cnn", steps=400, batch_size=20, lr=0.1),
+        Problem("fashion-mnist", "cnn", steps=400, batch_size=20, lr=0.1, double=False),
     )
     purchase: Purchase = Purchase()
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)

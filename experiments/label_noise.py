@@ -26,8 +26,8 @@ class Config:
     problems: tuple[Problem, ...] = (
         Problem("mnist"),
         Problem("fashion-mnist"),
-        Problem("mnist", "cnn", lr=0.2),
-        Problem("fashion-mnist", "cnn", lr=0.2),
+        Problem("mnist", "cnn", lr=0.2, double=False),
+        Problem("fashion-mnist", "cnn", lr=0.2, double=False),
     )
     shares: tuple[float, ...] = (0.1, 0.05, 0.2)
     seeds: tuple[int, ...] = (0, 1, 2)

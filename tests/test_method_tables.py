@@ -1,19 +1,17 @@
 """The gallery's tables of methods: means over trained networks, and the sentence that says who wins."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-HOOKS = Path(__file__).parents[1] / "docs" / "hooks.py"
+from page_code import load
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture(scope="module")
-def hooks():
-    spec = importlib.util.spec_from_file_location("hooks", HOOKS)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tables():
+    return load(DOCS / "method_tables.py")
 
 
 def row(method, network, auroc, nll):
@@ -28,16 +26,16 @@ TABLE = [
 ]  # fmt: skip
 
 
-def measures(hooks):
+def measures(tables):
     saved = {"columns": ["AUROC", "NLL"], "table": TABLE}
     return [
-        hooks.Measure("AUROC", hooks._of_columns(saved, "AUROC", data="mnist")),
-        hooks.Measure("NLL", hooks._of_columns(saved, "NLL"), 2, least=True),
+        tables.Measure("AUROC", tables._of_columns(saved, "AUROC", data="mnist")),
+        tables.Measure("NLL", tables._of_columns(saved, "NLL"), 2, least=True),
     ]
 
 
-def test_means_are_over_all_networks_the_best_is_bold_and_a_partial_mean_is_in_brackets(hooks):
-    assert hooks.method_table(TABLE, measures(hooks)).splitlines()[2:] == [
+def test_means_are_over_all_networks_the_best_is_bold_and_a_partial_mean_is_in_brackets(tables):
+    assert tables.method_table(TABLE, measures(tables)).splitlines()[2:] == [
         "| softmax | 0.850 | 0.25 |",
         "| kNN | **0.980** | – |",
         "| slow | (1.000) | (0.10) |",
@@ -45,22 +43,51 @@ def test_means_are_over_all_networks_the_best_is_bold_and_a_partial_mean_is_in_b
     ]
 
 
-def test_where_another_method_wins_is_said_first(hooks):
-    sentence = hooks.who_wins(TABLE, measures(hooks), "ours")
+def test_where_another_method_wins_is_said_first(tables):
+    sentence = tables.who_wins(TABLE, measures(tables), "ours")
     assert sentence == (
         "**Another method is better at:** AUROC (kNN 0.980, ours 0.960). ours is the best, or as good, at: NLL."
     )
     alone = [entry for entry in TABLE if entry["method"] != "kNN"]
-    assert hooks.who_wins(alone, measures(hooks), "ours") == "ours is the best, or as good, at: AUROC; NLL."
+    assert tables.who_wins(alone, measures(tables), "ours") == "ours is the best, or as good, at: AUROC; NLL."
 
 
-def test_other_data_sets_do_not_count(hooks):
+def test_other_data_sets_do_not_count(tables):
     saved = {"columns": ["AUROC", "NLL"], "table": TABLE}
-    other = hooks.Measure("AUROC", hooks._of_columns(saved, "AUROC", data="kmnist"))
-    assert hooks.method_means(TABLE, other) == ({}, set())
+    other = tables.Measure("AUROC", tables._of_columns(saved, "AUROC", data="kmnist"))
+    assert tables.method_means(TABLE, other) == ({}, set())
 
 
-def test_every_table_and_sentence_of_the_gallery_is_made_from_its_saved_result(hooks):
-    page = hooks.on_page_markdown((HOOKS.parent / "gallery.md").read_text())
+def test_networks_of_the_largest_training_set_stand_beside_each_other(tables):
+    about = [("mnist", "CNN", 10), ("fashion-mnist", "MLP 64", 20), ("mnist", "MLP 64", 20), ("mnist", "CNN", 20)]
+    columns = ["error AUROC", "accuracy"]
+    table = [
+        {
+            "data": data,
+            "network": network,
+            "num_train": n,
+            "method": method,
+            "values": [[auroc / k, 0], [k / 10, 0]],
+        }
+        for k, (data, network, n) in enumerate(about, 1)
+        for method, auroc in (("softmax, as trained", 0.8), ("EPK-GP", 0.6))
+    ]
+    saved = {"results": {"columns": columns, "table": table}}
+    measures = tables._largest_measures("error AUROC", ["error AUROC"])(saved["results"])
+    assert [measure.name for measure in measures] == [
+        "MNIST, MLP 64: error AUROC", "MNIST, CNN: error AUROC", "Fashion, MLP 64: error AUROC",
+    ]  # fmt: skip
+    assert tables.method_table(table, measures).splitlines()[2:] == [
+        "| softmax, as trained | **0.267** | **0.200** | **0.400** |",
+        "| EPK-GP | 0.200 | 0.150 | 0.300 |",
+    ]
+    assert tables._largest_accuracy(saved) == (
+        "Test images on which these networks are right: MNIST, MLP 64 30.0 %; MNIST, CNN 40.0 %; "
+        "Fashion, MLP 64 20.0 %."
+    )
+
+
+def test_every_table_and_sentence_of_the_gallery_is_made_from_its_saved_result():
+    page = load(DOCS / "hooks.py").on_page_markdown((DOCS / "gallery.md").read_text())
     assert "{{" not in page
     assert "EPK-GP is the best, or as good, at:" in page
