@@ -15,6 +15,7 @@ from epk_gp.core.validation import validate_count
 from epk_gp.gp.class_data import labelled_points, training_labels
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.stacking import most_likely_temperature
+from epk_gp.quadrature.paths import WeightPath, straight
 
 AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
 
@@ -59,6 +60,7 @@ def label_errors(
     points: Int[Tensor, " M"] | Sequence[int] | None = None,
     seed: int = 0,
     power: int | None = None,
+    path: WeightPath = straight(),
     **options: Unpack[ComputeSettings],
 ) -> LabelErrors:
     """Rank training points by how suspicious their labels are.
@@ -75,6 +77,7 @@ def label_errors(
         points: Indices of the training points to judge, from each other; all by default.
         seed: Seed of the sketch.
         power: As in `UncertainClassifier`.
+        path: As in `UncertainClassifier`.
         options: `memory_budget`, `progress` and `executor`; see `ComputeOptions`.
 
     Raises:
@@ -83,7 +86,7 @@ def label_errors(
     """
     validate_trajectory(trajectory)
     labels = training_labels(trajectory, "label_errors")
-    settings = LabelSettings(nodes, features, inputs_kernel, seed, power)
+    settings = LabelSettings(nodes, features, inputs_kernel, seed, power, path)
     settings.validate()
     judged = labelled_points(trajectory, labels, points)
     if len(judged) < 2:

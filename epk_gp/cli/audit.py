@@ -8,7 +8,7 @@ from torch import Tensor
 
 from epk_gp.analysis.label_errors import LabelErrors, label_errors
 from epk_gp.cli.manifest import open_run
-from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features
+from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, parse_path
 from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.gp.class_data import training_labels
 from epk_gp.plots.score_figures import draw_suspicious_labels
@@ -24,6 +24,7 @@ def audit(
     top: int,
     features: str | None,
     nodes: int | None,
+    path: str,
     memory: float,
     network: str | None,
     workers: int | None,
@@ -33,7 +34,7 @@ def audit(
 ) -> None:
     """Write the table of all training labels, print and draw its first rows."""
     require_one_executor(workers, scheduler)
-    timer, asked = Stopwatch(), parse_features(features)
+    timer, asked, along = Stopwatch(), parse_features(features), parse_path(path)
     trajectory = open_run(run, network)
     labels = training_labels(trajectory, "audit")
     folder = make_folder(out)
@@ -43,6 +44,7 @@ def audit(
             nodes=nodes,
             features=asked,
             seed=seed,
+            path=along,
             memory_budget=memory_bytes(memory),
             progress=not quiet,
             executor=executor,
@@ -54,7 +56,7 @@ def audit(
         writer.writerows(rows)
     draw_suspicious_labels(folder / "audit.png", found, trajectory.inputs, labels, top)
     others = int((found.predicted != labels[found.points]).sum())
-    config = {"run": run, "top": top, "features": features, "nodes": nodes, "seed": seed}
+    config = {"run": run, "top": top, "features": features, "nodes": nodes, "path": path, "seed": seed}
     config |= {"workers": workers, "scheduler": scheduler}
     results = {"num_points": len(rows), "another_class_expected": others, "first": rows[:top]}
     write_json(folder / "audit.json", "audit", config, results, timer)

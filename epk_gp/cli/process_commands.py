@@ -130,6 +130,7 @@ def audit(
     ] = 20,
     features: Features = None,
     nodes: Nodes = None,
+    path: PathOption = "straight",
     memory: Memory = 1.0,
     network: Network = None,
     workers: Workers = None,

@@ -13,10 +13,10 @@ from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.core.validation import validate_count
 from epk_gp.quadrature.paths import (
+    LayerwisePath,
     ManhattanPath,
     WeightPath,
     path_identity,
-    require_integrable,
     straight,
     stretch_of,
     validate_path,
@@ -104,11 +104,11 @@ def validate_path_of_nodes(path: WeightPath) -> None:
         ValueError: It is a Manhattan or a layerwise path.
     """
     validate_path(path)
-    require_integrable(path, "the path kernel")
-    if isinstance(path, ManhattanPath):
+    if isinstance(path, ManhattanPath | LayerwisePath):
+        got = "manhattan()" if isinstance(path, ManhattanPath) else f"layerwise(every={path.every})"
         raise ValueError(
-            "a node is one state of all weights, on straight() steps or on chords(): got manhattan(), along which each "
-            "module has its gradients at weights of its own."
+            f"a node is one state of all weights, on straight() steps or on chords(every=k): got {got}, along which "
+            "modules or operations move apart."
         )
 
 

@@ -45,14 +45,21 @@ def test_scores_join_the_ranks_of_process_and_run(wrong_run):
     assert len(found) == 45
 
 
-def test_the_process_leaves_each_point_out(wrong_run):
+@pytest.mark.parametrize("path", [epk.straight(), epk.chords(10)])
+def test_the_process_leaves_each_point_out(wrong_run, path):
     """Its prediction of a point does not depend on the point's own label, up to the noise that was fitted."""
     run, _ = wrong_run
-    model = epk.UncertainClassifier(run, nodes=4).fit(run.inputs + 0.1, run.targets)
+    model = epk.UncertainClassifier(run, nodes=4, path=path).fit(run.inputs + 0.1, run.targets)
     mean, _ = model.process_.leave_one_out()
-    found = epk.label_errors(run, nodes=4)
+    found = epk.label_errors(run, nodes=4, path=path)
     assert_close(found.margin, margins(mean, run.targets))
     assert_close(found.own_label, mean[torch.arange(45), run.targets])
+    assert torch.equal(found.margin, epk.label_errors(run, nodes=4).margin) == (path == epk.straight())
+
+
+def test_labels_are_judged_along_a_path_that_nodes_lie_on(wrong_run):
+    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got layerwise"):
+        epk.label_errors(wrong_run[0], path=epk.layerwise())
 
 
 def test_the_area_under_the_margin_is_the_mean_over_states(wrong_run):

@@ -18,6 +18,7 @@ from commands import refused, run
 from epk_gp.cli.labelled import halves, read_labelled
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.cli.parsing import parse_path
 from epk_gp.gp.class_data import count_seen
 from epk_gp.plots.score_figures import suspicious_labels_figure
 
@@ -195,14 +196,14 @@ def test_a_folder_of_images_gives_validation_points_and_points_without_labels(im
     assert "60 points of" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("which", ["judged", "images"])
-def test_audit_ranks_every_label_as_the_library_does(request, tmp_path, capsys, which):
+@pytest.mark.parametrize(("which", "path"), [("judged", "straight"), ("images", "chords:2")])
+def test_audit_ranks_every_label_as_the_library_does(request, tmp_path, capsys, which, path):
     folder = request.getfixturevalue(which)
     capsys.readouterr()  # of the fixture
-    options = ("--top", 12, "--nodes", 3, "--quiet")
+    options = ("--top", 12, "--nodes", 3, "--path", path, "--quiet")
     assert run("audit", folder / "run", "--out", tmp_path, *options) == 0
     trajectory = open_run(folder / "run", None)
-    found = epk.label_errors(trajectory, nodes=3)
+    found = epk.label_errors(trajectory, nodes=3, path=parse_path(path))
     with (tmp_path / "labels.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["index"]) for row in rows] == found.indices.tolist()
