@@ -114,7 +114,7 @@ def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options):
         ("estimate", ("--path", "zigzag"), "chords:K, layerwise[:K] or manhattan: got 'zigzag'."),
         ("gram", ("--path", "manhattan", "--rule", "adaptive"), "along manhattan() needs the same nodes at all points"),
         ("uncertainty", ("--nodes", 4, "--rule", "midpoint:2"), "leaves a rule no part: got nodes=4"),
-        ("uncertainty", ("--nodes", 4, "--path", "manhattan"), "on straight() steps or on chords(every=k): got manhattan()"),
+        ("uncertainty", ("--nodes", 4, "--path", "manhattan"), "on chords(every=k): got manhattan()"),
         ("uncertainty", ("--path", "chords:-1"), "K must be a whole number of steps from 1"),
     ],
     ids=str,
