@@ -228,5 +228,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "scores": _scores,
     "terms": _terms,
     "seconds": _seconds,
+    "row_by_row": lambda saved: f"*Computed row by row on one thread of a shared machine; {_versions(saved)}.*",
     "method_seconds": _method_seconds,
 }

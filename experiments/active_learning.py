@@ -16,7 +16,7 @@ from judging import mean_and_std, network_name
 from saved_rows import WAITING, Row, reasons_once, rounded, row_of
 from uncertainty_problems import Problem, record, splits, train_unrecorded
 
-PER_ROW = 3  # panels
+PER_ROW = 2  # panels
 
 
 @dataclass(frozen=True)
