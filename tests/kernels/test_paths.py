@@ -94,9 +94,9 @@ def test_a_kernel_says_its_path():
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_kernel_cannot_follow_is_refused():
     run = recorded("relu_sgd")
-    with pytest.raises(ValueError, match=r"on straight\(\) steps or on chords\(\): got manhattan\(\)"):
+    with pytest.raises(ValueError, match=r"on straight\(\) steps or on chords\(every=k\): got manhattan\(\)"):
         epk.EPKKernel(run, path=epk.manhattan(), features=16)
-    with pytest.raises(ValueError, match=r"on straight\(\) steps or on chords\(\): got manhattan\(\)"):
+    with pytest.raises(ValueError, match=r"on straight\(\) steps or on chords\(every=k\): got manhattan\(\)"):
         epk.LogitGP(run, path=epk.manhattan(), nodes=4)
     with pytest.raises(ValueError, match="leaves a rule no part: got nodes=4 and"):
         epk.LogitGP(run, nodes=4, rule=RULE)
