@@ -257,9 +257,7 @@ def test_every_figure_of_the_gallery_has_its_command():
 
 def test_a_table_or_package_that_does_not_exist_is_an_error():
     """The negative control: pages take their numbers from saved results, and a wrong name must not pass unseen."""
-    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+    hooks = load(DOCS / "hooks.py")
     assert "| rule |" in hooks.on_page_markdown("{{ fig04_machine rules }}")
     with pytest.raises(FileNotFoundError):
         hooks.on_page_markdown("{{ fig99 rules }}")
