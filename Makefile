@@ -61,6 +61,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check
 	$(FORMAT_PAGES) --check
 	$(BIN)/mypy
+	$(BIN)/python docs/size.py
 
 format: $(DEV)
 	$(BIN)/ruff check --fix

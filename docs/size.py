@@ -1,0 +1,145 @@
+"""Count the code lines of the package, by folder and by capability, so that growth is seen: `make lint` prints them.
+
+A code line is a line that is not blank, not a comment and not part of a docstring. A file belongs to the capability
+with the longest pattern that fits its name.
+"""
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "epk_gp"
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+# Capability -> patterns of files, relative to the package.
+CAPABILITIES = {
+    "the network as a function: inputs, outputs, graphs": (
+        "core/aligned.py", "core/attention.py", "core/forward_fingerprint.py", "core/graph.py", "core/head.py",
+        "core/input_layout.py", "core/model.py", "core/moving_statistics.py", "core/returned.py", "core/signature.py",
+    ),
+    "losses and targets": ("core/loss*.py", "core/target*.py"),
+    "runs, points, checks of arguments": ("core/*.py",),
+    "replay of training passes": ("core/replay.py", "core/gradients.py", "core/checkpointing.py", "core/kept_*.py"),
+    "optimizers and update rules": (
+        "core/optimizer*.py", "core/preconditioners.py", "core/update_*.py", "core/scaled_*.py",
+        "core/recorded_clip*.py",
+    ),
+    "averaged weights": ("core/averaging.py",),
+    "states that are computed again": ("core/recomputation.py", "core/computed_states.py", "core/states.py"),
+    "memory and options of a computation": (
+        "core/memory_plan.py", "core/compute_options.py", "core/executors.py", "core/huge_pages.py",
+        "core/rows_on_*.py",
+    ),
+    "how results show themselves": ("core/display.py", "core/progress.py"),
+    "recording a loop": ("training/*.py",),
+    "checking recorded steps": (
+        "training/*check*.py", "training/diagnosis.py", "training/derivative_probe.py", "training/row_identity.py",
+        "training/step_gradient.py", "training/validation.py", "training/seen_targets.py",
+    ),
+    "Lightning and Hugging Face": ("training/lightning.py", "training/huggingface.py", "callbacks.py"),
+    "runs on disk": ("storage/*.py",),
+    "hostile and damaged files": (
+        "storage/*verification.py", "storage/check.py", "storage/compatibility.py", "storage/write_errors.py",
+    ),
+    "packing and thinning of runs": (
+        "storage/codec.py", "storage/packing.py", "storage/thinning.py", "storage/disk_space.py",
+    ),
+    "workers": ("distributed/*.py",),
+    "cost estimates": ("distributed/cost_*.py", "gram/estimate.py", "kernel_machine/estimate.py", "cli/estimate.py"),
+    "layer Jacobians": ("autodiff/*.py",),
+    "averages along lines (layerwise)": ("autodiff/line_*.py", "autodiff/secant*.py"),
+    "quadrature and paths": ("quadrature/*.py",),
+    "kinks": ("quadrature/*kinks.py", "quadrature/piecewise_ops.py", "autodiff/piecewise.py"),
+    "Gram blocks": ("gram/*.py",),
+    "sketched features": (
+        "gram/*sketch*.py", "gram/hadamard.py", "gram/path_features.py", "gram/random_fourier.py",
+        "autodiff/sketches.py", "kernels/sketched.py",
+    ),
+    "derivatives of the kernel in its points": (
+        "gram/input_derivatives.py", "gram/pair_*.py", "kernels/derivatives.py", "kernels/gradient_demand.py",
+    ),
+    "attribution": ("kernel_machine/*.py",),
+    "reconstruction and certificates": (
+        "kernel_machine/reconstruct*.py", "kernel_machine/cert*.py", "kernel_machine/step_residuals.py",
+        "kernel_machine/single_machine.py", "core/certificate.py",
+    ),
+    "influence and retraining": (
+        "kernel_machine/influence*.py", "kernel_machine/loss_curvature.py", "kernel_machine/optimizer_adjoint.py",
+        "kernel_machine/retrain*.py", "kernel_machine/smoothing.py", "kernel_machine/stacked_training.py",
+        "kernel_machine/batch_statistics.py",
+    ),
+    "other kernel machines": (
+        "kernel_machine/baselines.py", "kernel_machine/vanilla_gd.py", "kernels/infinite_width.py",
+    ),
+    "the GPyTorch kernel": ("kernels/*.py",),
+    "processes on logits": ("gp/*.py",),
+    "processes on labels, the classifier": (
+        "gp/class_*.py", "gp/conformal.py", "gp/label_*.py", "gp/saved_*.py", "gp/stacking.py", "gp/uncertain_*.py",
+        "classifier.py",
+    ),
+    "scores and suspicious labels": (
+        "analysis/c*.py", "analysis/detection.py", "analysis/label_errors.py", "analysis/next_to_label.py",
+        "analysis/ranks.py",
+    ),
+    "numbers of the paper's figures": ("analysis/*.py",),
+    "pictures": ("plots/*.py",),
+    "the report": ("report/*.py", "cli/report.py"),
+    "the command line": ("cli/*.py",),
+    "names, data sets, provenance": ("*.py",),
+}  # fmt: skip
+
+
+def code_lines(text: str) -> int:
+    """Count the lines of a file that are not blank, not comments and not docstrings."""
+    docstrings = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    tokens = (token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in LAYOUT)
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docstrings)
+
+
+def capability(file: str) -> str:
+    """Return the capability of a file, given by its path in the package."""
+    names = {pattern: name for name, patterns in CAPABILITIES.items() for pattern in patterns}
+    fitting = [p for p in names if p.count("/") == file.count("/") and fnmatch(file, p)]
+    return names[max(fitting, key=len)]
+
+
+def sizes() -> tuple[Mapping[str, tuple[int, int]], Mapping[str, tuple[int, int]]]:
+    """Return (code lines, files) of every folder and of every capability."""
+    lines, files = Counter[str](), Counter[str]()
+    folders = set[str]()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        folder = file.rpartition("/")[0] or "top level"
+        folders.add(folder)
+        for name in (folder, capability(file)):
+            lines[name] += code_lines(path.read_text(encoding="utf-8"))
+            files[name] += 1
+    return (
+        {name: (lines[name], files[name]) for name in sorted(folders)},
+        {name: (lines[name], files[name]) for name in CAPABILITIES},
+    )
+
+
+def table() -> str:
+    """Return the table as text."""
+    folders, capabilities = sizes()
+    rows = []
+    for title, part in (("folder", folders), ("capability", capabilities)):
+        rows += [f"{title:<52}{'code lines':>12}{'files':>8}"]
+        rows += [f"  {name:<50}{lines:>12,}{files:>8,}" for name, (lines, files) in part.items()]
+    rows += [f"{'epk_gp':<52}{sum(n for n, _ in folders.values()):>12,}{sum(n for _, n in folders.values()):>8,}"]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())
