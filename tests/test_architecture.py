@@ -61,31 +61,27 @@ def layer(module):
     return module.split(".")[0]
 
 
-@pytest.fixture(params=MODULES.items(), ids=MODULES.keys())
-def module(request):
-    return request.param
+def test_every_module_has_a_layer():
+    assert {layer(name) for name in MODULES} <= RANK.keys()
 
 
-def test_every_module_has_a_layer(module):
-    assert layer(module[0]) in RANK
+def test_imports_point_from_later_layers_to_earlier_ones():
+    for name, file in MODULES.items():
+        for imported in imported_by(file) - {"epk_gp"}:  # the package itself: its version
+            same_folder, earlier = layer(imported) == layer(name), RANK[layer(imported)] < RANK[layer(name)]
+            assert same_folder or earlier, f"{name} imports {imported}"
 
 
-def test_imports_point_from_later_layers_to_earlier_ones(module):
-    name, file = module
-    for imported in imported_by(file) - {"epk_gp"}:  # the package itself: its version
-        same_folder, earlier = layer(imported) == layer(name), RANK[layer(imported)] < RANK[layer(name)]
-        assert same_folder or earlier, f"{name} imports {imported}"
-
-
-def test_imports_stand_at_the_top_of_their_file(module):
+def test_imports_stand_at_the_top_of_their_file():
     """A function-local import of the package hides a cycle."""
-    _, file = module
-    tree = ast.parse(file.read_text())
-    at_top = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in at_top:
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            assert not any(name.split(".")[0] == "epk_gp" for name in names), f"{file}:{node.lineno}"
+    for file in MODULES.values():
+        tree = ast.parse(file.read_text())
+        at_top = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in at_top:
+                imports = [alias.name for alias in node.names]
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else imports
+                assert not any(name.split(".")[0] == "epk_gp" for name in names), f"{file}:{node.lineno}"
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
@@ -114,20 +110,20 @@ def test_the_package_names_what_it_exports():
         assert hasattr(epk_gp, name)
 
 
-def test_no_file_is_longer_than_400_lines():
+def test_no_file_is_longer_than_600_lines():
     for folder in ("epk_gp", "tests", "experiments", "benchmarks"):
         for file in own_files(folder):
-            assert len(file.read_text().splitlines()) <= 400, file
+            assert len(file.read_text().splitlines()) <= 600, file
 
 
-def test_private_functions_have_at_most_six_positional_parameters(module):
-    """More of them mean that a type is missing. Keyword-only parameters name themselves where they are passed."""
-    name, file = module
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("_"):
-            positional = [argument.arg for argument in node.args.posonlyargs + node.args.args]
-            bound = positional[:1] in (["self"], ["cls"])
-            assert len(positional) - bound <= 6, f"{name}.{node.name}"
+def test_public_functions_have_at_most_six_positional_parameters():
+    """Keyword-only parameters name themselves where they are passed; those of commands are options."""
+    for name, file in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and layer(name) != "cli":
+                positional = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+                bound = positional[:1] in (["self"], ["cls"])
+                assert len(positional) - bound <= 6, f"{name}.{node.name}"
 
 
 @pytest.mark.parametrize(
