@@ -96,10 +96,14 @@ def section_numbers(page: Path) -> set[int]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The addresses of a page's headings, made as MkDocs makes them."""
-    plain = [unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings(page)]
-    words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in plain]
-    return {re.sub(r"[-\s]+", "-", heading) for heading in words}
+    """The addresses of a page's headings that MkDocs and a forge make alike: a link must lead to one on both."""
+    found = set()
+    for heading in headings(page):
+        plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+        on_site = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+        on_forge = re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")
+        found |= {on_site} & {on_forge}
+    return found
 
 
 def broken(where: str, page: Path, anchor: str | None, numbers: str | None) -> Iterator[str]:

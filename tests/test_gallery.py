@@ -22,7 +22,7 @@ SECTIONS = {
     for section in pages_tool().written((ROOT / "docs" / "gallery.md").read_text()).split("\n## ")[1:]
 }
 SLOW = {"fig07_quadrature"}  # its names are placed so that they do not overlap
-# Their prose states no results: these are in tables and in a sentence on who wins, made from the JSON by docs/expand.py.
+# Their prose states no results: these are in tables and in a sentence on who wins, made by docs/expand.py.
 NO_NUMBERS = {"judged_networks", "shifted_networks", "label_noise", "active_learning"}
 
 

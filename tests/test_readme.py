@@ -31,7 +31,7 @@ def test_the_readme_s_code_prints_and_draws_what_is_shown():
     """`docs/pictures/quickstart.py` writes both anew."""
     page, quickstart = README.read_text(), load(QUICKSTART)
     names, printed = quickstart.run(page)
-    assert quickstart.with_outputs(page, printed).count("```text") == page.count("```text") == 7
+    assert quickstart.with_outputs(page, printed).count("```text") == page.count("```text") == 8
     for (code, shown), text in zip(quickstart.blocks(page), printed, strict=True):
         assert same(shown, text), f"{code}\nprints\n{text}"
     assert names["K"].shape == (len(names["X_test"]), 3, len(names["X"]), 3)
