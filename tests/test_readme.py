@@ -34,6 +34,8 @@ def test_the_readme_s_code_prints_and_draws_what_is_shown():
     assert quickstart.with_outputs(page, printed).count("```text") == page.count("```text") == 8
     for (code, shown), text in zip(quickstart.blocks(page), printed, strict=True):
         assert same(shown, text), f"{code}\nprints\n{text}"
+    change = f"+{names['raised']:.3f} and −{-names['lowered']:.3f} leave a change of {names['added'].sum():+.3f}"
+    assert change in page
     assert names["K"].shape == (len(names["X_test"]), 3, len(names["X"]), 3)
     for name, draw in quickstart.PICTURES.items():
         shown = words_in(DOCS / "pictures" / f"quickstart_{name}.svg")
