@@ -40,7 +40,7 @@ test test-fast lint: export OMP_NUM_THREADS := 1
 test test-fast lint: export MKL_NUM_THREADS := 1
 test test-fast: export MPLBACKEND := Agg
 
-.PHONY: demo test test-fast lint format docs bench faults clean
+.PHONY: demo test test-fast lint format pages docs bench faults clean
 .DEFAULT_GOAL := test
 
 demo: $(CORE)
@@ -67,6 +67,11 @@ format: $(DEV)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(FORMAT_PAGES)
+	$(BIN)/python docs/expand.py
+
+# Pages are committed as they are read: this writes anew what they show of saved results, the README and the code.
+pages: | $(BIN)/python
+	$(BIN)/python docs/expand.py
 
 docs: export NO_MKDOCS_2_WARNING := 1 # its banner; warnings of the build are errors
 docs: $(DEV)
@@ -76,11 +81,13 @@ docs: $(DEV)
 # Some 20 minutes and 8 GiB; peers get environments of their own.
 bench: $(DEV)
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+	$(BIN)/python docs/expand.py
 
 # Some 10 minutes; the table of docs/reliability.md.
 faults: export OMP_NUM_THREADS := 1
 faults: $(DEV)
 	$(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)
+	$(BIN)/python docs/expand.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,35 +1,14 @@
-"""What MkDocs does not do: formulas as MathML, tables from saved results, and a package's modules."""
+"""What MkDocs does not do: formulas as MathML, and a package's modules with their docstrings."""
 
 import html
-import importlib.util
-import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 from latex2mathml.converter import convert
 
-
-def _module(file: Path) -> ModuleType:
-    """Import a file that is in no package, and needs nothing beyond Python."""
-    specification = importlib.util.spec_from_file_location(file.stem, file)
-    if specification is None or specification.loader is None:
-        raise FileNotFoundError(f"the pages' tables must be made by {file}: there is no such file.")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-GALLERY = Path(__file__).parent / "gallery"
-ATTRIBUTION = Path(__file__).parents[1] / "benchmarks" / "attribution"
-METHODS = _module(Path(__file__).parent / "method_tables.py")
-SCORES = _module(ATTRIBUTION / "report.py")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _CODE = re.compile(r"<(code|pre)\b.*?</\1>", re.DOTALL)
-_TABLE = re.compile(r"^\{\{ (\w+) (\w+) \}\}$", re.MULTILINE)
-_RESULTS = re.compile(r"^\{\{ results \}\}$", re.MULTILINE)
-_MODULES = re.compile(r"^\{\{ modules ([\w.]+) \}\}$", re.MULTILINE)
+_MODULES = re.compile(r"^<!-- made: modules [^\n]* -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+_MODULE = re.compile(r"^## `([\w.]+)`$", re.MULTILINE)
 
 
 def on_page_content(content: str, **_: object) -> str:
@@ -51,183 +30,9 @@ def on_page_content(content: str, **_: object) -> str:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Replace {{ results }} and {{ experiment table }} by saved numbers, {{ modules epk_gp.x }} by a reference."""
-    markdown = _RESULTS.sub(lambda _: headline(), markdown)
-    markdown = _TABLE.sub(lambda match: TABLES[match[2]](_saved(match[1])), markdown)
-    return _MODULES.sub(lambda match: _reference(match[1]), markdown)
+    """Show whole docstrings where a page lists the names of modules."""
+    return _MODULES.sub(lambda match: "\n\n".join(map(_docstrings, _MODULE.findall(match[1]))), markdown)
 
 
-def headline() -> str:
-    """Return the three results of the index and the README, each with what it is measured beside."""
-    r = _saved("fig04_machine")["results"]
-    errors = dict(zip(r["rules"], r["max_error"], strict=True))
-    adaptive = next(i for i, name in enumerate(r["rules"]) if name.startswith("adaptive"))
-    exact = f"network and kernel machine differ by at most **{r['max_error'][adaptive]:.1e}**"
-    cost = f"{r['evaluations'][adaptive]:.1f} evaluations per point and step, 300 steps, float64"
-    rows = _saved("counterfactual")["results"]["table"]
-    problems = len({row["problem"] for row in rows})
-    agreement = {
-        (name, kind): _range(
-            [row["leave-one-out"][0] for row in rows if row["score"] == name and row["problem"].startswith(kind)], 2
-        )
-        for name in ("influence", "contributions", "TracIn (captum)")
-        for kind in ("tanh", "relu", "")
-    }
-    r = _saved("judged_networks")["results"]
-    columns = [METHODS.method_means(r["table"], measure)[0] for measure in METHODS.outside_measures(r)[:4]]
-    areas = {name: _range([column[name] for column in columns], 3) for name in columns[0]}
-    lines = [
-        ["Is it exact?", f"{exact} ({cost})", f"the paper's rule, 100 nodes: {errors['left Riemann 100']:.1e}"],
-        [
-            "What would change without a training point?",
-            f"rank correlation with training again: **{agreement['influence', 'tanh']}** with tanh, "
-            f"**{agreement['influence', 'relu']}** with ReLU ({problems} problems on digits)",
-            f"TracIn {agreement['TracIn (captum)', '']}; our contributions {agreement['contributions', '']}: exact is "
-            "not causal",
-        ],
-        [
-            "Is this input of another kind?",
-            f"area under the ROC curve **{areas['EPK-GP']}** (MNIST and Fashion-MNIST, against each other and KMNIST)",
-            f"softmax {areas['softmax, as trained']}; nearest training image {areas['kNN, pixels']}; "
-            f"NTK at the last step {areas['NTK-GP, last step']}",
-        ],
-    ]
-    return METHODS.markdown_table(["question", "result", "beside it"], lines)
-
-
-def _range(values: list[float], digits: int) -> str:
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-def modules_of(package: str) -> list[str]:
-    """List the public modules of a package of epk_gp, without importing it."""
-    folder = Path(__file__).parents[1].joinpath(*package.split("."))
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{package} must be a package: there is no folder {folder}.")
-    return [f"{package}.{file.stem}" for file in sorted(folder.glob("[!_]*.py"))]
-
-
-def _reference(package: str) -> str:
-    entries = (
-        f"## `{name}`\n\n::: {name}\n    options: {{ show_root_heading: false }}" for name in modules_of(package)
-    )
-    return "\n\n".join(entries)
-
-
-def _saved(name: str) -> dict:
-    file = ATTRIBUTION / "results.json" if name == "attribution" else GALLERY / f"{name}.json"
-    return json.loads(file.read_text())
-
-
-def _spread(pair: list[float], digits: int = 3) -> str:
-    return f"{pair[0]:.{digits}f} ± {pair[1]:.{digits}f}"
-
-
-def _rules(saved: dict) -> str:
-    r = saved["results"]
-    columns = zip(r["rules"], r["evaluations"], r["max_error"], strict=True)
-    rows = [[name, f"{count:.1f}", f"{error:.1e}"] for name, count, error in columns]
-    return METHODS.markdown_table(["rule", "evaluations per point and step", "largest error"], rows)
-
-
-def _numbers(saved: dict) -> str:
-    entries = saved["results"]["numbers"]
-    head = [key.replace("_", " ") for key in entries[0]]
-    rows = [
-        [v if isinstance(v, str) else "–" if v is None else f"{v:.3g}" for v in entry.values()] for entry in entries
-    ]
-    return METHODS.markdown_table(head, rows)
-
-
-def _images(saved: dict) -> str:
-    head = ["image", "network", "exact kernel machine", "notebook's approximation"]
-    rows = [
-        [f"a {i['label']}"]
-        + [f"{i[f'{name}_prediction']} ({i[f'{name}_confidence']:.3f})" for name in ("network", "exact", "notebook")]
-        for i in saved["results"]["images"]
-    ]
-    return METHODS.markdown_table(head, rows)
-
-
-def _scores(saved: dict) -> str:
-    keys = {"leave-one-out": "leave-one-out", "half": "LDS, half left out", "most": "LDS, a tenth left out"}
-    rows = [
-        [row["problem"], row["score"], *(_spread(row[key], 2) for key in keys), f"{row['seconds'][0]:.2g}"]
-        for row in saved["results"]["table"]
-    ]
-    return METHODS.markdown_table(["problem", "score", *keys.values(), "time, in attributions"], rows)
-
-
-def _terms(saved: dict) -> str:
-    r = saved["results"]
-    keys = {
-        "initial": "initial",
-        "own_class": "images of that class",
-        "other_classes": "other images",
-        "decay": "decay",
-        "statistics": "statistics",
-        "unexplained": "unexplained",
-        "network": "output",
-    }
-    rows = [
-        [r["names"][test["label"]], r["names"][test["predicted"]]]
-        + [f"{test[key]:.3f}" for key in keys]
-        + [f"{abs(test['error']):.0e}", f"{test['amplification']:.0f}"]
-        for test in r["tests"]
-    ]
-    return METHODS.markdown_table(["test image", "predicted", *keys.values(), "sum less output", "amplification"], rows)
-
-
-def _versions(saved: dict) -> str:
-    return ", ".join(f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch"))
-
-
-def _seconds(saved: dict) -> str:
-    return f"*{saved['seconds']['total']:.0f} seconds on one thread of a shared machine; {_versions(saved)}.*"
-
-
-def _method_seconds(saved: dict) -> str:
-    """Add up what the methods took: the result is put together from rows that were computed one by one."""
-    total = sum(row["seeds"] * row["seconds"] for row in saved["results"]["table"])
-    return (
-        f"*The methods took {total:.0f} processor seconds on one thread of a shared machine, without the training of "
-        f"the networks that they judge; {_versions(saved)}.*"
-    )
-
-
-def _scored(setting: str) -> Callable[[dict], str]:
-    return lambda saved: SCORES.setting_table(saved["results"]["table"], setting)
-
-
-def _score_sizes(saved: dict) -> str:
-    config = saved["config"]
-    explained = "; ".join(f"{name} {count}" for name, count in config["points"].items())
-    return (
-        f"*Means ± standard deviations over seeds ({config['seeds']}), {config['subsets']} subsets of each size, one "
-        f"thread; test samples that are explained: {explained}. {_versions(saved)}.*"
-    )
-
-
-OUR_SCORES = [
-    "influence (epk_gp)",
-    "smoothed influence (epk_gp)",
-    "smoothed influence, weights 0 to 1 (epk_gp)",
-    "smoothed influence, 16 runs (epk_gp)",
-]
-TABLES: dict[str, Callable[[dict], str]] = {
-    "scores_mlp": _scored("MNIST, MLP"),
-    "scores_logistic": _scored("MNIST, logistic regression"),
-    "scores_cnn": _scored("MNIST, CNN"),
-    "scores_transformer": _scored("text, transformer"),
-    "score_winners": lambda saved: SCORES.winners(saved["results"]["table"], OUR_SCORES),
-    "score_sizes": _score_sizes,
-    **METHODS.TABLES,
-    "rules": _rules,
-    "numbers": _numbers,
-    "images": _images,
-    "scores": _scores,
-    "terms": _terms,
-    "seconds": _seconds,
-    "row_by_row": lambda saved: f"*Computed row by row on one thread of a shared machine; {_versions(saved)}.*",
-    "method_seconds": _method_seconds,
-}
+def _docstrings(name: str) -> str:
+    return f"## `{name}`\n\n::: {name}\n" + "    options: { show_root_heading: false }"

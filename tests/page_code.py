@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-QUICKSTART = Path(__file__).parents[1] / "docs" / "pictures" / "quickstart.py"
+DOCS = Path(__file__).parents[1] / "docs"
+QUICKSTART = DOCS / "pictures" / "quickstart.py"
 
 
 def load(path: Path) -> ModuleType:
@@ -15,6 +16,11 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+def pages_tool() -> ModuleType:
+    """`docs/expand.py`, which writes what pages show of other files."""
+    return load(DOCS / "expand.py")
 
 
 def same(shown: str, printed: str) -> bool:

@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 
 import epk_gp as epk
-from page_code import QUICKSTART, load, same
+from page_code import QUICKSTART, load, pages_tool, same
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 SOURCES = sorted(file.relative_to(ROOT).as_posix() for file in (ROOT / "epk_gp").rglob("*.py"))
 TUTORIALS = "tutorials/"  # test_tutorials.py runs them
-WITH_CODE = [page for page in PAGES if "```python" in (DOCS / page).read_text() and not page.startswith(TUTORIALS)]
+EXPAND = pages_tool()
+WITH_CODE = [  # of their own: what they show of the README runs there
+    page
+    for page in PAGES
+    if "```python" in EXPAND.written((DOCS / page).read_text()) and not page.startswith(TUTORIALS)
+]
 NO_REFERENCE = "epk_gp.cli"  # commands, not functions: capabilities/command-line.md
 
 DOCS_REFERENCE = re.compile(
@@ -91,10 +96,14 @@ def section_numbers(page: Path) -> set[int]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The addresses of a page's headings, made as MkDocs makes them."""
-    plain = [unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode() for heading in headings(page)]
-    words = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in plain]
-    return {re.sub(r"[-\s]+", "-", heading) for heading in words}
+    """The addresses of a page's headings that MkDocs and a forge make alike: a link must lead to one on both."""
+    found = set()
+    for heading in headings(page):
+        plain = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+        on_site = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+        on_forge = re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")
+        found |= {on_site} & {on_forge}
+    return found
 
 
 def broken(where: str, page: Path, anchor: str | None, numbers: str | None) -> Iterator[str]:
@@ -228,16 +237,17 @@ def test_every_page_is_in_the_navigation():
 
 
 def modules(package: str) -> set[str]:
-    """The public modules of a package, as docs/hooks.py lists them."""
+    """The public modules of a package, as docs/expand.py lists them."""
     return {f"{package}.{file.stem}" for file in ROOT.joinpath(*package.split(".")).glob("[!_]*.py")}
 
 
 def test_every_module_has_its_reference():
+    """On the page, and with its docstrings on the site."""
+    hooks = load(DOCS / "hooks.py")
     text = "\n".join((DOCS / page).read_text() for page in PAGES)
-    named = set(re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE))
-    for package in re.findall(r"^\{\{ modules (\S+) \}\}$", text, flags=re.MULTILINE):
-        assert modules(package), package
-        named |= modules(package)
+    named = set(re.findall(r"^## `(epk_gp\.[\w.]+)`$", text, flags=re.MULTILINE))
+    assert named == set(re.findall(r"^::: (\S+)$", hooks.on_page_markdown(text), flags=re.MULTILINE))
+    assert named > modules("epk_gp.gram")
     every = {file.removesuffix(".py").replace("/", ".") for file in SOURCES}
     public = {name for name in every if not name.startswith(NO_REFERENCE) and "._" not in name}
     assert named == public
@@ -255,19 +265,51 @@ def test_every_figure_of_the_gallery_has_its_command():
         assert f"python experiments/{picture.stem}.py" in gallery
 
 
-def test_a_table_or_package_that_does_not_exist_is_an_error():
-    """The negative control: pages take their numbers from saved results, and a wrong name must not pass unseen."""
+@pytest.mark.parametrize("page", ["../README.md", *PAGES])
+def test_the_page_shows_what_its_sources_say_now(page):
+    """A page is committed as it is read. `make pages` writes anew what it shows of other files."""
+    text = (DOCS / page).read_text()
+    assert EXPAND.expanded(text, DOCS / page) == text, "run `make pages`"
+    assert not re.search(r"^:::|^!!!|^\?\?\?|^===[ !+]", text, flags=re.MULTILINE), "needs a build"
+
+
+def test_no_file_of_the_pages_is_a_template():
+    files = [ROOT / "README.md", *(file for file in DOCS.rglob("*.*") if file.suffix in {".md", ".py", ".css"})]
+    assert [file.name for file in files if re.search(r"\{\{|--8<--", file.read_text())] == []
+
+
+MARKED = "<!-- made: {} -->\n{}<!-- end -->"
+
+
+def test_a_page_that_is_out_of_date_is_found():
+    """The negative control."""
+    page = DOCS / "gallery.md"
+    for kind, shown in (("results", "| Is it exact? |"), ("saved fig04_machine rules", "| rule |")):
+        made = EXPAND.expanded(MARKED.format(kind, ""), page)
+        assert shown in made
+        assert EXPAND.expanded(made, page) == made
+        older = made.replace("8.0e-14", "7.0e-14")
+        assert older != made
+        assert EXPAND.expanded(older, page) == made
+    assert EXPAND.written(f"a\n{made}\nb") == "a\n\nb"
+
+
+def test_a_source_that_does_not_exist_is_an_error():
+    """The negative control: a wrong name must not pass unseen."""
+    for kind, error in (
+        ("saved fig99 rules", FileNotFoundError),
+        ("saved fig04_machine no_such_table", KeyError),
+        ("modules epk_gp.no_such_package", FileNotFoundError),
+        ("file benchmarks/no_such_table.md", FileNotFoundError),
+        ("section No such heading", ValueError),
+        ("no_such_kind", KeyError),
+    ):
+        with pytest.raises(error):
+            EXPAND.expanded(MARKED.format(kind, ""), DOCS / "index.md")
+
+
+def test_a_formula_that_is_not_recognised_is_an_error():
     hooks = load(DOCS / "hooks.py")
-    assert "| rule |" in hooks.on_page_markdown("{{ fig04_machine rules }}")
-    with pytest.raises(FileNotFoundError):
-        hooks.on_page_markdown("{{ fig99 rules }}")
-    with pytest.raises(KeyError):
-        hooks.on_page_markdown("{{ fig04_machine no_such_table }}")
-    assert set(
-        re.findall(r"^::: (\S+)$", hooks.on_page_markdown("{{ modules epk_gp.gram }}"), flags=re.MULTILINE)
-    ) == modules("epk_gp.gram")
-    with pytest.raises(FileNotFoundError):
-        hooks.on_page_markdown("{{ modules epk_gp.no_such_package }}")
     page = hooks.on_page_content(r'<p><span class="arithmatex">\(a &lt; b_1\)</span></p>')
     assert "<math" in page
     assert "arithmatex" not in page

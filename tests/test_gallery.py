@@ -12,16 +12,17 @@ import pytest
 from matplotlib.figure import Figure
 
 from harness import read_result, texts_of, words_in, words_of
+from page_code import pages_tool
 
 ROOT = Path(__file__).parents[1]
 GALLERY = ROOT / "docs" / "gallery"
 NAMES = sorted(file.stem for file in GALLERY.glob("*.json"))
 SECTIONS = {
     re.search(r"python experiments/(\w+)\.py", section)[1]: " ".join(section.replace("**", "").split())
-    for section in (ROOT / "docs" / "gallery.md").read_text().split("\n## ")[1:]
+    for section in pages_tool().written((ROOT / "docs" / "gallery.md").read_text()).split("\n## ")[1:]
 }
 SLOW = {"fig07_quadrature"}  # its names are placed so that they do not overlap
-# Their prose states no results: these are in tables and in a sentence on who wins, made from the JSON by docs/hooks.py.
+# Their prose states no results: these are in tables and in a sentence on who wins, made by docs/expand.py.
 NO_NUMBERS = {"judged_networks", "shifted_networks", "label_noise", "active_learning"}
 
 

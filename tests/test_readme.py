@@ -31,27 +31,24 @@ def test_the_readme_s_code_prints_and_draws_what_is_shown():
     """`docs/pictures/quickstart.py` writes both anew."""
     page, quickstart = README.read_text(), load(QUICKSTART)
     names, printed = quickstart.run(page)
-    assert quickstart.with_outputs(page, printed).count("```text") == page.count("```text") == 7
+    assert quickstart.with_outputs(page, printed).count("```text") == page.count("```text") == 8
     for (code, shown), text in zip(quickstart.blocks(page), printed, strict=True):
         assert same(shown, text), f"{code}\nprints\n{text}"
+    change = f"+{names['raised']:.3f} and −{-names['lowered']:.3f} leave a change of {names['added'].sum():+.3f}"
+    assert change in page
     assert names["K"].shape == (len(names["X_test"]), 3, len(names["X"]), 3)
     for name, draw in quickstart.PICTURES.items():
         shown = words_in(DOCS / "pictures" / f"quickstart_{name}.svg")
         assert same("\n".join(shown), "\n".join(quickstart.words_of(draw(names)))), name
 
 
-@pytest.mark.parametrize("page", ["index.md", "quickstart.md"])
-def test_pages_take_parts_of_the_readme_that_exist(page):
-    """All but those on the index are in the quick start, in their order."""
-    parts = re.findall(r"--8<-- \[start:(\w+)\]", README.read_text())
-    taken = re.findall(r'^--8<-- "README.md:(\w+)"$', (DOCS / page).read_text(), flags=re.MULTILINE)
-    assert taken == (["own"] if page == "index.md" else parts[1:])
-    assert [README.read_text().count(f"[end:{part}]") for part in parts] == [1] * len(parts)
-
-
-def test_the_readme_s_results_are_the_saved_ones():
-    shown = re.search(r"<!-- \[start:results\] -->\n(.*?)\n<!-- \[end:results\] -->", README.read_text(), re.DOTALL)
-    assert shown[1].strip() == load(DOCS / "hooks.py").headline()
+def test_the_quick_start_shows_every_part_of_the_readme_s():
+    """In their order; `tests/test_docs.py` compares the texts."""
+    quick_start = README.read_text().partition("\n## Quick start\n")[2].partition("\n## ")[0]
+    parts = re.findall(r"^### (.+)$", quick_start, flags=re.MULTILINE)
+    page = (DOCS / "quickstart.md").read_text()
+    assert re.findall(r"^<!-- made: section (.+) -->$", page, flags=re.MULTILINE) == parts
+    assert len(parts) == 6
 
 
 def test_the_readme_s_command_lines_are_understood():

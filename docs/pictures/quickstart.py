@@ -1,6 +1,7 @@
 """Run the code of README.md and docs/results.md, write what each block prints below it, and draw the README's results.
 
-A block's output is the fenced block of text right after it. The pictures are those of docs/quickstart.md.
+A block's output is the fenced block of text right after it. The pictures are those of docs/quickstart.md;
+`make pages` then writes the README's code and outputs into that page.
 """
 
 import contextlib
