@@ -12,9 +12,9 @@ from torch import Tensor
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS
 from epk_gp.core.validation import is_finite
-from epk_gp.storage.atomic_files import checksum_file, open_tensors
+from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.chunks import STORED_FIELDS, RowReader
-from epk_gp.storage.index import Chunk, chunk_file
+from epk_gp.storage.index import Chunk, chunk_file, has_checksum
 from epk_gp.storage.matrices import expected_matrices, validate_steps_of_matrices
 from epk_gp.storage.pass_verification import expected_tables, read_tables, validate_tables
 from epk_gp.storage.passes import ContentOnDisk, packed_steps
@@ -32,7 +32,7 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         ValueError: The file is damaged, or it does not hold the states and steps that the schema describes.
     """
     file, where = chunk_file(path, chunk)
-    if checksum_file(file, chunk.bytes, where, chunk.digest) != chunk.blake2b:
+    if not has_checksum(path, chunk):
         raise ValueError(
             f"{where} must have the checksum it was committed with: it is damaged. Restore it from a copy."
         )

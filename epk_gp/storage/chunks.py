@@ -12,9 +12,8 @@ from torch import Tensor
 from epk_gp.core.scaled_coefficients import CompactUpdate, compact_update
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.codec import pack_rows, unpack_row
-from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.matrices import matrix_tensors, read_matrices
 from epk_gp.storage.pass_tables import CONTENT
 from epk_gp.storage.pass_verification import validate_tables
@@ -191,8 +190,7 @@ def read_state(
         FileNotFoundError: The file was removed since the run was opened.
         ValueError: The file was damaged since the run was opened.
     """
-    file, where = unchanged_file(path, chunk)
-    with open_tensors(file, where) as tensors:
+    with opened_chunk(path, chunk) as tensors:
         row = state - chunk.first
         if schema.thins and name == "states":
             row = len(schema.kept_between(chunk.first, state)) - 1
@@ -214,10 +212,9 @@ def read_update(
     """
     row = step - max(chunk.first - 1, 0)
     values = {}
-    file, where = unchanged_file(path, chunk)
-    with open_tensors(file, where) as tensors:
+    with opened_chunk(path, chunk) as tensors:
         stored = {name.removesuffix(".packed") for name in tensors.keys()}  # noqa: SIM118  # not a mapping
-        numbers = tensors.get_slice("update")[row]
+        numbers = tensors.get_slice("update")[row].clone()
         for number, (name, stored_name) in enumerate(zip(FIELDS, STORED_FIELDS, strict=True)):
             diagonal = f"update.{stored_name}"
             reader = None if readers is None else readers[name]
@@ -236,8 +233,7 @@ def read_places(path: str | os.PathLike[str], chunk: Chunk, step: int) -> dict[s
         ValueError: The file was damaged since the run was opened.
     """
     row = step - max(chunk.first - 1, 0)
-    file, where = unchanged_file(path, chunk)
-    with open_tensors(file, where) as tensors:
+    with opened_chunk(path, chunk) as tensors:
         stored = set(tensors.keys())
         names = [(name, f"update.{own}.at") for name, own in zip(FIELDS, STORED_FIELDS, strict=True)]
         places = {name: tensors.get_slice(own)[row] for name, own in names if own in stored}
@@ -248,6 +244,7 @@ def _read_row(
     tensors: Any, name: str, row: int, chunk: Chunk, schema: ChunkSchema, reader: RowReader | None
 ) -> Float[Tensor, " P"]:
     if schema.compression == "none":
-        value: Tensor = tensors.get_slice(name)[row]
+        # a copy: a row that stays mapped would change with a file that is written again in place
+        value: Tensor = tensors.get_slice(name)[row].clone()
         return value
     return (reader or RowReader()).read(tensors, name, row, file=chunk.file, num_weights=schema.row_length(name))

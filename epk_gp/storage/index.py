@@ -6,14 +6,19 @@ checksum of the line before it, of all earlier lines.
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from epk_gp.storage.atomic_files import (
     DAMAGED,
     checksum,
+    checksum_file,
     checksum_json,
     checksummed_json,
+    open_tensors,
     parse_json,
     read_bytes,
     read_checksummed_json,
@@ -24,6 +29,10 @@ JOURNAL, FINISHED = "journal.jsonl", "finished.json"
 MAX_CHUNKS = 100_000  # a journal of at most 51 MB, which can be read at once
 MAX_LINE_BYTES = 512  # a line with 19-digit numbers has 356 bytes
 _FINISHED_BYTES = 1024  # the closing record has some 150 bytes
+_CHANGED = "Another run was recorded there, or the file was damaged. Load the run again, or restore the file."
+
+# How the file of each chunk was (`_stamp`) when this process last compared its content with the checksum in the journal.
+_COMPARED: dict[tuple[str, str], tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -142,13 +151,38 @@ def chunk_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
     return file, f"{file} ({chunk.description})"
 
 
-def unchanged_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, str]:
-    """Return the file of a chunk that was verified before, and its name in error messages.
+def has_checksum(path: str | os.PathLike[str], chunk: Chunk) -> bool:
+    """Read the file of a chunk as a whole, and return whether it has the checksum that it was committed with.
+
+    Raises:
+        FileNotFoundError: The file is missing.
+        ValueError: It is not a regular file, or has another size.
+    """
+    file, where = chunk_file(path, chunk)
+    stamp = _stamp(file)  # before it is read
+    if checksum_file(file, chunk.bytes, where, chunk.digest) != chunk.blake2b:
+        return False
+    _COMPARED[str(file), chunk.blake2b] = stamp
+    return True
+
+
+@contextmanager
+def opened_chunk(path: str | os.PathLike[str], chunk: Chunk) -> Iterator[Any]:
+    """Map the file of a chunk that was verified when the run was opened, and is still the same.
+
+    A file that this process has not compared with its checksum, or that was changed since, is compared once.
 
     Raises:
         FileNotFoundError: The file was removed since the run was opened.
-        ValueError: Its size changed since the run was opened.
+        ValueError: It was replaced or damaged since the run was opened.
     """
+    _require_unchanged(path, chunk)
+    with open_tensors(*chunk_file(path, chunk)) as tensors:
+        _require_unchanged(path, chunk)  # again: it may have been replaced before it was mapped
+        yield tensors
+
+
+def _require_unchanged(path: str | os.PathLike[str], chunk: Chunk) -> None:
     file, where = chunk_file(path, chunk)
     size = regular_file_size(file, where)
     if size is None:
@@ -157,8 +191,17 @@ def unchanged_file(path: str | os.PathLike[str], chunk: Chunk) -> tuple[Path, st
             "the run from its new place."
         )
     if size != chunk.bytes:
-        raise ValueError(f"{where} must have {chunk.bytes} bytes while it is used: it has {size}. Restore it.")
-    return file, where
+        raise ValueError(f"{where} must have {chunk.bytes} bytes while it is used: it has {size}. {_CHANGED}")
+    if _COMPARED.get((str(file), chunk.blake2b)) != _stamp(file) and not has_checksum(path, chunk):
+        raise ValueError(f"{where} must have the content that it had when the run was opened: it has another. {_CHANGED}")
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Return numbers of which one changes when a file is replaced, or written again."""
+    with suppress(OSError):
+        status = file.lstat()
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return ()
 
 
 def _parse_lines(content: bytes, where: str) -> tuple[list[Chunk], int]:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from epk_gp.core.update_rules import UpdateCoefficients
-from epk_gp.storage.atomic_files import open_tensors
-from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema
 
 SIDES = ("left", "right")
@@ -34,8 +33,7 @@ def steps_with_matrices(path: str | os.PathLike[str], chunks: Sequence[Chunk]) -
     """Return the steps of a verified run in which each side of each parameter has a matrix."""
     steps: dict[tuple[str, int], list[int]] = {}
     for chunk in chunks:
-        file, where = unchanged_file(path, chunk)
-        with open_tensors(file, where) as tensors:
+        with opened_chunk(path, chunk) as tensors:
             for key in _keys(tensors):
                 rows = tensors.get_tensor(f"{matrix_name(*key)}.steps")
                 steps.setdefault(key, []).extend((rows + max(chunk.first - 1, 0)).tolist())
@@ -61,7 +59,7 @@ def read_matrices(tensors: Any, row: int) -> dict[str, dict[int, Tensor]]:
     for side, k in _keys(tensors):
         steps = tensors.get_tensor(f"{matrix_name(side, k)}.steps")
         if len(place := (steps == row).nonzero()):
-            found.setdefault(side, {})[k] = tensors.get_slice(matrix_name(side, k))[int(place[0])]
+            found.setdefault(side, {})[k] = tensors.get_slice(matrix_name(side, k))[int(place[0])].clone()
     return found
 
 

@@ -13,8 +13,9 @@ from uuid import uuid4
 from safetensors import SafetensorError
 from torch import Tensor
 
+import epk_gp
 from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.storage.atomic_files import atomic_write, open_tensors, parse_json, read_bytes
+from epk_gp.storage.atomic_files import atomic_write, checksum, open_tensors, parse_json, read_bytes
 from epk_gp.storage.tensor_files import tensor_file
 
 SECONDS = 30.0  # between saves of an unfinished sum: a kill costs at most this, and a save takes far less
@@ -102,7 +103,7 @@ class PartialSums:
     def save(self, name: str, tensors: dict[str, Tensor], count: int) -> None:
         """Replace a partial sum and its number of terms, atomically."""
         values = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        metadata = {"count": str(count), "checksum": _checksum(values, str(count))}
+        metadata = {"count": str(count), "checksum": _checksum(values, str(count)), "of": self._owner(name)}
         # a worker that was taken for dead may still write the same sum
         writer = uuid4().hex[:8]
         atomic_write(self._file(name), tensor_file(values, metadata), writer=writer, is_durable=self.is_durable)
@@ -113,12 +114,18 @@ class PartialSums:
         file = self._file(name)
         try:
             with open_tensors(file, str(file)) as stored:
+                if stored.metadata()["of"] != self._owner(name):
+                    raise ValueError("it is that of another computation or piece, or of another version")
                 yield stored
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{file} must be a partial sum of this version: it is damaged, or older. Delete it, and its part "
-                "starts anew."
+                f"{file} must be a partial sum of this version: it is damaged, or older, or was copied or renamed from "
+                "another computation or piece. Delete it, and its part starts anew."
             ) from error
+
+    def _owner(self, name: str) -> str:
+        """Return what ties a file to the computation, the piece and the version of the package that it is of."""
+        return checksum(self.identity.encode(), f" {name} {epk_gp.__version__}")
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from epk_gp.core.fingerprint import tensor_bytes
 from epk_gp.core.step import ForwardPass, Passes, SeenRows, Step
-from epk_gp.storage.atomic_files import open_tensors
-from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.packing import DTYPES, Packed, pack_tensor, unpack_tensor
 from epk_gp.storage.pass_tables import CONTENT, MAX_RANDOM_BYTES, PARTS, PassTables, as_numbers
 
@@ -53,8 +52,7 @@ class ContentOnDisk:
             FileNotFoundError: The file was removed since the run was opened.
             ValueError: The file was damaged since the run was opened.
         """
-        file, where = unchanged_file(self.path, self.chunk)
-        with open_tensors(file, where) as tensors:
+        with opened_chunk(self.path, self.chunk) as tensors:
             content = tensors.get_slice(CONTENT)
             return [bytes(tensor_bytes(content[start : start + length])) for start, length in spans]
 

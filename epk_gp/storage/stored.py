@@ -10,9 +10,8 @@ from torch import Tensor
 
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients
-from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.chunks import RowReader, read_places, read_state, read_update
-from epk_gp.storage.index import Chunk, unchanged_file
+from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.pass_verification import read_tables
 from epk_gp.storage.passes import ContentOnDisk, packed_steps
 from epk_gp.storage.schema import ChunkSchema
@@ -62,8 +61,7 @@ def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[St
     """Return steps that were committed with a chunk, with their passes read from there; the others as they are."""
     if not any(step.passes for step in steps):
         return steps
-    file, where = unchanged_file(path, chunk)
-    with open_tensors(file, where) as tensors:
+    with opened_chunk(path, chunk) as tensors:
         tables, _ = read_tables(tensors)
     return packed_steps(steps, tables, ContentOnDisk(path, chunk))
 

@@ -1,13 +1,15 @@
 """What tells the pieces of one computation from those of another, in a folder that calls share."""
 
+import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 import epk_gp as epk
-from distributed_cases import CALLS, RULE, SMALL, Shuffled, inputs, mixed, recorded, run_of, same
+from distributed_cases import CALLS, RULE, SMALL, Shuffled, alone, inputs, mixed, recorded, run_of, same
 from epk_gp.gram.block_parts import Share
 from epk_gp.gram.path_kernel import gram_block_part, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by
@@ -89,3 +91,21 @@ def test_a_reader_that_is_interrupted_lets_go_of_the_folder(name, folder, monkey
             compute()
     compute()
     assert kept.value is not None
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.parametrize("name", ["block", "attribute", "influence", "retrain", "diagonal", "reconstruct", "features"])
+def test_partial_sums_of_another_computation_are_refused(name, tmp_path):
+    """Their files have the same names: only what they hold tells whose they are."""
+    call, run = CALLS[name], run_of(name)
+    call(run, checkpoint=tmp_path / "own")
+    call(replace(run, digest="of another run"), executor=Shuffled(), checkpoint=tmp_path / "other")
+    others = sorted((tmp_path / "other").glob("*.safetensors"))
+    assert others
+    for file in others:
+        shutil.copy(file, tmp_path / "own" / file.name)
+    with pytest.raises(ValueError, match="must be a partial sum of this version.* copied or renamed from another"):
+        call(run, checkpoint=tmp_path / "own")
+    for file in others:
+        (tmp_path / "own" / file.name).unlink()
+    assert same(call(run, checkpoint=tmp_path / "own"), alone(name))

@@ -1,6 +1,7 @@
 """Thinned paths, sums in float64, and sums that survive a kill."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -310,5 +311,23 @@ def test_a_flipped_bit_of_a_partial_sum_is_found(tmp_path):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="must be a partial sum of this version: it is damaged, or older. Delete it"):
+    with pytest.raises(ValueError, match="must be a partial sum of this version: it is damaged, or older"):
         sums.load("a")
+
+
+def test_a_partial_sum_serves_its_own_piece_computation_and_version_only(tmp_path, monkeypatch):
+    sums = {name: checkpoints.PartialSums(tmp_path / name, name) for name in ("own", "other")}
+    for each in sums.values():
+        for name in ("a", "b"):
+            each.save(name, {"total": torch.ones(3)}, 1)
+    own, other = tmp_path / "own", tmp_path / "other"
+    message = "must be a partial sum of this version: it is damaged, or older, or was copied or renamed from another"
+    (own / "a.safetensors").rename(own / "c.safetensors")
+    shutil.copy(other / "b.safetensors", own / "b.safetensors")
+    for read in (sums["own"].load, sums["own"].count):
+        for name in ("b", "c"):
+            with pytest.raises(ValueError, match=message):
+                read(name)
+    monkeypatch.setattr(epk, "__version__", "0.0.1")
+    with pytest.raises(ValueError, match=message):
+        sums["other"].load("a")
