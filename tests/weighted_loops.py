@@ -53,6 +53,7 @@ class WeightedLoop:
         batch: Samples of a batch.
         clip: Called on the parameters before each step.
         after_step: Called on the optimizer after each step.
+        beside: Called on the network between the backward passes and the step.
         accumulated: Number of batches whose gradients a step adds up.
         options: Of the recorder.
     """
@@ -63,6 +64,7 @@ class WeightedLoop:
     batch: int = 5
     clip: Callable[[list[nn.Parameter]], Any] | None = None
     after_step: Callable[[torch.optim.Optimizer], Any] | None = None
+    beside: Callable[[nn.Module], Any] | None = None
     accumulated: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -127,6 +129,8 @@ class WeightedLoop:
                     ((losses * scale).sum() / (len(batch) * self.accumulated)).backward()
                     if recorder is not None:
                         recorder.batch(batch, weight=1 / self.accumulated)
+                if self.beside is not None:
+                    self.beside(net)
                 if self.clip is not None:
                     self.clip(parameters)
                 optimizer.step()
