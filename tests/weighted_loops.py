@@ -53,7 +53,7 @@ class WeightedLoop:
         batch: Samples of a batch.
         clip: Called on the parameters before each step.
         after_step: Called on the optimizer after each step.
-        beside: Called on the network between the backward passes and the step.
+        beside: Called on the network before each of its passes.
         accumulated: Number of batches whose gradients a step adds up.
         options: Of the recorder.
     """
@@ -124,13 +124,13 @@ class WeightedLoop:
             for batches in self.batches():
                 optimizer.zero_grad()
                 for batch in batches:
+                    if self.beside is not None:
+                        self.beside(net)
                     losses = F.cross_entropy(net(X[batch]), y[batch], reduction="none")
                     scale = 1.0 if weights is None else weights[batch]
                     ((losses * scale).sum() / (len(batch) * self.accumulated)).backward()
                     if recorder is not None:
                         recorder.batch(batch, weight=1 / self.accumulated)
-                if self.beside is not None:
-                    self.beside(net)
                 if self.clip is not None:
                     self.clip(parameters)
                 optimizer.step()
