@@ -23,6 +23,7 @@ from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 from epk_gp.core.validation import validate_count
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
+from epk_gp.kernel_machine.derivative_check import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
 from epk_gp.kernel_machine.influence_results import Influence
 from epk_gp.kernel_machine.problem import validate_classes
@@ -121,6 +122,7 @@ def influence(
             values=smoothing.average(torch.stack([result.values for result in found])),
             adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
             held=tuple(sorted({name for result in found for name in result.held})),
+            curvature_error=max(result.curvature_error for result in found),
         )
     )
 
@@ -200,6 +202,7 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
             mismatch_ratio=mismatches.ratio,
             worst_step=mismatches.worst_step,
             held=held,
+            curvature_error=curvature_error(trajectory, net, work.memory, X.device),
         )
 
     return with_plan(trajectory, trajectory.model_for(X), compute)

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import RunReplay, UnseenMove
+from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.progress import ProgressBar
 from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
 from epk_gp.core.replay import PassData, passes_of
@@ -224,7 +225,8 @@ class StackedTraining:
                 return replay.losses({**params, **statistics}, data), statistics
 
             weights = {name: named[name] for name in model.names}
-            values, after = torch.vmap(losses, randomness="same")(weights, before)
+            with WrittenOutNormalisation([]):  # torch cannot map weight normalisation
+                values, after = torch.vmap(losses, randomness="same")(weights, before)
             (gradients,) = torch.autograd.grad((c.to(values) * values).sum(), leaves)
         P = model.num_weights
         statistics = [after[name].reshape(len(states), -1) for name in model.statistics]
