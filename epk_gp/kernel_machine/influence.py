@@ -278,14 +278,29 @@ def _numbers(
             torch.autograd.grad(rows[:, k].sum(), leaf, retain_graph=True, materialize_grads=True)[0]
             for k in range(rows.shape[1])
         ]
-        if value.ndim and len(z) > 1:
-            (of_first,) = torch.autograd.grad(rows[0].sum(), leaf, retain_graph=True, materialize_grads=True)
-            if bool(of_first[1:].any()):
+    if value.ndim == 0:
+        return value.detach(), torch.stack(found, dim=1)
+    _require_separate_rows(function, apply_head(z, head), rows.detach())
+    return rows.detach(), torch.stack(found, dim=1)
+
+
+def _require_separate_rows(function: Function, f: Float[Tensor, "n C"], rows: Float[Tensor, "n K"]) -> None:
+    """Raise if a row of a function's results changes with other rows of the outputs.
+
+    Half of the rows are replaced, by each bit of their number and its opposite: any two rows differ in one.
+    """
+    numbers, other = torch.arange(len(f), device=f.device), 0.9 * f.flip(0) - 0.1
+    allowed = torch.finfo(f.dtype).eps ** 0.5 * rows.abs().amax().clamp(min=1e-30)
+    for bit in range((len(f) - 1).bit_length()):
+        for kept in (numbers >> bit & 1 == 1, numbers >> bit & 1 == 0):
+            again = function(torch.where(kept[:, None], f, other)).detach().reshape(len(f), -1)
+            moved = (~((again - rows).abs() <= allowed) & ~(again.isnan() & rows.isnan())).any(dim=1) & kept
+            if bool(moved.any()):
                 raise ValueError(
-                    "function must map each row of outputs by itself: its first result depends on other rows. Return "
-                    "one number, of shape (), for a function of all inputs together."
+                    "function must map each row of outputs by itself, and give the same again: its result "
+                    f"{int(moved.nonzero()[0])} depends on other rows, or on chance. Return one number, of shape (), "
+                    "for a function of all inputs together."
                 )
-    return (value.detach() if value.ndim == 0 else rows.detach()), torch.stack(found, dim=1)
 
 
 def _validate_value(value: object, n: int) -> None:
