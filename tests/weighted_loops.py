@@ -53,6 +53,7 @@ class WeightedLoop:
         batch: Samples of a batch.
         clip: Called on the parameters before each step.
         after_step: Called on the optimizer after each step.
+        beside: Called on the network before each of its passes.
         accumulated: Number of batches whose gradients a step adds up.
         options: Of the recorder.
     """
@@ -63,6 +64,7 @@ class WeightedLoop:
     batch: int = 5
     clip: Callable[[list[nn.Parameter]], Any] | None = None
     after_step: Callable[[torch.optim.Optimizer], Any] | None = None
+    beside: Callable[[nn.Module], Any] | None = None
     accumulated: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -122,6 +124,8 @@ class WeightedLoop:
             for batches in self.batches():
                 optimizer.zero_grad()
                 for batch in batches:
+                    if self.beside is not None:
+                        self.beside(net)
                     losses = F.cross_entropy(net(X[batch]), y[batch], reduction="none")
                     scale = 1.0 if weights is None else weights[batch]
                     ((losses * scale).sum() / (len(batch) * self.accumulated)).backward()

@@ -1,11 +1,11 @@
 """Gradients of the training loss, the steps they predict, and the rounding that separates those from recorded steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from epk_gp.core.attention import disable_fused_attention
@@ -14,7 +14,7 @@ from epk_gp.core.loss_terms import loss_terms
 from epk_gp.core.losses import Loss
 from epk_gp.core.memory_plan import batch_gradient_rows
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.replay import TrainingData, TrainingReplay, passes_of
+from epk_gp.core.replay import PassData, TrainingData, TrainingReplay, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import (
     Trajectory,
@@ -53,6 +53,21 @@ class ReplayedStep:
     momentum: Float[Tensor, " P"]
     as_trained: Float[Tensor, " P"]
     statistics_error: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class UnseenMove:
+    """A move of moving statistics between recorded passes: by passes without a loss, or by a reset.
+
+    Attributes:
+        moved: Which statistics moved, by whole tensors.
+        values: All of them after the move.
+        is_reset: Whether those that moved are as in a new network, so that they do not depend on the weights.
+    """
+
+    moved: Bool[Tensor, " Q"]
+    values: Float[Tensor, " Q"]
+    is_reset: bool
 
 
 def has_memory(trajectory: Trajectory) -> bool:
@@ -139,6 +154,31 @@ class RunReplay:
                 after = self.trajectory.statistics[step.index + 1] if after is None else after
                 error = max(error, statistics_error(replayed.statistics, after, self.trajectory.dtype))
         return total, error
+
+
+    def unseen_moves(self, step: Step, passes: Sequence[PassData]) -> list[UnseenMove | None]:
+        """Return what moved the statistics before each pass of a step and after the last; None where nothing did."""
+        recorded, model = self.trajectory.statistics, self.model
+        if recorded is None:
+            return [None] * (len(passes) + 1)
+        start, end = recorded[step.index], recorded[step.index + 1]
+        forwards = [data.forward for data in passes]
+        found = [start if own.statistics is None else own.statistics for own in forwards]
+        left = [end if own.statistics_after is None else own.statistics_after for own in forwards]
+        return [_unseen_move(model, a, b) for a, b in zip([start, *left], [*found, end], strict=True)]
+
+
+def _unseen_move(model: FunctionalModel, left: Float[Tensor, " Q"], found: Float[Tensor, " Q"]) -> UnseenMove | None:
+    """Compare the statistics that one pass left with those that the next one found."""
+    sizes = [shape.numel() for shape in model.statistic_shapes]
+    pairs = list(zip(left.split(sizes), found.split(sizes), strict=True))
+    differ = [not torch.equal(a, b.to(a)) for a, b in pairs]
+    if not any(differ):
+        return None
+    moved = torch.cat([torch.full_like(b, own, dtype=torch.bool) for own, (_, b) in zip(differ, pairs, strict=True)])
+    initial = [1.0 if name.endswith("running_var") else 0.0 for name in model.statistics]
+    resets = [bool((b == value).all()) for value, (_, b) in zip(initial, pairs, strict=True)]
+    return UnseenMove(moved, found, all(reset for own, reset in zip(differ, resets, strict=True) if own))
 
 
 def statistics_error(replayed: Float[Tensor, " Q"], recorded: Float[Tensor, " Q"], dtype: torch.dtype) -> float:

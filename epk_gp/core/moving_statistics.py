@@ -52,6 +52,8 @@ def normalise_by_statistics(
 class WrittenOutNormalisation(TorchFunctionMode):
     """Replace batch and instance normalisation in evaluation mode by `normalise_by_statistics`.
 
+    Weight normalisation is written out too, because torch's second derivative of it (2.13) takes the norm as constant.
+
     Args:
         statistics: The tensors that are moving statistics; normalisation by others is left to torch.
     """
@@ -63,6 +65,9 @@ class WrittenOutNormalisation(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
         """Make the call."""
         kwargs = kwargs or {}
+        if func is torch._weight_norm:
+            v, g, dim = (*args, *kwargs.values(), 0)[:3]
+            return v * (g / torch.norm_except_dim(v, 2, dim))
         if func in _NORMALISATIONS:
             named = {**_DEFAULTS, **dict(zip(_NORMALISATIONS[func], args, strict=False)), **kwargs}
             mean, variance = named["running_mean"], named["running_var"]

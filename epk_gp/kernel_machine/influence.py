@@ -18,10 +18,12 @@ from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import per_sample_losses
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 from epk_gp.core.validation import validate_count
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
+from epk_gp.kernel_machine.derivative_check import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
 from epk_gp.kernel_machine.influence_results import Influence
 from epk_gp.kernel_machine.problem import validate_classes
@@ -104,13 +106,23 @@ def influence(
             options_of_run = replace(parsed, checkpoint=Path(parsed.checkpoint) / f"run-{number}")
         problem = replace(whole, trajectory=run, cotangents=own, factors=1 / weights, options=options_of_run)
         found.append(_differentiate(problem, outputs))
+    # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
+    recorded = _mismatches(trajectory, trajectory.model_for(whole.X), whole.X, outputs)
     worst = max(found, key=lambda result: result.mismatch_ratio)
+    if not recorded.ratio <= worst.mismatch_ratio:
+        worst = replace(
+            worst,
+            max_step_mismatch=recorded.largest,
+            mismatch_ratio=recorded.ratio,
+            worst_step=recorded.worst_step,
+        )
     return _said(
         replace(
             worst,
             values=smoothing.average(torch.stack([result.values for result in found])),
             adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
             held=tuple(sorted({name for result in found for name in result.held})),
+            curvature_error=max(result.curvature_error for result in found),
         )
     )
 
@@ -176,9 +188,7 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
     def compute(net: PlannedModel) -> Influence:
         work = InfluencePass(problem, net)
         sums = run_pass(work)
-        mismatches = StepMismatches(coarsest_dtype(trajectory, outputs))
-        for replayed in replayed_steps(trajectory, net.model, X):
-            mismatches.add(trajectory, net.model, replayed)
+        mismatches = _mismatches(trajectory, net.model, X, outputs)
         n, K = outputs.shape
         shape = [len(axis.names) for axis in problem.axes] if problem.own is None else [1]
         held = work.law.held + (() if bool(sums["explained"]) else ("moving statistics",))
@@ -192,9 +202,18 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
             mismatch_ratio=mismatches.ratio,
             worst_step=mismatches.worst_step,
             held=held,
+            curvature_error=curvature_error(trajectory, net, work.memory, X.device),
         )
 
     return with_plan(trajectory, trajectory.model_for(X), compute)
+
+
+def _mismatches(trajectory: Trajectory, model: FunctionalModel, X: Tensor, outputs: Tensor) -> StepMismatches:
+    """Compare every recorded step with the one that the training gradients give."""
+    mismatches = StepMismatches(coarsest_dtype(trajectory, outputs))
+    for replayed in replayed_steps(trajectory, model, X):
+        mismatches.add(trajectory, model, replayed)
+    return mismatches
 
 
 def _said(result: Influence) -> Influence:
@@ -259,14 +278,29 @@ def _numbers(
             torch.autograd.grad(rows[:, k].sum(), leaf, retain_graph=True, materialize_grads=True)[0]
             for k in range(rows.shape[1])
         ]
-        if value.ndim and len(z) > 1:
-            (of_first,) = torch.autograd.grad(rows[0].sum(), leaf, retain_graph=True, materialize_grads=True)
-            if bool(of_first[1:].any()):
+    if value.ndim == 0:
+        return value.detach(), torch.stack(found, dim=1)
+    _require_separate_rows(function, apply_head(z, head), rows.detach())
+    return rows.detach(), torch.stack(found, dim=1)
+
+
+def _require_separate_rows(function: Function, f: Float[Tensor, "n C"], rows: Float[Tensor, "n K"]) -> None:
+    """Raise if a row of a function's results changes with other rows of the outputs.
+
+    Half of the rows are replaced, by each bit of their number and its opposite: any two rows differ in one.
+    """
+    numbers, other = torch.arange(len(f), device=f.device), 0.9 * f.flip(0) - 0.1
+    allowed = torch.finfo(f.dtype).eps ** 0.5 * rows.abs().amax().clamp(min=1e-30)
+    for bit in range((len(f) - 1).bit_length()):
+        for kept in (numbers >> bit & 1 == 1, numbers >> bit & 1 == 0):
+            again = function(torch.where(kept[:, None], f, other)).detach().reshape(len(f), -1)
+            moved = (~((again - rows).abs() <= allowed) & ~(again.isnan() & rows.isnan())).any(dim=1) & kept
+            if bool(moved.any()):
                 raise ValueError(
-                    "function must map each row of outputs by itself: its first result depends on other rows. Return "
-                    "one number, of shape (), for a function of all inputs together."
+                    "function must map each row of outputs by itself, and give the same again: its result "
+                    f"{int(moved.nonzero()[0])} depends on other rows, or on chance. Return one number, of shape (), "
+                    "for a function of all inputs together."
                 )
-    return (value.detach() if value.ndim == 0 else rows.detach()), torch.stack(found, dim=1)
 
 
 def _validate_value(value: object, n: int) -> None:

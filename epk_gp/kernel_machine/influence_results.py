@@ -38,6 +38,8 @@ class Influence(Displayed):
         worst_step: The step that has it; -1 for a run without steps.
         held: Parts of the training that are held as recorded, because how they follow from the gradients is not known
             here: optimizers' preconditioners by name, and "moving statistics".
+        curvature_error: Share by which torch's derivative of the gradient of a step differs from differences of such
+            gradients, looked at in one direction; 0 where it does not.
     """
 
     outputs: Float[Tensor, "n K"]
@@ -48,6 +50,7 @@ class Influence(Displayed):
     mismatch_ratio: float
     worst_step: int
     held: tuple[str, ...]
+    curvature_error: float = 0.0
 
     @property
     def certified(self) -> bool:
@@ -120,6 +123,13 @@ class Influence(Displayed):
             findings.append(
                 f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
                 "recorded"
+            )
+        if not self.curvature_error <= 0:
+            findings.append(
+                f"torch's derivative of the gradient differs by {self.curvature_error:.2g} of its size from differences "
+                "of gradients: the gradient is that of no function (a straight-through estimator, fake quantisation, a "
+                "stop-gradient such as detach(), scale_grad_by_freq), or torch's second derivative of an operation is "
+                "wrong"
             )
         if not self._is_finite:
             findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")

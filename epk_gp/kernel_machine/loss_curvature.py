@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.second_derivatives import needing_second_derivatives, require_second_derivatives
-from epk_gp.core.gradients import RunReplay
+from epk_gp.core.gradients import RunReplay, UnseenMove
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.replay import PassData, passes_of
@@ -108,8 +108,9 @@ class LossCurvature:
         of_weights = torch.zeros_like(of_gradient)
         products: list[RowProducts] = []
         passes = passes_of(step, self.run.data)
+        moves = self.run.unseen_moves(step, passes)
         for number in reversed(range(len(passes))):
-            carried = of_statistics
+            carried = of_statistics = self._before_move(moves[number + 1], of_statistics)
             of_statistics = None if carried is None else torch.zeros_like(carried)
             for data in self._blocks(passes[number]):
                 graph = self._graph(step, state, data, is_last=number + 1 == len(passes), moves=carried is not None)
@@ -122,7 +123,14 @@ class LossCurvature:
                     if of_statistics is not None and statistics is not None:
                         of_statistics[rows] += statistics
                 products.append(RowProducts(data.samples, values))
-        return PulledStep(products, of_weights, of_statistics)
+        return PulledStep(products, of_weights, self._before_move(moves[0], of_statistics))
+
+    def _before_move(self, move: UnseenMove | None, of_statistics: Tensor | None) -> Tensor | None:
+        """Return the adjoints of the statistics before a move between passes, which is held as recorded."""
+        if move is None or of_statistics is None:
+            return of_statistics
+        self.explains_statistics = self.explains_statistics and move.is_reset
+        return of_statistics.masked_fill(move.moved.to(of_statistics.device), 0.0)
 
     def _blocks(self, data: PassData) -> Iterator[PassData]:
         """Divide a pass whose rows do not depend on each other, so that its graph fits into memory."""

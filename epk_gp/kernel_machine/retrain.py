@@ -56,7 +56,10 @@ class Retraining(Displayed):
         sample_weights: The weights of the samples, (m, M).
         max_difference: Largest difference of the weights of a run that was replayed with all weights 1 from the
             recorded ones.
-        difference_ratio: That difference, by norms, relative to the way that the recorded weights went.
+        difference_ratio: That difference, by norms, relative to the way that the recorded weights went; or that of the
+            moving statistics, if it is larger.
+        holds_statistics: Whether moving statistics were moved between the steps' passes, by passes without a loss: how
+            they would be moved with other weights is not known, and they are as recorded after such a move.
     """
 
     trajectory: Trajectory
@@ -64,6 +67,7 @@ class Retraining(Displayed):
     sample_weights: Float[Tensor, "m M"]
     max_difference: float
     difference_ratio: float
+    holds_statistics: bool = False
 
     @property
     def certified(self) -> bool:
@@ -73,12 +77,19 @@ class Retraining(Displayed):
     @property
     def findings(self) -> list[str]:
         """Why the result is not certified, in words; empty if it is."""
-        if self.difference_ratio <= _REPLAY_TOLERANCE[self.states.dtype]:
-            return []
-        return [
-            f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
-            f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
-        ]
+        findings = []
+        if not self.difference_ratio <= _REPLAY_TOLERANCE[self.states.dtype]:
+            findings.append(
+                f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
+                f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
+                f"{', or the network moves its statistics otherwise' if self.trajectory.model.statistics else ''}"
+            )
+        if self.holds_statistics:
+            findings.append(
+                "moving statistics were moved by passes without a loss (in training mode, between those of the steps): "
+                "how other weights would move them is not known, and they are held as recorded there"
+            )
+        return findings
 
     def __len__(self) -> int:
         """Count the networks, m."""
@@ -177,7 +188,8 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     found = list(_results(problem))
     states = torch.cat([part["states"] for part in found]).to(rows.device)
     difference, ratio = torch.stack([part["difference"] for part in found]).amax(dim=0).tolist()
-    result = Retraining(trajectory, states, rows, difference, ratio)
+    holds_statistics = any(bool(part["holds_statistics"]) for part in found)
+    result = Retraining(trajectory, states, rows, difference, ratio, holds_statistics)
     if not result.certified:
         warn_uncertified(f"the retraining is not certified: {'; '.join(result.findings)}.")
     return result

@@ -62,14 +62,12 @@ def _reweighted(training: StackedTraining, made: StackedStep, weights: Float[Ten
     c = torch.cat([part.c * weights[part.samples.to(weights.device)].to(part.c) for part in data])
     passes = step.passes
     if passes and training.trajectory.statistics is not None:
-        own, before = list(step.passes), None
-        for number, forward in enumerate(own):
-            after = made.after_passes[number][1].clone()
-            own[number] = replace(
+        passes = tuple(
+            replace(
                 forward,
-                statistics=None if forward.statistics is None else before,
-                statistics_after=None if forward.statistics_after is None else after,
+                statistics=None if forward.statistics is None else before[1].clone(),
+                statistics_after=None if forward.statistics_after is None else after[1].clone(),
             )
-            before = after
-        passes = tuple(own)
+            for forward, before, after in zip(passes, made.before_passes, made.after_passes, strict=True)
+        )
     return replace(step, sample_weights=c.double().cpu(), passes=passes)

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.gradients import RunReplay
+from epk_gp.core.gradients import RunReplay, UnseenMove
+from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.progress import ProgressBar
 from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
 from epk_gp.core.replay import PassData, passes_of
@@ -27,7 +28,8 @@ class StackedStep:
 
     Attributes:
         step: The recorded step.
-        after_passes: The moving statistics of all runs after each forward pass, (m, Q) each.
+        before_passes: The moving statistics of all runs before each forward pass, (m, Q) each.
+        after_passes: Those after it.
         coefficients: The coefficients by field, (P,) where all runs share the recorded ones, or (m, P); without the
             factors of gradient clipping.
         factors: By how much more than the recorded one each run's gradient was clipped: (m, L), or (m, P) where it was
@@ -36,6 +38,7 @@ class StackedStep:
     """
 
     step: Step
+    before_passes: list[Float[Tensor, "m Q"]]
     after_passes: list[Float[Tensor, "m Q"]]
     coefficients: dict[str, Tensor]
     factors: Float[Tensor, "m _"] | None
@@ -72,6 +75,7 @@ class StackedTraining:
         if any(p.ndim > 2 for p in self.net.module.parameters()):
             self._maps = False  # it computes convolutions with weights of their own by copies
         self._bound: float | None = None  # of the last step that clipped the norm of all gradients
+        self._holds_statistics = False  # whether moving statistics moved between the passes, as recorded
 
     def end(self, weights: Float[Tensor, "m M"], bar: ProgressBar | None = None) -> dict[str, Tensor]:
         """Train with these weights of the samples.
@@ -83,7 +87,8 @@ class StackedTraining:
         Returns:
             `states`, the weights and moving statistics of all runs at the end, (m, P + Q), averaged as those of the
             trajectory are; and `difference`, by how much a run with all weights 1 misses the recorded weights, at
-            most, and by norms relative to the way that they went.
+            most, and by norms relative to the way that they went; and `holds_statistics`, whether moving statistics
+            were moved by other passes than those of the steps, which moves are as recorded.
         """
         trajectory, P = self.trajectory, self.net.num_weights
         states = flat_state(self.law.trajectory, 0, trajectory.inputs).expand(len(weights) + 1, -1)
@@ -97,14 +102,19 @@ class StackedTraining:
                 bar.update()
         if averages is not None:
             states = torch.cat([averages, states[:, P:]], dim=1)
-        return {"states": states[1:].clone(), "difference": self.difference(states[0, :P])}
+        held = torch.tensor(self._holds_statistics)
+        return {"states": states[1:].clone(), "difference": self.difference(states[0]), "holds_statistics": held}
 
-    def difference(self, replayed: Float[Tensor, " P"]) -> Float[Tensor, " 2"]:
-        """Return by how much weights miss the recorded ones, at most, and by norms relative to the way of those."""
-        trajectory = self.trajectory
-        end, start = (flat_weights(trajectory, s, trajectory.inputs) for s in (trajectory.num_steps, 0))
-        missed, way = replayed - end, (end - start).norm().clamp(min=torch.finfo(end.dtype).tiny)
-        return torch.stack([missed.abs().max(), missed.norm() / way]).double()
+    def difference(self, replayed: Float[Tensor, " PQ"]) -> Float[Tensor, " 2"]:
+        """Return by how much a state misses the recorded one, at most, and by norms relative to the way of that.
+
+        The latter is the larger one of weights and moving statistics.
+        """
+        trajectory, P = self.trajectory, self.net.num_weights
+        end, start = (flat_state(trajectory, s, trajectory.inputs) for s in (trajectory.num_steps, 0))
+        missed, way, tiny = replayed - end, end - start, torch.finfo(end.dtype).tiny
+        ratios = [missed[part].norm() / way[part].norm().clamp(min=tiny) for part in (slice(P), slice(P, None))]
+        return torch.stack([missed.abs().max(), torch.stack(ratios).max()]).double()
 
     def steps(self, weights: Float[Tensor, "m M"]) -> Iterator[StackedStep]:
         """Train with these weights of the samples, and yield every step; a run with all weights 1 comes first."""
@@ -114,14 +124,14 @@ class StackedTraining:
         memory = self.law.initial((len(every),))
         for step in recorded.steps:
             law, w = self.law.step(step.index), states[:, :P]
-            g, after_passes = self._gradients(step, states, every)
+            g, before, after = self._gradients(step, states, every)
             g, factors = self._clipped(step, law, g)
             made = law.advance(memory, w, g, is_stacked=True)
             memory = made.memory
             direction = apply_matrices(held_coefficients(recorded, step.index), law.sizes, made.direction)
             w = w - direction - law.recorded["decoupled_decay"] * w
-            states = torch.cat([w, after_passes[-1]], dim=1)
-            yield StackedStep(step, after_passes, made.coefficients, factors, states)
+            states = torch.cat([w, before.pop()], dim=1)
+            yield StackedStep(step, before, after, made.coefficients, factors, states)
 
     def _clipped(
         self, step: Step, law: StepLaw, g: Float[Tensor, "m P"]
@@ -154,18 +164,31 @@ class StackedTraining:
 
     def _gradients(
         self, step: Step, states: Float[Tensor, "m PQ"], weights: Float[Tensor, "m M"]
-    ) -> tuple[Float[Tensor, "m P"], list[Float[Tensor, "m Q"]]]:
-        """Return the gradients of a step's loss of all runs, and their moving statistics after each pass."""
-        P = self.net.num_weights
-        total, statistics = torch.zeros_like(states[:, :P]), [states[:, P:]]
-        for data in passes_of(step, self.run.data):
+    ) -> tuple[Float[Tensor, "m P"], list[Float[Tensor, "m Q"]], list[Float[Tensor, "m Q"]]]:
+        """Return the gradients of a step's loss of all runs, and their moving statistics.
+
+        Returns:
+            The gradients; the statistics before each pass, and at the end of the step; and those after each pass.
+        """
+        P, passes = self.net.num_weights, passes_of(step, self.run.data)
+        moves = self.run.unseen_moves(step, passes)
+        total, before, after = torch.zeros_like(states[:, :P]), [self._moved(moves[0], states[:, P:])], list[Tensor]()
+        for data, move in zip(passes, moves[1:], strict=True):
             # each run has its own statistics before the pass
             own = replace(data, forward=replace(data.forward, statistics=None, statistics_after=None))
             c = data.c * weights[:, data.samples.to(weights.device)].to(data.c)
-            gradients, after = self._pass(torch.cat([states[:, :P], statistics[-1]], dim=1), own, c)
-            statistics.append(after)
+            gradients, statistics = self._pass(torch.cat([states[:, :P], before[-1]], dim=1), own, c)
+            after.append(statistics)
+            before.append(self._moved(move, statistics))
             total += gradients
-        return total, statistics[1:]
+        return total, before, after
+
+    def _moved(self, move: UnseenMove | None, statistics: Float[Tensor, "m Q"]) -> Float[Tensor, "m Q"]:
+        """Move statistics between passes as recorded."""
+        if move is None:
+            return statistics
+        self._holds_statistics |= not move.is_reset
+        return torch.where(move.moved.to(statistics.device), move.values.to(statistics), statistics)
 
     def _pass(
         self, states: Float[Tensor, "m PQ"], data: PassData, c: Float[Tensor, "m n"]
@@ -202,7 +225,8 @@ class StackedTraining:
                 return replay.losses({**params, **statistics}, data), statistics
 
             weights = {name: named[name] for name in model.names}
-            values, after = torch.vmap(losses, randomness="same")(weights, before)
+            with WrittenOutNormalisation([]):  # torch cannot map weight normalisation
+                values, after = torch.vmap(losses, randomness="same")(weights, before)
             (gradients,) = torch.autograd.grad((c.to(values) * values).sum(), leaves)
         P = model.num_weights
         statistics = [after[name].reshape(len(states), -1) for name in model.statistics]

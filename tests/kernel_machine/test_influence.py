@@ -332,9 +332,29 @@ def test_a_run_with_huge_derivatives_does_not_spoil_the_average() -> None:
     assert torch.equal(epk.Smoothing(2).average(values[:2]), values[:2].mean(dim=0))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda f: torch.cat([f[:1], f[1:] - f[:-1]]),
+        lambda f: f.cumsum(0),
+        lambda f: f.softmax(0),
+        lambda f: torch.where(torch.arange(len(f))[:, None] == 2, f.flip(0), f),
+        lambda f: f - f.mean(dim=0).detach(),
+        lambda f: f * (f >= f.amax(dim=0)),
+    ],
+    ids=("differences", "sums", "softmax", "last", "detached", "largest"),
+)
+def test_every_row_of_a_function_must_be_that_of_one_input(
+    run: epk.Trajectory, function: Callable[[Tensor], Tensor]
+) -> None:
+    """Also where other rows count without a derivative."""
+    with pytest.raises(ValueError, match="result [012] depends on other rows"):
+        epk.influence(run, WeightedLoop(adamw).test_points, function=function)
+
+
 BAD: dict[str, tuple[Callable[[epk.Trajectory, Tensor], Any], type[Exception], str]] = {
     "joint_rows": (
-        lambda run, X: epk.influence(run, X, function=lambda f: f - f.mean(dim=0)), ValueError, "first result depends",
+        lambda run, X: epk.influence(run, X, function=lambda f: f - f.mean(dim=0)), ValueError, "depends on other rows",
     ),
     "shape": (
         lambda run, X: epk.influence(run, X, function=lambda f: f[:1]), ValueError, r"must map outputs of 3 inputs",
