@@ -289,8 +289,16 @@ def report(
     class_names: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Names of the classes, in order, with commas between them.")
     ] = None,
+    feature_names: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...|FILE.csv",
+            help="Names of the features, in order, with commas between them; or a CSV file whose first line they are.",
+        ),
+    ] = None,
     head: HeadOption = None,
     rule: RuleOption = "adaptive",
+    path: PathOption = "straight",
     influence: Annotated[
         bool, typer.Option("--influence", help="Compute influence too, and show it beside the contributions.")
     ] = False,

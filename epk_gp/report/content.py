@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from epk_gp.core.display import count
 from epk_gp.core.head import Head
+from epk_gp.quadrature.paths import ChordPath, LayerwisePath, ManhattanPath, StraightPath
 from epk_gp.report.card import run_card
 from epk_gp.report.certainty import Certainty, band, certainty, scores_of
 from epk_gp.report.certificate import describe_certificate
@@ -20,6 +22,12 @@ from epk_gp.report.views import is_margin, shorten
 
 VERSION = 1
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
+_PATHS = {
+    StraightPath: "straight steps",
+    ChordPath: "straight lines, each over {steps}",
+    ManhattanPath: "one module after another, in each step",
+    LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class ReportContent:
             classes=request.classes,
             head=request.head,
             rule=settings.rule,
+            path=settings.path,
             labels=request.training_labels,
             top=settings.top,
             influence=request.influence,
@@ -136,6 +145,7 @@ class ReportContent:
             ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
             ("outputs explained", _describe_outputs(settings.outputs, request)),
             ("head", request.head),
+            ("path of integration", _PATHS[type(settings.path)].format(steps=count(settings.path.every, "step"))),
             ("quadrature", settings.rule.name),
             ("gradient evaluations", f"{found.certificate.evaluations:.1f} for each point and step, to choose nodes"),
             ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),

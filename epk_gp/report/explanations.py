@@ -17,6 +17,7 @@ from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_results import GroupedAttribution
+from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
 from epk_gp.report.certificate import Certificate
 from epk_gp.report.divisions import Divisions
@@ -36,6 +37,7 @@ class Asked:
         classes: The index of each of them.
         head: What the outputs are.
         rule: How each step's integral is taken.
+        path: Along which the points are integrated.
         labels: Classes of the training samples; None where they have none.
         top: Number of samples that a view names of either sign.
         influence: Derivatives of each output in the samples' weights; None where they were not computed.
@@ -48,6 +50,7 @@ class Asked:
     classes: Int64[Tensor, " k"]
     head: Head
     rule: Rule
+    path: WeightPath
     labels: Int64[Tensor, " M"] | None
     top: int
     influence: Sequence[Float[Tensor, " M"] | None]
@@ -114,6 +117,7 @@ def _attribute(asked: Asked, divisions: Divisions, chosen: Tensor) -> GroupedAtt
             [divisions.axes],
             head=asked.head,
             rule=asked.rule,
+            path=asked.path,
             classes=asked.classes[chosen],
             memory_budget=options.memory_budget,
             progress=options.progress,
