@@ -19,4 +19,4 @@ def warn_caller(message: str, category: type[Warning]) -> None:
     package = __name__.partition(".")[0]
     while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level, frame = level + 1, outer
-    warnings.warn(message, category, stacklevel=level - 1)
+    warnings.warn(message, category, stacklevel=level)
