@@ -151,7 +151,7 @@ def document(content: ReportContent, most: int) -> str:
         ValueError: Even the least detail is too much.
     """
     for detail in content.details():
-        text = page(content.at(detail))
+        text = page(content.at(detail)).encode(errors="replace").decode()  # a name may hold what UTF-8 does not
         if len(text.encode()) <= most:
             return text
     raise ValueError(
