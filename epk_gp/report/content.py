@@ -16,7 +16,7 @@ from epk_gp.report.explanations import Asked, Explanations, explain
 from epk_gp.report.fixed_point import significant
 from epk_gp.report.inputs import Appearance, appearance, describe_cut, show
 from epk_gp.report.kernel import reason_without_kernel
-from epk_gp.report.overview import overview, samples_of_overview
+from epk_gp.report.overview import expected_classes, overview, samples_of_overview
 from epk_gp.report.request import ReportRequest
 from epk_gp.report.views import is_margin, shorten
 
@@ -72,6 +72,7 @@ class ReportContent:
         self.sure: Certainty = certainty(request)
         self.band = band(request)
         self.overview = overview(request, self.sure)
+        self._suspected = expected_classes(settings.suspects)
         self._shown = lru_cache(maxsize=None)(self._show_sample)
 
     def details(self) -> list[Detail]:
@@ -122,22 +123,26 @@ class ReportContent:
         p = None if self.sure.probabilities is None else self.sure.probabilities[n].tolist()
         known = None if request.true_classes is None else int(request.true_classes[n])
         scores = scores_of(self.sure, n)
-        if request.y is not None and not request.is_classifier:
-            scores += [
-                [f"target of {name}", significant(float(value)), "the value that is known"]
-                for name, value in zip(request.class_names, request.y[n].tolist(), strict=True)
-            ]
         outputs = {output: content for row, output, content in self.found.outputs if row == number}
         return {
             "name": f"point {n}",
             "label": known,
             "predicted": int(request.predicted[n]),
+            "values": None if request.is_classifier else self._values(n),
             "input": show(self.look, request.X[n]),
             "probabilities": None if p is None else [significant(value) for value in p],
             "band": None if self.band is None else _pairs(self.band[:, number].T.tolist()),
             "scores": scores,
             "explanations": {str(c): content | {"views": _kept(content, detail)} for c, content in outputs.items()},
         }
+
+    def _values(self, n: int) -> list[list[float | None]]:
+        """Return what a regression predicts of each output, its target and the difference, where that is known."""
+        f, y = self.request.network[n].double(), self.request.y
+        if y is None:
+            return [[significant(value), None, None] for value in f.tolist()]
+        columns = zip(f.tolist(), y[n].tolist(), (f - y[n].double()).tolist(), strict=True)
+        return [[significant(value) for value in row] for row in columns]
 
     def _describe(self, detail: Detail) -> list[tuple[str, str]]:
         request, settings, found = self.request, self.request.settings, self.found
@@ -168,7 +173,12 @@ class ReportContent:
         label = None if labels is None else int(labels[index])
         known = label is not None and 0 <= label < num_outputs  # the loss leaves others out, as -100
         shown = show(self.look, self.request.trajectory.inputs[index], is_sample=True)
-        return shown | {"label": label if known else None}
+        target, expected = self.request.training_targets, self._suspected.get(index, label)
+        return shown | {
+            "label": label if known else None,
+            "target": None if target is None else [significant(value, 4) for value in target[index].tolist()],
+            "suspected": None if expected == label else expected,
+        }
 
 
 def _kept(content: dict[str, Any], detail: Detail) -> dict[str, Any]:

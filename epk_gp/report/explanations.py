@@ -21,6 +21,7 @@ from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
 from epk_gp.report.certificate import Certificate
 from epk_gp.report.divisions import Divisions
+from epk_gp.report.fixed_point import significant
 from epk_gp.report.views import RealTerms, SampleFacts, all_views, is_margin
 
 _BYTES = 24  # of a sample, layer and range of steps: the sum, what is added to it, and its multiple of the quantum
@@ -63,7 +64,8 @@ class Explanations:
 
     Attributes:
         quantum: What all their numbers are multiples of.
-        outputs: For each output its point, its index and its content: initial and final value, running sum and views.
+        outputs: For each output its point, its index and its content: initial and final value, running sum, views, and
+            how much larger the samples' contributions are, step by step, than what they sum to.
         certificate: Of all of them.
         largest_rounding: Largest term of rounding in them, in quanta.
     """
@@ -95,7 +97,8 @@ def explain(asked: Asked, divisions: Divisions) -> Explanations:
             views = all_views(rounded, facts, asked.top)
             largest = max(largest, *(abs(view["rounding"]) for key, view in views.items() if is_margin(key)))
             ends = {"initial": rounded.running[0], "network": rounded.running[-1], "running": list(rounded.running)}
-            found.append((row, output, ends | {"views": views}))
+            amplification = significant(float(parts.amplification[number, 0]), 3)
+            found.append((row, output, ends | {"amplification": amplification, "views": views}))
     return Explanations(quantum, tuple(found), reduce(Certificate.merged, certificates), largest)
 
 

@@ -98,6 +98,12 @@ class ReportRequest:
         return self.network.argmax(dim=1) if self.is_classifier else torch.zeros(len(self.X), dtype=torch.int64)
 
     @property
+    def training_targets(self) -> Float[Tensor, "M C"] | None:
+        """The targets of a regression's training samples, where they have one for each output."""
+        targets, (M, C) = self.trajectory.targets, (self.trajectory.num_points, self.trajectory.num_outputs)
+        return None if self.is_classifier or targets.numel() != M * C else targets.cpu().double().reshape(M, C)
+
+    @property
     def true_classes(self) -> Int64[Tensor, " n"] | None:
         """The true classes, where they are known."""
         return self.y if self.is_classifier else None
