@@ -137,7 +137,8 @@ def _warnings_in_one_line() -> Iterator[None]:
     """Show warnings as errors are shown."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
-        typer.echo(f"epk-gp: warning: {message}", err=True)
+        if category.__name__ != "SlowCallWarning":  # of calls from Python: a command shows a bar, or is to be quiet
+            typer.echo(f"epk-gp: warning: {message}", err=True)
 
     shown_before = warnings.showwarning
     warnings.showwarning = show

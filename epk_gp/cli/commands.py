@@ -70,9 +70,9 @@ def record(
     num_test: Annotated[
         int | None,
         typer.Option(
-            help="Largest number of held-out points stored beside the run, 102 by default. Of a file: of its "
-            "`test_inputs`, or else of the points after the first --num-train, or else, where neither is given, that "
-            "many of its last points, and none by default.",
+            help="Largest number of held-out points stored beside the run; by default 102 of a named data set, and of "
+            "a file all of its `test_inputs`, or else all points after the first --num-train. Of a file where neither "
+            "is given, that many of its last points, and none by default.",
             callback=count(1, 10**6),
         ),
     ] = None,
@@ -289,8 +289,16 @@ def report(
     class_names: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Names of the classes, in order, with commas between them.")
     ] = None,
+    feature_names: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...|FILE.csv",
+            help="Names of the features, in order, with commas between them; or a CSV file whose first line they are.",
+        ),
+    ] = None,
     head: HeadOption = None,
     rule: RuleOption = "adaptive",
+    path: PathOption = "straight",
     influence: Annotated[
         bool, typer.Option("--influence", help="Compute influence too, and show it beside the contributions.")
     ] = False,

@@ -21,17 +21,18 @@ from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
 from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file, tensor_file_size
 
 HELD_OUT = "held_out.safetensors"
-_NUM_TEST = 102  # held-out points by default
+_NUM_TEST = 102  # held-out points of a named data set by default: as many as the paper verifies
 _MAX_NAMES = 10  # of arrays, in a message
 _ARRAYS = ("inputs", "labels", "test_inputs", "test_labels")  # what is read of a file; others may hold anything
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Training data, and held-out data that may be empty."""
+    """Training data, and held-out data that may be empty, of so many points that there are to hold out."""
 
     train: Dataset
     held_out: Dataset
+    available: int
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SplitOptions:
 
     Attributes:
         num_train: Number of training points; all by default.
-        num_test: Largest number of held-out points; None means 102 where there are points to hold out.
+        num_test: Largest number of held-out points; None means all that a file has, and 102 of a named data set.
         num_classes: Number of classes of a file's labels; None means that every class has a point.
         data_dir: Folder of MNIST-format files.
     """
@@ -77,11 +78,11 @@ def load_split(name: str, options: SplitOptions, *, seed: int, dtype: torch.dtyp
         raise ValueError(f"--data-dir belongs to --data mnist: got --data {name}.")
     if options.num_classes is not None and not is_file:
         raise ValueError(f"--num-classes belongs to a file of one's own: got --data {name}.")
-    num_train, num_test = options.num_train, _NUM_TEST if options.num_test is None else options.num_test
+    num_train, num_test = options.num_train, options.num_test or (None if is_file else _NUM_TEST)
     generator = torch.Generator().manual_seed(seed)
     if name == "three-gaussians":
         train = three_gaussians(1000, generator=generator, dtype=dtype)
-        test = three_gaussians(-(-num_test // 3), generator=generator, dtype=dtype)
+        test = three_gaussians(-(-(num_test or _NUM_TEST) // 3), generator=generator, dtype=dtype)
     elif name == "digits":
         whole = digits(dtype=dtype)
         whole = whole[torch.randperm(len(whole), generator=generator)]
@@ -98,7 +99,7 @@ def load_split(name: str, options: SplitOptions, *, seed: int, dtype: torch.dtyp
         )
     if num_train is not None and not 1 <= num_train <= len(train):
         raise ValueError(f"--num-train must lie in 1..{len(train)} (the training points): got {num_train}.")
-    return Split(train[:num_train], test[:num_test])
+    return Split(train[:num_train], test[:num_test], len(test))
 
 
 def write_held_out(run: Path, data: Dataset) -> str | None:

@@ -121,15 +121,10 @@ class RunOptions(TypedDict):
     quiet: bool
 
 
-class KernelOptions(RunOptions):
-    """Options of commands that compute from a run's kernel."""
+class PathOptions(RunOptions):
+    """Options of commands that compute from a run's kernel, along a path."""
 
     rule: str
-
-
-class PathOptions(KernelOptions):
-    """Options of commands that compute along a path."""
-
     path: str
 
 
@@ -248,7 +243,7 @@ PathOption = Annotated[
         metavar="straight|chords:K|layerwise[:K]|manhattan",
         help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
         "steps at a time, which takes fewer evaluations; with derivatives averaged operation by operation over K "
-        "steps, which takes two (attributions only); or module by module.",
+        "steps, which takes two (attributions and reports only); or module by module.",
     ),
 ]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]

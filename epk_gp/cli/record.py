@@ -122,6 +122,8 @@ def record(
     accuracy = {name: float((predicted[name] == d.labels).double().mean()) for name, d in parts}
     typer.echo(f"{trajectory!r}")
     typer.echo("accuracy: " + ", ".join(f"{name} {100 * accuracy[name]:.1f} % of {len(d)} points" for name, d in parts))
+    if num_test is None and len(split.held_out) < split.available:
+        typer.echo(f"held out: {len(split.held_out)} of {split.available} points (--num-test N keeps N of them)")
     if not len(split.held_out):
         typer.echo("no held-out points: all points were trained on (--num-test N holds some out)")
     typer.echo(f"recorded in {out} ({timer.total:.1f} s)")

@@ -1,5 +1,6 @@
 """`epk-gp report`: the report of a run as one HTML file."""
 
+import csv
 import os
 import shutil
 from pathlib import Path
@@ -16,8 +17,8 @@ from epk_gp.analysis.planes import principal_plane
 from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.labelled import LabelledPoints, read_labelled
 from epk_gp.cli.manifest import open_run
-from epk_gp.cli.options import KernelOptions
-from epk_gp.cli.parsing import PARTIAL, memory_bytes, parse_rule, torch_dtype
+from epk_gp.cli.options import PathOptions
+from epk_gp.cli.parsing import PARTIAL, memory_bytes, parse_path, parse_rule, torch_dtype
 from epk_gp.cli.scores import read_validation
 from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.compute_options import ComputeOptions
@@ -35,7 +36,7 @@ from epk_gp.report.write import write_as_asked
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
 
 
-class ReportOptions(KernelOptions):
+class ReportOptions(PathOptions):
     """The options of `epk-gp report`, but for its file."""
 
     num_points: int
@@ -44,6 +45,7 @@ class ReportOptions(KernelOptions):
     outputs: str
     title: str | None
     class_names: str | None
+    feature_names: str | None
     influence: bool
     validation: str | None
     outside: str | None
@@ -67,7 +69,7 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
     A command that was killed resumes the contributions from its partial sums when it is run again.
     """
     asked, timer = options, Stopwatch()
-    rule, out = parse_rule(asked["rule"]), _parse_out(out)
+    rule, path, out = parse_rule(asked["rule"]), parse_path(asked["path"]), _parse_out(out)
     require_one_executor(asked["workers"], asked["scheduler"])
     outputs = _parse_outputs(asked["outputs"])
     if asked["outside"] is not None and asked["validation"] is None:
@@ -80,7 +82,8 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
     if asked["outside"] is not None:
         outside = read_labelled(asked["outside"], asked["run"], trajectory).X
     explained = draw_rows(len(X), asked["num_points"], asked["seed"])
-    head, names = asked["head"], asked["class_names"]
+    head, classes = asked["head"], _parse_names(asked["class_names"])
+    features = _parse_names(asked["feature_names"])
     typer.echo(f"explaining {len(explained)} of {words}")
     partial = out.with_name(f"{out.name}.{PARTIAL}")
     with open_executor(asked["workers"], asked["scheduler"], resumes=True) as executor:
@@ -108,10 +111,11 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
             title=asked["title"],
             head=None if head is None else head.value,
             rule=rule,
+            path=path,
             outputs=outputs,
             explained=explained.tolist(),
-            class_names=None if names is None else [name.strip() for name in names.split(",")],
-            names=None,
+            class_names=classes,
+            names=features,
             decode=None,
             top=asked["top"],
             by_layers=asked["layers"],
@@ -168,6 +172,18 @@ def _parse_outputs(text: str) -> ExplainedOutputs:
     if text.isascii() and text.isdigit() and len(text) <= 9 and int(text) > 0:
         return int(text)
     raise ValueError(f"--outputs must be predicted, all, or a number of classes from 1: got {text[:40]!r}.")
+
+
+def _parse_names(text: str | None) -> list[str] | None:
+    """Return names with commas between them, of an option or of the first line of a CSV file.
+
+    Raises:
+        OSError, UnicodeDecodeError: The file cannot be read.
+    """
+    if text is not None and text.endswith(".csv"):
+        with Path(text).open(encoding="utf-8-sig", newline="") as stream:
+            return [name.strip() for name in next(csv.reader(stream), [])]
+    return None if text is None else [name.strip() for name in text.split(",")]
 
 
 def _parse_out(out: Path) -> Path:

@@ -1,4 +1,7 @@
-"""Progress of long calls: a bar on a terminal or in a notebook, a line for each tenth in a log, nothing when quiet."""
+"""Progress of long calls: a bar on a terminal or in a notebook, a line for each tenth in a log, nothing when quiet.
+
+A quiet call that will take more than half a minute can say so by a warning (`SlowCallNotice`).
+"""
 
 import os
 import sys
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_che
 
 from tqdm.auto import tqdm as auto_tqdm
 from tqdm.std import tqdm as std_tqdm
+
+from epk_gp.core.certificate import warn_caller
 
 Item = TypeVar("Item")
 
@@ -19,9 +24,12 @@ else:
 _TENTHS = 10
 _WIDTH, _HEIGHT = 80, 24  # of a terminal that does not tell its size, as some pseudo-terminals: tqdm would draw nothing
 _SHORT = 1.0  # seconds: a call that takes less writes its last line only
+_MEASURED, _LONG, _REST = 3.0, 30.0, 10.0  # seconds: measured at least, of a long call, and still to come if it says so
 
 
-def progress_bar(total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True) -> ProgressBar:
+def progress_bar(
+    total: int, desc: str, *, unit: str = "it", initial: int = 0, shown: bool = True, advice: str | None = None
+) -> ProgressBar:
     """Return a progress bar, to be used in a `with` statement and advanced by `update(n)`.
 
     On a terminal and in a notebook it is tqdm's bar with rate and remaining time. Where the standard error stream is
@@ -33,8 +41,11 @@ def progress_bar(total: int, desc: str, *, unit: str = "it", initial: int = 0, s
         unit: Name of an item.
         initial: Number of items that were done before.
         shown: Whether there is any output.
+        advice: How the call is made faster: of a call without output, it stands in the warning that it will be long.
     """
     stream = sys.stderr
+    if not shown and advice is not None:
+        return SlowCallNotice(total - initial, desc, advice)
     if not shown or stream is None:
         return auto_tqdm(total=total, initial=initial, disable=True)
     if _in_notebook():
@@ -149,6 +160,47 @@ class LogLines(ProgressBar):
         left = seconds if is_last else (self._size - self.n) / rate if rate else 0.0
         words = f"took {self.format_interval(left)}" if is_last else f"{self.format_interval(left)} left"
         return f"{self.desc}: {100 * self.n / self._size:.0f} %, {self.n:g} of {self._size}{speed}, {words}"
+
+
+class SlowCallWarning(UserWarning):
+    """A call that will take more than half a minute, and shows no progress."""
+
+
+class SlowCallNotice(ProgressBar):
+    """No bar, but one `SlowCallWarning` if the first items show that a call will take more than half a minute.
+
+    Args:
+        total: Number of items that are to be done.
+        desc: What is counted.
+        advice: How the call is made faster.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(self, total: int, desc: str, advice: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(disable=True)
+        self._size, self._words, self._advice, self._clock = total, desc, advice, clock
+        self._begun, self._first = clock(), (0, 0.0)  # items, and seconds that they took: the first ones may be slower
+
+    def update(self, n: int | float | None = 1) -> bool | None:
+        """Count n more items, and warn once if all will take long."""
+        self.n += n or 0
+        seconds = self._clock() - self._begun
+        items, begun = self._first
+        if not items:
+            self._first = self.n, seconds
+        elif self._advice and seconds >= _MEASURED:
+            rest = (self._size - self.n) * (seconds - begun) / (self.n - items)
+            if rest >= _REST and seconds + rest > _LONG:
+                words = f"the {self._words} will take about {_about(seconds + rest)}: {self._advice}."
+                self._advice = ""
+                warn_caller(words, SlowCallWarning)
+        return None
+
+
+def _about(seconds: float) -> str:
+    """Return a time in a few words, as in "4 minutes"."""
+    unit, name = (1, "seconds") if seconds < 90 else (60, "minutes") if seconds < 5400 else (3600, "hours")
+    return f"{seconds / unit:.0f} {name}"
 
 
 def _has_width(stream: Writable) -> bool:

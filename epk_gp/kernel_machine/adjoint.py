@@ -92,9 +92,8 @@ def adjoint_pass(
     S = trajectory.num_steps
     work_items = len(blocks) * S
     products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
-    with progress_bar(
-        work_items, "attribution", unit="step", initial=progress.done, shown=problem.options.progress
-    ) as bar:
+    shown, advice = problem.options.progress, progress.advice
+    with progress_bar(work_items, "attribution", unit="step", initial=progress.done, shown=shown, advice=advice) as bar:
         for number, rows in enumerate(blocks):
             stretch: StretchAverage | None = None
             for position in range(max(0, progress.done - number * S), S):

@@ -255,6 +255,7 @@ def run_pass(work: AttributionPass, initial: Float[Tensor, "n K"]) -> PassResult
         residuals = work.residuals(initial) if residuals is None else residuals
     else:
         progress = PassProgress(stored, sums.tensors, work.new_record, name)
+        progress.advice = work.problem.advice
         work.pass_adjoints(work.problem, sums, progress, residuals)
     return PassResult(sums, progress, residuals, work.is_factored)
 
@@ -325,7 +326,8 @@ def _parts_here(
     """Compute pieces one after another, but for those that workers of an earlier call have computed."""
     S = work.problem.trajectory.num_steps
     left = sum(len(range(S)[work.ranges[piece.place[1]]]) for piece in pieces)
-    with progress_bar(left, "attribution", unit="step", shown=work.problem.options.progress) as bar:
+    shown = work.problem.options.progress
+    with progress_bar(left, "attribution", unit="step", shown=shown, advice=work.problem.advice) as bar:
         for piece in pieces:
             found = {} if stored is None else stored.load(piece.name)[0]
             yield found or work.part(piece.place, residuals, bar, (stored, piece.name + _BEGUN)).state()

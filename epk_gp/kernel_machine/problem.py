@@ -62,6 +62,16 @@ class AttributionProblem:
         """Turns the budget into block sizes."""
         return self.net.memory_plan(self.options.memory_budget)
 
+    @property
+    def advice(self) -> str:
+        """What makes the call faster, or shows how far it is."""
+        ways = ["progress=True shows how far it is"]
+        if not isinstance(self.kernel.path, LayerwisePath):
+            ways.insert(0, "path=epk_gp.layerwise() takes two evaluations for each point and step, along another path")
+        if self.num_outputs > 1:
+            ways.insert(0, "classes= explains one output of each point")
+        return "; ".join(ways)
+
     def at(self, points: Int64[Tensor, " N"], classes: Int64[Tensor, " N"] | None) -> "AttributionProblem":
         """Return the same of some of the points, which may be repeated, with one output of each if that is given."""
         cost = replace(self.cost, num_output_pairs=self.trajectory.num_outputs if classes is None else 1)

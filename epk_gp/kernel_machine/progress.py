@@ -27,6 +27,7 @@ class PassProgress:
         done: Number of work items that the sums hold.
         adjoint_state: The adjoint that the next work item needs.
         evaluations: Gradient evaluations so far.
+        advice: How a call is made faster, for one that finds out that it will be long; None where it says nothing.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class PassProgress:
     ) -> None:
         self.checkpoint, self.sums, self.name, self.bar = checkpoint, sums, name, bar
         self.adjoint_state: Tensor | None = None
+        self.advice: str | None = None
         self.record, self.evaluations = record, 0.0
         stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(name)
         if not stored:

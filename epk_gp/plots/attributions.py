@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from epk_gp.plots.common import Numbers, as_numpy, class_name, require_shape, short
+from epk_gp.plots.common import Numbers, as_numpy, class_name, plain, require_shape, short
 from epk_gp.plots.style import DOWN, EXACT, GREY, INK, LOWERED, PALETTE, RAISED, REST, SMALL, UP
 
 _CUT = 2.5  # a bar is cut where it is longer than this many times the longest bar of a single point
@@ -80,8 +80,8 @@ def attribution_bars(
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     total = f"all bars together: {short(values.sum(), sign=True)}"
-    ax.set_xlabel(f"{DOWN} lowered     contribution to the {output}     {UP} raised\n{total}")
-    ax.set_title(title)
+    ax.set_xlabel(f"{DOWN} lowered     contribution to the {plain(output)}     {UP} raised\n{total}")
+    ax.set_title(plain(title))
     ax.set_ylabel("training point")
     seen = [] if classes is None else np.unique(classes[[i for i in rows if i is not None]]).tolist()
     handles = [Patch(facecolor=PALETTE[c % len(PALETTE)], edgecolor=GREY, label=class_name(c, names)) for c in seen]
@@ -143,7 +143,7 @@ def training_image(
     ax.imshow((values - low) / ((high - low) or 1.0), cmap="gray_r", interpolation="nearest")
     ax.set(xticks=[], yticks=[])
     ax.grid(visible=False)
-    ax.set_title(caption, fontsize=SMALL, loc="center", pad=3)
+    ax.set_title(plain(caption), fontsize=SMALL, loc="center", pad=3)
     colour = GREY if contribution == 0 else colours[0] if contribution > 0 else colours[1]
     for spine in ax.spines.values():
         spine.set(edgecolor=colour, linewidth=1.8 if contribution else 0.8, visible=True)
@@ -183,7 +183,7 @@ def term_bars(ax: Axes, terms: Sequence[str], values: Float[Numbers, " t"], *, o
     ax.set_xlim(low - 0.03 * spread, high + 0.42 * spread)  # with room for the numbers
     ax.set_ylim(len(widths) - 0.4, -0.6)
     ax.axvline(0, color=GREY, linewidth=0.8)
-    ax.set_yticks(range(len(widths)), [*terms, output], fontsize=SMALL)
+    ax.set_yticks(range(len(widths)), [plain(name) for name in (*terms, output)], fontsize=SMALL)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     return ax

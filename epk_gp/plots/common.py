@@ -1,5 +1,6 @@
 """Number formatting and validation that all drawing functions share."""
 
+import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ __all__ = [
     "REST",
     "as_numpy",
     "class_name",
+    "plain",
     "require_shape",
     "short",
 ]
@@ -59,6 +61,11 @@ def short(value: float, *, sign: bool = False) -> str:
     return (mantissa + (f"e{int(power)}" if exponent else "")).replace("-", "−")
 
 
+def plain(text: str) -> str:
+    """Return a text as matplotlib shows it as it stands: dollars begin no formula. Twice is as once."""
+    return re.sub(r"(?<!\\)\$", r"\\$", str(text).encode(errors="replace").decode())
+
+
 def class_name(number: int, names: Sequence[str] | None) -> str:
-    """Return the name of a class: the given one, or "class 3"."""
-    return f"class {number}" if names is None else names[number]
+    """Return the name of a class for a picture: the given one, or "class 3"."""
+    return f"class {number}" if names is None else plain(names[number])

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from epk_gp.plots.common import Numbers, as_numpy, require_shape, short
+from epk_gp.plots.common import Numbers, as_numpy, plain, require_shape, short
 from epk_gp.plots.style import GREY, PALETTE, REST, SMALL
 
 _IDENTITY = "identity"
@@ -169,7 +169,7 @@ def error_against_evaluations(
     exact = y == 0
     shown = np.where(exact, (y[~exact].min() if not exact.all() else np.finfo(np.float64).eps) / 2, y)
     ax.set(xscale="log", yscale="log", xlabel="gradient evaluations per point and step", ylabel="largest |error|")
-    families, names = _families(rules)
+    families, names = _families([plain(rule) for rule in rules])
     for k, (family, members) in enumerate(families.items()):
         colour, marker = PALETTE[k % len(PALETTE)], _MARKERS[k % len(_MARKERS)]
         order = sorted(members, key=lambda i: x[i])
@@ -210,7 +210,7 @@ def _scatter(ax: Axes, x: np.ndarray, y: np.ndarray, label: str) -> None:
     index = len(ax.collections)
     ax.scatter(
         x, y, s=16, color=PALETTE[index % len(PALETTE)], marker=_MARKERS[index % 5], alpha=0.75, linewidth=0, zorder=2,
-        label=label,
+        label=plain(label),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from epk_gp.plots import (
     training_image,
     uncertainty_map,
 )
-from epk_gp.plots.common import short
+from epk_gp.plots.common import plain, short
 from epk_gp.plots.style import DOWN, SMALL, UP, WIDTH, new_figure, save_figure, styled
 
 _IMAGES_PER_ROW = 6
@@ -120,12 +120,13 @@ def map_figure(
             legend=False,
         )
         ax.set(xlabel="", ylabel="")
+    words = [name if name in _COORDINATES else plain(name) for name in axis_names]
     for ax in axes[1]:
-        ax.set_xlabel(axis_names[0])
+        ax.set_xlabel(words[0])
     for ax in axes[:, 0]:
-        ax.set_ylabel(axis_names[1])
+        ax.set_ylabel(words[1])
     if plane:
-        figure.suptitle(plane, x=0.01, ha="left", fontsize=SMALL)
+        figure.suptitle(plain(plane), x=0.01, ha="left", fontsize=SMALL)
     if shown is not None:
         handles = map_handles(shown, names=names)
         columns = len(handles) if len(handles) <= _IMAGES_PER_ROW else -(-len(handles) // 2)
@@ -226,7 +227,8 @@ def output_name(number: int, head: Head | None, names: Sequence[str] | None = No
     """
     if not is_class:
         return f"output {number}"
-    return f"{'output' if head is None else _OUTPUT_NAMES[head]} of class {number if names is None else names[number]}"
+    name = number if names is None else plain(names[number])
+    return f"{'output' if head is None else _OUTPUT_NAMES[head]} of class {name}"
 
 
 def _title(
@@ -235,11 +237,11 @@ def _title(
     if not is_class:
         return f"point {n}, output {int(breakdown.output[n])}"
     predicted = int(breakdown.output[n])
-    title = f"point {n}: predicted class {predicted if names is None else names[predicted]}"
+    title = f"point {n}: predicted class {predicted if names is None else plain(names[predicted])}"
     if labels is None:
         return title
     true = int(labels[n])
-    return f"{title}, true label {true if names is None else names[true]}"
+    return f"{title}, true label {true if names is None else plain(names[true])}"
 
 
 def _draw_images(
@@ -277,7 +279,7 @@ def _caption(index: int, labels: Tensor | None, names: Sequence[str] | None) -> 
     if labels is None:
         return f"#{index}"
     label = int(labels[index])
-    return f"#{index}\nlabel {label}" if names is None else f"#{index}\n{names[label]}"
+    return f"#{index}\nlabel {label}" if names is None else f"#{index}\n{plain(names[label])}"
 
 
 def as_images(X: Tensor) -> Tensor | None:

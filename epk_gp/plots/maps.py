@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 from scipy.interpolate import RectBivariateSpline, RegularGridInterpolator
 from scipy.ndimage import convolve, distance_transform_edt, gaussian_filter
 
-from epk_gp.plots.common import Numbers, as_numpy, class_name, require_shape
+from epk_gp.plots.common import Numbers, as_numpy, class_name, plain, require_shape
 from epk_gp.plots.style import COLORMAP, GREY, INK, PALETTE, SMALL
 
 _FINE = 241  # nodes per side between which a map is drawn: a node is a pixel or two
@@ -101,7 +101,7 @@ def uncertainty_map(
     elif labels is not None:
         raise ValueError("labels must come with points: got labels alone. Pass points too.")
     _frame(ax, x, y)
-    ax.set_title(title)
+    ax.set_title(plain(title))
     if legend and classes is not None:
         handles = map_handles(classes, names=names, boundary=borders is not None)
         # Below the map, where the legend covers neither points nor boundaries.
@@ -178,7 +178,7 @@ def draw_colorbar(axes: Sequence[Axes], shades: ContourSet, label: str) -> None:
     bar = figure.colorbar(
         shades, ax=list(axes), format=formatter, fraction=0.046, pad=0.03, ticks=np.asarray(shades.levels)[::2]
     )
-    bar.set_label(label)
+    bar.set_label(plain(label))
     bar.outline.set_visible(False)
 
 
@@ -307,7 +307,7 @@ def _name_regions(ax: Axes, borders: _Borders, names: Sequence[str] | None) -> N
         row, column = divmod(int(depth.argmax()), depth.shape[1])
         if depth[row, column] < _VISIBLE * max(depth.shape):
             continue
-        name, colour = str(c) if names is None else names[c], PALETTE[c % len(PALETTE)]
+        name, colour = str(c) if names is None else plain(names[c]), PALETTE[c % len(PALETTE)]
         box = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": colour, "linewidth": 1.6}
         place: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 5}
         ax.text(borders.x[column], borders.y[row], name, fontsize=SMALL, color=INK, weight="bold", bbox=box, **place)

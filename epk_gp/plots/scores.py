@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 
-from epk_gp.plots.common import Numbers, as_numpy
+from epk_gp.plots.common import Numbers, as_numpy, plain
 from epk_gp.plots.style import GREY, IN_DISTRIBUTION, OUT_OF_DISTRIBUTION, PALETTE, SMALL, WRONG
 
 _MIN_KEPT = 0.02  # the share of points from which a curve is drawn: the risk of a few points is 0 or 1
@@ -33,7 +33,7 @@ def risk_coverage(ax: Axes, risks: Mapping[str, Float[Numbers, " n"]]) -> Axes:
             raise ValueError(f"{name} must have a risk for each number of points that are kept: got none.")
         coverage = np.arange(1, len(risk) + 1) / len(risk)
         drawn = coverage >= _MIN_KEPT
-        ax.plot(100 * coverage[drawn], 100 * risk[drawn], color=colour, label=name, linewidth=1.6)
+        ax.plot(100 * coverage[drawn], 100 * risk[drawn], color=colour, label=plain(name), linewidth=1.6)
     ax.set(xlabel="predictions kept, the surest first, %", ylabel="wrong among them, %", xlim=(0, 100))
     ax.set_ylim(bottom=0)
     ax.legend(fontsize=SMALL)
@@ -60,10 +60,10 @@ def score_histogram(ax: Axes, scores: Mapping[str, Float[Numbers, " n"]], *, lab
         # The first is filled and the others are outlines: they are told apart where they overlap, and without colours.
         ax.hist(
             array.clip(0, 1), bins=40, range=(0, 1), weights=np.full(len(array), 1 / len(array)), color=colour,
-            histtype="stepfilled" if number == 0 else "step", alpha=0.75 if number == 0 else 1, label=name,
+            histtype="stepfilled" if number == 0 else "step", alpha=0.75 if number == 0 else 1, label=plain(name),
             linewidth=0.5 if number == 0 else 1.6, linestyle=("-", "-", "--")[number],
         )  # fmt: skip
-    ax.set(xlabel=label, ylabel="share of points", xlim=(0, 1))
+    ax.set(xlabel=plain(label), ylabel="share of points", xlim=(0, 1))
     ax.legend(fontsize=SMALL)
     return ax
 
@@ -88,7 +88,7 @@ def suspicion_bars(ax: Axes, margins: Float[Numbers, " m"], names: Sequence[str]
     colours = [WRONG if value < 0 else IN_DISTRIBUTION for value in values]
     ax.barh(range(len(values)), values, color=colours, edgecolor=GREY, linewidth=0.6, height=0.78)
     ax.axvline(0, color=GREY, linewidth=1)
-    ax.set_yticks(range(len(values)), names, fontsize=SMALL)
+    ax.set_yticks(range(len(values)), [plain(name) for name in names], fontsize=SMALL)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     ax.set_ylim(len(values) - 0.4, -0.6)

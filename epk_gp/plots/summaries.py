@@ -1,11 +1,15 @@
 """Drawings of a run as a whole: reliability, detection of other inputs, targets, and the kernel matrix."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 
-from epk_gp.plots.common import Numbers, as_numpy, require_shape
+from epk_gp.plots.common import Numbers, as_numpy, plain, require_shape
 from epk_gp.plots.style import COLORMAP, EXACT, GREY, OUT_OF_DISTRIBUTION, SIGNED, SMALL
+
+_ROOM = 40  # characters of all groups' names that stand beside each other below a matrix
 
 
 def reliability_diagram(
@@ -88,7 +92,13 @@ def target_scatter(ax: Axes, targets: Float[Numbers, " n"], outputs: Float[Numbe
     return ax
 
 
-def kernel_matrix(ax: Axes, cosines: Float[Numbers, "n n"], groups: Int[Numbers, " n"] | None) -> Axes:
+def kernel_matrix(
+    ax: Axes,
+    cosines: Float[Numbers, "n n"],
+    groups: Int[Numbers, " n"] | None,
+    *,
+    names: Sequence[str] | None = None,
+) -> Axes:
     """Draw a matrix of cosines between points, with lines between groups that follow one another.
 
     Shades begin at the smallest cosine, rounded down to a tenth; where one is negative, colours go from -1 to 1.
@@ -97,6 +107,7 @@ def kernel_matrix(ax: Axes, cosines: Float[Numbers, "n n"], groups: Int[Numbers,
         ax: Axes to draw into; a colour bar is added to its figure.
         cosines: From -1 to 1.
         groups: Group of each point, such as its class; None for no lines.
+        names: Names of the groups; their numbers by default.
 
     Returns:
         The Axes.
@@ -122,9 +133,11 @@ def kernel_matrix(ax: Axes, cosines: Float[Numbers, "n n"], groups: Int[Numbers,
             ax.axhline(edge, color=OUT_OF_DISTRIBUTION, linewidth=0.8)
             ax.axvline(edge, color=OUT_OF_DISTRIBUTION, linewidth=0.8)
         ends = np.concatenate([[-0.5], edges, [len(K) - 0.5]])
-        middles, names = (ends[:-1] + ends[1:]) / 2, [str(int(v)) for v in g[np.ceil(ends[:-1]).astype(int)]]
-        ax.set_xticks(middles, names)
-        ax.set_yticks(middles, names)
+        middles, present = (ends[:-1] + ends[1:]) / 2, g[np.ceil(ends[:-1]).astype(int)]
+        words = [str(int(v)) if names is None else plain(names[int(v)]) for v in present]
+        is_long = sum(map(len, words)) > _ROOM
+        ax.set_xticks(middles, words, rotation=90 if is_long else 0)
+        ax.set_yticks(middles, words)
         ax.tick_params(length=0)
     return ax
 

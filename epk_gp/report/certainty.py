@@ -35,7 +35,7 @@ class Certainty:
     """How sure the predictions at n points are.
 
     Attributes:
-        source: "process" or "network": whose probabilities they are; empty without any.
+        source: Whose probabilities they are: "network", "process" or "network and process"; empty without any.
         probabilities: (n, C); None where outputs stand for no probabilities.
         scores: Name, values and meaning of each score.
         out_of_distribution: The score that tells inputs unlike the training data; None without one.
@@ -54,7 +54,8 @@ def certainty(request: ReportRequest) -> Certainty:
         u = process.uncertainty(X, _NUM_SAMPLES)
         scores = tuple((name, _tensor(getattr(u, field)), text) for name, field, text in _OF_CLASSIFIER)
         scores = (*scores, _own_probability(request))
-        return Certainty("process", _tensor(process.predict_proba(X)), scores, _tensor(u.out_of_distribution))
+        p, far = _tensor(process.predict_proba(X)), _tensor(u.out_of_distribution)
+        return Certainty("network and process", p, scores, far)
     if process is not None:
         return _of_posterior(request, _posterior(process, request))
     if request.is_classifier and isinstance(request.trajectory.loss, CrossEntropy | NegativeLogLikelihood):

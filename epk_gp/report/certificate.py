@@ -91,9 +91,9 @@ def describe_certificate(
             "Every recorded step was computed again from the training data: the largest difference of a weight is "
             f"{certificate.max_step_mismatch:.1e}, {certificate.mismatch_ratio:.2g} times what rounding explains"
             + (f" (in step {certificate.worst_step})." if certificate.worst_step >= 0 else "."),
-            "Every step's integral was compared with the change of the network's output over the step: the largest "
-            f"difference is {certificate.max_residual:.1e}, at most {certificate.residual_ratio:.2g} times what "
-            "tolerance and rounding allow.",
+            "What is added along each step, or each stretch of several, was compared with the change of the network's "
+            f"output over it: the largest difference is {certificate.max_residual:.1e}, at most "
+            f"{certificate.residual_ratio:.2g} times what tolerance and rounding allow.",
         ]
     sentences.append(
         "The certificate concerns the sums. A contribution says what a sample added during this training; it does not "

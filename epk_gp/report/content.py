@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from epk_gp.core.display import count
 from epk_gp.core.head import Head
+from epk_gp.quadrature.paths import ChordPath, LayerwisePath, ManhattanPath, StraightPath
 from epk_gp.report.card import run_card
 from epk_gp.report.certainty import Certainty, band, certainty, scores_of
 from epk_gp.report.certificate import describe_certificate
@@ -14,12 +16,18 @@ from epk_gp.report.explanations import Asked, Explanations, explain
 from epk_gp.report.fixed_point import significant
 from epk_gp.report.inputs import Appearance, appearance, describe_cut, show
 from epk_gp.report.kernel import reason_without_kernel
-from epk_gp.report.overview import overview, samples_of_overview
+from epk_gp.report.overview import expected_classes, overview, samples_of_overview
 from epk_gp.report.request import ReportRequest
 from epk_gp.report.views import is_margin, shorten
 
 VERSION = 1
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probability"}
+_PATHS = {
+    StraightPath: "straight steps",
+    ChordPath: "straight lines, each over {steps}",
+    ManhattanPath: "one module after another, in each step",
+    LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class ReportContent:
             classes=request.classes,
             head=request.head,
             rule=settings.rule,
+            path=settings.path,
             labels=request.training_labels,
             top=settings.top,
             influence=request.influence,
@@ -63,6 +72,7 @@ class ReportContent:
         self.sure: Certainty = certainty(request)
         self.band = band(request)
         self.overview = overview(request, self.sure)
+        self._suspected = expected_classes(settings.suspects)
         self._shown = lru_cache(maxsize=None)(self._show_sample)
 
     def details(self) -> list[Detail]:
@@ -113,16 +123,12 @@ class ReportContent:
         p = None if self.sure.probabilities is None else self.sure.probabilities[n].tolist()
         known = None if request.true_classes is None else int(request.true_classes[n])
         scores = scores_of(self.sure, n)
-        if request.y is not None and not request.is_classifier:
-            scores += [
-                [f"target of {name}", significant(float(value)), "the value that is known"]
-                for name, value in zip(request.class_names, request.y[n].tolist(), strict=True)
-            ]
         outputs = {output: content for row, output, content in self.found.outputs if row == number}
         return {
             "name": f"point {n}",
             "label": known,
             "predicted": int(request.predicted[n]),
+            "values": None if request.is_classifier else self._values(n),
             "input": show(self.look, request.X[n]),
             "probabilities": None if p is None else [significant(value) for value in p],
             "band": None if self.band is None else _pairs(self.band[:, number].T.tolist()),
@@ -130,12 +136,21 @@ class ReportContent:
             "explanations": {str(c): content | {"views": _kept(content, detail)} for c, content in outputs.items()},
         }
 
+    def _values(self, n: int) -> list[list[float | None]]:
+        """Return what a regression predicts of each output, its target and the difference, where that is known."""
+        f, y = self.request.network[n].double(), self.request.y
+        if y is None:
+            return [[significant(value), None, None] for value in f.tolist()]
+        columns = zip(f.tolist(), y[n].tolist(), (f - y[n].double()).tolist(), strict=True)
+        return [[significant(value) for value in row] for row in columns]
+
     def _describe(self, detail: Detail) -> list[tuple[str, str]]:
         request, settings, found = self.request, self.request.settings, self.found
         rows = [
             ("explained", f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"),
             ("outputs explained", _describe_outputs(settings.outputs, request)),
             ("head", request.head),
+            ("path of integration", _PATHS[type(settings.path)].format(steps=count(settings.path.every, "step"))),
             ("quadrature", settings.rule.name),
             ("gradient evaluations", f"{found.certificate.evaluations:.1f} for each point and step, to choose nodes"),
             ("numbers", f"whole multiples of {found.quantum:g}; what they leave is a term of its own, rounding"),
@@ -158,7 +173,12 @@ class ReportContent:
         label = None if labels is None else int(labels[index])
         known = label is not None and 0 <= label < num_outputs  # the loss leaves others out, as -100
         shown = show(self.look, self.request.trajectory.inputs[index], is_sample=True)
-        return shown | {"label": label if known else None}
+        target, expected = self.request.training_targets, self._suspected.get(index, label)
+        return shown | {
+            "label": label if known else None,
+            "target": None if target is None else [significant(value, 4) for value in target[index].tolist()],
+            "suspected": None if expected == label else expected,
+        }
 
 
 def _kept(content: dict[str, Any], detail: Detail) -> dict[str, Any]:

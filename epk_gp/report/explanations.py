@@ -17,9 +17,11 @@ from epk_gp.core.head import Head
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_results import GroupedAttribution
+from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
 from epk_gp.report.certificate import Certificate
 from epk_gp.report.divisions import Divisions
+from epk_gp.report.fixed_point import significant
 from epk_gp.report.views import RealTerms, SampleFacts, all_views, is_margin
 
 _BYTES = 24  # of a sample, layer and range of steps: the sum, what is added to it, and its multiple of the quantum
@@ -36,6 +38,7 @@ class Asked:
         classes: The index of each of them.
         head: What the outputs are.
         rule: How each step's integral is taken.
+        path: Along which the points are integrated.
         labels: Classes of the training samples; None where they have none.
         top: Number of samples that a view names of either sign.
         influence: Derivatives of each output in the samples' weights; None where they were not computed.
@@ -48,6 +51,7 @@ class Asked:
     classes: Int64[Tensor, " k"]
     head: Head
     rule: Rule
+    path: WeightPath
     labels: Int64[Tensor, " M"] | None
     top: int
     influence: Sequence[Float[Tensor, " M"] | None]
@@ -60,7 +64,8 @@ class Explanations:
 
     Attributes:
         quantum: What all their numbers are multiples of.
-        outputs: For each output its point, its index and its content: initial and final value, running sum and views.
+        outputs: For each output its point, its index and its content: initial and final value, running sum, views, and
+            how much larger the samples' contributions are, step by step, than what they sum to.
         certificate: Of all of them.
         largest_rounding: Largest term of rounding in them, in quanta.
     """
@@ -92,7 +97,8 @@ def explain(asked: Asked, divisions: Divisions) -> Explanations:
             views = all_views(rounded, facts, asked.top)
             largest = max(largest, *(abs(view["rounding"]) for key, view in views.items() if is_margin(key)))
             ends = {"initial": rounded.running[0], "network": rounded.running[-1], "running": list(rounded.running)}
-            found.append((row, output, ends | {"views": views}))
+            amplification = significant(float(parts.amplification[number, 0]), 3)
+            found.append((row, output, ends | {"amplification": amplification, "views": views}))
     return Explanations(quantum, tuple(found), reduce(Certificate.merged, certificates), largest)
 
 
@@ -114,6 +120,7 @@ def _attribute(asked: Asked, divisions: Divisions, chosen: Tensor) -> GroupedAtt
             [divisions.axes],
             head=asked.head,
             rule=asked.rule,
+            path=asked.path,
             classes=asked.classes[chosen],
             memory_budget=options.memory_budget,
             progress=options.progress,

@@ -64,7 +64,7 @@ def kernel_figures(request: ReportRequest) -> list[dict[str, Any]]:
     @styled
     def draw_matrix() -> Figure:
         figure = new_figure(4.4, 5.2)
-        ax = kernel_matrix(figure.subplots(), cosines, groups)
+        ax = kernel_matrix(figure.subplots(), cosines, groups, names=request.settings.class_names)
         if groups is not None:
             ax.set(xlabel="class", ylabel="class")
         return figure

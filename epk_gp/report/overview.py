@@ -74,10 +74,10 @@ def _reliability(sure: Certainty, probabilities: Float[Tensor, "n C"], true: Int
         reliability_diagram(figure.subplots(), *columns)
         return figure
 
-    whose = "the network and the process together" if sure.source == "process" else "the network alone"
+    whose = {"network": "network alone", "process": "process alone"}.get(sure.source, "network and process together")
     sentence = (
-        f"Probabilities of {whose} at {len(true)} points. On average over the points, confidence and share of right "
-        f"predictions differ by {found.ece:.3f} (expected calibration error, {_BINS} bins); "
+        f"Probabilities of the {whose} at {len(true)} points. On average over the points, confidence and share of "
+        f"right predictions differ by {found.ece:.3f} (expected calibration error, {_BINS} bins); "
         f"{100 * found.accuracy:.1f} % of the most probable classes are right, and the mean negative log-probability "
         f"of the true class is {found.nll:.3f}."
     )
@@ -156,13 +156,21 @@ def _detection(inside: Float[Tensor, " n"], outside: Float[Tensor, " m"]) -> lis
     ]
 
 
+def expected_classes(suspects: LabelErrors | None) -> dict[int, int]:
+    """Return which training samples are listed as suspicious, the worst first, and the class expected of each."""
+    if suspects is None:
+        return {}
+    expected = dict(zip(suspects.points.tolist(), suspects.predicted.tolist(), strict=True))
+    return {index: expected[index] for index in suspects.indices[:_MAX_SUSPECTS].tolist()}
+
+
 def _suspects(found: LabelErrors, labels: Int64[Tensor, " M"], names: tuple[str, ...]) -> dict[str, Any]:
     """List the most suspicious labels."""
     rows = []
-    for index in found.indices[:_MAX_SUSPECTS].tolist():
+    for index, expected in expected_classes(found).items():
         k = int((found.points == index).nonzero()[0, 0])
         numbers = (found.scores[k], found.margin[k], found.aum[k])
-        classes = (names[int(labels[index])], names[int(found.predicted[k])])
+        classes = (names[int(labels[index])], names[expected])
         rows.append([index, *classes, *(significant(float(value), 4) for value in numbers)])
     sentence = (
         f"The {len(rows)} most suspicious of {len(found)} labels, the worst first. The score is from 0 to 1 and is a "

@@ -22,6 +22,7 @@ from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.kernel_machine.influence_results import Influence
 from epk_gp.plots.common import class_name
+from epk_gp.quadrature.paths import WeightPath, validate_path
 from epk_gp.quadrature.rules import Rule, validate_rule
 from epk_gp.report.given import influence_on, validate_map, validate_process, validate_suspects
 from epk_gp.report.inputs import Decode
@@ -38,6 +39,7 @@ class ReportSettings:
     title: str | None
     head: Head | None
     rule: Rule
+    path: WeightPath
     outputs: ExplainedOutputs
     explained: int | Sequence[int]
     class_names: Sequence[str] | None
@@ -96,6 +98,12 @@ class ReportRequest:
         return self.network.argmax(dim=1) if self.is_classifier else torch.zeros(len(self.X), dtype=torch.int64)
 
     @property
+    def training_targets(self) -> Float[Tensor, "M C"] | None:
+        """The targets of a regression's training samples, where they have one for each output."""
+        targets, (M, C) = self.trajectory.targets, (self.trajectory.num_points, self.trajectory.num_outputs)
+        return None if self.is_classifier or targets.numel() != M * C else targets.cpu().double().reshape(M, C)
+
+    @property
     def true_classes(self) -> Int64[Tensor, " n"] | None:
         """The true classes, where they are known."""
         return self.y if self.is_classifier else None
@@ -111,6 +119,7 @@ def parse_request(trajectory: Trajectory, X: Inputs, y: object, settings: Report
     X = parse_inputs(trajectory, X)
     head = resolve_head(settings.head, trajectory.loss, trajectory.num_outputs)
     validate_rule(settings.rule)
+    validate_path(settings.path)
     validate_count(settings.top, "top")
     validate_count(settings.kernel_points, "kernel_points", minimum=0)
     is_classifier = _is_classifier(trajectory, y)

@@ -16,6 +16,7 @@ from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.certification import warn_if_uncertified
 from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.report.certificate import Certificate
 from epk_gp.report.content import ReportContent
@@ -28,7 +29,7 @@ MAX_BYTES = 6_000_000  # of the file
 
 
 def write_report(
-    path: str | os.PathLike[str],
+    file: str | os.PathLike[str],
     trajectory: Trajectory,
     X: Inputs,
     y: Shaped[Tensor, "n ..."] | None = None,
@@ -36,6 +37,7 @@ def write_report(
     title: str | None = None,
     head: Head | None = None,
     rule: Rule = adaptive(tol=1e-12),
+    path: WeightPath = straight(),
     outputs: ExplainedOutputs = "predicted",
     explained: int | Sequence[int] = 6,
     class_names: Sequence[str] | None = None,
@@ -58,13 +60,15 @@ def write_report(
     sum of the rest, so that what is seen adds up. They are rounded to multiples of a quantum, and rounding is a term.
 
     Args:
-        path: The file that is written; one that exists is replaced.
+        file: The HTML file that is written; one that exists is replaced.
         trajectory: Training run with S steps on M samples.
         X: n inputs, of the structure of the training inputs.
         y: Their classes, int64 (n,); or the targets of a regression, (n,) or (n, C).
         title: Title of the page; the run's digest by default.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken.
+        path: Along which the explained points are integrated, as of `epk_gp.attribute`; `layerwise()` is the fastest.
+            The matrix of the path kernel and the map are along straight steps.
         outputs: Which classes of a point are explained: "predicted" (and the true one where it is another), "all", or
             the number of its most probable ones. Outputs that are no classes are all explained.
         explained: How many points are explained, the first ones, or their indices. Each output costs as much as one or
@@ -85,7 +89,7 @@ def write_report(
             together as far as their contributions fit into the memory budget.
 
     Returns:
-        The path.
+        The file.
 
     Raises:
         TypeError, ValueError: The network cannot take the inputs; an argument is of the wrong kind, or a result that is
@@ -98,6 +102,7 @@ def write_report(
         title=title,
         head=head,
         rule=rule,
+        path=path,
         outputs=outputs,
         explained=explained,
         class_names=class_names,
@@ -113,9 +118,9 @@ def write_report(
         kernel_points=kernel_points,
         options=parsed,
     )
-    file = Path(path)
-    warn_if_uncertified("the report", write_as_asked(file, trajectory, X, y, settings))
-    return file
+    written = Path(file)
+    warn_if_uncertified("the report", write_as_asked(written, trajectory, X, y, settings))
+    return written
 
 
 def write_as_asked(
@@ -146,7 +151,7 @@ def document(content: ReportContent, most: int) -> str:
         ValueError: Even the least detail is too much.
     """
     for detail in content.details():
-        text = page(content.at(detail))
+        text = page(content.at(detail)).encode(errors="replace").decode()  # a name may hold what UTF-8 does not
         if len(text.encode()) <= most:
             return text
     raise ValueError(
@@ -158,6 +163,6 @@ def document(content: ReportContent, most: int) -> str:
 def _require_place(file: Path) -> None:
     """Raise if a file cannot be written there, before anything is computed."""
     if file.is_dir():
-        raise IsADirectoryError(f"path must name a file, as in report.html: {file} is a folder.")
+        raise IsADirectoryError(f"file must name a file, as in report.html: {file} is a folder.")
     if not file.parent.is_dir():
-        raise FileNotFoundError(f"path must lie in a folder that exists: {file.parent} does not.")
+        raise FileNotFoundError(f"file must lie in a folder that exists: {file.parent} does not.")

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import epk_gp as epk
 from commands import SMALL, refused, run
@@ -69,6 +69,25 @@ def test_record_goes_on_after_an_interrupt_as_if_it_had_not_been(tmp_path, monke
     said = refused(capsys, "record", "--out", tmp_path / "run", "--resume", *other)
     assert "--lr must be the recorded one to resume the run" in said
     assert "it has 0.01, got 0.02." in said
+
+
+def test_all_held_out_points_of_a_file_are_kept_unless_a_number_is_given(tmp_path, capsys):
+    X, y = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    arrays = {"inputs": X, "labels": y, "test_inputs": torch.randn(120, 3), "test_labels": torch.arange(120) % 2}
+    save_file(arrays, tmp_path / "own.safetensors")
+    save_file({"inputs": torch.randn(130, 3), "labels": torch.arange(130) % 2}, tmp_path / "whole.safetensors")
+    for name, options, kept in (("own", (), 120), ("own", ("--num-test", 5), 5), ("whole", ("--num-train", 4), 126)):
+        out = tmp_path / f"{name}-{kept}"
+        data = ("--data", tmp_path / f"{name}.safetensors", "--width", 2, "--steps", 1, *options)
+        assert run("record", "--out", out, *data, "--quiet") == 0
+        assert len(load_file(out / "held_out.safetensors")["inputs"]) == kept
+        assert "held out: " not in capsys.readouterr().out
+
+
+def test_a_named_data_set_says_how_many_of_its_points_are_held_out(tmp_path, capsys):
+    asked = ("--data", "digits", "--num-train", 20, "--width", 2, "--steps", 1, "--quiet")
+    assert run("record", "--out", tmp_path / "run", *asked) == 0
+    assert "held out: 102 of 360 points (--num-test N keeps N of them)\n" in capsys.readouterr().out
 
 
 def test_a_run_is_never_overwritten(recorded, capsys):

@@ -4,6 +4,7 @@ import ast
 import io
 import os
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from tqdm.std import tqdm as std_tqdm
 
 import epk_gp
 from epk_gp.core import progress
-from epk_gp.core.progress import LogLines, progress_bar, tracked
+from epk_gp.core.progress import LogLines, SlowCallNotice, SlowCallWarning, progress_bar, tracked
 
 ROOT = Path(epk_gp.__file__).parent
 
@@ -168,3 +169,38 @@ def test_every_bar_of_the_package_is_made_here():
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             users |= {file.relative_to(ROOT).as_posix() for name in names if name.split(".")[0] == "tqdm"}
     assert users <= {"core/progress.py", "analysis/signal.py"}
+
+
+def said_of(total, seconds_each, *, first=0.0):
+    """What a call without a bar says, with the number of the item after which it says so."""
+    now, said = [0.0], []
+    bar = SlowCallNotice(total, "attribution", "do less", clock=lambda: now[0])
+    for done in range(1, total + 1):
+        now[0] += seconds_each + (first if done == 1 else 0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            bar.update()
+        said += [(done, warning.category, str(warning.message)) for warning in caught]
+    return said
+
+
+def test_a_quiet_call_that_will_be_long_says_so_once_after_three_seconds():
+    assert said_of(400, 0.6) == [(5, SlowCallWarning, "the attribution will take about 4 minutes: do less.")]
+    assert said_of(10, 5) == [(2, SlowCallWarning, "the attribution will take about 50 seconds: do less.")]
+    assert said_of(10, 5, first=30) == [(2, SlowCallWarning, "the attribution will take about 80 seconds: do less.")]
+    assert said_of(30_000, 0.5)[0][2] == "the attribution will take about 4 hours: do less."
+
+
+@pytest.mark.parametrize(
+    ("total", "seconds_each", "first"),
+    [(400, 0.07, 0), (1, 300, 0), (3, 4, 30), (100_000, 2e-5, 0), (100, 0.02, 2.9)],
+    ids=["28 seconds", "one item, which is done", "nearly done", "many quick items", "a slow start"],
+)
+def test_a_call_that_is_not_long_or_is_nearly_done_says_nothing(total, seconds_each, first):
+    assert said_of(total, seconds_each, first=first) == []
+
+
+def test_a_call_says_nothing_of_its_length_where_it_shows_a_bar_or_has_no_advice():
+    assert isinstance(progress_bar(9, "attribution", shown=False, advice="do less"), SlowCallNotice)
+    assert not isinstance(progress_bar(9, "attribution", shown=True, advice="do less"), SlowCallNotice)
+    assert not isinstance(progress_bar(9, "attribution", shown=False), SlowCallNotice)

@@ -1,6 +1,10 @@
 """Contributions along any axes: samples, labels, steps, layers, parameters."""
 
+import functools
 import itertools
+import re
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +13,8 @@ from torch import nn
 import epk_gp as epk
 from epk_gp.autodiff.planned_model import flat_columns
 from epk_gp.autodiff.planning import plan_for
+from epk_gp.core import progress
+from epk_gp.core.progress import SlowCallWarning
 from epk_gp.kernel_machine import attribution_pass
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
@@ -209,3 +215,38 @@ def test_targets_that_are_no_labels_have_no_label_axis():
     case = make_case("one_class", batch_size=None)
     with pytest.raises(ValueError, match="by_label needs class labels"):
         by_label(case.trajectory)
+
+
+@pytest.fixture
+def slow_clock(monkeypatch):
+    """A clock on which every step takes ten seconds."""
+    clock = functools.partial(next, itertools.count(0, 10))
+    monkeypatch.setattr(progress, "SlowCallNotice", functools.partial(progress.SlowCallNotice, clock=clock))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, ("classes= explains one output", "path=epk_gp.layerwise() takes two", "progress=True shows")),
+        ({"classes": torch.tensor([0, 1, 2])}, ("path=epk_gp.layerwise() takes two", "progress=True shows")),
+        ({"path": epk.layerwise()}, ("classes= explains one output", "progress=True shows")),
+    ],
+    ids=["all outputs", "one output", "layerwise"],
+)
+def test_a_quiet_call_that_will_be_long_says_once_what_would_be_faster(run, slow_clock, options, said):
+    trajectory, X = run
+    with pytest.warns(SlowCallWarning) as caught:
+        epk.attribute(trajectory, X, **options)
+    (warning,) = caught
+    (ways,) = re.findall(r"^the attribution will take about \d+ \w+: (.*)\.$", str(warning.message))
+    assert len(ways.split("; ")) == len(said)
+    assert all(way.startswith(start) for way, start in zip(ways.split("; "), said, strict=True))
+
+
+def test_a_call_that_shows_its_progress_or_has_workers_says_nothing_of_its_length(run, slow_clock, capsys):
+    trajectory, X = run
+    with ThreadPoolExecutor(1) as executor, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epk.attribute(trajectory, X, progress=True)
+        epk.attribute(trajectory, X, executor=executor)
+    assert "attribution" in capsys.readouterr().err

@@ -67,3 +67,11 @@ def test_eigenvalues_are_drawn_as_shares_and_zeros_are_not(ax):
 def test_what_cannot_be_drawn_is_refused(ax, draw, message, unchecked):
     with pytest.raises(ValueError, match=message):
         draw(ax)
+
+
+def test_a_matrix_names_its_groups_as_it_is_told(ax):
+    kernel_matrix(ax, np.eye(3), np.array([0, 0, 2]), names=["cat", "none", "$dog_{"])
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["cat", "\\$dog_{"]
+    assert all(label.get_rotation() == 0 for label in ax.get_xticklabels())
+    kernel_matrix(ax, np.eye(2), np.array([0, 1]), names=["a long name of a class", "another one of that length"])
+    assert [label.get_rotation() for label in ax.get_xticklabels()] == [90, 90]

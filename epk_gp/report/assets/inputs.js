@@ -13,6 +13,18 @@ function labelMark(label) {
   return el('span', { class: 'label' }, labelName(label));
 }
 
+// The target of the explained output, of a training sample of a regression.
+function targetMark(target, source) {
+  if (!target) return null;
+  const output = Number(current.target);
+  return [' ', el('span', { class: 'label' }, 'target ', plainNumber(target[output], `${source}.${output}`))];
+}
+
+function suspectMark(expected) {
+  if (expected === null || expected === undefined) return null;
+  return [' ', el('span', { class: 'suspected' }, `⚑ label suspected, ${labelName(expected)} expected`)];
+}
+
 function valueRows(input, source) {
   const decimals = decimalsOfColumn(input.values.map((entry) => entry[1]));
   return input.values.map(([name, value], row) => [
@@ -75,7 +87,7 @@ function sampleOf(number) {
 }
 
 // A training sample: thumbnail, number and label.
-function sampleCell(number, source) {
+function sampleCell(number, source, marksSuspects = true) {
   const sample = sampleOf(number);
   return el(
     'span',
@@ -91,6 +103,8 @@ function sampleCell(number, source) {
         numberElement(String(number), number, source, `Training sample ${number}`),
       ),
       sample && sample.label !== null ? [' ', labelMark(sample.label)] : null,
+      sample ? targetMark(sample.target, `samples.shown.${number}.target`) : null,
+      sample && marksSuspects ? suspectMark(sample.suspected) : null,
     ),
   );
 }

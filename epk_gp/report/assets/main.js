@@ -58,6 +58,24 @@ function followLink(event) {
   openFragment(link.getAttribute('href'));
 }
 
+// The left and right arrow keys show the point before or after, unless they mean something where the focus is.
+const OWN_ARROWS = 'input, select, textarea, [contenteditable], [role="application"], .scroller[tabindex]';
+
+function movePoint(event) {
+  const offset = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!offset || current.view !== 'prediction' || event.defaultPrevented) return;
+  if (event.ctrlKey || event.metaKey || event.shiftKey || event.altKey || event.target.closest(OWN_ARROWS)) return;
+  const point = neighbour(current, offset);
+  if (point === undefined) return;
+  event.preventDefault();
+  const focused = document.activeElement;
+  const isListed = byId('points').contains(focused);
+  go({ point });
+  if (isListed) byId('points').querySelector('[aria-current]').focus();
+  else if (focused !== document.body && !focused.isConnected && document.activeElement === document.body)
+    byId('main').focus({ preventScroll: true });
+}
+
 function spokenSum() {
   const sum = sumOf(content.points[current.point].explanations[current.target], current.layer, current.steps);
   return `Sum ${exactText(sum.sum)}, ${sum.agrees ? 'equal to the stored value' : 'not equal to the stored value'}.`;
@@ -140,6 +158,7 @@ function start() {
     byId('main').focus();
   });
   document.addEventListener('click', followLink);
+  document.addEventListener('keydown', movePoint);
   for (const event of ['popstate', 'hashchange']) window.addEventListener(event, followAddress);
   window.addEventListener('beforeprint', prepareForPrint);
   window.addEventListener('afterprint', tidyAfterPrint);

@@ -23,7 +23,7 @@ function suspectsCard(suspects) {
     source,
     1,
   );
-  const rows = suspects.rows.map((row, number) => [sampleCell(row[0], `${source}.${number}.0`), ...cells[number]]);
+  const rows = suspects.rows.map((row, number) => [sampleCell(row[0], `${source}.${number}.0`, false), ...cells[number]]);
   return el(
     'section',
     { class: 'card wide' },

@@ -30,7 +30,13 @@ function buildControls() {
   const step = (id, offset, text, sign_) =>
     el(
       'button',
-      { id, type: 'button', on: { click: () => go({ point: neighbour(current, offset) }) } },
+      {
+        id,
+        type: 'button',
+        title: 'The left and right arrow keys do this too',
+        'aria-keyshortcuts': offset < 0 ? 'ArrowLeft' : 'ArrowRight',
+        on: { click: () => go({ point: neighbour(current, offset) }) },
+      },
       offset < 0 ? el('span', { 'aria-hidden': 'true' }, sign_) : null,
       ` ${text} `,
       offset > 0 ? el('span', { 'aria-hidden': 'true' }, sign_) : null,
@@ -97,7 +103,7 @@ function headline(state, point) {
       ? el(
           'p',
           {},
-          'predicted ',
+          'the network predicts ',
           el('strong', {}, labelName(point.predicted)),
           point.label === null
             ? null
@@ -108,8 +114,46 @@ function headline(state, point) {
                 el('span', { class: wrong ? 'wrong' : 'right' }, wrong ? '✗ wrong' : '✓ right'),
               ],
         )
-      : null,
+      : valueLine(point, Number(state.target), `points.${state.point}.values`),
   );
+}
+
+// What a regression predicts, with its target where that is known.
+function valueLine(point, output, source) {
+  if (!point.values) return null;
+  const [value, target] = point.values[output];
+  const name = classNames().length > 1 ? `${classNames()[output]}: ` : '';
+  const number = (entry, column) => el('strong', {}, plainNumber(entry, `${source}.${output}.${column}`));
+  return el(
+    'p',
+    {},
+    `${name}the network predicts `,
+    number(value, 0),
+    target === null ? null : [', target ', number(target, 1)],
+  );
+}
+
+function valueCard(state, point) {
+  if (!point.values) return null;
+  const known = point.values.some((row) => row[1] !== null);
+  const head = known ? ['Output', 'Predicted', 'Target', 'Difference'] : ['Output', 'Predicted'];
+  const rows = point.values.map((row, output) => [
+    el(
+      'a',
+      {
+        href: linkTo({ target: String(output) }),
+        'data-key': `output ${output}`,
+        'aria-current': String(output) === state.target ? 'true' : null,
+      },
+      classNames()[output],
+    ),
+    ...row
+      .slice(0, head.length - 1)
+      .map((value, column) =>
+        value === null ? '' : plainNumber(value, `points.${state.point}.values.${output}.${column}`),
+      ),
+  ]);
+  return card('Prediction of the network', {}, table('Prediction of each output', head, rows));
 }
 
 function inputCard(state, point) {
@@ -129,6 +173,20 @@ function probabilityBar(value, band) {
       ? el('span', { class: 'band', style: { '--from': percentOf(band[0]), '--length': percentOf(band[1] - band[0]) } })
       : null,
   );
+}
+
+// Whose probabilities the bars are, where that is known, and whether they agree with the network's class.
+function probabilityNotes(point) {
+  const whose = content.outputs.probabilities_of;
+  const largest = point.probabilities.indexOf(Math.max(...point.probabilities));
+  const notes = [];
+  if (whose && whose !== 'network' && largest !== point.predicted)
+    notes.push(
+      `The network predicts ${labelName(point.predicted)}; here, ${labelName(largest)} is the most probable class.`,
+    );
+  if (point.band)
+    notes.push('The band is that of the Gaussian process beside the network. Classes with a link are explained.');
+  return notes.length ? el('p', { class: 'aside' }, notes.join(' ')) : null;
 }
 
 function probabilityCard(state, point) {
@@ -178,8 +236,9 @@ function probabilityCard(state, point) {
     );
   });
   const left = order.length - kept.length;
+  const whose = content.outputs.probabilities_of;
   return card(
-    'Class probabilities',
+    whose ? `Class probabilities of the ${whose}` : 'Class probabilities',
     {},
     scroller(
       'Class probabilities',
@@ -204,13 +263,7 @@ function probabilityCard(state, point) {
     left
       ? el('p', { class: 'aside' }, count(left, 'number of the other classes'), ' other classes are less probable.')
       : null,
-    point.band
-      ? el(
-          'p',
-          { class: 'aside' },
-          'The band is that of the Gaussian process beside the network. Classes with a link are explained.',
-        )
-      : null,
+    probabilityNotes(point),
   );
 }
 
@@ -350,10 +403,17 @@ function showPrediction(state) {
       { class: 'cards three' },
       inputCard(state, point),
       probabilityCard(state, point),
+      valueCard(state, point),
       scoreCard(state, point),
     ),
     el('h3', { class: 'part-title' }, 'Why: ', el('span', {}, chosenText(state))),
-    card('Everything adds up', {}, termsTable(state, explanation), sumLine(state, explanation)),
+    card(
+      'Everything adds up',
+      {},
+      termsTable(state, explanation),
+      sumLine(state, explanation),
+      cancelNote(state, explanation),
+    ),
     el('div', { class: 'cards butterfly' }, sampleTable(state, view, 'lowered'), sampleTable(state, view, 'raised')),
     card(
       state.layer === ALL ? 'Over the steps of training' : 'Over the steps of training, all layers together',

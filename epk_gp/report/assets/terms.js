@@ -1,5 +1,7 @@
 // The terms of a view, their sum, and the training points that raised and lowered the output most.
 
+const MUCH = 10; // amplification from which contributions are said to cancel
+
 function sourceOf(state) {
   return `points.${state.point}.explanations.${state.target}`;
 }
@@ -116,6 +118,21 @@ function sumLine(state, explanation) {
       `they differ by ${exactText(difference, true)}. ${DAMAGED}`,
     ),
   ];
+}
+
+// What it means that contributions are much larger than what they sum to.
+function cancelNote(state, explanation) {
+  if (!(explanation.amplification >= MUCH)) return null;
+  return el(
+    'p',
+    { class: 'notice' },
+    'Amplification ',
+    plainNumber(explanation.amplification, `${sourceOf(state)}.amplification`, { decimals: 0 }),
+    ': so many times as large are the contributions, step by step, as the changes that they sum to. The sum is exact, ',
+    'but a single contribution is balanced by others and says little about its point: ',
+    isClassifier() ? 'read sums by label, rank by the difference between two classes’ contributions, or ' : '',
+    'ask for an influence, which says what would change.',
+  );
 }
 
 function sampleTable(state, view, side) {
