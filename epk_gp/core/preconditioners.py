@@ -34,12 +34,14 @@ class Preconditioner:
         fields: Returns the names of the coefficients that are proportional to the scale.
         replays: Whether the scale alone says how coefficients change with the gradients. It does not where the
             optimizer decides by signs: the derivative is right, steps on other gradients are not.
+        options: Names of the options that scale and fields depend on.
     """
 
     scale: Scale
     initial: Callable[[Options], tuple[float, ...]]
     fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
     replays: bool = True
+    options: tuple[str, ...] = ("betas", "eps", "amsgrad")
 
 
 def _sqrt(v: Tensor) -> Tensor:
@@ -54,8 +56,11 @@ def _average(kept: Tensor, value: Tensor, decay: float) -> Tensor:
 
 def _adam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[Tensor, Memory]:
     v = _average(memory[0], h * h, options["betas"][1])
-    memory = (v, torch.maximum(memory[1], v)) if options.get("amsgrad", False) else (v,)
-    return 1 / (_sqrt(memory[-1]) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
+    used, memory = v, (v, *memory[1:])
+    if options.get("amsgrad", False):  # switched off, the optimizer leaves the maximum as it is
+        used = torch.maximum(memory[1], v)
+        memory = (v, used)
+    return 1 / (_sqrt(used) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
 
 
 def _radam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[Tensor, Memory]:
@@ -76,8 +81,11 @@ def _sparse_adam(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tupl
 
 
 def _rmsprop(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
-    v, mean = (_average(kept, value, options["alpha"]) for kept, value in zip(memory, (h * h, h), strict=True))
-    used = (v - mean * mean).clamp(min=0) if options["centered"] else v
+    used = v = _average(memory[0], h * h, options["alpha"])
+    mean = memory[1]
+    if options["centered"]:
+        mean = _average(mean, h, options["alpha"])
+        used = (v - mean * mean).clamp(min=0)
     return 1 / (_sqrt(used) + options["eps"]), (v, mean)
 
 
@@ -112,9 +120,14 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
         lambda options: (0.0, 0.0),
         # with momentum the optimizer divides the gradient before it enters the buffer
         lambda options: ("one_minus_dampening",) if options["momentum"] > 0 else ("lr",),
+        options=("alpha", "eps", "centered", "momentum"),
     ),
-    "Adagrad": Preconditioner(_adagrad, lambda options: (float(options["initial_accumulator_value"]),)),
-    "Adadelta": Preconditioner(_adadelta, lambda options: (0.0, 0.0)),
+    "Adagrad": Preconditioner(
+        _adagrad,
+        lambda options: (float(options["initial_accumulator_value"]),),
+        options=("eps", "initial_accumulator_value"),
+    ),
+    "Adadelta": Preconditioner(_adadelta, lambda options: (0.0, 0.0), options=("rho", "eps")),
     "Rprop": Preconditioner(_rprop, lambda options: (), replays=False),
 }
 
@@ -132,12 +145,14 @@ class CoupledPreconditioner:
         sizes: Returns the lengths of the kept tensors, for the parameter's shape; they hold 0 before the first step.
         fields: As of a `Preconditioner`.
         replays: As of a `Preconditioner`.
+        options: As of a `Preconditioner`.
     """
 
     scale: Callable[[Memory, Tensor, Tensor, Tensor, Options, torch.Size], tuple[Tensor, Memory]]
     sizes: Callable[[torch.Size], tuple[int, ...]]
     fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
     replays: bool = True
+    options: tuple[str, ...] = ("eps", "d", "beta2_decay")
 
 
 def _adafactor(
@@ -276,6 +291,15 @@ class CoupledPart:
 
 
 Part = PreconditionedPart | CoupledPart
+
+
+def scale_options(rule: str, options: Options) -> dict[str, Any]:
+    """Return the options that a rule's scale depends on; of the betas it is the second."""
+    known = PRECONDITIONERS.get(rule) or COUPLED.get(rule)
+    names = () if known is None else known.options
+    return {
+        name: [0.0, *options[name][1:]] if name == "betas" else options[name] for name in names if name in options
+    }
 
 
 def part_of(rule: str, options: Options, columns: slice, number: int, shape: torch.Size) -> Part | None:

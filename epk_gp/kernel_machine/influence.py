@@ -1,5 +1,6 @@
 """Influence: the derivative of a trained network's outputs in the weights of its training samples."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from epk_gp.kernel_machine.problem import validate_classes
 from epk_gp.kernel_machine.retrain import require_replays
 from epk_gp.kernel_machine.retrained_run import retrained_run
 from epk_gp.kernel_machine.smoothing import Smoothing
-from epk_gp.kernel_machine.stacked_training import StackedTraining
+from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTraining
 
 Function = Callable[[Tensor], Tensor]
 
@@ -63,7 +64,8 @@ def influence(
             to (n,) or (n, K), row by row, or to one number, (), of all inputs together, such as their mean loss.
         by: Axes of samples and steps, `by_sample(trajectory)`, `by_label`, `by_step`, or axes of one's own. Each
             sample by default.
-        smoothing: Average the derivative over runs with random weights of the samples, which are trained again.
+        smoothing: Average the derivative over runs with random weights of the samples, which are trained again. A
+            bound of gradient clipping that was neither stated nor reached is not known to them (`retrain`).
         truncate: Go through the last `truncate` steps only: the weights count there, and 1 before.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
@@ -95,19 +97,26 @@ def influence(
     )
     if smoothing is None:
         return _said(_differentiate(whole, outputs))
-    found = []
+    found, doubts = [], list[str]()
     for number, weights in enumerate(_drawn(trajectory, smoothing)):
-        run = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
+        run, difference = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
         _, own = _numbers(run, X, head, classes, function)
         options_of_run = parsed
         if parsed.checkpoint is not None:
             options_of_run = replace(parsed, checkpoint=Path(parsed.checkpoint) / f"run-{number}")
         problem = replace(whole, trajectory=run, cotangents=own, factors=1 / weights, options=options_of_run)
         found.append(_differentiate(problem, outputs))
-    worst = max(found, key=lambda result: result.mismatch_ratio)
+        doubts += [f"of run {number} {finding}" for finding in found[-1].findings]
+        if not difference[1] <= REPLAY_TOLERANCE[run.dtype]:
+            doubts.append(
+                f"a replay with all weights 1 beside run {number} ends {float(difference[1]):.2g} of the way that the "
+                "weights went from the recorded network"
+            )
+    worst = max(found, key=lambda result: (math.isnan(result.mismatch_ratio), result.mismatch_ratio))
     return _said(
         replace(
             worst,
+            doubts=tuple(doubts),
             values=smoothing.average(torch.stack([result.values for result in found])),
             adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
             held=tuple(sorted({name for result in found for name in result.held})),
@@ -177,7 +186,7 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
         work = InfluencePass(problem, net)
         sums = run_pass(work)
         mismatches = StepMismatches(coarsest_dtype(trajectory, outputs))
-        for replayed in replayed_steps(trajectory, net.model, X):
+        for replayed in replayed_steps(trajectory, net.model, X, law=work.law):
             mismatches.add(trajectory, net.model, replayed)
         n, K = outputs.shape
         shape = [len(axis.names) for axis in problem.axes] if problem.own is None else [1]
@@ -192,6 +201,8 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
             mismatch_ratio=mismatches.ratio,
             worst_step=mismatches.worst_step,
             held=held,
+            doubts=tuple(mismatches.findings),
+            clipping=work.law.clipping,
         )
 
     return with_plan(trajectory, trajectory.model_for(X), compute)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
+from epk_gp.core.recorded_clipping import Clip, clip_from_json, clip_to_json
 from epk_gp.core.scaled_coefficients import scaled_fields
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
@@ -53,6 +54,7 @@ HEADER_DEFAULTS: dict[str, Any] = {
     "modules": [],
     "num_optimizers": 1,
     "groups": [],
+    "clip": None,
 }
 # Entries that only the headers of thinned runs have, as they are in any other run.
 THINNED_DEFAULTS: dict[str, Any] = {"keep_every": 1, "weights_dtype": None}
@@ -156,6 +158,7 @@ def run_header(
     num_outputs: int,
     data_digest: str,
     unexplained: float | None = None,
+    clip: Clip | None = None,
 ) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights.
 
@@ -171,12 +174,14 @@ def run_header(
         num_outputs: C.
         data_digest: Digest of the training data.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        clip: The stated gradient clipping.
     """
     of_version_3 = {
         "statistics": list(model.statistics),
         "statistic_shapes": [list(shape) for shape in model.statistic_shapes],
         "unexplained": unexplained,
         "signature": model.signature.to_json(),
+        "clip": clip_to_json(clip),
     }
     return {
         "names": list(model.names),
@@ -281,7 +286,8 @@ def _is_header(header: dict[str, Any]) -> bool:
         and _is_share(header.get("unexplained", False))
         and "signature" in header
         and _is_count(header.get("num_optimizers"), 1)
-        and _is_groups(header.get("groups", []))
+        and is_groups(header.get("groups", []))
+        and _is_clip(header.get("clip"))
         and header.get("dtype") in WEIGHT_DTYPES
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
@@ -317,7 +323,16 @@ def _is_layout(names: object, shapes: object) -> bool:
     )
 
 
-def _is_groups(groups: object) -> bool:
+def _is_clip(stated: object) -> bool:
+    """Return whether an entry is a gradient clipping, or null."""
+    try:
+        clip = clip_from_json(stated)  # type: ignore[arg-type]
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return False
+    return clip is None or 0 < clip.bound < math.inf
+
+
+def is_groups(groups: object) -> bool:
     """Return whether an entry holds rule, parameters and options of each parameter group."""
     return isinstance(groups, list) and all(
         isinstance(group, dict)

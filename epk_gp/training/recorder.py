@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate, optimizer_groups
+from epk_gp.core.optimizers import (
+    Optimizers,
+    Rules,
+    as_optimizers,
+    given_rules,
+    groups_of,
+    learning_rate,
+    optimizer_groups,
+)
 from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
@@ -105,7 +114,8 @@ class Recorder:
             loss: The loss that will be minimised.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
-            clip: The loop's gradient clipping. A bound of at most three digits shows, and need not be stated.
+            clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached, and need not be
+                stated; `retrain` and `Smoothing` apply a stated one also where no recorded step reached it.
             path: New folder for the run; it is kept in memory if None.
             resume: Continue the run at `path`, if there is one, from its last commit: network, optimizer, torch's
                 random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
@@ -154,7 +164,17 @@ class Recorder:
         if path is not None:
             opened = open_folder(path, self._setup, self._history, self._training, storage, resume=resume)
             self._setup, self._history, self._commits = opened
-        self._observer = StepObserver(self._setup, self._optimizers, lambda: self._history.last.end, self._report)
+        names = {id(p): name for name, p in net.named_parameters()}
+        given = {id(each): own for own, each in given_rules(self._optimizers, update_rule)}
+        changes = (step.groups for step in reversed(self._history.steps) if step.groups is not None)
+        self._groups_now = next(changes, tuple(group.of_scale() for group in self._groups))
+        self._observer = StepObserver(
+            self._setup,
+            self._optimizers,
+            lambda: self._history.last.end,
+            self._report,
+            lambda each: tuple(group.of_scale() for group in groups_of(each, given[id(each)], names)),
+        )
         self._passes = PassRecords.of(self._setup, start)
         self._phase = Phase.READY
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
@@ -320,6 +340,7 @@ class Recorder:
             statistics=statistics,
             unexplained=setup.rules.unexplained,
             optimizer_groups=self._groups,
+            clip=setup.rules.clip,
         )
         return with_computed_states(trajectory)
 
@@ -350,6 +371,8 @@ class Recorder:
             raise
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
+        if made.groups != self._groups_now:
+            step = replace(step, groups=made.groups)
         observed = observe_step(
             setup,
             made.parts,
@@ -368,6 +391,7 @@ class Recorder:
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = checked.momentum
         self._history.append(step, end, checked.update, statistics)
+        self._groups_now = made.groups
         if not self._in_until:
             self._complete_iteration()
 

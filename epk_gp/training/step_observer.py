@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.loss_terms import loss_input
+from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.validation import is_finite
 from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
 from epk_gp.training.capture import ForwardCapture
@@ -24,10 +25,12 @@ class MadeStep:
     Attributes:
         parts: What each optimizer that took part did, in their order.
         announced: The batches that were announced for it, with their forward passes.
+        groups: The parameter groups of all optimizers.
     """
 
     parts: Sequence[OptimizerPart]
     announced: Sequence[AnnouncedBatch]
+    groups: tuple[OptimizerGroup, ...]
 
 
 @dataclass(eq=False)
@@ -42,12 +45,15 @@ class StepObserver:
         optimizers: Its optimizers.
         weights: Returns the weights before the next step.
         report: Called with each step.
+        read_groups: Returns the present parameter groups of an optimizer.
     """
 
     setup: TrainingSetup
     optimizers: Sequence[Optimizer]
     weights: Callable[[], Tensor]
     report: Callable[[MadeStep], None]
+    read_groups: Callable[[Optimizer], tuple[OptimizerGroup, ...]]
+    _groups: dict[int, tuple[OptimizerGroup, ...]] = field(default_factory=dict)  # of the optimizers that have stepped
     _announced: list[AnnouncedBatch] = field(default_factory=list)
     _parts: list[OptimizerPart] = field(default_factory=list)
     _before: StatesBefore = field(default_factory=dict)
@@ -99,7 +105,8 @@ class StepObserver:
         self._assign_forwards()
         announced, self._announced = self._announced, []
         self._capture.waiting.clear()
-        self.report(MadeStep(parts, announced))
+        groups = (self._groups.pop(id(each), None) or self.read_groups(each) for each in self.optimizers)
+        self.report(MadeStep(parts, announced, tuple(group for own in groups for group in own)))
 
     def statistics(self, index: int) -> Tensor | None:
         """Return the present moving statistics, which forward passes alone may have moved; None if there are none.
@@ -148,7 +155,7 @@ class StepObserver:
         self._before = states_before(optimizer, own, self.setup.rules.update_rule.needs_before)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        several = len(self.optimizers) > 1
+        several, self._groups[id(optimizer)] = len(self.optimizers) > 1, self.read_groups(optimizer)
         self._parts.append(optimizer_part(self.setup, optimizer, self.weights(), self._before, copies=several))
         if len(self._parts) == len(self.optimizers):
             self.complete()
