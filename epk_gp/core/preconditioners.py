@@ -297,9 +297,7 @@ def scale_options(rule: str, options: Options) -> dict[str, Any]:
     """Return the options that a rule's scale depends on; of the betas it is the second."""
     known = PRECONDITIONERS.get(rule) or COUPLED.get(rule)
     names = () if known is None else known.options
-    return {
-        name: [0.0, *options[name][1:]] if name == "betas" else options[name] for name in names if name in options
-    }
+    return {name: [0.0, *options[name][1:]] if name == "betas" else options[name] for name in names if name in options}
 
 
 def part_of(rule: str, options: Options, columns: slice, number: int, shape: torch.Size) -> Part | None:

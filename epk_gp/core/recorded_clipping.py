@@ -100,7 +100,8 @@ def clip_from_json(stated: Mapping[str, Any] | None) -> Clip | None:
     if stated is None:
         return None
     numbers = {key: float(value) for key, value in stated.items() if key != "kind"}
-    return {"ClipNorm": ClipNorm, "ClipValue": ClipValue}[stated["kind"]](**numbers)
+    kinds: dict[str, type[Clip]] = {"ClipNorm": ClipNorm, "ClipValue": ClipValue}
+    return kinds[stated["kind"]](**numbers)
 
 
 def is_clipped(update: UpdateCoefficients) -> bool:

@@ -21,8 +21,8 @@ from epk_gp.core.losses import Loss, PerSampleLoss
 from epk_gp.core.memory_plan import EVALUATED_ROWS
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.recorded_clipping import Clip
 from epk_gp.core.points import Points
+from epk_gp.core.recorded_clipping import Clip
 from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step, describe_steps
 from epk_gp.core.update_rules import UpdateCoefficients

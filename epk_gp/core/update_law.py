@@ -155,23 +155,24 @@ class StepLaw:
             whole = scale.expand(part.columns.stop - part.columns.start)
             numbers = counts[part.parameters].repeat_interleave(self._repeats(part))
             for count in numbers.unique():
-                own = (numbers == count).nonzero()[:, 0]
+                at = (numbers == count).nonzero()[:, 0]
                 key = id(part.options), float(count), part.fields
-                members.setdefault(key, []).append((own + part.columns.start, whole[own]))
+                members.setdefault(key, []).append((at + part.columns.start, whole[at]))
         for (*_, names), pieces in members.items():
             columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
             for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
                 recorded = found[name][columns]
                 r = torch.where(recorded == 0, torch.inf, scale).argmin()
-                own = torch.where(recorded == 0, 0.0, recorded[r] / scale[r] * scale)
-                found[name] = found[name].index_copy(0, columns, own)
+                value = torch.where(recorded == 0, 0.0, recorded[r] / scale[r] * scale)
+                found[name] = found[name].index_copy(0, columns, value)
         if bool((self.moves & ~self.is_known).any()):
             unknown = (self.moves & ~self.is_known).repeat_interleave(torch.tensor(self.sizes, device=g.device))
             found["lr"] = torch.where(unknown, torch.nan, found["lr"])
         clip = step_clip(self.clip, update, self.recorded["grad_scale"], g)
         if clip is not None:
             found["grad_scale"] = found["grad_scale"].sign() * clip.factors(torch.where(found["grad_scale"] == 0, 0, g))
-        d, _ = predict_step(replace(update, **found), self.sizes, w, g, memory.momentum)
+        own = UpdateCoefficients(**found, left=update.left, right=update.right)
+        d, _ = predict_step(own, self.sizes, w, g, memory.momentum)
         return d, OptimizerMemory(memory.momentum, kept, counts)
 
     def _scale(self, part: Part, before: Memory, h: Tensor, w: Tensor, counts: Tensor) -> tuple[Tensor, Memory]:
@@ -286,9 +287,10 @@ class UpdateLaw:
         """Return what preconditioners scale, with the options of a step; and which parameters are in a group, (L,)."""
         place = bisect_right(self._starts, index) - 1
         if place not in self._at:
+            groups_of_parts = (history[place] for history in self._histories)
             own = [
-                part if history[place] is None else replace(part, options=history[place].options)
-                for part, history in zip(self.parts, self._histories, strict=True)
+                part if group is None else replace(part, options=group.options)
+                for part, group in zip(self.parts, groups_of_parts, strict=True)
             ]
             groups = self._groups[place]
             is_known = [name in groups or not self._groups[0] for name in self.trajectory.model.names]

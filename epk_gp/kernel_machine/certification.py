@@ -175,7 +175,8 @@ def law_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
         trajectory: The run.
         law: Its steps as functions, in the dtype of the recorded inputs.
     """
-    found, model = StepMismatches(coarsest_dtype(trajectory, law.reference)), trajectory.model_for(trajectory.inputs)
+    model = trajectory.model_for(trajectory.inputs)
+    found = StepMismatches(coarsest_dtype(trajectory, law.reference[None]))
     for replayed in replayed_steps(trajectory, model, trajectory.inputs, law=law):
         found.add(trajectory, model, replayed)
     return found

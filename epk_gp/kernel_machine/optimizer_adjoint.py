@@ -129,7 +129,7 @@ class OptimizerJacobian:
         with torch.enable_grad():
             norm = torch.linalg.vector_norm(g, clip.norm_type if isinstance(clip, ClipNorm) else 2.0)
             (slope,) = torch.autograd.grad(norm, g)
-        along = of_gradient @ g.detach() / (norm.detach() + EPSILON)
+        along: Tensor = of_gradient @ g.detach() / (norm.detach() + EPSILON)
         return of_gradient - along[:, None] * slope
 
 

@@ -42,6 +42,7 @@ from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTrai
 from epk_gp.storage.kept import require_same_run
 from epk_gp.storage.partial_sums import PartialSums
 
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Retraining(Displayed):
     """Networks that were trained as recorded but for the weights of the samples.

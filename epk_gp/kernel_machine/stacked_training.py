@@ -113,11 +113,12 @@ class StackedTraining:
         for step in recorded.steps:
             law, w = self.law.step(step.index), states[:, :P]
             g, after_passes = self._gradients(step, states, every)
-            clip = step_clip(law.clip, held_coefficients(recorded, step.index), law.recorded["grad_scale"], g[0]) or clip
-            g, clipped = self._clipped(step, law, g, clip)
+            held = held_coefficients(recorded, step.index)
+            clip = step_clip(law.clip, held, law.recorded["grad_scale"], g[0]) or clip
+            g, clipped = _clipped(held, law, g, clip)
             made = law.advance(memory, w, g, is_stacked=True)
             memory = made.memory
-            direction = apply_matrices(held_coefficients(recorded, step.index), law.sizes, made.direction)
+            direction = apply_matrices(held, law.sizes, made.direction)
             w = w - direction - law.recorded["decoupled_decay"] * w
             states = torch.cat([w, after_passes[-1]], dim=1)
             yield StackedStep(step, after_passes, {**made.coefficients, **clipped}, states)
@@ -132,28 +133,6 @@ class StackedTraining:
                 scale = self.law.step(step.index).recorded["grad_scale"]
                 return step_clip(None, update, scale, self.run.gradient(step)[0])
         return recorded.clip
-
-    def _clipped(
-        self, step: Step, law: StepLaw, g: Float[Tensor, "m P"], clip: Clip | None
-    ) -> tuple[Float[Tensor, "m P"], dict[str, Tensor]]:
-        """Clip gradients, divided by the recorded factor, which the recorded coefficients hold.
-
-        Returns:
-            The gradients, and the coefficient of the unclipped ones: (m, L), or (m, P) where they were clipped entry by
-            entry; nothing where no run's was clipped by more than the recorded one.
-        """
-        if clip is None:
-            return g, {}
-        scale = law.recorded["grad_scale"]
-        recorded = torch.where(scale == 0, 1.0, scale.abs())
-        ratios = clip.factors(torch.where(scale == 0, 0.0, g)) / recorded
-        if bool((ratios == 1).all()):
-            return g, {}
-        if not isinstance(clip, ClipValue):
-            own = held_coefficients(self.law.trajectory, step.index).grad_scale
-            ratio = ratios[:, (scale != 0).nonzero()[0]]
-            return g * ratio, {"grad_scale": own.to(g) * ratio}
-        return g * ratios, {"grad_scale": scale * ratios}
 
     def _gradients(
         self, step: Step, states: Float[Tensor, "m PQ"], weights: Float[Tensor, "m M"]
@@ -213,6 +192,28 @@ class StackedTraining:
             gradients[:, :P].to(states),
             torch.cat(statistics, dim=1).to(states) if statistics else states[:, P:],
         )
+
+
+def _clipped(
+    update: UpdateCoefficients, law: StepLaw, g: Float[Tensor, "m P"], clip: Clip | None
+) -> tuple[Float[Tensor, "m P"], dict[str, Tensor]]:
+    """Clip gradients, divided by the recorded factor, which the recorded coefficients hold.
+
+    Returns:
+        The gradients, and the coefficient of the unclipped ones: (m, L), or (m, P) where they were clipped entry by
+        entry; nothing where no run's was clipped by more than the recorded one.
+    """
+    if clip is None:
+        return g, {}
+    scale = law.recorded["grad_scale"]
+    recorded = torch.where(scale == 0, 1.0, scale.abs())
+    ratios = clip.factors(torch.where(scale == 0, 0.0, g)) / recorded
+    if bool((ratios == 1).all()):
+        return g, {}
+    if not isinstance(clip, ClipValue):
+        ratio = ratios[:, (scale != 0).nonzero()[0]]
+        return g * ratio, {"grad_scale": update.grad_scale.to(g) * ratio}
+    return g * ratios, {"grad_scale": scale * ratios}
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -45,8 +45,10 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
 
 
 def _groups_tensor(steps: Sequence[Step]) -> dict[str, Tensor]:
-    """Return the parameter groups of the steps from which on they are others, as deflated JSON; nothing without any."""
-    changes = [[k, [group.to_json() for group in step.groups]] for k, step in enumerate(steps) if step.groups is not None]
+    """Return the parameter groups of the steps from which on they are others, as deflated JSON, if there are any."""
+    changes = [
+        [k, [group.to_json() for group in step.groups]] for k, step in enumerate(steps) if step.groups is not None
+    ]
     content = zlib.compress(json.dumps(changes).encode())
     return {GROUPS: torch.frombuffer(bytearray(content), dtype=torch.uint8)} if changes else {}
 
@@ -60,7 +62,7 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
     inflater = zlib.decompressobj()
     try:
         text = inflater.decompress(bytes(tensor_bytes(content)), MAX_JSON_BYTES)
-        changes = json.loads(text) if inflater.eof else None
+        changes: Any = json.loads(text) if inflater.eof else None
         if all(type(k) is int and 0 <= k < count and is_groups(groups) for k, groups in changes):
             return {k: tuple(map(OptimizerGroup.from_json, groups)) for k, groups in changes}
     except (zlib.error, ValueError, TypeError, RecursionError):

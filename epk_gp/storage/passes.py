@@ -156,9 +156,7 @@ def packed_steps(steps: Sequence[Step], tables: PassTables, content: Content) ->
     """Return consecutive steps with the passes that tables describe; a step without any has an empty tuple."""
     ends = np.cumsum(tables.counts)
     return [
-        replace(s, passes=PackedPasses(tables, content, k, int(ends[k] - tables.counts[k])))
-        if tables.counts[k]
-        else s
+        replace(s, passes=PackedPasses(tables, content, k, int(ends[k] - tables.counts[k]))) if tables.counts[k] else s
         for k, s in enumerate(steps)
     ]
 

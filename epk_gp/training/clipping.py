@@ -37,7 +37,9 @@ def looks_clipped(used: Float[Tensor, " P"]) -> bool:
     norm, largest = torch.stack([torch.linalg.vector_norm(used), largest_entry(used)]).tolist()
     # torch divides by a norm to which it adds 1e-6, so that the norm of what it clips is short of the bound by that
     sizes = ((norm, EPSILON + rounding * norm), (largest, rounding * largest))
-    return any(0 < size < float("inf") and -short < size - rounded_bound(size) < rounding * size for size, short in sizes)
+    return any(
+        0 < size < float("inf") and -short < size - rounded_bound(size) < rounding * size for size, short in sizes
+    )
 
 
 def validate_clip(clip: object) -> None:

@@ -14,7 +14,7 @@ from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
 from epk_gp.training.capture import ForwardCapture
 from epk_gp.training.graph_calls import GraphCalls
 from epk_gp.training.optimizer_part import OptimizerPart, optimizer_part
-from epk_gp.training.optimizer_state import StatesBefore, states_before
+from epk_gp.training.optimizer_state import GroupWatch, StatesBefore, states_before
 from epk_gp.training.setup import TrainingSetup
 
 
@@ -25,12 +25,12 @@ class MadeStep:
     Attributes:
         parts: What each optimizer that took part did, in their order.
         announced: The batches that were announced for it, with their forward passes.
-        groups: The parameter groups of all optimizers.
+        groups: The parameter groups of all optimizers; None where they are those of the step before.
     """
 
     parts: Sequence[OptimizerPart]
     announced: Sequence[AnnouncedBatch]
-    groups: tuple[OptimizerGroup, ...]
+    groups: tuple[OptimizerGroup, ...] | None
 
 
 @dataclass(eq=False)
@@ -45,15 +45,14 @@ class StepObserver:
         optimizers: Its optimizers.
         weights: Returns the weights before the next step.
         report: Called with each step.
-        read_groups: Returns the present parameter groups of an optimizer.
+        watch: Reads the parameter groups.
     """
 
     setup: TrainingSetup
     optimizers: Sequence[Optimizer]
     weights: Callable[[], Tensor]
     report: Callable[[MadeStep], None]
-    read_groups: Callable[[Optimizer], tuple[OptimizerGroup, ...]]
-    _groups: dict[int, tuple[OptimizerGroup, ...]] = field(default_factory=dict)  # of the optimizers that have stepped
+    watch: GroupWatch
     _announced: list[AnnouncedBatch] = field(default_factory=list)
     _parts: list[OptimizerPart] = field(default_factory=list)
     _before: StatesBefore = field(default_factory=dict)
@@ -105,8 +104,7 @@ class StepObserver:
         self._assign_forwards()
         announced, self._announced = self._announced, []
         self._capture.waiting.clear()
-        groups = (self._groups.pop(id(each), None) or self.read_groups(each) for each in self.optimizers)
-        self.report(MadeStep(parts, announced, tuple(group for own in groups for group in own)))
+        self.report(MadeStep(parts, announced, self.watch.changed()))
 
     def statistics(self, index: int) -> Tensor | None:
         """Return the present moving statistics, which forward passes alone may have moved; None if there are none.
@@ -155,7 +153,8 @@ class StepObserver:
         self._before = states_before(optimizer, own, self.setup.rules.update_rule.needs_before)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
-        several, self._groups[id(optimizer)] = len(self.optimizers) > 1, self.read_groups(optimizer)
+        several = len(self.optimizers) > 1
+        self.watch.read(optimizer)
         self._parts.append(optimizer_part(self.setup, optimizer, self.weights(), self._before, copies=several))
         if len(self._parts) == len(self.optimizers):
             self.complete()
