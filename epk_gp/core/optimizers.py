@@ -14,6 +14,7 @@ from epk_gp.core.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Rules = UpdateRule | Sequence[UpdateRule | None] | None
+GivenRules = Sequence[tuple[UpdateRule | None, Optimizer]]
 
 
 @dataclass(frozen=True)
@@ -58,29 +59,31 @@ def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tu
     return tuple(group for own, optimizer in given for group in groups_of(optimizer, own, names))
 
 
-def given_rules(optimizers: Optimizers, rules: Rules) -> list[tuple[UpdateRule | None, Optimizer]]:
+def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
     """Return each optimizer with the update rule that the user gave for it."""
     several = as_optimizers(optimizers)
     given = (rules,) * len(several) if rules is None or isinstance(rules, UpdateRule) else tuple(rules)
     return list(zip(given, several, strict=True))
 
 
-def groups_of(optimizer: Optimizer, own: UpdateRule | None, names: Mapping[int, str]) -> tuple[OptimizerGroup, ...]:
+def groups_of(
+    optimizer: Optimizer, own: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
+) -> tuple[OptimizerGroup, ...]:
     """Return the parameter groups of one optimizer as they are now.
 
     Args:
         optimizer: The optimizer.
         own: The update rule that the user gave.
         names: The network's parameters by their `id`.
+        of_scale: Whether to read those options alone that preconditioners depend on.
     """
-    return tuple(
-        OptimizerGroup(
-            rule=RULES[type(optimizer)].name if own is None and type(optimizer) in RULES else "",
-            names=tuple(names[id(p)] for p in group["params"] if id(p) in names),
-            options={key: _plain(value) for key, value in group.items() if key != "params"},
-        )
-        for group in optimizer.param_groups
-    )
+    rule = RULES[type(optimizer)].name if own is None and type(optimizer) in RULES else ""
+    found = []
+    for group in optimizer.param_groups:
+        options = scale_options(rule, group) if of_scale else group
+        plain = {key: _plain(value) for key, value in options.items() if key != "params"}
+        found.append(OptimizerGroup(rule, tuple(names[id(p)] for p in group["params"] if id(p) in names), plain))
+    return tuple(found)
 
 
 def _plain(option: Any) -> Any:

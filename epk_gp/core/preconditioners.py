@@ -34,14 +34,12 @@ class Preconditioner:
         fields: Returns the names of the coefficients that are proportional to the scale.
         replays: Whether the scale alone says how coefficients change with the gradients. It does not where the
             optimizer decides by signs: the derivative is right, steps on other gradients are not.
-        options: Names of the options that scale and fields depend on.
     """
 
     scale: Scale
     initial: Callable[[Options], tuple[float, ...]]
     fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
     replays: bool = True
-    options: tuple[str, ...] = ("betas", "eps", "amsgrad")
 
 
 def _sqrt(v: Tensor) -> Tensor:
@@ -120,16 +118,17 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
         lambda options: (0.0, 0.0),
         # with momentum the optimizer divides the gradient before it enters the buffer
         lambda options: ("one_minus_dampening",) if options["momentum"] > 0 else ("lr",),
-        options=("alpha", "eps", "centered", "momentum"),
     ),
-    "Adagrad": Preconditioner(
-        _adagrad,
-        lambda options: (float(options["initial_accumulator_value"]),),
-        options=("eps", "initial_accumulator_value"),
-    ),
-    "Adadelta": Preconditioner(_adadelta, lambda options: (0.0, 0.0), options=("rho", "eps")),
+    "Adagrad": Preconditioner(_adagrad, lambda options: (float(options["initial_accumulator_value"]),)),
+    "Adadelta": Preconditioner(_adadelta, lambda options: (0.0, 0.0)),
     "Rprop": Preconditioner(_rprop, lambda options: (), replays=False),
 }
+
+# The options that any scale or its fields depend on; of the betas it is the second.
+_SCALE_OPTIONS = (
+    *("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "d", "beta2_decay"),
+    "initial_accumulator_value",
+)
 
 # Rules whose coefficients do not depend on the gradients.
 LINEAR_RULES = frozenset({"SGD", "ASGD"})
@@ -145,14 +144,12 @@ class CoupledPreconditioner:
         sizes: Returns the lengths of the kept tensors, for the parameter's shape; they hold 0 before the first step.
         fields: As of a `Preconditioner`.
         replays: As of a `Preconditioner`.
-        options: As of a `Preconditioner`.
     """
 
     scale: Callable[[Memory, Tensor, Tensor, Tensor, Options, torch.Size], tuple[Tensor, Memory]]
     sizes: Callable[[torch.Size], tuple[int, ...]]
     fields: Callable[[Options], tuple[str, ...]] = lambda options: ("lr", "momentum_lr")
     replays: bool = True
-    options: tuple[str, ...] = ("eps", "d", "beta2_decay")
 
 
 def _adafactor(
@@ -294,10 +291,9 @@ Part = PreconditionedPart | CoupledPart
 
 
 def scale_options(rule: str, options: Options) -> dict[str, Any]:
-    """Return the options that a rule's scale depends on; of the betas it is the second."""
-    known = PRECONDITIONERS.get(rule) or COUPLED.get(rule)
-    names = () if known is None else known.options
-    return {name: [0.0, *options[name][1:]] if name == "betas" else options[name] for name in names if name in options}
+    """Return the options that a rule's scale depends on."""
+    names = [name for name in _SCALE_OPTIONS if name in options and (rule in PRECONDITIONERS or rule in COUPLED)]
+    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in names}
 
 
 def part_of(rule: str, options: Options, columns: slice, number: int, shape: torch.Size) -> Part | None:

@@ -1,8 +1,7 @@
 """Gradient clipping: as it is stated, or as a recorded run shows it by the factors of its gradients."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -86,22 +85,11 @@ class ClipValue:
 Clip = ClipNorm | ClipValue
 
 
-def clip_to_json(clip: Clip | None) -> dict[str, Any] | None:
-    """Return a clipping for a run's header."""
-    return None if clip is None else {"kind": type(clip).__name__, **{k: float(v) for k, v in asdict(clip).items()}}
-
-
-def clip_from_json(stated: Mapping[str, Any] | None) -> Clip | None:
-    """Return the clipping that a run's header states.
-
-    Raises:
-        TypeError, KeyError, ValueError: It states none.
-    """
+def clip_from_json(stated: Sequence[float] | None) -> Clip | None:
+    """Return the clipping of a run's header: the bound of the entries, or the bound of the norm and its p."""
     if stated is None:
         return None
-    numbers = {key: float(value) for key, value in stated.items() if key != "kind"}
-    kinds: dict[str, type[Clip]] = {"ClipNorm": ClipNorm, "ClipValue": ClipValue}
-    return kinds[stated["kind"]](**numbers)
+    return ClipValue(*stated) if len(stated) == 1 else ClipNorm(*stated)
 
 
 def is_clipped(update: UpdateCoefficients) -> bool:

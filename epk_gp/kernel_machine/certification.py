@@ -91,16 +91,14 @@ class StepMismatches:
         largest: Largest difference, over weights and steps; NaN stays.
         ratio: Largest ratio of a step's difference to what rounding explains; NaN stays.
         worst_step: The step that has it; -1 before the first one.
-        options_ratio: Largest ratio of the difference of a replayed step from the one that the optimizer's recorded
-            options give (`ReplayedStep.by_options`) to what rounding explains; NaN stays.
-        options_step: The first step where it is above 1; -1 if there is none.
+        options_step: The first step that differs by more than rounding from the one that the optimizer's recorded
+            options give (`ReplayedStep.by_options`); -1 if there is none.
     """
 
     dtype: torch.dtype
     largest: float = 0.0
     ratio: float = 0.0
     worst_step: int = -1
-    options_ratio: float = 0.0
     options_step: int = -1
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
@@ -127,11 +125,9 @@ class StepMismatches:
             ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, self.dtype, w), 1e-300)
         else:
             ratio = explained(difference)
-        if replayed.by_options is not None:
-            by_options = explained(replayed.as_trained - replayed.by_options)
-            self.options_ratio = larger(self.options_ratio, by_options)
-            if self.options_step < 0 and not by_options <= 1:
-                self.options_step = index
+        is_asked = replayed.by_options is not None and self.options_step < 0
+        if is_asked and not explained(replayed.as_trained - replayed.by_options) <= 1:
+            self.options_step = index
         ratio = larger(ratio, statistics_error)
         self.largest = larger(self.largest, mismatch)
         if self.worst_step < 0 or not ratio <= self.ratio:
@@ -146,9 +142,8 @@ class StepMismatches:
             findings.append(mismatch_finding(self.worst_step, self.ratio, self.largest))
         if self.options_step >= 0:
             findings.append(
-                f"step {self.options_step} is not the one that the recorded options of the optimizer, its state since "
-                "the first step and the clipping of gradients give: how the steps change with the gradients is not "
-                f"known (up to {self.options_ratio:.2g} times what rounding explains)"
+                f"step {self.options_step} is not the one that the optimizer's recorded options, its state since the "
+                "first step and the clipping of gradients give: how steps follow from other gradients is not known"
             )
         return findings
 

@@ -141,7 +141,7 @@ class Retraining(Displayed):
         head = resolve_head(head, self.trajectory.loss, self.trajectory.num_outputs)
         model = self.trajectory.model_for(X)
         with torch.no_grad(), disable_fused_attention():
-            return torch.stack(
+            outputs = torch.stack(
                 [
                     torch.cat(
                         [
@@ -152,6 +152,9 @@ class Retraining(Displayed):
                     for state in self.states.to(model.spec.dtype)
                 ]
             )
+        if not outputs.isfinite().all():
+            warn_uncertified("outputs of retrained networks are not finite: their training diverged.")
+        return outputs
 
     def _summary(self) -> Summary:
         (m, M), head = self.sample_weights.shape, self.sample_weights[:SHOWN_POINTS]

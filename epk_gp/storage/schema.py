@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.recorded_clipping import Clip, clip_from_json, clip_to_json
+from epk_gp.core.recorded_clipping import Clip
 from epk_gp.core.scaled_coefficients import scaled_fields
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
@@ -54,7 +54,6 @@ HEADER_DEFAULTS: dict[str, Any] = {
     "modules": [],
     "num_optimizers": 1,
     "groups": [],
-    "clip": None,
 }
 # Entries that only the headers of thinned runs have, as they are in any other run.
 THINNED_DEFAULTS: dict[str, Any] = {"keep_every": 1, "weights_dtype": None}
@@ -181,7 +180,6 @@ def run_header(
         "statistic_shapes": [list(shape) for shape in model.statistic_shapes],
         "unexplained": unexplained,
         "signature": model.signature.to_json(),
-        "clip": clip_to_json(clip),
     }
     return {
         "names": list(model.names),
@@ -193,6 +191,7 @@ def run_header(
         "law": {"name": update_rule},
         "data_digest": data_digest,
         **{key: value for key, value in of_version_3.items() if value != HEADER_DEFAULTS[key]},
+        **({} if clip is None else {"clip": [float(value) for value in astuple(clip)]}),
     }
 
 
@@ -287,7 +286,7 @@ def _is_header(header: dict[str, Any]) -> bool:
         and "signature" in header
         and _is_count(header.get("num_optimizers"), 1)
         and is_groups(header.get("groups", []))
-        and _is_clip(header.get("clip"))
+        and ("clip" not in header or _is_clip(header["clip"]))
         and header.get("dtype") in WEIGHT_DTYPES
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
@@ -324,12 +323,9 @@ def _is_layout(names: object, shapes: object) -> bool:
 
 
 def _is_clip(stated: object) -> bool:
-    """Return whether an entry is a gradient clipping, or null."""
-    try:
-        clip = clip_from_json(stated)  # type: ignore[arg-type]
-    except (TypeError, KeyError, ValueError, AttributeError):
-        return False
-    return clip is None or 0 < clip.bound < math.inf
+    """Return whether an entry is the bound of a gradient clipping, with the p of its norm or without."""
+    numbers = stated if isinstance(stated, list) else ()
+    return len(numbers) in (1, 2) and all(type(value) is float and value > 0 for value in numbers)
 
 
 def is_groups(groups: object) -> bool:

@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.optimizers import OptimizerGroup, Optimizers, as_optimizers, groups_of
+from epk_gp.core.optimizers import GivenRules, OptimizerGroup, Optimizers, as_optimizers, groups_of
 from epk_gp.core.step import Step
-from epk_gp.core.update_rules import UpdateRule
 
 StatesBefore = Mapping[str, Mapping[str, Any]]
 
@@ -24,32 +23,23 @@ class GroupWatch:
     """
 
     def __init__(
-        self,
-        rules: Sequence[tuple[UpdateRule | None, Optimizer]],
-        net: nn.Module,
-        groups: Sequence[OptimizerGroup],
-        steps: Sequence[Step],
+        self, rules: GivenRules, net: nn.Module, groups: Sequence[OptimizerGroup], steps: Sequence[Step]
     ) -> None:
-        self._rules = {id(optimizer): (own, optimizer) for own, optimizer in rules}
-        self._names = {id(p): name for name, p in net.named_parameters()}
+        self._rules, self._names = rules, {id(p): name for name, p in net.named_parameters()}
         changes = (step.groups for step in reversed(steps) if step.groups is not None)
         self._last = next(changes, tuple(group.of_scale() for group in groups))
-        self._read: dict[int, tuple[OptimizerGroup, ...]] = {}
+        self._now = [groups_of(optimizer, own, self._names, of_scale=True) for own, optimizer in rules]
 
-    def read(self, optimizer: Optimizer) -> None:
-        """Read the groups of an optimizer that has just stepped: its options may change before the others step."""
-        own, _ = self._rules[id(optimizer)]
-        self._read[id(optimizer)] = tuple(group.of_scale() for group in groups_of(optimizer, own, self._names))
+    def read(self, stepped: Optimizer) -> None:
+        """Read the groups of an optimizer that has just stepped: its options may change before others step."""
+        for number, (own, optimizer) in enumerate(self._rules):
+            if optimizer is stepped:
+                self._now[number] = groups_of(optimizer, own, self._names, of_scale=True)
 
     def changed(self) -> tuple[OptimizerGroup, ...] | None:
         """Return the groups of all optimizers at the step that was made; None if they are those of the step before."""
-        for key, (_, optimizer) in self._rules.items():
-            if key not in self._read:
-                self.read(optimizer)
-        found = tuple(group for key in self._rules for group in self._read[key])
-        self._read, before = {}, self._last
-        self._last = found
-        return None if found == before else found
+        before, self._last = self._last, tuple(group for groups in self._now for group in groups)
+        return None if self._last == before else self._last
 
 
 def states_before(
