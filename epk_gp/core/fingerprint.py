@@ -117,6 +117,8 @@ def fingerprint_step(
         _hash_tensor(hasher, statistics)
     for forward in step.passes:
         _hash_pass(hasher, forward)
+    if step.groups is not None:
+        hasher.update(repr([group.to_json() for group in step.groups]).encode())
     return hasher.hexdigest()
 
 

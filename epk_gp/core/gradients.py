@@ -1,7 +1,7 @@
 """Gradients of the training loss, the steps they predict, and the rounding that separates those from recorded steps."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ from epk_gp.core.trajectory import (
     held_coefficients,
     step_coefficients,
 )
+from epk_gp.core.update_law import UpdateLaw
 from epk_gp.core.update_rules import predict_step
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
@@ -45,6 +46,8 @@ class ReplayedStep:
             automatic mixed precision.
         statistics_error: Largest difference of moving statistics after a pass from the recorded ones, in units of what
             rounding explains; 0 without them.
+        by_options: The update that the optimizer's recorded options, and what it keeps, give on the gradients of
+            `as_trained`; None where it was not asked for.
     """
 
     step: Step
@@ -53,6 +56,7 @@ class ReplayedStep:
     momentum: Float[Tensor, " P"]
     as_trained: Float[Tensor, " P"]
     statistics_error: float = 0.0
+    by_options: Float[Tensor, " P"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +86,11 @@ def has_momentum(trajectory: Trajectory) -> bool:
 
 
 def replayed_steps(
-    trajectory: Trajectory, model: FunctionalModel, reference: Tensor, steps: slice = slice(None)
+    trajectory: Trajectory,
+    model: FunctionalModel,
+    reference: Tensor,
+    steps: slice = slice(None),
+    law: UpdateLaw | None = None,
 ) -> Iterator[ReplayedStep]:
     """Replay a run: yield each step with the update that the update rule predicts.
 
@@ -93,17 +101,19 @@ def replayed_steps(
         model: Its network in the dtype of the computation.
         reference: Tensor whose dtype and device the computation has.
         steps: Which steps; they must begin with the first one where a step follows from earlier ones (`has_memory`).
+        law: The steps as functions, for `by_options`.
     """
     trajectory = trajectory.trained
+    memory = None if law is None else law.initial()
     momentum = torch.zeros_like(flat_weights(trajectory, 0, reference))
     own_momentum = momentum  # in the precision of the training
     run = RunReplay(trajectory, model, reference)
     for step in trajectory.steps[steps]:
-        w, before = flat_weights(trajectory, step.index, reference), momentum
+        w, before, own_before = flat_weights(trajectory, step.index, reference), momentum, own_momentum
         update = step_coefficients(trajectory, step.index, reference)
         g, error = run.gradient(step)
         d, momentum = predict_step(update, model.sizes, w, g, before)
-        as_trained = d
+        as_trained, own, by_options = d, g, None
         # in another dtype rounding differs, and a preconditioner can amplify it
         is_other_dtype = trajectory.dtype != model.spec.dtype
         if step.passes and (is_other_dtype or any(forward.autocast is not None for forward in step.passes)):
@@ -111,7 +121,10 @@ def replayed_steps(
             as_trained, own_momentum = predict_step(update, model.sizes, w, own, own_momentum)
         else:
             own_momentum = momentum
-        yield ReplayedStep(step, w, d, before, as_trained, error)
+        if law is not None and memory is not None:
+            memory = replace(memory, momentum=own_before)
+            by_options, memory = law.step(step.index).replayed(update, memory, w, own)
+        yield ReplayedStep(step, w, d, before, as_trained, error, by_options)
 
 
 class RunReplay:
@@ -154,7 +167,6 @@ class RunReplay:
                 after = self.trajectory.statistics[step.index + 1] if after is None else after
                 error = max(error, statistics_error(replayed.statistics, after, self.trajectory.dtype))
         return total, error
-
 
     def unseen_moves(self, step: Step, passes: Sequence[PassData]) -> list[UnseenMove | None]:
         """Return what moved the statistics before each pass of a step and after the last; None where nothing did."""

@@ -4,24 +4,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.optimizer_rules import REFUSED, RULES
+from epk_gp.core.preconditioners import scale_options
 from epk_gp.core.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Rules = UpdateRule | Sequence[UpdateRule | None] | None
+GivenRules = Sequence[tuple[UpdateRule | None, Optimizer]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class OptimizerGroup:
-    """A parameter group of an optimizer when recording began.
+    """A parameter group of an optimizer when recording began, or from a step on where it is another one.
 
     Attributes:
         rule: Name of the update rule, one of torch's optimizers; empty for a rule of the user's own.
         names: Names of its parameters.
-        options: Its options: numbers, texts and sequences of them. Learning rates may change during a run.
+        options: Its options: numbers, texts and sequences of them. Learning rates may change during a run. Of a group
+            that holds from a step on only those that the preconditioner depends on.
     """
 
     rule: str
@@ -31,6 +35,10 @@ class OptimizerGroup:
     def to_json(self) -> dict[str, Any]:
         """Return the group for a run's header."""
         return {"rule": self.rule, "names": list(self.names), "options": dict(self.options)}
+
+    def of_scale(self) -> "OptimizerGroup":
+        """Return the group with those options alone that its preconditioner depends on."""
+        return OptimizerGroup(self.rule, self.names, scale_options(self.rule, self.options))
 
     @classmethod
     def from_json(cls, group: Mapping[str, Any]) -> "OptimizerGroup":
@@ -46,18 +54,36 @@ def optimizer_groups(optimizers: Optimizers, rules: Rules, net: nn.Module) -> tu
         rules: The update rules that the user gave, as `rule_for` takes them.
         net: The network that they train.
     """
+    names = {id(p): name for name, p in net.named_parameters()}
+    given = given_rules(optimizers, rules)
+    return tuple(group for own, optimizer in given for group in groups_of(optimizer, own, names))
+
+
+def given_rules(optimizers: Optimizers, rules: Rules) -> GivenRules:
+    """Return each optimizer with the update rule that the user gave for it."""
     several = as_optimizers(optimizers)
     given = (rules,) * len(several) if rules is None or isinstance(rules, UpdateRule) else tuple(rules)
-    names = {id(p): name for name, p in net.named_parameters()}
-    return tuple(
-        OptimizerGroup(
-            rule=RULES[type(optimizer)].name if own is None and type(optimizer) in RULES else "",
-            names=tuple(names[id(p)] for p in group["params"] if id(p) in names),
-            options={key: _plain(value) for key, value in group.items() if key != "params"},
-        )
-        for optimizer, own in zip(several, given, strict=True)
-        for group in optimizer.param_groups
-    )
+    return list(zip(given, several, strict=True))
+
+
+def groups_of(
+    optimizer: Optimizer, own: UpdateRule | None, names: Mapping[int, str], *, of_scale: bool = False
+) -> tuple[OptimizerGroup, ...]:
+    """Return the parameter groups of one optimizer as they are now.
+
+    Args:
+        optimizer: The optimizer.
+        own: The update rule that the user gave.
+        names: The network's parameters by their `id`.
+        of_scale: Whether to read those options alone that preconditioners depend on.
+    """
+    rule = RULES[type(optimizer)].name if own is None and type(optimizer) in RULES else ""
+    found = []
+    for group in optimizer.param_groups:
+        options = scale_options(rule, group) if of_scale else group
+        plain = {key: _plain(value) for key, value in options.items() if key != "params"}
+        found.append(OptimizerGroup(rule, tuple(names[id(p)] for p in group["params"] if id(p) in names), plain))
+    return tuple(found)
 
 
 def _plain(option: Any) -> Any:
@@ -162,21 +188,31 @@ def validate_unexplained(rule: UpdateRule, unexplained: float | None) -> None:
 
 
 def validate_fresh_optimizer(optimizers: Optimizers) -> None:
-    """Raise if an optimizer holds momentum of gradients from before the recording.
+    """Raise if an optimizer holds what it derived from gradients before the recording.
 
-    No sample of the recorded run could account for that momentum.
+    No sample of the recorded run could account for that.
 
     Raises:
-        ValueError: A momentum buffer of the optimizer is not zero.
+        ValueError: The state of a parameter is not that of a fresh optimizer.
     """
-    for state in (state for optimizer in as_optimizers(optimizers) for state in optimizer.state.values()):
-        for name in ("momentum_buffer", "exp_avg"):
-            buffer = state.get(name)
-            if isinstance(buffer, Tensor) and buffer.any():
-                raise ValueError(
-                    f"the optimizer must be fresh: its {name} holds gradients from before the recording. "
-                    "Make a new optimizer, or record from its first step on."
-                )
+    for optimizer in as_optimizers(optimizers):
+        for group in optimizer.param_groups:
+            for state in (optimizer.state.get(p, {}) for p in group["params"]):
+                for name, value in sorted(state.items(), key=lambda entry: entry[0] == "step"):
+                    if _holds_gradients(optimizer, group, name, value):
+                        raise ValueError(
+                            f"the optimizer must be fresh: its {name} holds gradients from before the recording. "
+                            "Make a new optimizer, or record from its first step on."
+                        )
+
+
+def _holds_gradients(optimizer: Optimizer, group: Options, name: str, value: Any) -> bool:
+    """Return whether an entry of an optimizer's state is another one than before the first step."""
+    is_known = type(optimizer) in RULES or name in ("momentum_buffer", "exp_avg")
+    if not is_known or name in ("eta", "step_size") or not isinstance(value, Tensor | int | float):
+        return False  # of an optimizer of the user's own; or a rate, which follows from the options
+    fresh = {"sum": group.get("initial_accumulator_value", 0.0), "mu": 1.0, "mu_product": 1.0}.get(name, 0.0)
+    return bool((torch.as_tensor(value) != fresh).any())
 
 
 def learning_rate(optimizers: Optimizers) -> float:

@@ -54,8 +54,11 @@ def _average(kept: Tensor, value: Tensor, decay: float) -> Tensor:
 
 def _adam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[Tensor, Memory]:
     v = _average(memory[0], h * h, options["betas"][1])
-    memory = (v, torch.maximum(memory[1], v)) if options.get("amsgrad", False) else (v,)
-    return 1 / (_sqrt(memory[-1]) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
+    used, memory = v, (v, *memory[1:])
+    if options.get("amsgrad", False):  # switched off, the optimizer leaves the maximum as it is
+        used = torch.maximum(memory[1], v)
+        memory = (v, used)
+    return 1 / (_sqrt(used) / (1 - options["betas"][1] ** count).sqrt() + options["eps"]), memory
 
 
 def _radam(memory: Memory, h: Tensor, count: Tensor, options: Options) -> tuple[Tensor, Memory]:
@@ -76,8 +79,11 @@ def _sparse_adam(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tupl
 
 
 def _rmsprop(memory: Memory, h: Tensor, _: Tensor, options: Options) -> tuple[Tensor, Memory]:
-    v, mean = (_average(kept, value, options["alpha"]) for kept, value in zip(memory, (h * h, h), strict=True))
-    used = (v - mean * mean).clamp(min=0) if options["centered"] else v
+    used = v = _average(memory[0], h * h, options["alpha"])
+    mean = memory[1]
+    if options["centered"]:
+        mean = _average(mean, h, options["alpha"])
+        used = (v - mean * mean).clamp(min=0)
     return 1 / (_sqrt(used) + options["eps"]), (v, mean)
 
 
@@ -117,6 +123,12 @@ PRECONDITIONERS: dict[str, Preconditioner] = {
     "Adadelta": Preconditioner(_adadelta, lambda options: (0.0, 0.0)),
     "Rprop": Preconditioner(_rprop, lambda options: (), replays=False),
 }
+
+# The options that any scale or its fields depend on; of the betas it is the second.
+_SCALE_OPTIONS = (
+    *("eps", "betas", "amsgrad", "alpha", "centered", "momentum", "rho", "d", "beta2_decay"),
+    "initial_accumulator_value",
+)
 
 # Rules whose coefficients do not depend on the gradients.
 LINEAR_RULES = frozenset({"SGD", "ASGD"})
@@ -276,6 +288,12 @@ class CoupledPart:
 
 
 Part = PreconditionedPart | CoupledPart
+
+
+def scale_options(rule: str, options: Options) -> dict[str, Any]:
+    """Return the options that a rule's scale depends on."""
+    names = [name for name in _SCALE_OPTIONS if name in options and (rule in PRECONDITIONERS or rule in COUPLED)]
+    return {name: [0.0, options[name][1]] if name == "betas" else options[name] for name in names}
 
 
 def part_of(rule: str, options: Options, columns: slice, number: int, shape: torch.Size) -> Part | None:

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
 from torch import Tensor
 
+from epk_gp.core.optimizers import OptimizerGroup
+
 
 @dataclass(frozen=True, eq=False)
 class SeenRows:
@@ -92,6 +94,8 @@ class Step:
             gives to a single batch; other weights come from accumulated gradients or weighted samples.
         passes: The forward passes on consecutive rows of the batch: a tuple, or unpacked when they are indexed. Empty
             if the network in evaluation mode, on X and y as recorded, computes the same.
+        groups: The optimizers' parameter groups from this step on, with the options that preconditioners depend on;
+            None where they are those of the step before.
     """
 
     index: int
@@ -99,6 +103,7 @@ class Step:
     batch: Int64[Tensor, " B"] | None
     sample_weights: Float64[Tensor, " B"] | None = None
     passes: Passes = ()
+    groups: tuple[OptimizerGroup, ...] | None = None
 
 
 def describe_steps(steps: Sequence[Step], num_points: int) -> tuple[str, str]:

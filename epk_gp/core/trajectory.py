@@ -22,6 +22,7 @@ from epk_gp.core.memory_plan import EVALUATED_ROWS
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.points import Points
+from epk_gp.core.recorded_clipping import Clip
 from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step, describe_steps
 from epk_gp.core.update_rules import UpdateCoefficients
@@ -64,6 +65,7 @@ class Trajectory(Displayed):
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
         average: The recorded run whose averaged weights `states` are; None where `states` are the trained weights.
         optimizer_groups: The optimizers' parameter groups; empty for a run that an earlier version recorded.
+        clip: The gradient clipping that the loop stated (`clip=` of the recorder), if any.
     """
 
     model: FunctionalModel
@@ -81,6 +83,7 @@ class Trajectory(Displayed):
     unexplained: float | None = None
     average: WeightAverage | None = None
     optimizer_groups: tuple[OptimizerGroup, ...] = ()
+    clip: Clip | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""

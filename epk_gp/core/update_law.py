@@ -11,17 +11,21 @@ where the coefficients that a preconditioner scales are the recorded ones times 
 the recorded gradients that is the recorded step, whatever the schedule of the learning rate was.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.preconditioners import LINEAR_RULES, Memory, Part, part_of
-from epk_gp.core.trajectory import Trajectory, step_coefficients
-from epk_gp.core.update_rules import FIELDS, broadcast_to_params
+from epk_gp.core.recorded_clipping import Clip, is_clipped, step_clip
+from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
+from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params, predict_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,8 @@ class StepLaw:
         recorded: The recorded coefficients, by field one number per weight, (P,).
         moves: Which parameters the step moved, (L,); the optimizer passed over the others.
         is_moved: The same for each weight, (P,); None if all are.
+        is_known: Which parameters are in a recorded group at this step, (L,).
+        clip: The stated clipping.
     """
 
     parts: tuple[Part, ...]
@@ -75,6 +81,8 @@ class StepLaw:
     recorded: Mapping[str, Float[Tensor, " P"]]
     moves: Tensor
     is_moved: Tensor | None
+    is_known: Tensor
+    clip: Clip | None
 
     @property
     def is_coupled(self) -> bool:
@@ -123,6 +131,50 @@ class StepLaw:
         found = [self._scale(part, own, h, w, counts) for part, own in zip(self.parts, memory.kept, strict=True)]
         return [scale for scale, _ in found], tuple(kept for _, kept in found), h
 
+    def replayed(
+        self, update: UpdateCoefficients, memory: OptimizerMemory, w: Float[Tensor, " P"], g: Float[Tensor, " P"]
+    ) -> tuple[Float[Tensor, " P"], OptimizerMemory]:
+        """Make the step by what is recorded of the optimizer, not by the coefficients that it had.
+
+        Args:
+            update: The recorded coefficients.
+            memory: What the optimizer keeps before it; the momentum is that of the recorded coefficients.
+            w: The weights before it.
+            g: The gradient of the batch's loss.
+
+        Returns:
+            The change of the weights, NaN where a parameter moves that is in no recorded group; and what the optimizer
+            keeps afterwards.
+        """
+        scales, kept, _ = self.scales(memory, w, g)
+        counts = memory.counts + self.moves.to(memory.counts)
+        found, members = dict(self.recorded), dict[Any, list[tuple[Tensor, Tensor]]]()
+        for part, scale in zip(self.parts, scales, strict=True):
+            if not part.preconditioner.replays:
+                continue
+            whole = scale.expand(part.columns.stop - part.columns.start)
+            numbers = counts[part.parameters].repeat_interleave(self._repeats(part))
+            for count in numbers.unique():
+                at = (numbers == count).nonzero()[:, 0]
+                key = id(part.options), float(count), part.fields
+                members.setdefault(key, []).append((at + part.columns.start, whole[at]))
+        for (*_, names), pieces in members.items():
+            columns, scale = (torch.cat(values) for values in zip(*pieces, strict=True))
+            for name in names:  # rates are a common factor: that of the smallest scale, which rounding moves least
+                recorded = found[name][columns]
+                r = torch.where(recorded == 0, torch.inf, scale).argmin()
+                value = torch.where(recorded == 0, 0.0, recorded[r] / scale[r] * scale)
+                found[name] = found[name].index_copy(0, columns, value)
+        if bool((self.moves & ~self.is_known).any()):
+            unknown = (self.moves & ~self.is_known).repeat_interleave(torch.tensor(self.sizes, device=g.device))
+            found["lr"] = torch.where(unknown, torch.nan, found["lr"])
+        clip = step_clip(self.clip, update, self.recorded["grad_scale"], g)
+        if clip is not None:
+            found["grad_scale"] = found["grad_scale"].sign() * clip.factors(torch.where(found["grad_scale"] == 0, 0, g))
+        own = UpdateCoefficients(**found, left=update.left, right=update.right)
+        d, _ = predict_step(own, self.sizes, w, g, memory.momentum)
+        return d, OptimizerMemory(memory.momentum, kept, counts)
+
     def _scale(self, part: Part, before: Memory, h: Tensor, w: Tensor, counts: Tensor) -> tuple[Tensor, Memory]:
         """Return the scale of a part, and what its preconditioner keeps afterwards."""
         own = counts[part.parameters].clamp(min=1)
@@ -166,28 +218,50 @@ class UpdateLaw:
         model = trajectory.model
         self.sizes = model.sizes
         firsts = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
-        places = {name: number for number, name in enumerate(model.names)}
         parts: list[Part] = []
-        held = set()
+        held = set[str]()
         if not self.trajectory.optimizer_groups and set(trajectory.update_rule.split(" + ")) - LINEAR_RULES:
             raise ValueError(
                 f"the run must hold the options of its optimizer, {trajectory.update_rule}, whose preconditioner "
                 "depends on the gradients: it was recorded by an earlier version of epk_gp. Record it again."
             )
-        for group in self.trajectory.optimizer_groups:
-            if group.rule in LINEAR_RULES:
+        changes = [(step.index, step.groups) for step in self.trajectory.steps if step.groups is not None]
+        recorded = [(0, self.trajectory.optimizer_groups), *changes]
+        self._starts = [start for start, _ in recorded]
+        # the group of each parameter from each of these steps on; a parameter may join one later, or leave it
+        self._groups = [{name: group for group in groups for name in group.names} for _, groups in recorded]
+        histories: list[list[OptimizerGroup | None]] = []
+        for number, name in enumerate(model.names):
+            history = [groups.get(name) for groups in self._groups]
+            known = [group for group in history if group is not None]
+            rules = {group.rule for group in known}
+            if rules <= LINEAR_RULES:
                 continue
-            for number in sorted(places[name] for name in group.names if name in places):
-                columns = slice(firsts[number], firsts[number + 1])
-                own = part_of(group.rule, group.options, columns, number, model.shapes[number])
-                if own is None:
-                    held.add(group.rule or "own rule")
-                    break
-                joined = parts[-1].joined(own) if parts else None
-                if joined is not None:
-                    parts.pop()
-                parts.append(joined or own)
-        self.parts, self.held = tuple(parts), tuple(sorted(held))
+            options = max((group.options for group in known), key=lambda own: bool(own.get("amsgrad")))
+            columns = slice(firsts[number], firsts[number + 1])
+            own = part_of(known[0].rule, options, columns, number, model.shapes[number]) if len(rules) == 1 else None
+            if own is None:
+                held |= {rule or "own rule" for rule in rules}
+                continue
+            is_beside = bool(parts) and all(a is b for a, b in zip(history, histories[-1], strict=True))
+            joined = parts[-1].joined(own) if is_beside else None
+            if joined is not None:
+                parts.pop()
+                histories.pop()
+            parts.append(joined or own)
+            histories.append(history)
+        self.parts, self.held, self._histories = tuple(parts), tuple(sorted(held)), histories
+        self._at: dict[int, tuple[tuple[Part, ...], Tensor]] = {}
+
+    @cached_property
+    def clipping(self) -> str:
+        """How the bound of gradient clipping is known, in words."""
+        run = self.trajectory
+        if run.clip is not None:
+            return f"{run.clip}, as stated"
+        if any(is_clipped(held_coefficients(run, s)) for s in range(run.num_steps)):
+            return "as the clipped steps show it; it was not stated"
+        return "none: no bound was stated or reached. One that other weights of the samples reach is not known"
 
     @property
     def depends_on_memory(self) -> bool:
@@ -209,23 +283,36 @@ class UpdateLaw:
         counts = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.reference.device)
         return OptimizerMemory(momentum, tuple(part.initial(momentum) for part in self.parts), counts)
 
+    def _at_step(self, index: int) -> tuple[tuple[Part, ...], Tensor]:
+        """Return what preconditioners scale, with the options of a step; and which parameters are in a group, (L,)."""
+        place = bisect_right(self._starts, index) - 1
+        if place not in self._at:
+            groups_of_parts = (history[place] for history in self._histories)
+            own = [
+                part if group is None else replace(part, options=group.options)
+                for part, group in zip(self.parts, groups_of_parts, strict=True)
+            ]
+            groups = self._groups[place]
+            is_known = [name in groups or not self._groups[0] for name in self.trajectory.model.names]
+            self._at[place] = tuple(own), torch.tensor(is_known, device=self.reference.device)
+        return self._at[place]
+
     def step(self, index: int) -> StepLaw:
         """Return a step as a function."""
+        (parts, is_known), clip = self._at_step(index), self.trajectory.clip
         update = step_coefficients(self.trajectory, index, self.reference)
         recorded = {name: broadcast_to_params(getattr(update, name), self.sizes, self.reference) for name in FIELDS}
         is_still = (
-            (recorded["grad_scale"] == 0)
-            & (recorded["beta"] == 1)
+            (recorded["beta"] == 1)
             & (recorded["one_minus_dampening"] == 0)
             & (recorded["lr"] == 0)
             & (recorded["momentum_lr"] == 0)
         )
         if not bool(is_still.any()):
             moves = torch.ones(len(self.sizes), dtype=torch.bool, device=is_still.device)
-            return StepLaw(self.parts, self.sizes, recorded, moves, None)
+            return StepLaw(parts, self.sizes, recorded, moves, None, is_known, clip)
         moves = torch.stack([~part.all() for part in is_still.split(list(self.sizes))])
-        repeats = torch.tensor(self.sizes, device=is_still.device)
-        return StepLaw(self.parts, self.sizes, recorded, moves, moves.repeat_interleave(repeats))
+        return StepLaw(parts, self.sizes, recorded, moves, ~is_still, is_known, clip)
 
     def steps(self) -> Iterator[StepLaw]:
         """Return the steps in their order."""

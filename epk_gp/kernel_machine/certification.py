@@ -12,10 +12,11 @@ from torch import Tensor
 
 from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.display import Entry, certificate_entry, number
-from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, relative_rounding, replay_rounding
+from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, relative_rounding, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_weights
+from epk_gp.core.update_law import UpdateLaw
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus
@@ -90,12 +91,15 @@ class StepMismatches:
         largest: Largest difference, over weights and steps; NaN stays.
         ratio: Largest ratio of a step's difference to what rounding explains; NaN stays.
         worst_step: The step that has it; -1 before the first one.
+        options_step: The first step that differs by more than rounding from the one that the optimizer's recorded
+            options give (`ReplayedStep.by_options`); -1 if there is none.
     """
 
     dtype: torch.dtype
     largest: float = 0.0
     ratio: float = 0.0
     worst_step: int = -1
+    options_step: int = -1
 
     def add(self, trajectory: Trajectory, model: FunctionalModel, replayed: ReplayedStep) -> bool:
         """Compare a step with the recorded one, in the precision of the training; and its moving statistics.
@@ -111,17 +115,37 @@ class StepMismatches:
         accepted, statistics_error = trajectory.unexplained, replayed.statistics_error
         if recomputation is not None:  # recorded statistics, at weights that miss the recorded ones
             statistics_error *= min(1.0, relative_rounding(trajectory.dtype) / JUMP_SHARE[trajectory.dtype])
+
+        def explained(difference: Tensor) -> float:
+            if accepted is not None and difference.norm() <= accepted * change.norm():
+                return float(difference.norm() / (accepted * change.norm()).clamp(min=1e-300))
+            return mismatch_ratio(trajectory, model, replayed, difference, self.dtype)
+
         if recomputation is not None and recomputation.is_kept(index + 1):
             ratio = float(difference.norm()) / max(recomputation.allowed_jump(index, self.dtype, w), 1e-300)
-        elif accepted is not None and difference.norm() <= accepted * change.norm():
-            ratio = float(difference.norm() / (accepted * change.norm()).clamp(min=1e-300))
         else:
-            ratio = mismatch_ratio(trajectory, model, replayed, difference, self.dtype)
+            ratio = explained(difference)
+        is_asked = replayed.by_options is not None and self.options_step < 0
+        if is_asked and not explained(replayed.as_trained - replayed.by_options) <= 1:
+            self.options_step = index
         ratio = larger(ratio, statistics_error)
         self.largest = larger(self.largest, mismatch)
         if self.worst_step < 0 or not ratio <= self.ratio:
             self.ratio, self.worst_step = larger(self.ratio, ratio), index
         return ratio <= 1 and float((change - replayed.d).abs().max()) > replay_rounding(replayed, self.dtype)
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the steps are not those that gradients and optimizer give, in words; empty if they are."""
+        findings = []
+        if not self.ratio <= 1:
+            findings.append(mismatch_finding(self.worst_step, self.ratio, self.largest))
+        if self.options_step >= 0:
+            findings.append(
+                f"step {self.options_step} is not the one that the optimizer's recorded options, its state since the "
+                "first step and the clipping of gradients give: how steps follow from other gradients is not known"
+            )
+        return findings
 
     def merge(self, other: "StepMismatches") -> None:
         """Add the differences of later steps, or of the same ones."""
@@ -137,6 +161,28 @@ class StepMismatches:
         """Take the differences from a file."""
         self.largest, self.ratio, worst_step = state["mismatches"].tolist()
         self.worst_step = int(worst_step)
+
+
+def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
+    """Compare all recorded steps with those that gradients, the recorded options and clipping give.
+
+    Args:
+        trajectory: The run.
+        law: Its steps as functions, in the dtype and on the device of the computation.
+    """
+    model = trajectory.model_for(law.reference)
+    mismatches = StepMismatches(coarsest_dtype(trajectory, law.reference[None]))
+    for replayed in replayed_steps(trajectory, model, law.reference, law=law):
+        mismatches.add(trajectory, model, replayed)
+    return mismatches
+
+
+def mismatch_finding(step: int, ratio: float, largest: float) -> str:
+    """Return in words that a recorded step is not the replayed one."""
+    return (
+        f"step {step} differs from the step that the loss's gradient on the recorded batch gives by {ratio:.2g} times "
+        f"what rounding explains (largest difference of a step {largest:.2e})"
+    )
 
 
 def _tolerance(rule: Rule) -> float:
@@ -238,11 +284,7 @@ def describe_findings(result: Certified) -> list[str]:
             f"(largest residual {result.max_residual:.2e}{_describe_statuses(result.statuses)})"
         )
     if not result.mismatch_ratio <= 1:
-        findings.append(
-            f"step {result.worst_step} differs from the step that the loss's gradient on the recorded batch gives by "
-            f"{result.mismatch_ratio:.2g} times what rounding explains (largest difference of a step "
-            f"{result.max_step_mismatch:.2e})"
-        )
+        findings.append(mismatch_finding(result.worst_step, result.mismatch_ratio, result.max_step_mismatch))
     if not result.max_error <= result.error_tolerance:
         findings.append(
             f"the sum misses the network's output by {result.max_error:.2e}, more than {result.error_tolerance:.2e}"

@@ -1,5 +1,6 @@
 """Influence: the derivative of a trained network's outputs in the weights of its training samples."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +15,14 @@ from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.planning import with_plan
 from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.head import Head, apply_head, resolve_head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import per_sample_losses
-from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
+from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
+from epk_gp.core.update_law import UpdateLaw
 from epk_gp.core.validation import validate_count
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
-from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
+from epk_gp.kernel_machine.certification import step_mismatches
 from epk_gp.kernel_machine.derivative_check import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
 from epk_gp.kernel_machine.influence_results import Influence
@@ -30,7 +30,7 @@ from epk_gp.kernel_machine.problem import validate_classes
 from epk_gp.kernel_machine.retrain import require_replays
 from epk_gp.kernel_machine.retrained_run import retrained_run
 from epk_gp.kernel_machine.smoothing import Smoothing
-from epk_gp.kernel_machine.stacked_training import StackedTraining
+from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTraining
 
 Function = Callable[[Tensor], Tensor]
 
@@ -65,7 +65,8 @@ def influence(
             to (n,) or (n, K), row by row, or to one number, (), of all inputs together, such as their mean loss.
         by: Axes of samples and steps, `by_sample(trajectory)`, `by_label`, `by_step`, or axes of one's own. Each
             sample by default.
-        smoothing: Average the derivative over runs with random weights of the samples, which are trained again.
+        smoothing: Average the derivative over runs with random weights of the samples, which are trained again. A
+            bound of gradient clipping that was neither stated nor reached is not known to them (`retrain`).
         truncate: Go through the last `truncate` steps only: the weights count there, and 1 before.
         options: `memory_budget`, `progress`, `checkpoint` and `executor`; see `ComputeOptions`.
 
@@ -97,28 +98,29 @@ def influence(
     )
     if smoothing is None:
         return _said(_differentiate(whole, outputs))
-    found = []
+    found, doubts = [], list[str]()
     for number, weights in enumerate(_drawn(trajectory, smoothing)):
-        run = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
+        run, difference = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
         _, own = _numbers(run, X, head, classes, function)
         options_of_run = parsed
         if parsed.checkpoint is not None:
             options_of_run = replace(parsed, checkpoint=Path(parsed.checkpoint) / f"run-{number}")
         problem = replace(whole, trajectory=run, cotangents=own, factors=1 / weights, options=options_of_run)
         found.append(_differentiate(problem, outputs))
+        doubts += [f"of run {number} {finding}" for finding in found[-1].findings]
+        if not difference[1] <= REPLAY_TOLERANCE[run.dtype]:
+            doubts.append(
+                f"a replay with all weights 1 beside run {number} ends {float(difference[1]):.2g} of the way that the "
+                "weights went from the recorded network"
+            )
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says
-    recorded = _mismatches(trajectory, trajectory.model_for(whole.X), whole.X, outputs)
-    worst = max(found, key=lambda result: result.mismatch_ratio)
-    if not recorded.ratio <= worst.mismatch_ratio:
-        worst = replace(
-            worst,
-            max_step_mismatch=recorded.largest,
-            mismatch_ratio=recorded.ratio,
-            worst_step=recorded.worst_step,
-        )
+    recorded = step_mismatches(trajectory, UpdateLaw(trajectory, flat_weights(trajectory, 0, whole.X)))
+    doubts = [*recorded.findings, *doubts]
+    worst = max(found, key=lambda result: (math.isnan(result.mismatch_ratio), result.mismatch_ratio))
     return _said(
         replace(
             worst,
+            doubts=tuple(doubts),
             values=smoothing.average(torch.stack([result.values for result in found])),
             adjoint_norms=torch.stack([result.adjoint_norms for result in found]).mean(dim=0),
             held=tuple(sorted({name for result in found for name in result.held})),
@@ -188,7 +190,7 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
     def compute(net: PlannedModel) -> Influence:
         work = InfluencePass(problem, net)
         sums = run_pass(work)
-        mismatches = _mismatches(trajectory, net.model, X, outputs)
+        mismatches = step_mismatches(trajectory, work.law)
         n, K = outputs.shape
         shape = [len(axis.names) for axis in problem.axes] if problem.own is None else [1]
         held = work.law.held + (() if bool(sums["explained"]) else ("moving statistics",))
@@ -203,17 +205,11 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
             worst_step=mismatches.worst_step,
             held=held,
             curvature_error=curvature_error(trajectory, net, work.memory, X.device),
+            doubts=tuple(mismatches.findings),
+            clipping=work.law.clipping,
         )
 
     return with_plan(trajectory, trajectory.model_for(X), compute)
-
-
-def _mismatches(trajectory: Trajectory, model: FunctionalModel, X: Tensor, outputs: Tensor) -> StepMismatches:
-    """Compare every recorded step with the one that the training gradients give."""
-    mismatches = StepMismatches(coarsest_dtype(trajectory, outputs))
-    for replayed in replayed_steps(trajectory, model, X):
-        mismatches.add(trajectory, model, replayed)
-    return mismatches
 
 
 def _said(result: Influence) -> Influence:

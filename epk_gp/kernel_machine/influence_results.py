@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epk_gp.core.display import Displayed, Entry, Summary, certificate_entry, count, kind_of, number
 from epk_gp.kernel_machine.axes import Axis
+from epk_gp.kernel_machine.certification import mismatch_finding
 from epk_gp.kernel_machine.term_tables import (
     describe_axes,
     group_namer,
@@ -40,6 +41,9 @@ class Influence(Displayed):
             here: optimizers' preconditioners by name, and "moving statistics".
         curvature_error: Share by which torch's derivative of the gradient of a step differs from differences of such
             gradients, looked at in one direction; 0 where it does not.
+        doubts: What else is against the result, in words: steps that do not follow from the recorded options of the
+            optimizer; of a smoothed derivative, what is against any of its runs.
+        clipping: How the bound of gradient clipping is known, in words.
     """
 
     outputs: Float[Tensor, "n K"]
@@ -51,6 +55,8 @@ class Influence(Displayed):
     worst_step: int
     held: tuple[str, ...]
     curvature_error: float = 0.0
+    doubts: tuple[str, ...] = ()
+    clipping: str = ""
 
     @property
     def certified(self) -> bool:
@@ -114,11 +120,7 @@ class Influence(Displayed):
         """Why the result is not certified, in words; empty if it is."""
         findings = []
         if not self.mismatch_ratio <= 1:
-            findings.append(
-                f"step {self.worst_step} differs from the step that the loss's gradient on the recorded batch gives by "
-                f"{self.mismatch_ratio:.2g} times what rounding explains (largest difference of a step "
-                f"{self.max_step_mismatch:.2e})"
-            )
+            findings.append(mismatch_finding(self.worst_step, self.mismatch_ratio, self.max_step_mismatch))
         if self.held:
             findings.append(
                 f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
@@ -133,7 +135,7 @@ class Influence(Displayed):
             )
         if not self._is_finite:
             findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
-        return findings
+        return list(dict.fromkeys([*findings, *self.doubts]))
 
     def _summary(self) -> Summary:
         (n, K), places = self.outputs.shape, shown_places(self.outputs)
@@ -152,6 +154,7 @@ class Influence(Displayed):
                 Entry(
                     "largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"
                 ),
+                Entry("gradient clipping", self.clipping),
                 Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values)),
             ),
             place_table(self.outputs, places, rows),

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
+from epk_gp.core.recorded_clipping import EPSILON, ClipNorm, is_clipped
 from epk_gp.core.trajectory import flat_weights, held_coefficients
 from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
 from epk_gp.core.update_rules import UpdateCoefficients, apply_matrices
@@ -120,15 +120,17 @@ class OptimizerJacobian:
 
     def _unclipped(self, of_gradient: Float[Tensor, "R P"]) -> Float[Tensor, "R P"]:
         """Return the adjoint of the gradient before it was clipped."""
-        factors = clipped_entries(self.update, self.law.sizes, of_gradient)
-        if factors is not None:  # a clipped entry does not move with the gradient
+        if not is_clipped(self.update):
+            return of_gradient
+        factors, clip = self.law.recorded["grad_scale"].abs(), self.law.clip
+        if len(self.update.grad_scale) != len(self.law.sizes):  # a clipped entry does not move with the gradient
             return of_gradient * ((factors == 1) | (factors == 0))
-        for clipped in clipped_sets(self.update, self.law.sizes, of_gradient):
-            g = torch.where(clipped.is_member, self.g, 0.0)
-            norm = g.norm()
-            along = of_gradient @ g / (norm * (norm + EPSILON))
-            of_gradient = of_gradient - along[:, None] * g
-        return of_gradient
+        g = torch.where(factors > 0, self.g, 0.0).requires_grad_()
+        with torch.enable_grad():
+            norm = torch.linalg.vector_norm(g, clip.norm_type if isinstance(clip, ClipNorm) else 2.0)
+            (slope,) = torch.autograd.grad(norm, g)
+        along: Tensor = of_gradient @ g.detach() / (norm.detach() + EPSILON)
+        return of_gradient - along[:, None] * slope
 
 
 def _row(output: Tensor, inputs: list[Tensor], *, is_last: bool) -> list[Tensor | None]:
@@ -215,7 +217,7 @@ class MemoryTrace:
 
     def _clips(self, index: int) -> bool:
         update = held_coefficients(self.law.trajectory, index)
-        return bool(clipped_sets(update, self.law.sizes, self.law.reference))
+        return is_clipped(update) and len(update.grad_scale) == len(self.law.sizes)
 
     def _after(self, index: int, memory: OptimizerMemory) -> tuple[TracedStep, OptimizerMemory]:
         step = self.law.trajectory.steps[index]

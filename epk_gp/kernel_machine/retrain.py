@@ -33,17 +33,14 @@ from epk_gp.core.memory_plan import EVALUATED_ROWS
 from epk_gp.core.progress import progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_weights, parse_inputs, validate_trajectory
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.core.validation import validate_finite
+from epk_gp.core.validation import validate_finite, validate_integer
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
+from epk_gp.kernel_machine.certification import step_mismatches
 from epk_gp.kernel_machine.retrained_run import retrained_run
-from epk_gp.kernel_machine.stacked_training import StackedTraining
+from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTraining
 from epk_gp.storage.kept import require_same_run
 from epk_gp.storage.partial_sums import PartialSums
-
-# By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
-# recorded weights went.
-_REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,6 +57,9 @@ class Retraining(Displayed):
             moving statistics, if it is larger.
         holds_statistics: Whether moving statistics were moved between the steps' passes, by passes without a loss: how
             they would be moved with other weights is not known, and they are as recorded after such a move.
+        doubts: What else is against the result, in words: recorded steps that do not follow from gradients and the
+            optimizer's options.
+        clipping: How the bound of gradient clipping is known, in words.
     """
 
     trajectory: Trajectory
@@ -68,17 +68,19 @@ class Retraining(Displayed):
     max_difference: float
     difference_ratio: float
     holds_statistics: bool = False
+    doubts: tuple[str, ...] = ()
+    clipping: str = ""
 
     @property
     def certified(self) -> bool:
-        """Whether the replay with all weights 1 is the recorded run, up to rounding."""
+        """Whether steps made again are the recorded ones, up to rounding, and no network diverged."""
         return not self.findings
 
     @property
     def findings(self) -> list[str]:
         """Why the result is not certified, in words; empty if it is."""
-        findings = []
-        if not self.difference_ratio <= _REPLAY_TOLERANCE[self.states.dtype]:
+        findings = list(self.doubts)
+        if not self.difference_ratio <= REPLAY_TOLERANCE[self.states.dtype]:
             findings.append(
                 f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
                 f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
@@ -89,6 +91,12 @@ class Retraining(Displayed):
                 "moving statistics were moved by passes without a loss (in training mode, between those of the steps): "
                 "how other weights would move them is not known, and they are held as recorded there"
             )
+        size = self.states.abs().amax(dim=1)  # NaN stays
+        if diverged := (~(size < torch.finfo(size.dtype).max ** 0.5)).nonzero()[:, 0].tolist():
+            findings.append(
+                f"{len(diverged)} of {len(self)} networks diverged (NaN, infinity or weights beyond measure): "
+                f"{', '.join(map(str, diverged[:SHOWN_POINTS]))}{', ...' if len(diverged) > SHOWN_POINTS else ''}"
+            )
         return findings
 
     def __len__(self) -> int:
@@ -96,20 +104,38 @@ class Retraining(Displayed):
         return len(self.states)
 
     def __getitem__(self, rows: int | slice) -> "Retraining":
-        """Return some of the networks."""
-        rows = slice(rows, rows + 1 or None) if isinstance(rows, int) else rows
+        """Return some of the networks: one by its number, negative from the end, or a slice.
+
+        Raises:
+            IndexError: There is no such network.
+            TypeError: The index is neither an integer nor a slice.
+        """
+        if not isinstance(rows, slice):
+            rows = slice(self._place(rows), self._place(rows) + 1)
         return replace(self, states=self.states[rows], sample_weights=self.sample_weights[rows])
+
+    def __iter__(self) -> Iterator["Retraining"]:
+        """Iterate over the networks, each as a retraining of one."""
+        return (self[number] for number in range(len(self)))
+
+    def _place(self, number: int) -> int:
+        """Return the number of a network, counted from the first one."""
+        validate_integer(number, "index")
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"index must lie in 0..{len(self) - 1} (or be negative): got {number}.")
+        return int(number) % len(self)
 
     def weights(self, number: int) -> dict[str, Tensor]:
         """Return the weights and moving statistics of one network by name."""
-        return self.trajectory.model.unflatten(self.states[number].clone())
+        return self.trajectory.model.unflatten(self.states[self._place(number)].clone())
 
     def run(self, number: int) -> Trajectory:
         """Return the whole run of one network, in memory: train it again and keep all its states.
 
         Its loss terms have the recorded weights times those of its samples.
         """
-        return retrained_run(StackedTraining(self.trajectory), self.sample_weights[number], MEMORY_BUDGET)
+        weights = self.sample_weights[self._place(number)]
+        return retrained_run(StackedTraining(self.trajectory), weights, MEMORY_BUDGET)[0]
 
     def outputs(self, X: Inputs, *, head: Head | None = None) -> Float[Tensor, "m n C"]:
         """Evaluate all networks.
@@ -125,7 +151,7 @@ class Retraining(Displayed):
         head = resolve_head(head, self.trajectory.loss, self.trajectory.num_outputs)
         model = self.trajectory.model_for(X)
         with torch.no_grad(), disable_fused_attention():
-            return torch.stack(
+            outputs = torch.stack(
                 [
                     torch.cat(
                         [
@@ -136,6 +162,9 @@ class Retraining(Displayed):
                     for state in self.states.to(model.spec.dtype)
                 ]
             )
+        if not outputs.isfinite().all():
+            warn_uncertified("outputs of retrained networks are not finite: their training diverged.")
+        return outputs
 
     def _summary(self) -> Summary:
         (m, M), head = self.sample_weights.shape, self.sample_weights[:SHOWN_POINTS]
@@ -147,12 +176,13 @@ class Retraining(Displayed):
         table = Table(
             ("", *(f"network {i}" for i in range(len(head)))), tuple(rows), columns_note(len(head), m, "network")
         )
-        meaning = "the replay with all weights 1 is the recorded run, up to rounding"
+        meaning = "steps made again are the recorded ones, up to rounding"
         return Summary(
             f"Retraining of {count(m, 'network')} with other weights of {count(M, 'training sample')}",
             (
                 certificate_entry(self.findings, meaning),
                 Entry("difference from the run", number(self.difference_ratio), "of the way that the weights went"),
+                Entry("gradient clipping", self.clipping),
                 Entry("recorded run", repr(self.trajectory)),
                 Entry("shape of states", f"{tuple(self.states.shape)}", kind_of(self.states)),
             ),
@@ -166,6 +196,10 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     A weight multiplies the loss terms of its sample, 0 leaves it out; the divisor of a mean over a batch stays, and so
     does what the sample does to the statistics of a batch. Momentum, preconditioner and clipping follow the new
     gradients; learning rates are those of the recorded steps. Many runs are computed together.
+
+    A bound of gradient clipping that the recorder was told (`clip=`), or that any recorded step reached, is applied to
+    all gradients. Of a bound that is neither stated nor reached the run knows nothing, and larger weights may reach it:
+    state it when recording.
 
     Args:
         trajectory: Training run on M samples.
@@ -189,7 +223,9 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     states = torch.cat([part["states"] for part in found]).to(rows.device)
     difference, ratio = torch.stack([part["difference"] for part in found]).amax(dim=0).tolist()
     holds_statistics = any(bool(part["holds_statistics"]) for part in found)
-    result = Retraining(trajectory, states, rows, difference, ratio, holds_statistics)
+    law = UpdateLaw(trajectory, flat_weights(trajectory, 0, trajectory.inputs))
+    doubts = tuple(step_mismatches(trajectory, law).findings)
+    result = Retraining(trajectory, states, rows, difference, ratio, holds_statistics, doubts, law.clipping)
     if not result.certified:
         warn_uncertified(f"the retraining is not certified: {'; '.join(result.findings)}.")
     return result

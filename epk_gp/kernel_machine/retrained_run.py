@@ -13,12 +13,14 @@ from epk_gp.core.memory_plan import weight_rows
 from epk_gp.core.replay import passes_of
 from epk_gp.core.rows_on_disk import rows_of_weights
 from epk_gp.core.step import Step
-from epk_gp.core.trajectory import Trajectory, step_coefficients
+from epk_gp.core.trajectory import Trajectory, flat_state, step_coefficients
 from epk_gp.core.update_rules import UpdateCoefficients
 from epk_gp.kernel_machine.stacked_training import StackedStep, StackedTraining
 
 
-def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], budget: int) -> Trajectory:
+def retrained_run(
+    training: StackedTraining, weights: Float[Tensor, " M"], budget: int
+) -> tuple[Trajectory, Float[Tensor, " 2"]]:
     """Train with other weights of the samples, and return the run with all its states.
 
     Args:
@@ -27,7 +29,8 @@ def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], budge
         budget: Bytes of memory; states that do not fit into their share of it go to a temporary file.
 
     Returns:
-        The run, whose loss terms have the recorded weights times the given ones.
+        The run, whose loss terms have the recorded weights times the given ones; and by how much a run with all weights
+        1 misses the recorded weights (`StackedTraining.difference`).
     """
     whole, recorded = training.trajectory, training.law.trajectory
     P, S = training.net.num_weights, recorded.num_steps
@@ -35,10 +38,10 @@ def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], budge
     states = rows_of_weights(S + 1, P, reference, weight_rows(budget, reference.element_size(), P))
     states[0] = recorded.states[0].to(states)
     statistics = None if recorded.statistics is None else [recorded.statistics[0].to(reference)]
-    steps, updates = list[Step](), list[UpdateCoefficients]()
+    steps, updates, replayed = list[Step](), list[UpdateCoefficients](), flat_state(recorded, 0, recorded.inputs)
     for made in training.steps(weights[None]):
         index = made.step.index
-        states[index + 1] = made.states[1, :P]
+        states[index + 1], replayed = made.states[1, :P], made.states[0]
         if statistics is not None:
             statistics.append(made.states[1, P:].clone())
         steps.append(_reweighted(training, made, weights))
@@ -53,7 +56,8 @@ def retrained_run(training: StackedTraining, weights: Float[Tensor, " M"], budge
         updates=tuple(updates),
         digest=digest.hexdigest(),
     )
-    return run if whole.average is None else averaged_trajectory(run, whole.average.coefficients)
+    difference = training.difference(replayed, recorded)
+    return (run if whole.average is None else averaged_trajectory(run, whole.average.coefficients)), difference
 
 
 def _reweighted(training: StackedTraining, made: StackedStep, weights: Float[Tensor, " M"]) -> Step:

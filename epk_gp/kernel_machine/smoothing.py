@@ -22,6 +22,9 @@ class Smoothing:
     three runs and more the mean is trimmed, entry by entry: an eighth of the runs, and one at least, is left out on
     either side, for the derivative under Adam is huge where a small gradient is about to change its sign.
 
+    Gradients are clipped to the bound that the recorder was told (`clip=`), or that a recorded step reached. One that
+    is neither stated nor reached is not known, and runs with large weights may go beyond it.
+
     Attributes:
         num_runs: Number of runs, each of which is trained again and costs what `influence` costs.
         low: Smallest weight.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor
 from epk_gp.core.gradients import RunReplay, UnseenMove
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.progress import ProgressBar
-from epk_gp.core.recorded_clipping import EPSILON, clipped_entries, clipped_sets
+from epk_gp.core.recorded_clipping import Clip, ClipValue, is_clipped, step_clip
 from epk_gp.core.replay import PassData, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients
 from epk_gp.core.update_law import StepLaw, UpdateLaw
 from epk_gp.core.update_rules import UpdateCoefficients, apply_matrices
+
+# By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
+# recorded weights went.
+REPLAY_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 # Relative difference of two computations of the same gradient, alone and together with others, that is rounding.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -30,10 +35,7 @@ class StackedStep:
         step: The recorded step.
         before_passes: The moving statistics of all runs before each forward pass, (m, Q) each.
         after_passes: Those after it.
-        coefficients: The coefficients by field, (P,) where all runs share the recorded ones, or (m, P); without the
-            factors of gradient clipping.
-        factors: By how much more than the recorded one each run's gradient was clipped: (m, L), or (m, P) where it was
-            clipped entry by entry; None where no run's was.
+        coefficients: The coefficients by field, (P,) where all runs share the recorded ones, else (m, P) or (m, L).
         states: Weights and moving statistics after the step, (m, P + Q).
     """
 
@@ -41,7 +43,6 @@ class StackedStep:
     before_passes: list[Float[Tensor, "m Q"]]
     after_passes: list[Float[Tensor, "m Q"]]
     coefficients: dict[str, Tensor]
-    factors: Float[Tensor, "m _"] | None
     states: Float[Tensor, "m PQ"]
 
     def update(self, recorded: UpdateCoefficients, number: int) -> UpdateCoefficients:
@@ -52,8 +53,6 @@ class StackedStep:
             number: Which run.
         """
         own: dict[str, Any] = {name: value[number] for name, value in self.coefficients.items() if value.ndim == 2}
-        if self.factors is not None:
-            own["grad_scale"] = recorded.grad_scale.to(self.factors) * self.factors[number]
         return replace(recorded, **own)
 
 
@@ -74,7 +73,6 @@ class StackedTraining:
         self._maps: bool | None = None  # whether torch maps the passes over runs
         if any(p.ndim > 2 for p in self.net.module.parameters()):
             self._maps = False  # it computes convolutions with weights of their own by copies
-        self._bound: float | None = None  # of the last step that clipped the norm of all gradients
         self._holds_statistics = False  # whether moving statistics moved between the passes, as recorded
 
     def end(self, weights: Float[Tensor, "m M"], bar: ProgressBar | None = None) -> dict[str, Tensor]:
@@ -103,64 +101,52 @@ class StackedTraining:
         if averages is not None:
             states = torch.cat([averages, states[:, P:]], dim=1)
         held = torch.tensor(self._holds_statistics)
-        return {"states": states[1:].clone(), "difference": self.difference(states[0]), "holds_statistics": held}
+        return {
+            "states": states[1:].clone(),
+            "difference": self.difference(states[0], trajectory),
+            "holds_statistics": held,
+        }
 
-    def difference(self, replayed: Float[Tensor, " PQ"]) -> Float[Tensor, " 2"]:
-        """Return by how much a state misses the recorded one, at most, and by norms relative to the way of that.
+    def difference(self, replayed: Float[Tensor, " PQ"], trajectory: Trajectory) -> Float[Tensor, " 2"]:
+        """Return by how much a state misses the last one of a run, at most, and by norms relative to the way of that.
 
         The latter is the larger one of weights and moving statistics.
         """
-        trajectory, P = self.trajectory, self.net.num_weights
         end, start = (flat_state(trajectory, s, trajectory.inputs) for s in (trajectory.num_steps, 0))
         missed, way, tiny = replayed - end, end - start, torch.finfo(end.dtype).tiny
-        ratios = [missed[part].norm() / way[part].norm().clamp(min=tiny) for part in (slice(P), slice(P, None))]
+        parts = slice(self.net.num_weights), slice(self.net.num_weights, None)
+        ratios = [missed[part].norm() / way[part].norm().clamp(min=tiny) for part in parts]
         return torch.stack([missed.abs().max(), torch.stack(ratios).max()]).double()
 
     def steps(self, weights: Float[Tensor, "m M"]) -> Iterator[StackedStep]:
         """Train with these weights of the samples, and yield every step; a run with all weights 1 comes first."""
         recorded, P = self.law.trajectory, self.net.num_weights
-        every, self._bound = torch.cat([torch.ones_like(weights[:1]), weights]), None
+        every, clip = torch.cat([torch.ones_like(weights[:1]), weights]), self._first_clip
         states = flat_state(recorded, 0, self.trajectory.inputs).expand(len(every), -1).clone()
         memory = self.law.initial((len(every),))
         for step in recorded.steps:
             law, w = self.law.step(step.index), states[:, :P]
             g, before, after = self._gradients(step, states, every)
-            g, factors = self._clipped(step, law, g)
+            held = held_coefficients(recorded, step.index)
+            clip = step_clip(law.clip, held, law.recorded["grad_scale"], g[0]) or clip
+            g, clipped = _clipped(held, law, g, clip)
             made = law.advance(memory, w, g, is_stacked=True)
             memory = made.memory
-            direction = apply_matrices(held_coefficients(recorded, step.index), law.sizes, made.direction)
+            direction = apply_matrices(held, law.sizes, made.direction)
             w = w - direction - law.recorded["decoupled_decay"] * w
             states = torch.cat([w, before.pop()], dim=1)
-            yield StackedStep(step, before, after, made.coefficients, factors, states)
+            yield StackedStep(step, before, after, {**made.coefficients, **clipped}, states)
 
-    def _clipped(
-        self, step: Step, law: StepLaw, g: Float[Tensor, "m P"]
-    ) -> tuple[Float[Tensor, "m P"], Float[Tensor, "m _"] | None]:
-        """Clip gradients to the bound that the recorded factor of the first run shows; divided by that factor.
-
-        Returns:
-            The gradients, and by how much more than the recorded one they were clipped.
-        """
-        update, sizes = held_coefficients(self.law.trajectory, step.index), law.sizes
-        entries = clipped_entries(update, sizes, g)
-        if entries is not None:
-            bound = (entries * g[0].abs()).masked_fill((entries == 1) | (entries == 0), 0).max()
-            if not bool(bound > 0):
-                return g, None
-            ratios = torch.where((g == 0) | (entries == 0), 1.0, g.clamp(-bound, bound) / (g * entries))
-            return g * ratios, ratios
-        factors = g.new_ones(len(g), len(sizes))
-        sets = clipped_sets(update, sizes, g)
-        for clipped in sets:
-            norms = torch.where(clipped.is_member, g, 0.0).norm(dim=1, keepdim=True) + EPSILON
-            self._bound = float(clipped.factor * norms[0])
-            ratio = (self._bound / norms).clamp(max=1.0) / clipped.factor
-            factors = torch.where(torch.stack([part.any() for part in clipped.is_member.split(sizes)]), ratio, factors)
-        if not sets and self._bound is not None:
-            factors = factors * (self._bound / (g.norm(dim=1, keepdim=True) + EPSILON)).clamp(max=1.0)
-        if bool((factors == 1).all()):
-            return g, None
-        return g * factors.repeat_interleave(torch.tensor(sizes, device=g.device), dim=1), factors
+    @cached_property
+    def _first_clip(self) -> Clip | None:
+        """The clipping that is stated, or that the first clipped step shows; None where there is neither."""
+        recorded = self.law.trajectory
+        for step in recorded.steps if recorded.clip is None else ():
+            update = held_coefficients(recorded, step.index)
+            if is_clipped(update):
+                scale = self.law.step(step.index).recorded["grad_scale"]
+                return step_clip(None, update, scale, self.run.gradient(step)[0])
+        return recorded.clip
 
     def _gradients(
         self, step: Step, states: Float[Tensor, "m PQ"], weights: Float[Tensor, "m M"]
@@ -234,6 +220,28 @@ class StackedTraining:
             gradients[:, :P].to(states),
             torch.cat(statistics, dim=1).to(states) if statistics else states[:, P:],
         )
+
+
+def _clipped(
+    update: UpdateCoefficients, law: StepLaw, g: Float[Tensor, "m P"], clip: Clip | None
+) -> tuple[Float[Tensor, "m P"], dict[str, Tensor]]:
+    """Clip gradients, divided by the recorded factor, which the recorded coefficients hold.
+
+    Returns:
+        The gradients, and the coefficient of the unclipped ones: (m, L), or (m, P) where they were clipped entry by
+        entry; nothing where no run's was clipped by more than the recorded one.
+    """
+    if clip is None:
+        return g, {}
+    scale = law.recorded["grad_scale"]
+    recorded = torch.where(scale == 0, 1.0, scale.abs())
+    ratios = clip.factors(torch.where(scale == 0, 0.0, g)) / recorded
+    if bool((ratios == 1).all()):
+        return g, {}
+    if not isinstance(clip, ClipValue):
+        ratio = ratios[:, (scale != 0).nonzero()[0]]
+        return g * ratio, {"grad_scale": update.grad_scale.to(g) * ratio}
+    return g * ratios, {"grad_scale": scale * ratios}
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -13,7 +13,7 @@ from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS
 from epk_gp.core.validation import is_finite
 from epk_gp.storage.atomic_files import open_tensors
-from epk_gp.storage.chunks import STORED_FIELDS, RowReader
+from epk_gp.storage.chunks import GROUPS, STORED_FIELDS, RowReader, read_groups
 from epk_gp.storage.index import Chunk, chunk_file, has_checksum
 from epk_gp.storage.matrices import expected_matrices, validate_steps_of_matrices
 from epk_gp.storage.pass_verification import expected_tables, read_tables, validate_tables
@@ -40,7 +40,7 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  # not a mapping
         actual = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
         _validate_layout(actual, schema, chunk, where)
-        of_steps = {name: tensors.get_tensor(name) for name in _STEP_TENSORS}
+        of_steps = {name: tensors.get_tensor(name) for name in _STEP_TENSORS | (actual.keys() & {GROUPS})}
         validate_steps_of_matrices(tensors, chunk.states - (chunk.first == 0), where)
         for name in actual.keys() - _STEP_TENSORS:
             if actual[name][1] in ("F32", "F64", "BF16"):
@@ -88,6 +88,8 @@ def _validate_layout(
             expected[name] = ((rows, schema.row_length(name)), got if got in others else own)
         else:
             expected |= {f"{name}.packed": (None, "U8"), f"{name}.lengths": ((rows,), "I64")}
+    if GROUPS in actual and schema.version >= 3:
+        expected[GROUPS] = (None, "U8")
     expected |= expected_matrices(actual, schema)
     if schema.version >= 3:
         for name, (dimensions, dtype) in expected_tables(actual).items():
@@ -160,12 +162,14 @@ def _parse_steps(tensors: Mapping[str, Tensor], schema: ChunkSchema, chunk: Chun
     rows = batches.split(counts.tolist()) if len(counts) else ()
     parts = iter(weights.split(counts[is_weighted].tolist()) if is_weighted.any() else ())
     first = max(chunk.first - 1, 0)
+    groups = read_groups(tensors[GROUPS], len(lengths), where) if GROUPS in tensors else {}
     return [
         Step(
             first + k,
             float(rates[k]),
             rows[k].clone() if lengths[k] >= 0 else None,
             next(parts).clone() if is_weighted[k] else None,
+            groups=groups.get(k),
         )
         for k in range(len(lengths))
     ]

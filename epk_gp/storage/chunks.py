@@ -1,26 +1,32 @@
 """Chunks of a run: the tensors that hold consecutive weight states and the steps that led to them."""
 
+import json
 import os
 import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.scaled_coefficients import CompactUpdate, compact_update
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
+from epk_gp.storage.atomic_files import MAX_JSON_BYTES
 from epk_gp.storage.codec import pack_rows, unpack_row
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.matrices import matrix_tensors, read_matrices
 from epk_gp.storage.pass_tables import CONTENT
 from epk_gp.storage.pass_verification import validate_tables
 from epk_gp.storage.passes import pack_passes
-from epk_gp.storage.schema import ChunkSchema
+from epk_gp.storage.schema import ChunkSchema, is_groups
 
 # The names on disk of the coefficients in `update_rules.FIELDS`: those of format version 2.
+GROUPS = "groups"
 STORED_FIELDS = ("direct", "momentum", "keep", "take", "gradient", "decay", "shrink")
 
 
@@ -34,7 +40,34 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
         "weighted": torch.tensor([step.sample_weights is not None for step in steps], dtype=torch.bool),
         "batches": torch.cat(batches) if batches else torch.zeros(0, dtype=torch.int64),
         "sample_weights": torch.cat(weights).double() if weights else torch.zeros(0, dtype=torch.float64),
+        **_groups_tensor(steps),
     }
+
+
+def _groups_tensor(steps: Sequence[Step]) -> dict[str, Tensor]:
+    """Return the parameter groups of the steps from which on they are others, as deflated JSON, if there are any."""
+    changes = [
+        [k, [group.to_json() for group in step.groups]] for k, step in enumerate(steps) if step.groups is not None
+    ]
+    content = zlib.compress(json.dumps(changes).encode())
+    return {GROUPS: torch.frombuffer(bytearray(content), dtype=torch.uint8)} if changes else {}
+
+
+def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dict[int, tuple[OptimizerGroup, ...]]:
+    """Return the parameter groups that a chunk of so many steps holds, by the step in the chunk.
+
+    Raises:
+        ValueError: The tensor is not what `step_tensors` makes.
+    """
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(bytes(tensor_bytes(content)), MAX_JSON_BYTES)
+        changes: Any = json.loads(text) if inflater.eof else None
+        if all(type(k) is int and 0 <= k < count and is_groups(groups) for k, groups in changes):
+            return {k: tuple(map(OptimizerGroup.from_json, groups)) for k, groups in changes}
+    except (zlib.error, ValueError, TypeError, RecursionError):
+        pass
+    raise ValueError(f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups: it does not.")
 
 
 def chunk_tensors(

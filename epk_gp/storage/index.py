@@ -193,7 +193,9 @@ def _require_unchanged(path: str | os.PathLike[str], chunk: Chunk) -> None:
     if size != chunk.bytes:
         raise ValueError(f"{where} must have {chunk.bytes} bytes while it is used: it has {size}. {_CHANGED}")
     if _COMPARED.get((str(file), chunk.blake2b)) != _stamp(file) and not has_checksum(path, chunk):
-        raise ValueError(f"{where} must have the content that it had when the run was opened: it has another. {_CHANGED}")
+        raise ValueError(
+            f"{where} must have the content that it had when the run was opened: it has another. {_CHANGED}"
+        )
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

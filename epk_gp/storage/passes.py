@@ -1,7 +1,7 @@
 """The forward passes of steps, packed: in memory, or read from a chunk when they are indexed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -154,11 +154,7 @@ def packed_steps(steps: Sequence[Step], tables: PassTables, content: Content) ->
     """Return consecutive steps with the passes that tables describe; a step without any has an empty tuple."""
     ends = np.cumsum(tables.counts)
     return [
-        Step(
-            s.index, s.lr, s.batch, s.sample_weights, PackedPasses(tables, content, k, int(ends[k] - tables.counts[k]))
-        )
-        if tables.counts[k]
-        else s
+        replace(s, passes=PackedPasses(tables, content, k, int(ends[k] - tables.counts[k]))) if tables.counts[k] else s
         for k, s in enumerate(steps)
     ]
 

@@ -14,6 +14,7 @@ from epk_gp.core.checkpointing import with_kept_activations
 from epk_gp.core.fingerprint import fingerprint_data
 from epk_gp.core.losses import Loss
 from epk_gp.core.optimizers import OptimizerGroup
+from epk_gp.core.recorded_clipping import clip_from_json
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.storage.atomic_files import regular_file_size
 from epk_gp.storage.chunk_verification import read_steps
@@ -187,6 +188,7 @@ def load_trajectory(
         statistics=StoredStates(Path(path), schema, chunks, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
         optimizer_groups=tuple(map(OptimizerGroup.from_json, header.get("groups", []))),
+        clip=clip_from_json(header.get("clip")),
     )
     validate_forward_function(trajectory, data["probe"])
     initial = flat_state(trajectory, 0, data["inputs"])

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
+from epk_gp.core.recorded_clipping import Clip
 from epk_gp.core.scaled_coefficients import scaled_fields
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
@@ -156,6 +157,7 @@ def run_header(
     num_outputs: int,
     data_digest: str,
     unexplained: float | None = None,
+    clip: Clip | None = None,
 ) -> dict[str, Any]:
     """Describe a run for its header: everything but the weights.
 
@@ -171,6 +173,7 @@ def run_header(
         num_outputs: C.
         data_digest: Digest of the training data.
         unexplained: Share of a step that update rule and loss need not explain; None for rounding only.
+        clip: The stated gradient clipping.
     """
     of_version_3 = {
         "statistics": list(model.statistics),
@@ -188,6 +191,7 @@ def run_header(
         "law": {"name": update_rule},
         "data_digest": data_digest,
         **{key: value for key, value in of_version_3.items() if value != HEADER_DEFAULTS[key]},
+        **({} if clip is None else {"clip": [float(value) for value in astuple(clip)]}),
     }
 
 
@@ -281,7 +285,8 @@ def _is_header(header: dict[str, Any]) -> bool:
         and _is_share(header.get("unexplained", False))
         and "signature" in header
         and _is_count(header.get("num_optimizers"), 1)
-        and _is_groups(header.get("groups", []))
+        and is_groups(header.get("groups", []))
+        and ("clip" not in header or _is_clip(header["clip"]))
         and header.get("dtype") in WEIGHT_DTYPES
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
@@ -317,7 +322,13 @@ def _is_layout(names: object, shapes: object) -> bool:
     )
 
 
-def _is_groups(groups: object) -> bool:
+def _is_clip(stated: object) -> bool:
+    """Return whether an entry is the bound of a gradient clipping, with the p of its norm or without."""
+    numbers = stated if isinstance(stated, list) else ()
+    return len(numbers) in (1, 2) and all(type(value) is float and value > 0 for value in numbers)
+
+
+def is_groups(groups: object) -> bool:
     """Return whether an entry holds rule, parameters and options of each parameter group."""
     return isinstance(groups, list) and all(
         isinstance(group, dict)

@@ -172,6 +172,12 @@ class TrainingState:
             )
         try:
             for optimizer, own in zip(self.optimizers, recorded, strict=True):
+                if (count := len(own["param_groups"])) != len(optimizer.param_groups):
+                    raise ValueError(
+                        "the optimizer must have the parameter groups of the last commit to resume: it had "
+                        f"{count} then, got {len(optimizer.param_groups)}. A run whose loop adds or removes groups "
+                        "(add_param_group) is recorded in one go."
+                    )
                 _validate_buffer_shapes(optimizer, own)
             for optimizer, own in zip(self.optimizers, recorded, strict=True):
                 optimizer.load_state_dict(own)

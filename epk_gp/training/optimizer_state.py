@@ -1,13 +1,45 @@
-"""The state of optimizers before a step, as far as their update rule needs it."""
+"""The state of optimizers before a step, as far as their update rule needs it, and their options at it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from epk_gp.core.optimizers import Optimizers, as_optimizers
+from epk_gp.core.optimizers import GivenRules, OptimizerGroup, Optimizers, as_optimizers, groups_of
+from epk_gp.core.step import Step
 
 StatesBefore = Mapping[str, Mapping[str, Any]]
+
+
+class GroupWatch:
+    """Notices when parameter groups of the optimizers change, or the options that their preconditioners depend on.
+
+    Args:
+        rules: Each optimizer with the update rule that the user gave for it.
+        net: The network that they train.
+        groups: Their parameter groups when recording began.
+        steps: The steps recorded so far.
+    """
+
+    def __init__(
+        self, rules: GivenRules, net: nn.Module, groups: Sequence[OptimizerGroup], steps: Sequence[Step]
+    ) -> None:
+        self._rules, self._names = rules, {id(p): name for name, p in net.named_parameters()}
+        changes = (step.groups for step in reversed(steps) if step.groups is not None)
+        self._last = next(changes, tuple(group.of_scale() for group in groups))
+        self._now = [groups_of(optimizer, own, self._names, of_scale=True) for own, optimizer in rules]
+
+    def read(self, stepped: Optimizer) -> None:
+        """Read the groups of an optimizer that has just stepped: its options may change before others step."""
+        for number, (own, optimizer) in enumerate(self._rules):
+            if optimizer is stepped:
+                self._now[number] = groups_of(optimizer, own, self._names, of_scale=True)
+
+    def changed(self) -> tuple[OptimizerGroup, ...] | None:
+        """Return the groups of all optimizers at the step that was made; None if they are those of the step before."""
+        before, self._last = self._last, tuple(group for groups in self._now for group in groups)
+        return None if self._last == before else self._last
 
 
 def states_before(

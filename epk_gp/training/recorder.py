@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, learning_rate, optimizer_groups
+from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
 from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
@@ -26,6 +27,7 @@ from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.derivative_probe import DerivativeProbe
 from epk_gp.training.diagnosis import StepMismatchError
 from epk_gp.training.history import RunHistory
+from epk_gp.training.optimizer_state import GroupWatch
 from epk_gp.training.pass_record import PassRecords
 from epk_gp.training.run_folder import open_folder
 from epk_gp.training.setup import make_setup, parse_step_rules, validate_end
@@ -105,7 +107,7 @@ class Recorder:
             loss: The loss that will be minimised.
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
-            clip: The loop's gradient clipping. A bound of at most three digits shows, and need not be stated.
+            clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached.
             path: New folder for the run; it is kept in memory if None.
             resume: Continue the run at `path`, if there is one, from its last commit: network, optimizer, torch's
                 random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
@@ -154,7 +156,10 @@ class Recorder:
         if path is not None:
             opened = open_folder(path, self._setup, self._history, self._training, storage, resume=resume)
             self._setup, self._history, self._commits = opened
-        self._observer = StepObserver(self._setup, self._optimizers, lambda: self._history.last.end, self._report)
+        watch = GroupWatch(given_rules(self._optimizers, update_rule), net, self._groups, self._history.steps)
+        self._observer = StepObserver(
+            self._setup, self._optimizers, lambda: self._history.last.end, self._report, watch
+        )
         self._passes = PassRecords.of(self._setup, start)
         self._phase = Phase.READY
         self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
@@ -320,6 +325,7 @@ class Recorder:
             statistics=statistics,
             unexplained=setup.rules.unexplained,
             optimizer_groups=self._groups,
+            clip=setup.rules.clip,
         )
         return with_computed_states(trajectory)
 
@@ -351,13 +357,7 @@ class Recorder:
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
         observed = observe_step(
-            setup,
-            made.parts,
-            step,
-            start=last.end,
-            end=end,
-            momentum=self._training.momentum,
-            statistics=around,
+            setup, made.parts, step, start=last.end, end=end, momentum=self._training.momentum, statistics=around
         )
         if self._schedule.is_due(index) or needs_check(setup, observed):
             with self._schedule.checking():
@@ -367,7 +367,7 @@ class Recorder:
             checked, self._unchecked = check_against_used_gradient(setup, observed), observed
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = checked.momentum
-        self._history.append(step, end, checked.update, statistics)
+        self._history.append(replace(step, groups=made.groups), end, checked.update, statistics)
         if not self._in_until:
             self._complete_iteration()
 

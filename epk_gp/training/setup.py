@@ -161,6 +161,7 @@ class TrainingSetup:
             num_outputs=self.num_outputs,
             data_digest=fingerprint_data(self.X, self.y, *self.model.signature.stored_tensors().values()),
             unexplained=self.rules.unexplained,
+            clip=self.rules.clip,
         )
 
     def data(self) -> dict[str, Tensor]:

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from epk_gp.core.loss_terms import loss_input
+from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.validation import is_finite
 from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
 from epk_gp.training.capture import ForwardCapture
 from epk_gp.training.graph_calls import GraphCalls
 from epk_gp.training.optimizer_part import OptimizerPart, optimizer_part
-from epk_gp.training.optimizer_state import StatesBefore, states_before
+from epk_gp.training.optimizer_state import GroupWatch, StatesBefore, states_before
 from epk_gp.training.setup import TrainingSetup
 
 
@@ -24,10 +25,12 @@ class MadeStep:
     Attributes:
         parts: What each optimizer that took part did, in their order.
         announced: The batches that were announced for it, with their forward passes.
+        groups: The parameter groups of all optimizers; None where they are those of the step before.
     """
 
     parts: Sequence[OptimizerPart]
     announced: Sequence[AnnouncedBatch]
+    groups: tuple[OptimizerGroup, ...] | None
 
 
 @dataclass(eq=False)
@@ -42,12 +45,14 @@ class StepObserver:
         optimizers: Its optimizers.
         weights: Returns the weights before the next step.
         report: Called with each step.
+        watch: Reads the parameter groups.
     """
 
     setup: TrainingSetup
     optimizers: Sequence[Optimizer]
     weights: Callable[[], Tensor]
     report: Callable[[MadeStep], None]
+    watch: GroupWatch
     _announced: list[AnnouncedBatch] = field(default_factory=list)
     _parts: list[OptimizerPart] = field(default_factory=list)
     _before: StatesBefore = field(default_factory=dict)
@@ -99,7 +104,7 @@ class StepObserver:
         self._assign_forwards()
         announced, self._announced = self._announced, []
         self._capture.waiting.clear()
-        self.report(MadeStep(parts, announced))
+        self.report(MadeStep(parts, announced, self.watch.changed()))
 
     def statistics(self, index: int) -> Tensor | None:
         """Return the present moving statistics, which forward passes alone may have moved; None if there are none.
@@ -149,6 +154,7 @@ class StepObserver:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # torch's hook signature
         several = len(self.optimizers) > 1
+        self.watch.read(optimizer)
         self._parts.append(optimizer_part(self.setup, optimizer, self.weights(), self._before, copies=several))
         if len(self._parts) == len(self.optimizers):
             self.complete()
