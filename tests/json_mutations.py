@@ -1,4 +1,4 @@
-"""Mutations of the JSON files of the package: each entry in turn missing, of another type, out of range or without measure."""
+"""Mutations of the JSON files of the package: each entry missing, of another type, out of range or without measure."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ def damaged_texts(text: bytes) -> dict[str, bytes]:
         "null": b"null",
         "a list": b"[" + text + b"]",
         "UTF-16": text.decode().encode("utf-16"),
-        "NaN": text.replace(b":", b": NaN, \"x\":", 1),
+        "NaN": text.replace(b":", b': NaN, "x":', 1),
         "huge": text.replace(b":", b": " + b"9" * 5000 + b', "x":', 1),
     }
 

@@ -43,7 +43,7 @@ FORMAT_VERSION = 3
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
 _DAMAGED = "must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
 # Entries of a run's header that that of the nodes does not have.
-_OF_FILES = {"version": 3, "modules": [], "num_optimizers": 1, "compression": "none", "data_blake2b": "", "optimizer": []}
+_OF_FILES = {"version": 3, "compression": "none", "data_blake2b": "", "optimizer": []}
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,7 +128,7 @@ def write_as_asked(
     """
     _require_place(file)
     content = ReportContent(parse_request(trajectory, X, y, settings))
-    atomic_write(file, document(content, MAX_BYTES).encode())
+    atomic_write(file, document(content, MAX_BYTES).encode(errors="backslashreplace"))
     return content.found.certificate
 
 
@@ -147,10 +147,10 @@ def document(content: ReportContent, most: int) -> str:
     """
     for detail in content.details():
         text = page(content.at(detail))
-        if len(text.encode()) <= most:
+        if len(text.encode(errors="backslashreplace")) <= most:
             return text
     raise ValueError(
-        f"a report must have at most {most / 1e6:g} MB: got {len(text.encode()) / 1e6:.1f} MB with as little detail as "
+        f"a report must have at most {most / 1e6:g} MB: got {len(text) / 1e6:.1f} MB with as little detail as "
         "possible. Explain fewer points or outputs, or name fewer samples (top)."
     )
 
