@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.core.validation import validate_count, validate_positive
+from epk_gp.core.validation import as_tensor, validate_count, validate_positive
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod
 from epk_gp.gp.softmax import SoftmaxUncertainty, softmax_uncertainty
@@ -110,12 +110,12 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with draw_from(torch.Generator().manual_seed(seed)):
             net = self._network(features.shape[1], len(encoder.classes_)).double()
-        _validate_num_outputs(net, torch.as_tensor(features[:1]), len(encoder.classes_))
+        _validate_num_outputs(net, as_tensor(features[:1]), len(encoder.classes_))
         parameters = [p for p in net.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(parameters, lr=self.lr) if self.optimizer is None else self.optimizer(parameters)
         self.trajectory_ = train(
             net,
-            torch.as_tensor(features),
+            as_tensor(features),
             torch.as_tensor(encoder.transform(labels)).long(),
             optimizer=optimizer,
             steps=self.steps,
@@ -209,7 +209,7 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
 
     def _points(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)
-        return torch.as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
+        return as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
 
     def _logits(self, X: ArrayLike) -> Tensor:
         points = self._points(X)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.validation import validate_count
+from epk_gp.core.validation import as_tensor, validate_count
 from epk_gp.kernel_machine.attribute import attribute
 from epk_gp.kernel_machine.influence import influence
 
@@ -105,7 +105,7 @@ class Explainer:
         Raises:
             TypeError, ValueError: As `epk_gp.attribute`.
         """
-        classes = torch.as_tensor(targets, dtype=torch.int64, device=self.trajectory.device)
+        classes = as_tensor(targets, dtype=torch.int64, device=self.trajectory.device)
         return self.scores(self.trajectory, test_data, classes)
 
     def self_influence(self, batch_size: int = 32) -> Float[Tensor, " M"]:

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, get_type_hints
@@ -178,6 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Arguments after `epk-gp`; those of the process by default.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold bytes that are no text
     directory = os.getcwd()
     if directory not in sys.path:
         sys.path.insert(0, directory)  # as `python -m` does, so that --network finds the user's modules

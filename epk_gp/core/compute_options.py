@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from epk_gp.core.executors import SupportsSubmit, validate_executor
-from epk_gp.core.validation import validate_memory_budget
+from epk_gp.core.validation import validate_memory_budget, validate_new_folder
 
 MEMORY_BUDGET = 1 << 30
 
@@ -44,13 +44,17 @@ class ComputeOptions:
 
         Raises:
             TypeError: The memory budget is not a whole number, or the executor has no `submit`.
-            ValueError: The memory budget is below 1 MiB, or `accumulate` is another dtype than float64.
+            ValueError: The memory budget is below 1 MiB, or `accumulate` is another dtype than float64; or the
+                checkpoint is a file.
+            PermissionError: The checkpoint cannot be written.
         """
         validate_memory_budget(self.memory_budget)
         if self.accumulate not in (None, torch.float32, torch.float64):
             raise ValueError(f"accumulate must be torch.float64 or None: got {self.accumulate}.")
         if self.executor is not None:
             validate_executor(self.executor)
+        if self.checkpoint is not None:
+            validate_new_folder(self.checkpoint, "checkpoint")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ComputeOptions":
         """Return the options themselves, which do not change: kernels are copied, executors cannot be."""

@@ -147,6 +147,9 @@ def as_loss(loss: object) -> Loss:
         raise ValueError(f"reduction must be 'mean' or 'sum': got {loss.reduction!r}.")
     if isinstance(loss, CrossEntropy) and not 0 <= loss.label_smoothing <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1]: got {loss.label_smoothing}.")
+    ignored = loss.ignore_index if isinstance(loss, ClassLoss) else None
+    if ignored is not None and (type(ignored) is not int or not -(1 << 62) < ignored < 1 << 62):
+        raise ValueError(f"ignore_index must be a whole number, or None: got {ignored!r}.")
     if isinstance(loss, ClassLoss) and loss.class_weights is not None:
         weights = tuple(float(weight) for weight in loss.class_weights)
         if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):

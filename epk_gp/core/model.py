@@ -17,6 +17,7 @@ from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
 from epk_gp.core.kept_activations import KeptActivations, quiet_checkpoints
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
 from epk_gp.core.signature import ONE_TENSOR, Signature
+from epk_gp.core.validation import validate_texts
 
 # The batch of inputs carries this attribute in a forward pass, so that what is computed from it can be told from
 # parameters and constants, whatever their sizes (`autodiff.line_ops`).
@@ -319,6 +320,8 @@ def functionalize(
         )
     if names is None:
         names = tuple(name for name, p in parameters.items() if p.requires_grad)
+    kept = (net.named_modules(), net.named_parameters(), net.named_buffers())
+    validate_texts((name for pairs in kept for name, _ in pairs), "names of modules, parameters and buffers")
     missing = [name for name in names if name not in parameters]
     if missing:
         raise ValueError(

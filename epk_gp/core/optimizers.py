@@ -163,8 +163,9 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
         raise ValueError(REFUSED[kind])
     known = ", ".join(sorted(rule.__name__ for rule in RULES))
     raise ValueError(
-        f"the optimizer's update rule must be known: that of {kind.__name__} is not. "
-        f"Use one of {known}, or pass the rule as update_rule=epk_gp.core.update_rules.UpdateRule(...)."
+        f"the optimizer's update rule must be known: that of "
+        f"{kind.__module__}.{kind.__name__} is not. Use one of torch.optim's {known}, "
+        "or pass the rule as update_rule=epk_gp.core.update_rules.UpdateRule(...)."
     )
 
 

@@ -18,6 +18,8 @@ from epk_gp.core.losses import (
     ignored_class,
 )
 
+_REGRESSION = "For regression, state loss=nn.MSELoss()."
+
 
 def validate_targets(
     loss: Loss,
@@ -71,10 +73,10 @@ def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int,
         if targets.shape != (num_points, *sample_shape):
             raise ValueError(
                 f"class probabilities must have shape {(num_points, *sample_shape)}: got {tuple(targets.shape)}. "
-                "Class labels must be int64."
+                f"Class labels must be int64. {_REGRESSION}"
             )
         if (targets < 0).any() or (targets.sum(dim=1) - 1).abs().max() > 1e-4:
-            raise ValueError("class probabilities must be non-negative and sum to 1 in every row.")
+            raise ValueError(f"class probabilities must be non-negative and sum to 1 in every row. {_REGRESSION}")
         return
     if targets.dtype != torch.int64:
         raise TypeError(f"class labels must be int64: got {targets.dtype}. Convert them with .long().")

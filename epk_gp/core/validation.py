@@ -1,8 +1,12 @@
 """Input validation that many functions share: each function raises if its value is not what its name says."""
 
+import os
+from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
@@ -163,3 +167,39 @@ def validate_finite(X: Shaped[Tensor, "n ..."], name: str, advice: str = "Remove
     if X.is_floating_point() and not is_finite(X):
         row = int((~torch.isfinite(X.reshape(X.shape[0], -1))).any(dim=1).nonzero()[0])
         raise ValueError(f"{name} must be finite: row {row} holds NaN or infinity. {advice}")
+
+
+def as_tensor(value: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """Return `torch.as_tensor` of a value; of an array a copy, which torch needs if it is reversed or read-only."""
+    if isinstance(value, np.ndarray):
+        value = value.astype(value.dtype.newbyteorder("="), order="C")
+    return torch.as_tensor(value, dtype=dtype, device=device)
+
+
+def validate_texts(texts: Iterable[str], name: str) -> None:
+    """Raise if a text cannot be written or printed: it holds half of a surrogate pair.
+
+    Raises:
+        ValueError: One of the texts cannot.
+    """
+    for text in texts:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError(f"{name} must be text that can be written: got {text!r}, with half of a surrogate pair.")
+
+
+def validate_new_folder(path: str | os.PathLike[str], name: str) -> None:
+    """Raise if a path can be no folder that files are written to.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It has a name that cannot be written, or is a file, or lies in one.
+        PermissionError: The folder, or the one that it would be made in, cannot be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name} must be a folder: got {path!r}.")
+    folder = Path(path).absolute()
+    place = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not place.is_dir():
+        raise ValueError(f"{name} must be a folder: {place} is a file. Choose another name.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(f"{name} must be a folder that can be written: {place} cannot. Choose another.")

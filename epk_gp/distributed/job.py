@@ -65,7 +65,7 @@ def write_job(folder: Path, identity: str, job: Job) -> str:
     about = {"versions": _versions(), "identity": identity, "is_durable": job.sums.is_durable}
     header = json.dumps(about).encode()
     content = header + b"\n" + pickled(job.computation)
-    atomic_write(folder / JOB, content, is_durable=job.sums.is_durable)
+    atomic_write(folder / JOB, content, is_durable=job.sums.is_durable, is_private=True)
     return keep_job(job, checksum(content))
 
 

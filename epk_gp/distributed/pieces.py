@@ -19,7 +19,7 @@ from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.executors import PendingResult, SupportsSubmit
 from epk_gp.core.progress import write_line
-from epk_gp.distributed.job import Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
+from epk_gp.distributed.job import JOB, Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
 from epk_gp.storage.partial_sums import PartialSums
 
 # Pieces that are submitted before the first of them is read, at most, and bytes that their files may take: so many, or
@@ -164,6 +164,7 @@ def computed_pieces(
             yield from _computed(pieces, executor, sums, key, num_bytes)
         finally:
             forget_job(key)
+            (sums.folder / JOB).unlink(missing_ok=True)  # who goes on writes it anew
 
 
 def _computed(

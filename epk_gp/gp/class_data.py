@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, ignored_class
 from epk_gp.core.trajectory import Trajectory, parse_inputs
-from epk_gp.core.validation import validate_labels
+from epk_gp.core.validation import as_tensor, validate_labels, validate_texts
 from epk_gp.gp.train_indices import parse_train_indices
 
 
@@ -91,7 +91,7 @@ def class_inputs(trajectory: Trajectory, X: object, name: str = "X") -> Shaped[T
     if not is_array(X):
         return parse_inputs(trajectory, X, name)  # type: ignore[arg-type]  # checked there
     try:
-        points = torch.as_tensor(np.asarray(X), device=trajectory.device)
+        points = as_tensor(np.asarray(X), device=trajectory.device)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array of numbers: got {type(X).__name__}.") from error
     kind = trajectory.inputs.dtype
@@ -134,6 +134,8 @@ def class_names(classes: object, num_outputs: int) -> Shaped[np.ndarray, " C"]:
         names = names.astype(str)
     if names.dtype.kind not in "biufU":
         raise TypeError(f"classes must be numbers or text: got an array of {names.dtype}.")
+    if names.dtype.kind == "U":
+        validate_texts(names.ravel().tolist(), "classes")
     if names.shape != (num_outputs,) or len(np.unique(names)) != num_outputs:
         raise ValueError(
             f"classes must name each of the {num_outputs} outputs once, in their order: got {names.tolist()}."
@@ -160,7 +162,7 @@ def class_labels(
     if classes is not None:
         return _labels_of_names(y, class_names(classes, trajectory.num_outputs), count, name).to(trajectory.device)
     try:
-        labels = y if isinstance(y, Tensor) else torch.as_tensor(np.asarray(y))
+        labels = y if isinstance(y, Tensor) else as_tensor(np.asarray(y))
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} must be whole numbers, the classes of the network: got {type(y).__name__}. Pass "
@@ -197,16 +199,20 @@ def float_inputs(X: Shaped[Tensor, "n ..."], dtype: torch.dtype) -> Shaped[Tenso
 
 
 def count_seen(X: Shaped[Tensor, "n ..."], trajectory: Trajectory) -> int:
-    """Return how many validation points are training points, number for number.
+    """Return how many validation points are training points, up to the rounding of a narrower dtype.
 
     Raises:
         ValueError: Most of them are.
     """
     of_graph = trajectory.model.signature.graph is not None
     inputs = trajectory.inputs[_is_trained_on(trajectory)] if of_graph else trajectory.inputs
-    known = {row.tobytes() for row in inputs.cpu().contiguous().numpy()}
-    points = X.to(inputs.dtype).cpu().contiguous().numpy()
-    seen = sum(row.tobytes() in known for row in points)
+    narrow = inputs.dtype
+    if narrow.is_floating_point:  # the narrowest dtype that holds the points: a copy in it differs from the data by it
+        kinds = (torch.bfloat16, torch.float16, torch.float32)
+        narrow = next((kind for kind in kinds if torch.equal(X.to(kind).to(X.dtype), X)), torch.float32)
+    known, points = ((part.to(narrow).double() + 0.0).cpu().contiguous().numpy() for part in (inputs, X))  # -0 is 0
+    rows = {row.tobytes() for row in known}
+    seen = sum(row.tobytes() in rows for row in points)
     if 2 * seen > len(X):
         raise ValueError(
             f"validation points must be points that the network has not seen: {seen} of {len(X)} are training points. "

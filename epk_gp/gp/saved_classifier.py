@@ -1,8 +1,10 @@
 """A fitted `UncertainClassifier` on disk: one safetensors file, and JSON that describes it."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.fingerprint import fingerprint_data
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
@@ -33,11 +36,14 @@ from epk_gp.storage.atomic_files import (
     read_checksummed_json,
 )
 from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
-from epk_gp.storage.schema import run_header
+from epk_gp.storage.schema import HEADER_DEFAULTS, is_header, run_header
 
 FORMAT = "epk_gp uncertain classifier"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
+_DAMAGED = "must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
+# Entries of a run's header that that of the nodes does not have.
+_OF_FILES = {"version": 3, "compression": "none", "data_blake2b": "", "optimizer": []}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +55,8 @@ class SavedClassifier:
         process: The process on the labels.
         stacking: The weights of network and process.
         scores: Conformity scores, ascending.
+        posterior: What the classifier says of the first training points, (n, C + 1): by it a file is recognised whose
+            entries do not belong together.
         classes: Names of the classes, or None for 0 .. C - 1.
     """
 
@@ -56,6 +64,7 @@ class SavedClassifier:
     process: LabelProcess
     stacking: Stacking
     scores: Tensor
+    posterior: Tensor
     classes: list[Any] | None = None
 
 
@@ -85,6 +94,7 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
         "vectors": process.vectors,
         "weights": process.weights,
         "scores": saved.scores,
+        "posterior": saved.posterior,
     }
     if statistics is not None:
         tensors["statistics"] = torch.stack([statistics[s] for s in range(len(statistics))])
@@ -137,19 +147,37 @@ def read_classifier(
         ValueError: A file is damaged or of another version, or the network is another one.
     """
     description = _read_description(Path(path))
-    data = _read_tensors(Path(path), description)
-    trajectory = _read_nodes(description, data, net, output)
-    settings = _read_settings(description["settings"])
-    return (
-        SavedClassifier(
-            settings,
-            _read_process(description["process"], data, trajectory, settings),
-            Stacking(**description["stacking"]),
-            data["scores"],
-            description.get("classes"),
-        ),
-        trajectory,
-    )
+    with damage_named(path):
+        header = {**HEADER_DEFAULTS, **_OF_FILES, **description["run"]}
+        data = _read_tensors(Path(path), description)
+        numbers = [description["step_size"], *description["stacking"].values()]
+        numbers += [description["process"][name] for name in ("noise", "outputscale", "negative_log_likelihood")]
+        scores, is_text = data["scores"], isinstance(description["digest"], str)
+        if (
+            not (is_header(header) and is_text and all(type(n) in (int, float) and isfinite(n) for n in numbers))
+            or not (scores.ndim == 1 and len(scores) and scores.isfinite().all() and (scores.diff() >= 0).all())
+            or not data["states"].isfinite().all()
+        ):
+            raise TypeError("an entry is of another type, or not finite")
+        probes = {**data, "inputs": data["probe_inputs"]}
+    model = recorded_model(header, probes, net, output)
+    with damage_named(path):
+        trajectory = _read_nodes(description, header, data, model)
+        settings = _read_settings(description["settings"])
+        settings.validate()
+        process = _read_process(description["process"], data, trajectory, settings)
+        stacking, classes = Stacking(**description["stacking"]), description["classes"]
+        return SavedClassifier(settings, process, stacking, scores, data["posterior"], classes), trajectory
+
+
+@contextmanager
+def damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn what entries of a wrong kind raise into one clear error."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise ValueError(f"{Path(path) / DESCRIPTION} {_DAMAGED} ({reason})") from error
 
 
 def nodes_of(process: LabelProcess) -> Trajectory:
@@ -210,7 +238,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     file = folder / DESCRIPTION
     if not file.is_file():
         raise FileNotFoundError(f"path must be a folder that UncertainClassifier.save wrote: {file} does not exist.")
-    message = f"{file} must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
+    message = f"{file} {_DAMAGED}"
     description = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
     if description is None or description.get("format") != FORMAT:
         raise ValueError(message)
@@ -230,15 +258,9 @@ def _read_tensors(folder: Path, description: Mapping[str, Any]) -> dict[str, Ten
 
 
 def _read_nodes(
-    description: Mapping[str, Any],
-    data: Mapping[str, Tensor],
-    net: nn.Module,
-    output: Callable[[Any], Tensor] | None,
+    description: Mapping[str, Any], header: Mapping[str, Any], data: Mapping[str, Tensor], model: FunctionalModel
 ) -> Trajectory:
     """Build the run of nodes; its training data are a few points, by which the network is recognised."""
-    header = {"statistics": [], "statistic_shapes": [], **description["run"]}
-    stored = {**data, "inputs": data["probe_inputs"]}
-    model = recorded_model(header, stored, net, output)
     states, length = tuple(data["states"]), description["step_size"]
     coefficients = stack_coefficients([LinearStep(lr=length)] * len(model.sizes), model.sizes)
     trajectory = NodesWithoutData(

@@ -88,7 +88,10 @@ def softmax_uncertainty(
     validate_method(method)
     root, max_clipped = symmetric_root(posterior)
     eps = method.standard_normals(num_samples, posterior.mean.shape[1], generator, posterior.mean)
-    return _uncertainty((posterior.mean / temperature, root / temperature), eps, method, levels, max_clipped)
+    mean, root = posterior.mean / temperature, root / temperature
+    if max(float(part.abs().max()) for part in (mean, root) if part.numel()) > torch.finfo(mean.dtype).max ** 0.5:
+        raise ValueError(f"temperature must be so large that logits divided by it stay finite: got {temperature}.")
+    return _uncertainty((mean, root), eps, method, levels, max_clipped)
 
 
 def isotropic_softmax_uncertainty(

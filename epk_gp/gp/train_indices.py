@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.core.validation import as_tensor
 
 
 class NodesWithoutData(Trajectory):
@@ -40,7 +41,7 @@ def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajec
     if not isinstance(points, Tensor | Sequence | np.ndarray):
         raise TypeError(message)
     try:
-        indices = torch.as_tensor(points, device=trajectory.device)
+        indices = as_tensor(points, device=trajectory.device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(message) from error
     if indices.numel() and (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
 from epk_gp.core.fingerprint import content_key
+from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.core.validation import validate_count
 from epk_gp.gp.class_data import (
@@ -29,13 +30,14 @@ from epk_gp.gp.conformal import conformal_sets, conformity_scores
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.label_process import LabelProcess
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.gp.saved_classifier import SavedClassifier, read_classifier, write_classifier
+from epk_gp.gp.saved_classifier import SavedClassifier, damage_named, read_classifier, write_classifier
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
 from epk_gp.gp.stacking import Stacking, stack_logits
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.quadrature.paths import WeightPath, straight
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
+_POSTERIOR_TOLERANCE = 1e-3  # of what a stored classifier says: another machine rounds otherwise, features in float32
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
 _PARAMETERS = (
     *("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "path", "options"),
@@ -270,7 +272,9 @@ class UncertainClassifier:
         self._check_is_fitted()
         fitted = self._fitted
         names = None if fitted.classes is None else self.classes_.tolist()
-        saved = SavedClassifier(fitted.settings, self.process_, self.stacking_, self.conformity_scores_, names)
+        posterior = self._posterior(fitted.trajectory.inputs[:NUM_FINGERPRINT_POINTS])
+        scores = self.conformity_scores_
+        saved = SavedClassifier(fitted.settings, self.process_, self.stacking_, scores, posterior, names)
         write_classifier(path, saved, fitted.trajectory)
 
     @classmethod
@@ -301,9 +305,19 @@ class UncertainClassifier:
             path=settings.path,
         )
         model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
-        model.classes_ = class_names(saved.classes, trajectory.num_outputs)
         model._fitted = _Fitted(trajectory, settings, saved.classes)
+        with damage_named(path):
+            model.classes_ = class_names(saved.classes, trajectory.num_outputs)
+            actual, expected = model._posterior(trajectory.inputs), saved.posterior
+            tolerance = _POSTERIOR_TOLERANCE * (1 + float(expected.abs().max()))
+            if actual.shape != expected.shape or not (actual - expected).abs().max() <= tolerance:
+                raise TypeError("its entries do not give the logits that were stored with them")
         return model
+
+    def _posterior(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n C+1"]:
+        """Return mean and variance of the logits, by which a stored classifier is recognised."""
+        posterior = self.logit_posterior(X)
+        return torch.cat([posterior.mean, posterior.covariance[:, 0, :1]], dim=1).cpu()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the arguments that the classifier was made with, as scikit-learn asks for them."""

@@ -97,6 +97,8 @@ class Influence(Displayed):
         M = self.values.shape[2]
         if weights.ndim == 0 or weights.shape[-1] != M:
             raise ValueError(f"weights must hold one weight per sample, (..., {M}): got shape {tuple(weights.shape)}.")
+        if not torch.isfinite(weights).all():
+            raise ValueError("weights must be finite: they hold NaN or infinity.")
         changes = torch.einsum("...i,nki->...nk", weights.to(self.values) - 1, self.values)
         return self.outputs + changes
 

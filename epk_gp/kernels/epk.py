@@ -73,7 +73,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         features: k, the number of sketched features that stand for the kernel (`path_features`); None for the kernel
             itself. Matrices are then low-rank operators, and GPyTorch's inference is linear in the number of points.
             The rule plays no part.
-        nodes: Nodes of the path that features are sketched at.
+        nodes: Nodes of the path that features are sketched at, 20 by default; only with `features`.
         seed: Draws the sketches.
         cache_bytes: Limit for the blocks that are kept; 0 keeps none.
         active_dims: Columns of wider inputs to use; the copy column, if there is one, last.
@@ -101,7 +101,7 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         *,
         path: WeightPath = straight(),
         features: int | None = None,
-        nodes: int = NUM_NODES,
+        nodes: int | None = None,
         seed: int = 0,
         cache_bytes: int = CACHE_BYTES,
         active_dims: Sequence[int] | None = None,
@@ -117,7 +117,12 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
         columns = None if active_dims is None else _parse_active_dims(active_dims, trajectory)
         super().__init__(batch_shape=matrices.shape, active_dims=columns)
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)
-        sketch = kernel_sketch(path_kernel, features, nodes, seed)
+        if nodes is not None and features is None:
+            raise ValueError(
+                f"nodes needs features=, whose sketches are taken at them: got nodes={nodes} without features. For a "
+                "kernel at few nodes without sketches, use nodes_trajectory."
+            )
+        sketch = kernel_sketch(path_kernel, features, NUM_NODES if nodes is None else nodes, seed)
         self.config = KernelConfig(
             path_kernel, structure, compute_options, BlockCache(cache_bytes), is_cosine(normalize), sketch
         )

@@ -133,7 +133,7 @@ def write_as_asked(
     """
     _require_place(file)
     content = ReportContent(parse_request(trajectory, X, y, settings))
-    atomic_write(file, document(content, MAX_BYTES).encode())
+    atomic_write(file, document(content, MAX_BYTES).encode(errors="backslashreplace"))
     return content.found.certificate
 
 
@@ -151,11 +151,11 @@ def document(content: ReportContent, most: int) -> str:
         ValueError: Even the least detail is too much.
     """
     for detail in content.details():
-        text = page(content.at(detail)).encode(errors="replace").decode()  # a name may hold what UTF-8 does not
-        if len(text.encode()) <= most:
+        text = page(content.at(detail))
+        if len(text.encode(errors="backslashreplace")) <= most:
             return text
     raise ValueError(
-        f"a report must have at most {most / 1e6:g} MB: got {len(text.encode()) / 1e6:.1f} MB with as little detail as "
+        f"a report must have at most {most / 1e6:g} MB: got {len(text) / 1e6:.1f} MB with as little detail as "
         "possible. Explain fewer points or outputs, or name fewer samples (top)."
     )
 

@@ -239,6 +239,7 @@ def atomic_write(
     sync: bool = True,
     writer: str = "",
     is_durable: bool = True,
+    is_private: bool = False,
 ) -> None:
     """Write a file such that it exists with its full content or not at all, whatever interrupts the write.
 
@@ -250,10 +251,17 @@ def atomic_write(
         sync: Also synchronise the folder, which makes the new name durable; False if the caller does so later.
         is_durable: Whether the file survives a power failure. One that need not is not synchronised at all.
         writer: Who writes, where several may write the same file at once: it becomes part of the other name.
+        is_private: Nobody but the user may read the file, from its creation on.
     """
     partial = file.with_name(f"{file.name}{writer and '.'}{writer}.part")
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_EXCL, 0o600) if is_private else os.open(name, flags, 0o666)
+
     try:
-        with partial.open("wb") as stream:
+        if is_private:  # one that is there already would keep its rights
+            partial.unlink(missing_ok=True)
+        with open(partial, "wb", opener=opener) as stream:
             stream.writelines([content] if isinstance(content, bytes) else content)
             stream.flush()
             if is_durable:

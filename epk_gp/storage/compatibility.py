@@ -148,12 +148,14 @@ def recorded_loss(header: Mapping[str, Any], given: Loss | nn.Module | None) -> 
     """
     recorded = header["loss"]
     if given is None and recorded["kind"] not in _KNOWN_LOSSES:
-        raise ValueError(f"the run was recorded with the user's own loss {recorded['name']!r}: pass it as loss=.")
+        raise ValueError(f"the run was recorded with the user's own loss {recorded.get('name')!r}: pass it as loss=.")
     options = {key: value for key, value in recorded.items() if key != "kind"}
     try:
         loss = losses.as_loss(_KNOWN_LOSSES[recorded["kind"]](**options) if given is None else given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the run's loss must be one that is known: {error}") from error
+    if header["num_outputs"] % len(getattr(loss, "class_weights", None) or [1]):
+        raise ValueError(f"the run's loss must have a weight for each class: got {recorded['class_weights']}.")
     if describe_loss(loss) != recorded:
         raise ValueError(
             f"loss must be the one the run was recorded with: {_difference(recorded, describe_loss(loss))}."
@@ -224,6 +226,11 @@ def validate_forward_function(trajectory: Trajectory, recorded: Tensor) -> None:
             f"the network must be the recorded one: it has the same weights, but fails on the recorded inputs: {error}"
         ) from error
     eps = torch.finfo(outputs.dtype).eps
+    if outputs[:1].numel() != trajectory.num_outputs:
+        raise ValueError(
+            f"the run's header must give the network's number of outputs: it gives {trajectory.num_outputs}, the "
+            f"network has {outputs[:1].numel()}. Restore the header from a copy."
+        )
     if outputs.shape != recorded.shape or (outputs - recorded).abs().max() > eps**0.75 * (1 + recorded.abs().max()):
         raise ValueError(
             "the network must be the recorded one: it has the same weights, but its outputs at the initial state "

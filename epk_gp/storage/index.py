@@ -31,7 +31,7 @@ MAX_LINE_BYTES = 512  # a line with 19-digit numbers has 356 bytes
 _FINISHED_BYTES = 1024  # the closing record has some 150 bytes
 _CHANGED = "Another run was recorded there, or the file was damaged. Load the run again, or restore the file."
 
-# How the file of each chunk was (`_stamp`) when this process last compared its content with the checksum in the journal.
+# How the file of each chunk was (`_stamp`) when this process last compared its content with its checksum.
 _COMPARED: dict[tuple[str, str], tuple[int, ...]] = {}
 
 
@@ -193,9 +193,7 @@ def _require_unchanged(path: str | os.PathLike[str], chunk: Chunk) -> None:
     if size != chunk.bytes:
         raise ValueError(f"{where} must have {chunk.bytes} bytes while it is used: it has {size}. {_CHANGED}")
     if _COMPARED.get((str(file), chunk.blake2b)) != _stamp(file) and not has_checksum(path, chunk):
-        raise ValueError(
-            f"{where} must have the content that it had when the run was opened: it has another. {_CHANGED}"
-        )
+        raise ValueError(f"{where} must have the content that it had when the run was opened. {_CHANGED}")
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -232,7 +232,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
     if header["version"] < 3:  # entries of other versions say nothing
         header |= HEADER_DEFAULTS
-    if not _is_header(header):
+    if not is_header(header):
         raise ValueError(
             f"{file} must describe weights, data, loss and update rule: an entry is missing, or of another type."
         )
@@ -275,7 +275,8 @@ def data_size(path: str | os.PathLike[str], header: Mapping[str, Any]) -> int:
     return tensor_file_size(file, str(file))
 
 
-def _is_header(header: dict[str, Any]) -> bool:
+def is_header(header: Mapping[str, Any]) -> bool:
+    """Return whether a header of a known version has all entries, each of its type."""
     loss, update_rule = header.get("loss"), header.get("law")
     return (
         _is_layout(header.get("names"), header.get("shapes"))
@@ -287,7 +288,7 @@ def _is_header(header: dict[str, Any]) -> bool:
         and _is_count(header.get("num_optimizers"), 1)
         and is_groups(header.get("groups", []))
         and ("clip" not in header or _is_clip(header["clip"]))
-        and header.get("dtype") in WEIGHT_DTYPES
+        and header.get("dtype") in list(WEIGHT_DTYPES)  # a list compares, where a dictionary would hash
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
         and header.get("compression") in COMPRESSIONS
@@ -303,7 +304,7 @@ def _is_header(header: dict[str, Any]) -> bool:
     )
 
 
-def _is_thinned(header: dict[str, Any]) -> bool:
+def _is_thinned(header: Mapping[str, Any]) -> bool:
     stored = header.get("weights_dtype", False)
     return (
         _is_count(header.get("keep_every"), 1)

@@ -17,7 +17,7 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import Optimizers, as_optimizers
 from epk_gp.core.returned import tensors_of
 from epk_gp.core.signature import Signature, parse_graph, parse_signature
-from epk_gp.core.validation import validate_finite, validate_tensor
+from epk_gp.core.validation import as_tensor, validate_finite, validate_tensor
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
 _NUM_ROWS = 8
@@ -275,7 +275,7 @@ def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) ->
         ValueError: The batch is empty, or an index is out of range.
     """
     try:
-        batch = torch.as_tensor(indices)
+        batch = as_tensor(indices)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {indices!r}.") from error
     if batch.ndim != 1 or batch.numel() == 0:

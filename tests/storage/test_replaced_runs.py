@@ -1,4 +1,4 @@
-"""Runs whose files are replaced while a trajectory is open: what is read belongs to the run that was opened, or fails."""
+"""Runs whose files are replaced while a trajectory is open: what is read is of the run that was opened, or fails."""
 
 import copy
 import pickle
@@ -75,7 +75,7 @@ def test_what_is_read_after_a_replacement_is_refused(tmp_path, replace):
         lambda: copy.deepcopy(trajectory).updates[1],
     ]
     for read in reads:
-        with pytest.raises(ValueError, match=rf"chunk-00000\d.* content that it had when the run was opened.*{OTHER}"):
+        with pytest.raises(ValueError, match=rf"chunk-00000\d.* content that it had when the run was opened. {OTHER}"):
             read()
     assert torch.equal(held, before)  # what was read before stays as it was
 
