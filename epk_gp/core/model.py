@@ -318,7 +318,7 @@ def functionalize(
             "the network must hold numbers: its parameters are on device 'meta'. Use net.to_empty(device)."
         )
     if names is None:
-        names = tuple(name for name, p in parameters.items() if p.requires_grad)
+        names = tuple(name for name, p in parameters.items() if p.requires_grad and p.numel())
     missing = [name for name in names if name not in parameters]
     if missing:
         raise ValueError(
