@@ -6,6 +6,7 @@ from typing import TypeVar
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.autodiff.verification import build_plan, probe_rows
+from epk_gp.core.attention import outside_autocast
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, flat_state
 
@@ -40,11 +41,20 @@ def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[
         model: The network in the computation's dtype and on its device.
         compute: What to compute. It must leave nothing behind when it raises.
     """
-    net = plan_for(trajectory, model)
-    try:
-        return compute(net)
-    except UnsupportedParameterUseError:
-        if net.plan is model.cache.plans.get((model.spec, True)):
-            raise
-        model.cache.needs_dense_plan = True
-    return compute(plan_for(trajectory, model))
+    with outside_autocast():
+        net = plan_for(trajectory, model)
+        try:
+            return compute(net)
+        except UnsupportedParameterUseError:
+            if net.plan is model.cache.plans.get((model.spec, True)):
+                raise
+            model.cache.needs_dense_plan = True
+        except RuntimeError as error:
+            if "calling .item()" not in str(error):
+                raise
+            raise ValueError(
+                "the network must compute with tensors: forward() makes a Python number of a weight or of an activation "
+                "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
+                "tensor itself, or make the number of a buffer."
+            ) from error
+        return compute(plan_for(trajectory, model))

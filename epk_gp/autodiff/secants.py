@@ -58,8 +58,19 @@ LINEAR = {
     *functions_named("size", "dim", "numel", "stride", "__len__", "is_floating_point", "is_contiguous", "detach"),
     F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
     F.unfold, F.fold, F.pad, F.pixel_shuffle, F.pixel_unshuffle, F.interpolate,
+    *functions_named(
+        "index_add", "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add", "scatter_add_",
+        "__setitem__", "copy_", "fill_", "zero_",
+    ),
+    *(getattr(torch.fft, kind + name) for name in ("fft", "fft2", "fftn") for kind in ("", "i", "r", "ir")),
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
 }  # fmt: skip
+
+# They take shape and dtype of a tensor, and none of its numbers.
+LIKE = {
+    *functions_named("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+    *functions_named("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
+}
 
 
 @final
@@ -93,7 +104,7 @@ class SecantDerivatives(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], moving: tuple[list[Tensor], list[Tensor]]
     ) -> Any:
         params, rows = moving
-        if func in LINEAR or getattr(func, "__name__", "") == "__get__":
+        if func in LINEAR or func in LIKE or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         if func is normalise_by_statistics:
             return self._normalise(*args, **kwargs)
@@ -129,6 +140,8 @@ class SecantDerivatives(TorchFunctionMode):
                 return positive + slope.view(-1, *[1] * (x.ndim - 2)) * (x - positive)
         if func in NORMALISATIONS and num_others:
             return self._affine(func, args, kwargs)
+        if not num_others and not any(has_rows(value) for value in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)  # of weights alone: those that follow the line are linear in them
         if num_others > 1:
             raise _unsupported(func, f"has {num_others + 1} factors that move, not two")
         return self._averaged(func(*args, **kwargs))
@@ -163,6 +176,8 @@ class SecantDerivatives(TorchFunctionMode):
 def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving: list[Tensor]) -> Any:
     """Make a call that is not linear in its rows."""
     (x, *others) = moving
+    if any(value.is_complex() for value in moving):
+        raise _unsupported(func, "takes complex numbers that move")
     if func in POOLS and not others and not (kwargs.get("return_indices") or len(args) > 6):
         options = {name: value for name, value in kwargs.items() if name != "return_indices"}
         pool = partial(_call_with, POOLS[func], args, options, [x])
@@ -171,6 +186,8 @@ def _secant(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], moving:
     with torch.no_grad():
         copies = [value.clone() for value in moving]
         result = call(*copies)
+    if any(value is result for value in tensors_in((args, kwargs))):
+        raise _unsupported(func, "writes what moves into a tensor that does not")
     results = list(tensors_in((result,)))
     if not any(value.is_floating_point() for value in results):
         return func(*args, **kwargs)

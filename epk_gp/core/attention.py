@@ -1,9 +1,9 @@
-"""Attention that gives the same bytes in every thread and can be differentiated in every way."""
+"""Attention that gives the same bytes in every thread, can be differentiated in every way, and is not autocast."""
 
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +52,22 @@ _FUSED_ATTENTION = _FusedAttention()
 
 
 @contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Compute in the precision of the tensors, whatever the caller's `torch.autocast`."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda", "xpu", "mps"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
 def disable_fused_attention() -> Iterator[None]:
-    """Keep torch to kernels that can be differentiated in every way, as long as any thread is in here."""
+    """Keep torch to kernels that can be differentiated in every way, as long as any thread is in here; no autocast."""
     user = _User()
     try:
         _FUSED_ATTENTION.switch_off(user)
-        yield
+        with outside_autocast():
+            yield
     finally:
         _FUSED_ATTENTION.restore(user)

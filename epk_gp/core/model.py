@@ -319,7 +319,7 @@ def functionalize(
             "the network must hold numbers: its parameters are on device 'meta'. Use net.to_empty(device)."
         )
     if names is None:
-        names = tuple(name for name, p in parameters.items() if p.requires_grad)
+        names = tuple(name for name, p in parameters.items() if p.requires_grad and p.numel())
     kept = (net.named_modules(), net.named_parameters(), net.named_buffers())
     validate_texts((name for pairs in kept for name, _ in pairs), "names of modules, parameters and buffers")
     missing = [name for name in names if name not in parameters]

@@ -147,7 +147,7 @@ class TrainingReplay:
             leaf.requires_grad_(True)
             leaf.grad = None
         try:
-            with torch.enable_grad(), self._conditions(module, data.forward, exact=exact), disable_fused_attention():
+            with torch.enable_grad(), disable_fused_attention(), self._conditions(module, data.forward, exact=exact):
                 values = self._losses(self._call(module, data, exact), data)
                 after = model.flatten_statistics(dict(module.named_buffers()))  # a pass may put others in their place
                 (data.c.to(values) @ values).backward()
@@ -163,7 +163,7 @@ class TrainingReplay:
         module = self._module(data, exact=exact)
         buffers = {name: value.clone() for name, value in module.named_buffers() if name not in params}
         keeping = KeptActivations() if torch.is_grad_enabled() else nullcontext()
-        with self._conditions(module, data.forward, exact=exact), disable_fused_attention(), keeping:
+        with disable_fused_attention(), self._conditions(module, data.forward, exact=exact), keeping:
             named = {**buffers, **params}
             returned = self._call(lambda *args, **kwargs: functional_call(module, named, args, kwargs), data, exact)
             return self._losses(returned, data)

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +26,11 @@ from epk_gp.kernel_machine.term_tables import (
 from epk_gp.quadrature.status import QuadratureStatus
 
 
+# Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
+_LARGE_AMPLIFICATION = 10
+_LARGE_SHARE = 0.01  # of the change of the outputs, by which `unexplained` is a finding
+
+
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CertifiedTerms(Displayed):
     """What all attributions have: the ends of the path, and the certificate of the sum of the terms.
@@ -46,6 +51,7 @@ class CertifiedTerms(Displayed):
         error_tolerance: What `max_error` may be where both ratios are at most 1.
         statuses: Number of (point, step) pairs, of outputs where these went apart, by the reason why the rule stopped
             refining them.
+        accepted_share: Share of a step that the run accepts as unexplained.
     """
 
     initial: Float[Tensor, "n C"]
@@ -59,6 +65,12 @@ class CertifiedTerms(Displayed):
     worst_step: int
     error_tolerance: float
     statuses: Mapping[QuadratureStatus, int]
+    accepted_share: float = 0.0
+
+    @property
+    @abstractmethod
+    def unexplained_terms(self) -> Float[Tensor, "n C"]:
+        """What is unexplained of each output."""
 
     @property
     @abstractmethod
@@ -73,15 +85,36 @@ class CertifiedTerms(Displayed):
 
     @property
     def certified(self) -> bool:
-        """Whether quadrature, steps and sum are within tolerance, as for a `Reconstruction`."""
-        return not describe_findings(self)
+        """Whether quadrature, steps and sum are within tolerance, and little of the outputs' change is unexplained."""
+        return not self.findings
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the result is not certified, with numbers; empty if it is."""
+        return describe_findings(self)
+
+    @cached_property
+    def unexplained_share(self) -> float:
+        """Share of the change of all outputs that is unexplained; 0 where it is at most 1 %, or what the run accepts."""
+        terms, change = self.unexplained_terms.abs(), (self.network - self.initial).abs()
+        allowed = max(_LARGE_SHARE, self.accepted_share) * float(change.sum())
+        if not terms.numel() or float(terms.sum()) <= allowed or float(terms.max()) <= self.error_tolerance:
+            return 0.0
+        return float(terms.sum() / change.sum())
 
     def _entries(self) -> tuple[Entry, ...]:
         """Return what a summary says of all terms."""
         if not self.amplification.numel():
             return certificate_entries(self)
         largest = float(self.amplification.max())
-        return (*certificate_entries(self), Entry("amplification", number(largest), "at most"))
+        entry = Entry("amplification", number(largest), "at most")
+        if largest > _LARGE_AMPLIFICATION:
+            advice = (
+                "at most: contributions are so many times larger than what they sum to, and cancel, so that one alone "
+                "says little; sum them over groups, take the difference of two classes, or ask epk_gp.influence"
+            )
+            entry = replace(entry, note=advice, is_warning=True)
+        return (*certificate_entries(self), entry)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -100,6 +133,11 @@ class Attribution(CertifiedTerms):
     decay: Float[Tensor, "n C"]
     statistics: Float[Tensor, "n C"]
     unexplained: Float[Tensor, "n C"]
+
+    @property
+    def unexplained_terms(self) -> Float[Tensor, "n C"]:
+        """What is unexplained of each output."""
+        return self.unexplained
 
     @property
     def total(self) -> Float[Tensor, "n C"]:
@@ -148,6 +186,11 @@ class GroupedAttribution(CertifiedTerms):
     statistics_of_no_sample: Float[Tensor, "n C *steps"]
     unexplained: Float[Tensor, "n C *ones"]
     axes: tuple[Axis, ...]
+
+    @property
+    def unexplained_terms(self) -> Float[Tensor, "n C"]:
+        """What is unexplained of each output."""
+        return self.unexplained.flatten(2).sum(dim=2)
 
     @property
     def total(self) -> Float[Tensor, "n C"]:

@@ -96,7 +96,11 @@ def fixed_statistics(module: nn.Module) -> set[str]:
 
 
 def shares_of_batches(
-    model: FunctionalModel, seen: SeenBatches, before: Float[Tensor, " Q"], after: Float[Tensor, " Q"]
+    model: FunctionalModel,
+    seen: SeenBatches,
+    before: Float[Tensor, " Q"],
+    after: Float[Tensor, " Q"],
+    tolerance: float | None = None,
 ) -> tuple[dict[str, float], bool]:
     """Return the share of its batch's statistics that each layer took, and whether they explain what was recorded.
 
@@ -105,6 +109,7 @@ def shares_of_batches(
         seen: The batches' statistics at the recorded weights.
         before: The recorded moving statistics before the pass.
         after: Those after it.
+        tolerance: Relative difference of the recorded statistics that is accepted; None for rounding.
     """
     shares: dict[str, float] = {}
     for layer in seen.of_layer:
@@ -119,7 +124,7 @@ def shares_of_batches(
     kinds = [name.rpartition(".")[2] for name in model.statistics]
     sizes = [shape.numel() for shape in model.statistic_shapes]
     pairs = zip(kinds, found.split(sizes), after.split(sizes), strict=True)
-    allowed = _TOLERANCE.get(found.dtype, 1e-2)
+    allowed = _TOLERANCE.get(found.dtype, 1e-2) if tolerance is None else tolerance
     return shares, all(
         float((a - b).abs().max()) <= allowed * max(1.0, float(b.abs().max()))
         for kind, a, b in pairs

@@ -20,6 +20,7 @@ from epk_gp.autodiff.second_derivatives import needing_second_derivatives, requi
 from epk_gp.core.gradients import RunReplay, UnseenMove
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.moving_statistics import WrittenOutNormalisation
+from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
 from epk_gp.core.replay import PassData, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state
@@ -197,7 +198,9 @@ class LossCurvature:
             after = recorded[step.index + 1]
         if after is None:
             return before
-        shares, explains = shares_of_batches(model, seen, before.detach(), after.to(before))
+        trajectory = self.run.trajectory  # recorded statistics, at weights that may miss the recorded ones
+        tolerance = None if recomputation_of(trajectory) is None else JUMP_SHARE[trajectory.dtype]
+        shares, explains = shares_of_batches(model, seen, before.detach(), after.to(before), tolerance)
         self.explains_statistics = self.explains_statistics and explains
         return seen.after(model, shares, before)
 

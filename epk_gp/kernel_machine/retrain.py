@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.planning import plan_for
-from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.attention import disable_fused_attention, outside_autocast
 from epk_gp.core.certificate import warn_uncertified
 from epk_gp.core.compute_options import MEMORY_BUDGET, ComputeOptions, ComputeSettings, parse_options
 from epk_gp.core.display import (
@@ -219,7 +219,8 @@ def retrain(trajectory: Trajectory, weights: Float[Tensor, "*m M"], **options: U
     rows = _parse_weights(trajectory, weights)
     require_replays(trajectory)
     problem = _Problem(trajectory, rows, _runs_at_once(trajectory, parsed.memory_budget), parsed)
-    found = list(_results(problem))
+    with outside_autocast():
+        found = list(_results(problem))
     states = torch.cat([part["states"] for part in found]).to(rows.device)
     difference, ratio = torch.stack([part["difference"] for part in found]).amax(dim=0).tolist()
     holds_statistics = any(bool(part["holds_statistics"]) for part in found)

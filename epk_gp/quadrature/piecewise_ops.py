@@ -125,7 +125,7 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[
 
 
 def _has_rows(x: Any, num_rows: int) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 1 and len(x) == num_rows
+    return isinstance(x, Tensor) and x.ndim > 1 and len(x) == num_rows and not x.is_complex()
 
 
 def _pool_units(

@@ -24,6 +24,7 @@ class Certificate:
     worst_step: int
     evaluations: float
     statuses: Mapping[QuadratureStatus, int]
+    unexplained_share: float = 0.0
 
     @classmethod
     def of(cls, result: CertifiedTerms) -> "Certificate":
@@ -38,6 +39,7 @@ class Certificate:
             worst_step=result.worst_step,
             evaluations=result.evaluations,
             statuses=result.statuses,
+            unexplained_share=result.unexplained_share,
         )
 
     def merged(self, other: "Certificate") -> "Certificate":
@@ -55,6 +57,7 @@ class Certificate:
             worst_step=steps.worst_step,
             evaluations=larger(self.evaluations, other.evaluations),
             statuses=Counter(self.statuses) + Counter(other.statuses),
+            unexplained_share=larger(self.unexplained_share, other.unexplained_share),
         )
 
     @property

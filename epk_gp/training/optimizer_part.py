@@ -55,7 +55,7 @@ def optimizer_part(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     named = {name: p for name, p in setup.net.named_parameters() if id(p) in groups}
     for name, parameter in named.items():
-        if name not in model.names and parameter.grad is not None:
+        if name not in model.names and parameter.grad is not None and parameter.numel():
             raise StepMismatchError(
                 f"a parameter that is in no optimizer when recording begins must stay untrained: {name!r} is trained "
                 f"now. Tell the recorder that it will be, with trained=[{name!r}]."

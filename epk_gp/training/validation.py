@@ -47,7 +47,7 @@ def trained_names(net: nn.Module, optimizers: Optimizers, trained: Collection[st
         raise ValueError(
             "the optimizer must train the network's parameters only: it holds a tensor that is not one of them."
         )
-    trained_ids = {id(p) for p in present}
+    trained_ids = {id(p) for p in present if p.numel()}  # a parameter without numbers has nothing to train
     if unknown := sorted(set(trained) - set(names.values())):
         raise ValueError(f"trained must hold names of the network's parameters: got {', '.join(map(repr, unknown))}.")
     return tuple(name for name, p in net.named_parameters() if id(p) in trained_ids or name in trained)
