@@ -14,6 +14,7 @@ from weighted_loops import POINTS, WeightedLoop, mlp
 
 import epk_gp as epk
 from epk_gp.core.recorded_clipping import Clip
+from epk_gp.storage.chunks import read_groups
 from epk_gp.training.clipping import ClipNorm, ClipValue
 
 Optimizer = optim.Optimizer
@@ -149,6 +150,15 @@ def test_a_run_on_disk_follows_them_too(name: str, tmp_path: Path) -> None:
     computed = epk.retrain(fewer, WEIGHTS)
     assert computed.certified
     assert torch.allclose(computed.states, expected.states, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "{}", '{"names": [], "changes": [[0, [{"names": 0}]]]}', '{"names": 1, "changes": [[9, []]]}']
+)
+def test_groups_on_disk_that_are_none_are_refused(text: str) -> None:
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="must hold 'groups' that describe"):
+        read_groups(content, 3, "the chunk")
 
 
 def test_a_schedule_of_what_no_preconditioner_depends_on_adds_nothing() -> None:
