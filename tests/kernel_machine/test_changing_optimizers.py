@@ -152,9 +152,10 @@ def test_a_run_on_disk_follows_them_too(name: str, tmp_path: Path) -> None:
     assert torch.allclose(computed.states, expected.states, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1", "{}", '{"names": [], "changes": [[0, [{"names": 0}]]]}', '{"names": 1, "changes": [[9, []]]}']
-)
+NO_GROUPS = ["", "1", "{}", '{"names": [], "changes": [[0, [{"names": 0}]]]}', '{"names": [], "changes": [[9, []]]}']
+
+
+@pytest.mark.parametrize("text", NO_GROUPS)
 def test_groups_on_disk_that_are_none_are_refused(text: str) -> None:
     content = torch.tensor(list(text.encode()), dtype=torch.uint8)
     with pytest.raises(ValueError, match="must hold 'groups' that describe"):
