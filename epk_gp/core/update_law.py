@@ -8,7 +8,8 @@ With the coefficients of `epk_gp.core.update_rules` and the scales of `epk_gp.co
     w' = w - left (momentum_lr * m' + lr * h) right - decoupled_decay * w
 
 where the coefficients that a preconditioner scales are the recorded ones times scale / (scale in the recorded run). At
-the recorded gradients that is the recorded step, whatever the schedule of the learning rate was.
+the recorded gradients that is the recorded step, whatever the schedule of the learning rate was, and whatever the
+scale is. `StepLaw.replayed` makes the step of the recorded run by the scale itself, which shows whether it is right.
 """
 
 from bisect import bisect_right

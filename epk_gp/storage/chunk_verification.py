@@ -88,7 +88,7 @@ def _validate_layout(
             expected[name] = ((rows, schema.row_length(name)), got if got in others else own)
         else:
             expected |= {f"{name}.packed": (None, "U8"), f"{name}.lengths": ((rows,), "I64")}
-    if GROUPS in actual and schema.version >= 3:
+    if GROUPS in actual:
         expected[GROUPS] = (None, "U8")
     expected |= expected_matrices(actual, schema)
     if schema.version >= 3:

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.scaled_coefficients import CompactUpdate, compact_update
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.atomic_files import MAX_JSON_BYTES
 from epk_gp.storage.codec import pack_rows, unpack_row
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.matrices import matrix_tensors, read_matrices
@@ -45,12 +43,12 @@ def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
 
 
 def _groups_tensor(steps: Sequence[Step]) -> dict[str, Tensor]:
-    """Return the parameter groups of the steps from which on they are others, as deflated JSON, if there are any."""
-    changes = [
-        [k, [group.to_json() for group in step.groups]] for k, step in enumerate(steps) if step.groups is not None
-    ]
-    content = zlib.compress(json.dumps(changes).encode())
-    return {GROUPS: torch.frombuffer(bytearray(content), dtype=torch.uint8)} if changes else {}
+    """Return the parameter groups of the steps from which on they are others, as JSON, if there are any."""
+    changed = [(k, step.groups) for k, step in enumerate(steps) if step.groups is not None]
+    names = list(dict.fromkeys(group.names for _, groups in changed for group in groups))
+    changes = [[k, [{**g.to_json(), "names": names.index(g.names)} for g in groups]] for k, groups in changed]
+    text = json.dumps({"names": names, "changes": changes})
+    return {GROUPS: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)} if changed else {}
 
 
 def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dict[int, tuple[OptimizerGroup, ...]]:
@@ -59,13 +57,12 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
     Raises:
         ValueError: The tensor is not what `step_tensors` makes.
     """
-    inflater = zlib.decompressobj()
     try:
-        text = inflater.decompress(bytes(tensor_bytes(content)), MAX_JSON_BYTES)
-        changes: Any = json.loads(text) if inflater.eof else None
-        if all(type(k) is int and 0 <= k < count and is_groups(groups) for k, groups in changes):
-            return {k: tuple(map(OptimizerGroup.from_json, groups)) for k, groups in changes}
-    except (zlib.error, ValueError, TypeError, RecursionError):
+        held = json.loads(bytes(tensor_bytes(content)))
+        found = {k: [{**g, "names": held["names"][g["names"]]} for g in groups] for k, groups in held["changes"]}
+        if all(type(k) is int and 0 <= k < count and is_groups(groups) for k, groups in found.items()):
+            return {k: tuple(map(OptimizerGroup.from_json, groups)) for k, groups in found.items()}
+    except (ValueError, TypeError, LookupError, RecursionError):
         pass
     raise ValueError(f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups: it does not.")
 

@@ -124,13 +124,20 @@ class TrainingState:
 
         Raises:
             TypeError: A state holds something that only a pickle could store.
+            ValueError: A parameter group was removed whose state is still there.
         """
         tensors: dict[str, Tensor] = {_RANDOM: torch.random.get_rng_state()}
         if self.momentum.any():
             tensors[_MOMENTUM] = self.momentum.clone()
         if (device := self._accelerator()) is not None:
             tensors[_DEVICE_RANDOM] = torch.get_device_module(device).get_rng_state(device)
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        try:
+            states = [optimizer.state_dict() for optimizer in self.optimizers]
+        except KeyError as error:
+            raise ValueError(
+                "a parameter group must be removed with its state, or torch cannot store the optimizer: call "
+                "optimizer.state.pop(parameter) for each of its parameters, or record in memory."
+            ) from error
         state = {
             "optimizer": states[0] if len(states) == 1 else states,
             "keep": {name: _state_of(value) for name, value in self.stateful.items()},

@@ -14,6 +14,7 @@ from weighted_loops import POINTS, WeightedLoop, mlp
 
 import epk_gp as epk
 from epk_gp.core.recorded_clipping import Clip
+from epk_gp.storage.chunks import read_groups
 from epk_gp.training.clipping import ClipNorm, ClipValue
 
 Optimizer = optim.Optimizer
@@ -134,7 +135,7 @@ def test_retraining_and_influence_follow_what_changes(loop: WeightedLoop) -> Non
     assert (effect.values[:, :, 7] - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["Adam_beta2", "unfrozen_RMSprop", "regrouped", "clipped_inf"])
+@pytest.mark.parametrize("name", ["Adam_beta2", "unfrozen_RMSprop", "clipped_inf"])
 def test_a_run_on_disk_follows_them_too(name: str, tmp_path: Path) -> None:
     loop = LOOPS[name]
     in_memory = loop.record()
@@ -149,6 +150,16 @@ def test_a_run_on_disk_follows_them_too(name: str, tmp_path: Path) -> None:
     computed = epk.retrain(fewer, WEIGHTS)
     assert computed.certified
     assert torch.allclose(computed.states, expected.states, rtol=0, atol=1e-10)
+
+
+NO_GROUPS = ["", "1", "{}", '{"names": [], "changes": [[0, [{"names": 0}]]]}', '{"names": [], "changes": [[9, []]]}']
+
+
+@pytest.mark.parametrize("text", NO_GROUPS)
+def test_groups_on_disk_that_are_none_are_refused(text: str) -> None:
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="must hold 'groups' that describe"):
+        read_groups(content, 3, "the chunk")
 
 
 def test_a_schedule_of_what_no_preconditioner_depends_on_adds_nothing() -> None:
@@ -176,6 +187,11 @@ def test_a_resumed_run_knows_the_options_that_hold(tmp_path: Path) -> None:
         assert [step.index for step in run.steps if step.groups is not None] == [2, 3]
         digests.append(run.digest)
     assert digests[0] == digests[1]
+
+
+def test_a_group_that_is_removed_on_disk_takes_its_state_along(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be removed with its state"):
+        regrouping().record(path=tmp_path / "run")
 
 
 def test_a_run_whose_groups_were_added_is_not_resumed(tmp_path: Path) -> None:
@@ -229,10 +245,10 @@ def unrecorded_changes(run: epk.Trajectory, **_: Any) -> epk.Trajectory:
 FAULTS: dict[str, tuple[WeightedLoop, Callable[[epk.Trajectory], epk.Trajectory], int]] = {
     "eps": (WeightedLoop(adam), lambda run: planted_option(run, eps=1.1e-3), 0),
     "beta2": (WeightedLoop(adam), lambda run: planted_option(run, betas=[0.9, 0.99]), 1),
-    "alpha": (WeightedLoop(MAKE["RMSprop"]), lambda run: planted_option(run, alpha=0.9), 1),
+    "alpha": (WeightedLoop(MAKE["RMSprop"]), lambda run: planted_option(run, alpha=0.9), 0),
     "rho": (WeightedLoop(MAKE["Adadelta"]), lambda run: planted_option(run, rho=0.8), 0),
     "start": (WeightedLoop(MAKE["Adagrad"]), lambda run: planted_option(run, initial_accumulator_value=0.0), 0),
-    "d": (WeightedLoop(MAKE["Adafactor"]), lambda run: planted_option(run, d=0.5), 0),
+    "d": (WeightedLoop(MAKE["Adafactor"]), lambda run: planted_option(run, d=0.5), 1),
     "changes": (LOOPS["Adam_eps"], unrecorded_changes, 3),
     "groups": (LOOPS["unfrozen_Adam"], unrecorded_changes, 3),
     "bound": (LOOPS["clipped_inf"], lambda run: replace(run, clip=ClipNorm(0.06, INF)), 0),
@@ -251,7 +267,7 @@ def test_what_the_recorded_options_do_not_explain_is_not_certified(
     assert any(finding in each for each in epk.retrain(run, WEIGHTS[:1]).findings)
     assert any(finding in each for each in epk.influence(run, loop.test_points).findings)
     smoothed = epk.influence(run, loop.test_points, smoothing=epk.Smoothing(2))
-    assert all(any(f"of run {n} step" in each for each in smoothed.findings) for n in range(2))
+    assert all(any(f"run {n} " in each for each in smoothed.findings) for n in range(2))
     with pytest.warns(epk.CertificateWarning, match=finding):
         epk.self_influence(run, torch.arange(2))
 
@@ -297,6 +313,7 @@ def test_each_network_that_diverges_is_named() -> None:
         assert not replace(trained[:3], difference_ratio=ratio).certified
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_networks_are_indexed_as_a_list_is() -> None:
     trained = epk.retrain(WeightedLoop(sgd).record(), WEIGHTS)
     assert [len(each) for each in trained] == [1, 1, 1]

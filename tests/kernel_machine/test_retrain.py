@@ -89,7 +89,9 @@ def test_rules_whose_steps_on_other_gradients_are_not_known_are_refused(name: st
 
 
 @pytest.mark.parametrize(("table", "rule"), [(PRECONDITIONERS, "AdamW"), (COUPLED, "Adafactor")])
-def test_every_scale_is_computed_once_a_step(table: dict[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_scale_is_computed_once_a_step_and_once_for_the_certificate(
+    table: dict[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, counts = WeightedLoop(lambda p: OF_TORCH[rule](p, lr=0.02)).record(), []
 
     def counted(memory: Any, h: Tensor, *rest: Any) -> Any:
@@ -99,7 +101,7 @@ def test_every_scale_is_computed_once_a_step(table: dict[str, Any], rule: str, m
     own = table[rule]
     monkeypatch.setitem(table, rule, replace(own, scale=counted))
     epk.retrain(run, WEIGHTS)
-    assert sum(counts) == run.num_steps * run.num_weights
+    assert sum(counts) == 2 * run.num_steps * run.num_weights
 
 
 def test_blocks_of_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
