@@ -290,11 +290,7 @@ def report(
         str | None, typer.Option(metavar="A,B,...", help="Names of the classes, in order, with commas between them.")
     ] = None,
     feature_names: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...|FILE.csv",
-            help="Names of the features, in order, with commas between them; or a CSV file whose first line they are.",
-        ),
+        str | None, typer.Option(metavar="A,B,...", help="Names of the features, as in the first line of a CSV file.")
     ] = None,
     head: HeadOption = None,
     rule: RuleOption = "adaptive",

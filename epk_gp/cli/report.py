@@ -1,6 +1,5 @@
 """`epk-gp report`: the report of a run as one HTML file."""
 
-import csv
 import os
 import shutil
 from pathlib import Path
@@ -30,6 +29,7 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.provenance import Stopwatch
 from epk_gp.quadrature.rules import AdaptiveRule, gauss_legendre
+from epk_gp.report.inputs import appearance
 from epk_gp.report.request import ExplainedOutputs, ReportSettings
 from epk_gp.report.write import write_as_asked
 
@@ -84,6 +84,7 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
     explained = draw_rows(len(X), asked["num_points"], asked["seed"])
     head, classes = asked["head"], _parse_names(asked["class_names"])
     features = _parse_names(asked["feature_names"])
+    appearance(trajectory, features, None)  # refuses names before anything is computed
     typer.echo(f"explaining {len(explained)} of {words}")
     partial = out.with_name(f"{out.name}.{PARTIAL}")
     with open_executor(asked["workers"], asked["scheduler"], resumes=True) as executor:
@@ -175,14 +176,7 @@ def _parse_outputs(text: str) -> ExplainedOutputs:
 
 
 def _parse_names(text: str | None) -> list[str] | None:
-    """Return names with commas between them, of an option or of the first line of a CSV file.
-
-    Raises:
-        OSError, UnicodeDecodeError: The file cannot be read.
-    """
-    if text is not None and text.endswith(".csv"):
-        with Path(text).open(encoding="utf-8-sig", newline="") as stream:
-            return [name.strip() for name in next(csv.reader(stream), [])]
+    """Return the names that an option has, with commas between them."""
     return None if text is None else [name.strip() for name in text.split(",")]
 
 

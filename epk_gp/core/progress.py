@@ -179,13 +179,13 @@ class SlowCallNotice(ProgressBar):
     def __init__(self, total: int, desc: str, advice: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(disable=True)
         self._size, self._words, self._advice, self._clock = total, desc, advice, clock
-        self._begun, self._first = clock(), (0, 0.0)  # items, and seconds that they took: the first ones may be slower
+        self._begun = clock()
+        self._first: tuple[float, float] = (0, 0.0)  # items, and seconds that they took: the first ones may be slower
 
     def update(self, n: int | float | None = 1) -> bool | None:
         """Count n more items, and warn once if all will take long."""
         self.n += n or 0
-        seconds = self._clock() - self._begun
-        items, begun = self._first
+        seconds, (items, begun) = self._clock() - self._begun, self._first
         if not items:
             self._first = self.n, seconds
         elif self._advice and seconds >= _MEASURED:

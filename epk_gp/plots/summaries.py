@@ -93,11 +93,7 @@ def target_scatter(ax: Axes, targets: Float[Numbers, " n"], outputs: Float[Numbe
 
 
 def kernel_matrix(
-    ax: Axes,
-    cosines: Float[Numbers, "n n"],
-    groups: Int[Numbers, " n"] | None,
-    *,
-    names: Sequence[str] | None = None,
+    ax: Axes, cosines: Float[Numbers, "n n"], groups: Int[Numbers, " n"] | None, names: Sequence[str] | None = None
 ) -> Axes:
     """Draw a matrix of cosines between points, with lines between groups that follow one another.
 
@@ -135,8 +131,7 @@ def kernel_matrix(
         ends = np.concatenate([[-0.5], edges, [len(K) - 0.5]])
         middles, present = (ends[:-1] + ends[1:]) / 2, g[np.ceil(ends[:-1]).astype(int)]
         words = [str(int(v)) if names is None else plain(names[int(v)]) for v in present]
-        is_long = sum(map(len, words)) > _ROOM
-        ax.set_xticks(middles, words, rotation=90 if is_long else 0)
+        ax.set_xticks(middles, words, rotation=90 if sum(map(len, words)) > _ROOM else 0)
         ax.set_yticks(middles, words)
         ax.tick_params(length=0)
     return ax

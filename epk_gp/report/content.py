@@ -136,13 +136,11 @@ class ReportContent:
             "explanations": {str(c): content | {"views": _kept(content, detail)} for c, content in outputs.items()},
         }
 
-    def _values(self, n: int) -> list[list[float | None]]:
-        """Return what a regression predicts of each output, its target and the difference, where that is known."""
+    def _values(self, n: int) -> list[list[float]]:
+        """Return what a regression predicts of each output; and its target and the difference, where it is known."""
         f, y = self.request.network[n].double(), self.request.y
-        if y is None:
-            return [[significant(value), None, None] for value in f.tolist()]
-        columns = zip(f.tolist(), y[n].tolist(), (f - y[n].double()).tolist(), strict=True)
-        return [[significant(value) for value in row] for row in columns]
+        columns = (f,) if y is None else (f, y[n].double(), f - y[n].double())
+        return [[significant(float(value)) for value in row] for row in zip(*columns, strict=True)]
 
     def _describe(self, detail: Detail) -> list[tuple[str, str]]:
         request, settings, found = self.request, self.request.settings, self.found

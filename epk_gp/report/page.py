@@ -14,8 +14,8 @@ VERSION = 1  # of the content that the scripts read
 KEYS = ("title", "quantum", "outputs", "layers", "ranges", "card", "certificate", "samples", "points", "overview")
 # The scripts in the order in which they are joined; all are parts of one function.
 SCRIPTS = (
-    "elements", "numbers", "sums", "state", "inputs", "bars", "terms", "point_list", "steps_chart", "prediction",
-    "figures", "plane_map", "overview", "run_card", "main",
+    "elements", "numbers", "sums", "state", "inputs", "bars", "terms", "point_list", "steps_chart", "outputs",
+    "prediction", "figures", "plane_map", "overview", "run_card", "main",
 )  # fmt: skip
 STYLES = ("theme", "layout", "tables", "pictures", "print")
 

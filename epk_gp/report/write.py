@@ -163,6 +163,6 @@ def document(content: ReportContent, most: int) -> str:
 def _require_place(file: Path) -> None:
     """Raise if a file cannot be written there, before anything is computed."""
     if file.is_dir():
-        raise IsADirectoryError(f"file must name a file, as in report.html: {file} is a folder.")
+        raise IsADirectoryError(f"file must be the name of a file, as in report.html: {file} is a folder.")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"file must lie in a folder that exists: {file.parent} does not.")

@@ -37,6 +37,18 @@ def test_the_command_writes_the_report_of_the_library(recorded, tmp_path, capsys
     assert out.read_bytes() == expected.read_bytes()
 
 
+def test_features_have_the_names_and_contributions_the_path_of_the_options(recorded, tmp_path):
+    count = load_file(recorded / "held_out.safetensors")["inputs"].shape[1]
+    names = [f"feature {k}" for k in range(count)]
+    out = tmp_path / "report.html"
+    asked = ("--num-points", 1, "--outputs", 1, "--path", "layerwise:2", "--feature-names", ", ".join(names))
+    assert run("report", recorded, "--out", out, *asked, *QUICK) == 0
+    content = embedded(out)
+    assert [name for name, _ in content["points"][0]["input"]["values"]] == names[:60]
+    card = dict(next(section["rows"] for section in content["card"] if section["title"] == "This report"))
+    assert card["path of integration"] == "derivatives averaged operation by operation, each over 2 steps"
+
+
 @pytest.mark.slow
 def test_everything_that_a_report_can_show_is_asked_for_by_an_option(tmp_path):
     folder, out = tmp_path / "run", tmp_path / "report.html"
@@ -92,6 +104,8 @@ def test_a_fixed_rule_is_not_expected_to_be_certified(recorded, tmp_path, capsys
         (("--num-points", 0), "--num-points must be at least 1: got 0"),
         (("--kernel-points", 501), "--kernel-points must be at most 500: got 501"),
         (("--class-names", "a,b"), "class_names must name each of the 3 outputs"),
+        (("--feature-names", "a,b"), "names must name each of the"),
+        (("--path", "layerwise:0"), "--path layerwise:0: K must be a whole number of steps from 1"),
         (("--validation", "held-out"), "there must be at least 20 validation points: got 3"),
         (("--rule", "simpson"), "--rule must be adaptive"),
     ],

@@ -123,6 +123,43 @@ def test_points_are_searched_and_sorted(open_report, content):
     assert sorted(listed(page)) == sorted(point["name"] for point in wrong)
 
 
+def test_the_left_and_right_arrow_keys_show_the_neighbouring_points(open_report, content):
+    """In the order of the list, to its ends; and not where they mean something else."""
+    page, names = open_report(content), [point["name"] for point in content["points"]]
+    page.keyboard.press("ArrowLeft")
+    assert title(page) == names[0]
+    for name in names[1:4]:
+        page.keyboard.press("ArrowRight")
+        assert title(page) == name
+    assert names[3] in page.locator("#announcer").inner_text()
+    page.keyboard.press("ArrowLeft")
+    assert title(page) == names[2]
+    page.locator("#points a[aria-current]").focus()
+    page.keyboard.press("ArrowRight")
+    assert title(page) == names[3]
+    assert page.evaluate("document.activeElement.dataset.point") == "3"
+    page.locator("#explanation summary").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert title(page) == names[4]
+    assert page.evaluate("document.activeElement.id") == "main"
+    for keys in ("Shift+ArrowRight", "Control+ArrowRight", "Alt+ArrowUp"):
+        page.keyboard.press(keys)
+    assert title(page) == names[4]
+    page.focus("#find")
+    page.keyboard.type("test")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.type("x")
+    assert page.input_value("#find") == "tesxt"
+    page.fill("#find", "")
+    page.focus("#steps")
+    page.keyboard.press("ArrowRight")
+    assert title(page) == names[4]
+    page.click("nav a[data-view=overview]")
+    page.keyboard.press("ArrowRight")
+    page.click("nav a[data-view=prediction]")
+    assert title(page) == names[4]
+
+
 def test_the_keyboard_reaches_everything(open_report, content):
     page = open_report(content, viewport={"width": 400, "height": 800})
     page.locator(".chooser-body summary").click()

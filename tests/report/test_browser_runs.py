@@ -9,6 +9,7 @@ import epk_gp as epk
 from commands import run
 from report_cases import embedded, report_case
 from shown_numbers import check_numbers, fragment_of, shown_sum, view_sum
+from synthetic_content import Sizes, made_content
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,50 @@ def test_the_report_of_a_run_shows_its_content(open_file, tmp_path, name):
     assert page.locator(".figure svg").count() == len(content["overview"]["figures"])
 
 
+def test_a_regression_shows_its_predictions_and_all_targets(open_file, tmp_path):
+    trajectory, X, y = report_case("regression")
+    f = epk.network_outputs(trajectory, X)
+    page = open_file(epk.write_report(tmp_path / "report.html", trajectory, X, y, explained=2, kernel_points=0))
+
+    def numbers(place):
+        return [float(value) for value in page.locator(place).evaluate_all("all => all.map((e) => e.value)")]
+
+    for output in (0, 1):
+        page.select_option("#class", str(output))
+        assert numbers(".headline .number") == pytest.approx([float(f[0, output]), float(y[0, output])], rel=1e-4)
+        samples = [int(number) for number in numbers(".samples .sample-number .number")]
+        targets = trajectory.targets[samples, output].tolist()
+        assert numbers(".samples .label .number") == pytest.approx(targets, rel=1e-3)
+
+
+def test_the_network_s_class_and_the_process_s_probabilities_are_told_apart(open_report):
+    """Whose each is stands beside it, and where they differ a sentence says so."""
+    content = made_content(Sizes(points=2))
+    content["outputs"]["probabilities_of"] = "network and process"
+    first, second = content["points"]
+    first["predicted"] = (first["predicted"] + 1) % 4
+    page = open_report(content)
+    card = page.locator(".card", has=page.locator(".probabilities"))
+    for number, differs in ((0, True), (1, False)):
+        page.click(f"#points [data-point='{number}']")
+        assert page.locator(".headline").inner_text().split("\n")[-1].startswith("the network predicts class ")
+        assert card.locator("h4").inner_text() == "Class probabilities of the network and process"
+        assert ("is the most probable class" in card.inner_text()) == differs
+    assert second["predicted"] == max(range(4), key=second["probabilities"].__getitem__)
+
+
+def test_contributions_that_cancel_say_what_to_ask_instead(open_report):
+    content = made_content(Sizes(points=2, explained=1))
+    for point, amplification in zip(content["points"], (36.2, 3.0), strict=True):
+        for explanation in point["explanations"].values():
+            explanation["amplification"] = amplification
+    page = open_report(content)
+    assert "Amplification 36: " in page.locator("#shown").inner_text()
+    assert "difference between two classes’ contributions, or ask for an influence" in page.inner_text("#shown")
+    page.keyboard.press("ArrowRight")
+    assert "mplification" not in page.inner_text("#shown")
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A report with everything that the command can show."""
@@ -74,6 +119,7 @@ def test_a_report_of_everything_shows_its_content(open_file, whole):
     page.goto(page.url.split("#")[0] + "#view=overview")
     assert page.locator(".figure svg").count() == len(content["overview"]["figures"])
     assert page.locator(".suspects tbody tr").count() == len(content["overview"]["suspects"]["rows"])
+    assert not page.locator("#overview .suspected").count()
     page.focus("#map")
     page.keyboard.press("ArrowLeft")
     ny, nx = content["overview"]["map"]["shape"]

@@ -82,7 +82,7 @@ def test_probabilities_and_scores_are_those_of_the_process(problem):
     content, model, X = problem["content"], problem["model"], problem["X"]
     p, u = model.predict_proba(X), model.uncertainty(X)
     posterior = model.logit_posterior(X[:2])
-    assert content["outputs"]["probabilities_of"] == "process"
+    assert content["outputs"]["probabilities_of"] == "network and process"
     for n, point in enumerate(content["points"]):
         assert point["probabilities"] == pytest.approx(p[n].tolist(), rel=1e-4)
         assert torch.allclose(posterior.mean[n].softmax(dim=0), p[n])
@@ -141,6 +141,18 @@ def test_suspects_are_the_first_of_the_ranking(problem, overview):
         assert str(row[0]) in problem["content"]["samples"]["shown"]
     k = int((suspects.points == rows[0][0]).nonzero())
     assert rows[0][3] == pytest.approx(float(suspects.scores[k]), rel=1e-3)
+
+
+def test_suspects_are_marked_where_they_contribute(problem, overview):
+    """Those that are listed and of which another class is expected, with this class; no others."""
+    trajectory, suspects = problem["trajectory"], problem["suspects"]
+    expected = dict(zip(suspects.points.tolist(), suspects.predicted.tolist(), strict=True))
+    listed = [row[0] for row in overview["suspects"]["rows"]]
+    shown = problem["content"]["samples"]["shown"]
+    for index, sample in shown.items():
+        other = expected[int(index)] if int(index) in listed else int(trajectory.targets[int(index)])
+        assert sample["suspected"] == (None if other == int(trajectory.targets[int(index)]) else other)
+    assert 0 < sum(sample["suspected"] is not None for sample in shown.values()) < len(shown)
 
 
 def test_the_map_has_the_values_of_the_map_and_the_samples_of_the_kernel(problem, overview):

@@ -115,17 +115,79 @@ def test_a_regression_has_no_classes(tmp_path):
     assert content["outputs"]["classes"] == ["output 0", "output 1"]
     assert sorted(point["explanations"]) == ["0", "1"]
     assert point["label"] is point["probabilities"] is content["overview"]["accuracy"] is None
-    assert [name for name, _, _ in point["scores"]] == ["target of output 0", "target of output 1"]
-    assert point["scores"][0][1] == pytest.approx(float(y[0, 0]), rel=1e-4)
+    f, target = epk.network_outputs(trajectory, X)[0], y.reshape(len(X), -1)[0]
+    for values, expected in zip(point["values"], zip(f, target, f - target, strict=True), strict=True):
+        assert values == pytest.approx([float(value) for value in expected], rel=1e-4)
+    for index, sample in content["samples"]["shown"].items():
+        assert sample["target"] == pytest.approx(trajectory.targets[int(index)].tolist(), rel=1e-3)
     assert point["explanations"]["0"]["views"]["*|*"]["labels"] is None
     (figure,) = content["overview"]["figures"]
     rmse = (epk.network_outputs(trajectory, X) - y).square().mean(dim=0).sqrt()
     assert [row[3] for row in figure["table"]["rows"]] == pytest.approx(rmse.tolist(), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (epk.straight(), "straight steps"),
+        (epk.chords(4), "straight lines, each over 4 steps"),
+        (epk.layerwise(), "derivatives averaged operation by operation, each over 1 step"),
+        (epk.layerwise(4), "derivatives averaged operation by operation, each over 4 steps"),
+        (epk.manhattan(), "one module after another, in each step"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value),
+)
+@pytest.mark.parametrize("name", ["gradient_descent", "momentum"])
+def test_contributions_are_those_of_the_path_that_is_asked_for(name, path, said, tmp_path):
+    trajectory, X, y = report_case(name)
+    content = written(tmp_path, trajectory, X, y, explained=1, outputs=1, path=path, top=12)
+    assert facts(content, "This report")["path of integration"] == said
+    assert content["certificate"]["certified"]
+    (explanation,) = content["points"][0]["explanations"].values()
+    view, scale = explanation["views"]["*|*"], content["quantum"]
+    expected = epk.attribute(trajectory, X[:1], path=path, classes=epk.network_outputs(trajectory, X[:1]).argmax(1))
+    for index, value, _ in view["raised"] + view["lowered"]:
+        assert value * scale == pytest.approx(float(expected.samples[0, 0, index]), abs=1e-9)
+    assert explanation["amplification"] == pytest.approx(float(expected.amplification), rel=5e-3)
+    assert all(terms_of(view) == view["total"] for view in explanation["views"].values())
+
+
+def test_the_paths_of_a_report_have_other_contributions():
+    trajectory, X, _ = report_case("momentum")
+    straight, chords = (epk.attribute(trajectory, X[:1], path=path).samples for path in (epk.straight(), epk.chords(4)))
+    assert float((straight - chords).abs().max()) > 1e-4
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_path_is_refused_before_anything_is_computed(run, tmp_path):
+    trajectory, X, y = run
+    with pytest.raises(TypeError, match=r"path must be a path such as epk_gp.straight\(\).*got 'layerwise'"):
+        epk.write_report(tmp_path / "report.html", trajectory, X, y, path="layerwise")
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_may_hold_anything(run, tmp_path):
+    """Formulas and characters that UTF-8 does not have, in the page and in its pictures."""
+    trajectory, X, y = run
+    names = ["$x_{$", "a_b^c\\d", "\udcff</script>"]
+    content = written(tmp_path, trajectory, X, y, explained=1, outputs=1, class_names=names, kernel_points=6)
+    assert content["outputs"]["classes"] == [*names[:2], "?</script>"]
+    matrix = next(figure["svg"] for figure in content["overview"]["figures"] if figure["id"] == "kernel")
+    assert "$x_{$" in matrix
+    assert "a_b^c\\d" in matrix
+
+
 def settings(**changes):
     given = dict.fromkeys(ReportSettings.__dataclass_fields__)
-    given |= {"rule": epk.adaptive(), "outputs": 1, "explained": 2, "top": 6, "kernel_points": 0, "by_layers": True}
+    given |= {
+        "rule": epk.adaptive(),
+        "path": epk.straight(),
+        "outputs": 1,
+        "explained": 2,
+        "top": 6,
+        "kernel_points": 0,
+        "by_layers": True,
+    }
     return ReportSettings(**(given | {"options": epk.ComputeOptions()} | changes))
 
 
@@ -271,9 +333,9 @@ def test_results_of_other_points_or_runs_are_refused(run, tmp_path):
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(run, tmp_path):
     trajectory, X, y = run
-    with pytest.raises(IsADirectoryError, match=r"path must name a file, as in report\.html"):
+    with pytest.raises(IsADirectoryError, match=r"file must be the name of a file, as in report\.html"):
         epk.write_report(tmp_path, trajectory, X, y)
-    with pytest.raises(FileNotFoundError, match="path must lie in a folder that exists"):
+    with pytest.raises(FileNotFoundError, match="file must lie in a folder that exists"):
         epk.write_report(tmp_path / "none" / "report.html", trajectory, X, y)
 
 
