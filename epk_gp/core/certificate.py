@@ -10,8 +10,13 @@ class CertificateWarning(UserWarning):
 
 def warn_uncertified(message: str) -> None:
     """Emit a `CertificateWarning` at the line outside the package that led to it."""
+    warn_outside(message, CertificateWarning)
+
+
+def warn_outside(message: str, category: type[Warning] = UserWarning) -> None:
+    """Emit a warning at the line outside the package that led to it."""
     level, frame = 2, sys._getframe(1)
     package = __name__.partition(".")[0]
     while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
         level, frame = level + 1, outer
-    warnings.warn(message, CertificateWarning, stacklevel=level - 1)
+    warnings.warn(message, category, stacklevel=level - 1)

@@ -211,6 +211,7 @@ def _split(
             worst_step=mismatches.worst_step,
             error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(*ends), steps),
             statuses=dict(record.statuses),
+            identity_finding=trajectory.identity_finding,
         )
         for collector in collectors
     )

@@ -46,6 +46,7 @@ class CertifiedTerms(Displayed):
         error_tolerance: What `max_error` may be where both ratios are at most 1.
         statuses: Number of (point, step) pairs, of outputs where these went apart, by the reason why the rule stopped
             refining them.
+        identity_finding: Why samples may not be those whose names they have; None if the recorded rows confirm them.
     """
 
     initial: Float[Tensor, "n C"]
@@ -59,6 +60,7 @@ class CertifiedTerms(Displayed):
     worst_step: int
     error_tolerance: float
     statuses: Mapping[QuadratureStatus, int]
+    identity_finding: str | None = None
 
     @property
     @abstractmethod

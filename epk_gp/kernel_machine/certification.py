@@ -247,6 +247,9 @@ def describe_findings(result: Certified) -> list[str]:
         findings.append(
             f"the sum misses the network's output by {result.max_error:.2e}, more than {result.error_tolerance:.2e}"
         )
+    identity = getattr(result, "identity_finding", None)  # of results that name samples
+    if identity is not None:
+        findings.append(identity)
     return findings
 
 

@@ -192,6 +192,7 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
             mismatch_ratio=mismatches.ratio,
             worst_step=mismatches.worst_step,
             held=held,
+            identity_finding=trajectory.identity_finding,
         )
 
     return with_plan(trajectory, trajectory.model_for(X), compute)

@@ -38,6 +38,7 @@ class Influence(Displayed):
         worst_step: The step that has it; -1 for a run without steps.
         held: Parts of the training that are held as recorded, because how they follow from the gradients is not known
             here: optimizers' preconditioners by name, and "moving statistics".
+        identity_finding: Why samples may not be those whose names they have; None if the recorded rows confirm them.
     """
 
     outputs: Float[Tensor, "n K"]
@@ -48,6 +49,7 @@ class Influence(Displayed):
     mismatch_ratio: float
     worst_step: int
     held: tuple[str, ...]
+    identity_finding: str | None = None
 
     @property
     def certified(self) -> bool:
@@ -121,6 +123,8 @@ class Influence(Displayed):
                 f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
                 "recorded"
             )
+        if self.identity_finding is not None:
+            findings.append(self.identity_finding)
         if not self._is_finite:
             findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
         return findings

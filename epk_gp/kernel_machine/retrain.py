@@ -73,9 +73,12 @@ class Retraining(Displayed):
     @property
     def findings(self) -> list[str]:
         """Why the result is not certified, in words; empty if it is."""
+        identity = self.trajectory.identity_finding
+        findings = [] if identity is None else [identity]
         if self.difference_ratio <= _REPLAY_TOLERANCE[self.states.dtype]:
-            return []
+            return findings
         return [
+            *findings,
             f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
             f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
         ]

@@ -24,6 +24,7 @@ class Certificate:
     worst_step: int
     evaluations: float
     statuses: Mapping[QuadratureStatus, int]
+    identity_finding: str | None = None
 
     @classmethod
     def of(cls, result: CertifiedTerms) -> "Certificate":
@@ -38,6 +39,7 @@ class Certificate:
             worst_step=result.worst_step,
             evaluations=result.evaluations,
             statuses=result.statuses,
+            identity_finding=result.identity_finding,
         )
 
     def merged(self, other: "Certificate") -> "Certificate":
@@ -55,6 +57,7 @@ class Certificate:
             worst_step=steps.worst_step,
             evaluations=larger(self.evaluations, other.evaluations),
             statuses=Counter(self.statuses) + Counter(other.statuses),
+            identity_finding=self.identity_finding or other.identity_finding,
         )
 
     @property
