@@ -210,7 +210,7 @@ def batches_of(size: int, count: int) -> Iterator[Tensor]:
 
 def verdicts(X: Tensor, y: Tensor, recipe: Recipe, loads: Callable[[Tensor], Tensor], count: int) -> list[tuple[int, Verdict]]:
     """Return the verdicts on a loop, with the number of batches seen so far."""
-    identity, found = RowIdentity(X, y, CrossEntropy(), CLASSES), []
+    identity, found = RowIdentity(X, y, CrossEntropy()), []
     for number, rows in enumerate(batches_of(len(X), count)):
         loaded = loads(rows)
         seen, q = recipe(X[loaded], F.one_hot(y[loaded], CLASSES).double())

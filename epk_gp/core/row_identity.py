@@ -24,6 +24,7 @@ _ENOUGH_ROWS, _FEWEST_ROWS = 64, 12  # of a judgement within a recording, and of
 _CLEAR, _CHANCE = 0.65, 0.62  # shares of the comparisons that right indices win at least, and wrong ones at most
 _NEAR, _FEWEST_NEAR = 0.3, 8  # a row is another one's if it is that much nearer to it than to all others
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
+_NAMED = 4096  # points of X among which rows are found again, to name them in an error
 _DIRECTIONS = 8  # of as many columns on, rows are compared by their directions
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
 
@@ -51,7 +52,6 @@ class RowIdentity:
         X: The training inputs, packed.
         y: Their targets.
         loss: The loss.
-        num_outputs: C.
         doubts: What was said of rows that could be those of any index.
         num_confirmed: Number of judgements that confirmed the announced indices.
         note: How the loop scales and shifts all rows, in words; None if it does something else.
@@ -60,7 +60,6 @@ class RowIdentity:
     X: Shaped[Tensor, "M ..."]
     y: Shaped[Tensor, "M ..."]
     loss: Loss
-    num_outputs: int
     doubts: list[str] = field(default_factory=list)
     num_confirmed: int = 0
     note: str | None = None
@@ -68,7 +67,7 @@ class RowIdentity:
     _is_mixed: bool = False
     _groups: list[_Group] = field(default_factory=list)
     _pending: tuple[Tensor, Tensor] | None = None  # rows and samples of the next group
-    _targets: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # as the loss used them, and as recorded
+    _targets: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # samples, as used, as recorded
 
     @torch.no_grad()
     def look_at(self, step: Step) -> str | None:
@@ -79,7 +78,7 @@ class RowIdentity:
         for forward, samples in zip(step.passes, rows.split([p.num_rows for p in step.passes]), strict=True):
             self._take(forward, samples)
         self._num_batches += 1
-        num_rows = max(_GROUP * len(self._groups), sum(len(used) for used, _ in self._targets))
+        num_rows = max(_GROUP * len(self._groups), sum(len(samples) for samples, _, _ in self._targets))
         enough = self._num_batches >= (_MIXED_BATCHES if self._is_mixed else _BATCHES) and num_rows >= _ENOUGH_ROWS
         return self._judge() if enough else None
 
@@ -102,7 +101,8 @@ class RowIdentity:
     def _take(self, forward: ForwardPass, samples: Int64[Tensor, " n"]) -> None:
         inputs = forward.inputs
         places = torch.arange(len(samples)) if inputs is None else inputs.index.cpu()
-        chosen = torch.linspace(0, len(places) - 1, min(len(places), _GROUP)).long()
+        spread = torch.linspace(0, len(places) - 1, min(len(places), _GROUP)).long()
+        chosen = (spread + 7 * self._num_batches) % len(places)  # others of each batch, which may be all of X
         is_own = self._take_targets(forward, samples, places[chosen])
         if inputs is None:
             return
@@ -126,21 +126,23 @@ class RowIdentity:
         loss, y, other = self.loss, self.y[samples.to(self.y.device)].cpu(), forward.targets
         is_class, is_own = isinstance(loss, CrossEntropy | NegativeLogLikelihood), torch.ones(len(rows)).bool()
         is_one = y.ndim == 1 or (y.ndim == 2 and y.is_floating_point())
-        if not is_one or not (is_class or isinstance(loss, MeanSquaredError)):
+        if not is_one or not (is_class or isinstance(loss, MeanSquaredError)) or getattr(loss, "class_weights", None):
             return is_own
         recorded = y.reshape(len(y), -1).double()
-        if is_class:
-            recorded = soft_targets(loss, y, recorded.new_empty(0, self.num_outputs))
-        used = recorded if other is None else recorded.index_copy(0, other.index.cpu(), other.values.cpu().double())
+        if is_class and not y.is_floating_point():  # the classes that occur
+            recorded = soft_targets(loss, y, recorded.new_empty(0, max(1, int(self.y.max()) + 1)))
+        used, C = recorded, recorded.shape[1]
+        if other is not None:
+            used = recorded.index_copy(0, other.index.cpu(), other.values[:, :C].cpu().double())
         used, recorded = used[rows], recorded[rows]
         if is_class:  # whether a class has a share, however large
-            floor = (getattr(loss, "label_smoothing", 0.0) + 0.1) / self.num_outputs
+            floor = (getattr(loss, "label_smoothing", 0.0) + 0.1) / C
             has_share, had_share = used > floor, recorded > floor
             is_mixed = has_share.sum(dim=1) > had_share.sum(dim=1)
             is_own = ~is_mixed | ((used * had_share).sum(dim=1) >= 0.5 * used.sum(dim=1))
             used, recorded = has_share.double(), had_share.double()
         self._is_mixed |= bool(is_mixed.any()) if is_class else other is not None
-        self._targets.append((used, recorded))
+        self._targets.append((samples[rows], used, recorded))
         return is_own
 
     def _judge(self) -> str | None:
@@ -154,26 +156,26 @@ class RowIdentity:
         if groups and error is None:
             return self._judge_rows(groups, batches, is_mixed)
         self.num_confirmed += bool(batches)
-        return error
+        return error if error is None else error + self._example(groups)
 
-    def _wrong_targets(self, targets: list[tuple[Tensor, Tensor]]) -> str | None:
+    def _wrong_targets(self, targets: list[tuple[Tensor, Tensor, Tensor]]) -> str | None:
         """Say whether the targets of the loop's loss are others than the recorded ones, by their correlation."""
         if not targets:
             return None
-        used, recorded = (torch.cat(values) for values in zip(*targets, strict=True))
-        used, recorded = used - used.mean(dim=0), recorded - recorded.mean(dim=0)
-        if len(used) < _FEWEST_ROWS or not used.any():
+        samples, used, recorded = (torch.cat(values) for values in zip(*targets, strict=True))
+        used, recorded, n = used - used.mean(dim=0), recorded - recorded.mean(dim=0), len(samples.unique())
+        if n < _FEWEST_ROWS or not used.any():
             return None
         if not recorded.any():
             is_constant = bool((self.y == self.y[:1]).all())
             return "all targets y are alike, and those of the loop's loss are not" if is_constant else None
         correlation = float((used * recorded).sum() / (used.norm() * recorded.norm()))
         freedom = max(1, int(recorded.any(dim=0).sum()) - 1)
-        if correlation >= min(0.25, 3 / math.sqrt(len(used) * freedom)):
+        if correlation >= min(0.25, 3 / math.sqrt(n * freedom)):
             return None
         return (
             "the targets that the loop's loss used agree with y at the announced indices no more than by chance "
-            f"(a correlation of {correlation:.2f} over {len(used)} rows)"
+            f"(a correlation of {correlation:.2f} over {n} samples)"
         )
 
     def _placeholder(self, groups: list[_Group]) -> str | None:
@@ -187,16 +189,16 @@ class RowIdentity:
         won, count = torch.stack([won for won, _ in shares]).sum(dim=0), sum(count for _, count in shares)
         rows = len(torch.cat([group.samples for group in groups]).unique())
         share, deviation = float(won.max()) / max(1, count), 0.289 / math.sqrt(rows)
-        near, of, pair = self._nearer(groups, is_thorough=float(won[0]) < 0.97 * count)
-        if not is_mixed and near >= max(_FEWEST_NEAR, (0.25 if self.X[0].numel() > 1 else 0.6) * of):
-            return f"{pair} ({near} of {of} rows are other training points, scaled or shifted)"
+        near, of = (0, 1) if is_mixed else self._nearer(groups, is_thorough=float(won[0]) < 0.97 * count)
+        if near >= max(_FEWEST_NEAR, (0.25 if self.X[0].numel() > 1 else 0.6) * of):
+            return f"{near} of {of} rows are other training points, scaled or shifted{self._example(groups)}"
         words = (
             "the rows that the network saw are more like X at their announced indices than like other rows of X in "
             f"{share:.0%} of the comparisons only, where 50 % are chance ({rows} rows of {batches} batches)"
         )
         is_chance = share <= min(_CHANCE, 0.5 + 2.5 * deviation)
         if count and is_chance and rows >= _FEWEST_ROWS and (batches >= _BATCHES or not is_mixed):
-            return f"{words}; in {near} of {of} rows {pair}" if near else words
+            return words + self._example(groups)
         if share < _CLEAR:
             self.doubts.append(words if count else "all compared rows of X are alike")
         else:
@@ -204,11 +206,11 @@ class RowIdentity:
             self.note = self.note or _common_map(groups)
         return None
 
-    def _nearer(self, groups: list[_Group], *, is_thorough: bool) -> tuple[int, int, str]:
-        """Return how many rows are clearly those of other points, scaled and shifted, of how many; and such a pair."""
+    def _nearer(self, groups: list[_Group], *, is_thorough: bool) -> tuple[int, int]:
+        """Return how many rows are clearly those of other points, scaled and shifted, and of how many."""
         groups = [group for group in groups if group.seen.shape[1:] == self.X.shape[1:]]
         if not groups:
-            return 0, 0, ""
+            return 0, 1
         seen, own = torch.cat([group.seen for group in groups]), torch.cat([group.own for group in groups])
         samples, M = torch.cat([group.samples for group in groups]), len(self.X)
         width = max(1, self.X[0].numel())
@@ -222,15 +224,30 @@ class RowIdentity:
         nearest, place = distances.min(dim=1)
         second = distances.masked_fill(torch.cdist(z[place], z) <= alike, math.inf).amin(dim=1)
         is_other = (nearest < _NEAR * torch.minimum(announced, second)) & second.isfinite()
-        if not is_other.any():
-            return 0, len(seen), ""
-        row = int(is_other.nonzero()[0])
-        pair = f"the network saw something like X[{int(places[place[row]])}], the batch says X[{int(samples[row])}]"
-        return int(is_other.sum()), len(seen), pair
+        return int(is_other.sum()), len(seen)
+
+    def _example(self, groups: list[_Group]) -> str:
+        """Name rows that are more like another point of X than like their own, if some of them are it clearly."""
+        clear, others, of = [], set(), 0
+        for group in groups[:2]:
+            spread = torch.linspace(0, len(self.X) - 1, min(len(self.X), _NAMED)).long()
+            places, samples = torch.cat([group.samples, spread]), group.samples
+            of += len(samples)
+            for likeness in _likenesses(group.seen, self.X[places.to(self.X.device)])[:2]:
+                nearest = places[likeness.cpu().argmax(dim=1)]
+                rest = likeness.cpu().masked_fill(places == nearest[:, None], -math.inf).amax(dim=1)
+                gap, usual = likeness.cpu().amax(dim=1) - rest, rest - likeness.cpu().median(dim=1).values
+                is_clear = (gap > 0.4 * usual) & (nearest != samples)
+                clear += list(zip((gap / usual)[is_clear].tolist(), nearest[is_clear].tolist(), samples[is_clear].tolist()))
+                others |= set(samples[nearest != samples].tolist())
+        if len(clear) < 3:
+            return ""
+        _, nearest, sample = max(clear)
+        return f": the network saw something like X[{nearest}], the batch says X[{sample}], in {len(others)} of {of} rows"
 
 
 def identity_finding(
-    X: Shaped[Tensor, "M ..."], y: Shaped[Tensor, "M ..."], loss: Loss, num_outputs: int, steps: Sequence[Step]
+    X: Shaped[Tensor, "M ..."], y: Shaped[Tensor, "M ..."], loss: Loss, steps: Sequence[Step]
 ) -> str | None:
     """Say why the indices of a recorded run are wrong, or could not be confirmed; None if they were.
 
@@ -238,12 +255,11 @@ def identity_finding(
         X: The training inputs, packed.
         y: Their targets.
         loss: The loss.
-        num_outputs: C.
         steps: The steps of the run; some, spread over it, are looked at.
     """
     if not any(step.passes for step in steps):
         return None
-    identity = RowIdentity(X, y, loss, num_outputs)
+    identity = RowIdentity(X, y, loss)
     spread = torch.linspace(0, len(steps) - 1, min(len(steps), 2 * _MIXED_BATCHES)).long().tolist()
     errors = [identity.look_at(steps[number]) for number in spread]
     wrong = next((error for error in [*errors, identity.finish()] if error is not None), None)
@@ -271,13 +287,14 @@ def _likenesses(seen: Tensor, own: Tensor) -> list[Float[Tensor, "k k"]]:
     """
     unknown = torch.zeros(len(seen), len(own), device=own.device)
     is_integer = not own.is_floating_point() and not seen.is_floating_point()
-    entries = unknown if seen.shape != own.shape else _closeness(seen, own)
-    if is_integer and seen.shape == own.shape:
+    entries = unknown if seen.shape[1:] != own.shape[1:] else _closeness(seen, own)
+    if is_integer and seen.shape[1:] == own.shape[1:]:
         entries = (seen[:, None] == own[None]).reshape(len(seen), len(own), -1).float().mean(dim=2)
     a, b = _as_images(seen, own), _as_images(own, own)
     shifted = _shifted(a, b) if a.shape[1] == b.shape[1] else unknown
     values = _token_counts if is_integer else _quantiles
-    return [entries, shifted, _closeness(values(seen), values(own)), _profile(seen) @ _profile(own).T]
+    profiles = _profile(seen) @ _profile(own).T if len(seen) == len(own) else unknown
+    return [entries, shifted, _closeness(values(seen), values(own)), profiles]
 
 
 def _closeness(seen: Tensor, own: Tensor) -> Float[Tensor, "k k"]:

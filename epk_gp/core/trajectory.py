@@ -167,7 +167,7 @@ class Trajectory(Displayed):
 
         Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.row_identity`).
         """
-        return identity_finding(self.inputs, self.targets, self.loss, self.num_outputs, self.trained.steps)
+        return identity_finding(self.inputs, self.targets, self.loss, self.trained.steps)
 
     def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
         """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.

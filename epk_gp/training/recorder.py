@@ -164,7 +164,7 @@ class Recorder:
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
         self._probe = DerivativeProbe()
         self._said_note = False  # that the loop scales and shifts its rows
-        self._identity = RowIdentity(self._setup.X, self._setup.y, loss, self._setup.num_outputs)
+        self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(rules.check_every, self._setup.model.spec.device)
 
     @property
@@ -362,6 +362,7 @@ class Recorder:
             end=end,
             momentum=self._training.momentum,
             statistics=around,
+            unseen=made.unseen,
         )
         if self._schedule.is_due(index) or needs_check(setup, observed):
             with self._schedule.checking():
