@@ -9,34 +9,31 @@ of unlike sizes.
 """
 
 import argparse
-import gzip
 import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.row_identity import RowIdentity, Verdict
+from epk_gp.core.row_identity import RowIdentity
 from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.datasets import mnist_folder
 
-B, CLASSES = 32, 10
+B, CLASSES = 16, 10
 Recipe = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # rows and soft targets, to those of the loop
 
 
-def images_of(name: str, count: int) -> Tensor | None:
-    """Return images of EPK_GP_DATA, (count, 1, 28, 28), or None if they are not there."""
+def images_of(name: str, count: int) -> tuple[Tensor, Tensor] | None:
+    """Return images (count, 1, 28, 28) of EPK_GP_DATA and their labels, or None if they are not there."""
     folder = Path(os.environ.get("EPK_GP_DATA", "")) / name
-    files = [*folder.glob("train-images*"), *folder.glob("t10k-images*")]
-    if not files:
+    if not folder.is_dir():
         return None
-    raw = gzip.decompress(files[0].read_bytes()) if files[0].suffix == ".gz" else files[0].read_bytes()
-    pixels = np.frombuffer(raw, np.uint8, offset=16)[: 784 * count].copy()
-    return torch.from_numpy(pixels).reshape(-1, 1, 28, 28).float() / 255
+    data = mnist_folder(folder, split="test", dtype=torch.float32)
+    return data.inputs[:count], data.labels[:count]
 
 
 def coloured_images(count: int) -> Tensor:
@@ -44,6 +41,7 @@ def coloured_images(count: int) -> Tensor:
     frequency = (torch.fft.rfftfreq(32) ** 2 + torch.fft.fftfreq(32)[:, None] ** 2).sqrt()
     noise = torch.fft.irfft2(torch.fft.rfft2(torch.randn(count, 3, 32, 32)) / (frequency + 0.02), s=(32, 32))
     x = 0.7 * noise.mean(dim=1, keepdim=True) + 0.3 * noise
+    x[CLASSES:] += 0.5 * x[torch.arange(CLASSES, count) % CLASSES]  # images of a class are alike
     return (0.5 + 0.25 * x / x.std()).clamp(0, 1)
 
 
@@ -54,8 +52,9 @@ def sentences(count: int) -> Tensor:
 
 
 def table(count: int) -> Tensor:
-    """Return ten columns of sizes from 0.01 to 10,000, in groups."""
-    return (torch.randn(8, 10)[torch.randint(8, (count,))] + torch.randn(count, 10)) * torch.logspace(-2, 4, 10) + 3
+    """Return ten columns of sizes from 0.01 to 10,000; rows of a class are alike."""
+    centres = torch.randn(CLASSES, 10)[torch.arange(count) % CLASSES]
+    return (centres + torch.randn(count, 10)) * torch.logspace(-2, 4, 10) + 3
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -92,7 +91,9 @@ def jittered(x: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, degrees: float = 30, shear: float = 0.3, shift: float = 0.2) -> Tensor:
-    angle, skew, *move = (2 * torch.rand(4, len(x)) - 1) * torch.tensor([degrees * math.pi / 180, shear, shift, shift])[:, None]
+    angle, skew, *move = (2 * torch.rand(4, len(x)) - 1) * torch.tensor([degrees * math.pi / 180, shear, shift, shift])[
+        :, None
+    ]
     first = torch.stack([angle.cos(), skew - angle.sin(), move[0]], dim=1)
     second = torch.stack([angle.sin(), angle.cos(), move[1]], dim=1)
     grid = F.affine_grid(torch.stack([first, second], dim=1), list(x.shape), align_corners=False)
@@ -170,7 +171,11 @@ IMAGES: dict[str, Recipe] = {
     "resized crops": rows_only(lambda x: normalised(mirrored(resized_crops(x)))),
     "resized crops, colour": rows_only(lambda x: normalised(mirrored(resized_crops(jittered(x))))),
 }
-TEXT: dict[str, Recipe] = {"masking": rows_only(masked), "cropping": rows_only(moved), "both": rows_only(lambda x: masked(moved(x)))}
+TEXT: dict[str, Recipe] = {
+    "masking": rows_only(masked),
+    "cropping": rows_only(moved),
+    "both": rows_only(lambda x: masked(moved(x))),
+}
 
 
 def of_columns(X: Tensor) -> dict[str, Recipe]:
@@ -185,16 +190,19 @@ def of_columns(X: Tensor) -> dict[str, Recipe]:
     }
 
 
-def loops(X: Tensor, y: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the sample that the loop loads where it announces another, by what is wrong; the first is right."""
-    M = len(X)
-    subset, order = torch.randperm(M), torch.randperm(M)
+def loops(y: Tensor) -> dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+    """Return which rows, and labels of which, a loop loads where it announces others, by what is wrong."""
+    M = len(y)
+    numbers, order = torch.randperm(M), torch.randperm(M)
+    same_class = torch.empty(M, dtype=torch.long)
+    for c in range(CLASSES):
+        members = order[y[order] == c]
+        same_class[members] = members.roll(1)
     return {
-        "right": lambda rows: rows,
-        "of a subset": lambda rows: subset[rows],
-        "counted": lambda rows: torch.randint(M, rows.shape),
-        "next row": lambda rows: (rows + 1) % M,
-        "within a class": lambda rows: torch.stack([order[(y[order] == y[i]).nonzero()[int(i) % 7, 0]] for i in rows]),
+        "right": lambda rows: (rows, rows),
+        "another row and its label": lambda rows: (numbers[rows], numbers[rows]),
+        "another row, the label of the announced one": lambda rows: (numbers[rows], rows),
+        "another row of the same class": lambda rows: (same_class[rows], rows),
     }
 
 
@@ -202,57 +210,63 @@ def batches_of(size: int, count: int) -> Iterator[Tensor]:
     """Return the batches of as many epochs as it takes."""
     rest = torch.randperm(size)
     for _ in range(count):
-        if len(rest) < B:
-            rest = torch.randperm(size)
+        rest = rest if len(rest) >= B else torch.randperm(size)
         yield rest[:B]
         rest = rest[B:]
 
 
-def verdicts(X: Tensor, y: Tensor, recipe: Recipe, loads: Callable[[Tensor], Tensor], count: int) -> list[tuple[int, Verdict]]:
-    """Return the verdicts on a loop, with the number of batches seen so far."""
-    identity, found = RowIdentity(X, y, CrossEntropy()), []
+def steps_of(
+    X: Tensor, y: Tensor, recipe: Recipe, loads: Callable[[Tensor], tuple[Tensor, Tensor]], count: int
+) -> Iterator[Step]:
+    """Return the steps of a loop as a recorder keeps them."""
     for number, rows in enumerate(batches_of(len(X), count)):
-        loaded = loads(rows)
-        seen, q = recipe(X[loaded], F.one_hot(y[loaded], CLASSES).double())
+        loaded, labelled = loads(rows)
+        seen, q = recipe(X[loaded], F.one_hot(y[labelled], CLASSES).double())
         other = (q != F.one_hot(y[rows], CLASSES)).any(dim=1).nonzero().squeeze(1)
         targets = SeenRows(other, q[other]) if len(other) else None
-        verdict = identity.look_at(Step(number, 0.1, rows, None, (ForwardPass(B, inputs=SeenRows(torch.arange(B), seen), targets=targets),)))
-        if verdict is not None:
-            found.append((number + 1, verdict))
-    return found
+        forward = ForwardPass(B, inputs=SeenRows(torch.arange(B), seen), targets=targets)
+        yield Step(number, 0.1, rows, None, (forward,))
+
+
+def all_data(count: int) -> dict[str, tuple[Tensor, Tensor, dict[str, Recipe]]]:
+    """Return inputs, labels and recipes by the name of the data."""
+    found = {name: images_of(name, count) for name in ("mnist", "fashion-mnist", "kmnist")}
+    data = {name: (*images, IMAGES) for name, images in found.items() if images is not None}
+    labels, X = torch.arange(count) % CLASSES, table(count)
+    made = {
+        "coloured images": (coloured_images(count), labels, IMAGES),
+        "sentences": (sentences(count), labels, TEXT),
+        "table": (X, labels, of_columns(X)),
+    }
+    return data | made
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=1000, help="of each right loop; wrong ones have 256 at most")
-    parser.add_argument("--points", type=int, default=10_000)
+    parser.add_argument("--points", type=int, default=4000)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    count = arguments.points
-    data: dict[str, tuple[Tensor, dict[str, Recipe]]] = {}
-    for name in ("mnist", "fashion-mnist", "kmnist"):
-        X = images_of(name, count)
-        if X is not None:
-            data[name] = X, IMAGES
-    data |= {"coloured images": (coloured_images(count), IMAGES), "sentences": (sentences(count), TEXT)}
-    X = table(count)
-    data["table"] = X, of_columns(X)
-    print("| data | loop | right: errors, doubts, of judgements | wrong: batches until the error |\n|---|---|---|---|")
-    for name, (X, recipes) in data.items():
-        y = torch.arange(len(X)) % CLASSES
+    names = list(loops(torch.arange(CLASSES)))
+    print(f"| data | loop | {' | '.join(names)} |\n|{'---|' * (2 + len(names))}")
+    for name, (X, y, recipes) in all_data(arguments.points).items():
         for label, recipe in recipes.items():
             cells = []
-            for wrong, loads in loops(X, y).items():
-                found = verdicts(X, y, recipe, loads, arguments.batches if wrong == "right" else min(256, arguments.batches))
+            for wrong, loads in loops(y).items():
+                identity, errors = RowIdentity(X, y, CrossEntropy()), []
+                count = arguments.batches if wrong == "right" else min(256, arguments.batches)
+                for step in steps_of(X, y, recipe, loads, count):
+                    if identity.look_at(step) is not None:
+                        errors.append(step.index + 1)
+                        if wrong != "right":
+                            break
                 if wrong == "right":
-                    errors, doubts = (sum(getattr(v, kind) is not None for _, v in found) for kind in ("error", "doubt"))
-                    right = f"{errors}, {doubts}, of {len(found)}"
-                    continue
-                after = next((number for number, verdict in found if verdict.error is not None), None)
-                doubts = any(verdict.doubt is not None for _, verdict in found)
-                cells.append(f"{wrong} {after or ('only doubted' if doubts else 'NOT FOUND')}")
-            print(f"| {name} | {label} | {right} | {', '.join(cells)} |", flush=True)
+                    told = identity.num_confirmed, len(identity.doubts), len(errors)
+                    cells.append("{} confirmed, {} doubts, {} errors".format(*told))
+                else:
+                    cells.append(f"{errors[0]}" if errors else "doubted" if identity.doubt else "not found")
+            print(f"| {name} | {label} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ _ENOUGH_ROWS, _FEWEST_ROWS = 64, 12  # of a judgement within a recording, and of
 _CLEAR, _CHANCE = 0.65, 0.62  # shares of the comparisons that right indices win at least, and wrong ones at most
 _NEAR, _FEWEST_NEAR = 0.3, 8  # a row is another one's if it is that much nearer to it than to all others
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
+_THOROUGH = 2  # judgements that search so many
 _NAMED = 4096  # points of X among which rows are found again, to name them in an error
 _DIRECTIONS = 8  # of as many columns on, rows are compared by their directions
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
@@ -189,7 +190,8 @@ class RowIdentity:
         won, count = torch.stack([won for won, _ in shares]).sum(dim=0), sum(count for _, count in shares)
         rows = len(torch.cat([group.samples for group in groups]).unique())
         share, deviation = float(won.max()) / max(1, count), 0.289 / math.sqrt(rows)
-        near, of = (0, 1) if is_mixed else self._nearer(groups, is_thorough=float(won[0]) < 0.97 * count)
+        is_thorough = float(won[0]) < 0.97 * count and self.num_confirmed + len(self.doubts) < _THOROUGH
+        near, of = (0, 1) if is_mixed else self._nearer(groups, is_thorough=is_thorough)
         if near >= max(_FEWEST_NEAR, (0.25 if self.X[0].numel() > 1 else 0.6) * of):
             return f"{near} of {of} rows are other training points, scaled or shifted{self._example(groups)}"
         words = (
@@ -238,12 +240,16 @@ class RowIdentity:
                 rest = likeness.cpu().masked_fill(places == nearest[:, None], -math.inf).amax(dim=1)
                 gap, usual = likeness.cpu().amax(dim=1) - rest, rest - likeness.cpu().median(dim=1).values
                 is_clear = (gap > 0.4 * usual) & (nearest != samples)
-                clear += list(zip((gap / usual)[is_clear].tolist(), nearest[is_clear].tolist(), samples[is_clear].tolist()))
+                clear += list(
+                    zip((gap / usual)[is_clear].tolist(), nearest[is_clear].tolist(), samples[is_clear].tolist())
+                )
                 others |= set(samples[nearest != samples].tolist())
         if len(clear) < 3:
             return ""
         _, nearest, sample = max(clear)
-        return f": the network saw something like X[{nearest}], the batch says X[{sample}], in {len(others)} of {of} rows"
+        return (
+            f": the network saw something like X[{nearest}], the batch says X[{sample}], in {len(others)} of {of} rows"
+        )
 
 
 def identity_finding(
@@ -279,7 +285,7 @@ def _shares_won(group: _Group) -> tuple[Float[Tensor, " ways"], int]:
     return torch.stack(won).cpu(), int(differs.sum())
 
 
-def _likenesses(seen: Tensor, own: Tensor) -> list[Float[Tensor, "k k"]]:
+def _likenesses(seen: Tensor, own: Tensor) -> list[Float[Tensor, "n m"]]:
     """Return how alike rows are to rows of X, in several ways; rows of the same number belong together.
 
     Entry by entry, after scaling and shifting columns; under shifts and mirroring, with all frequencies of one size; by
@@ -297,7 +303,7 @@ def _likenesses(seen: Tensor, own: Tensor) -> list[Float[Tensor, "k k"]]:
     return [entries, shifted, _closeness(values(seen), values(own)), profiles]
 
 
-def _closeness(seen: Tensor, own: Tensor) -> Float[Tensor, "k k"]:
+def _closeness(seen: Tensor, own: Tensor) -> Float[Tensor, "n m"]:
     return -torch.cdist(_standard(seen, seen), _standard(own, own))
 
 
@@ -321,7 +327,7 @@ def _as_images(x: Tensor, own: Tensor) -> Float[Tensor, "k C h w"]:
     return F.avg_pool2d(shaped(x), kernel, ceil_mode=True)
 
 
-def _shifted(seen: Tensor, own: Tensor) -> Float[Tensor, "k k"]:
+def _shifted(seen: Tensor, own: Tensor) -> Float[Tensor, "n m"]:
     """Return the largest correlation of images over all shifts, mirrored or not."""
     size = [max(pair) for pair in zip(seen.shape[2:], own.shape[2:], strict=True)]
 

@@ -80,7 +80,7 @@ class Retraining(Displayed):
         return [
             *findings,
             f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "
-            f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run"
+            f"recorded network (largest difference {self.max_difference:.2e}); rounding is amplified along the run",
         ]
 
     def __len__(self) -> int:

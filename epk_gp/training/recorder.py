@@ -383,7 +383,8 @@ class Recorder:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
         if error is not None:
             raise StepMismatchError(
-                f"{where}recorder.batch() must get the indices of the rows that the network saw: {error}. {CAUSES}.{end}"
+                f"{where}recorder.batch() must get the indices of the rows that the network saw: {error}. "
+                f"{CAUSES}.{end}"
             )
         if self._identity.note is not None and not self._said_note:
             self._said_note = True

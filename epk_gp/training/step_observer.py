@@ -110,8 +110,8 @@ class StepObserver:
         if rows:
             held = sum(len(batch.samples(len(self.setup.X))) for batch in announced if not batch.forwards)
             return (
-                f"its calls saw {' and '.join(map(str, rows))} rows, the batch says {held}: announce the rows that this "
-                "network saw (rows gathered from several processes were seen by the networks of the others)"
+                f"its calls saw {' and '.join(map(str, rows))} rows, the batch says {held}: announce the rows that "
+                "this network saw (rows gathered from several processes were seen by the networks of the others)"
             )
         if unfit:
             return (
