@@ -13,7 +13,7 @@ def warn_uncertified(message: str) -> None:
     warn_caller(message, CertificateWarning)
 
 
-def warn_caller(message: str, category: type[Warning]) -> None:
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Emit a warning at the line outside the package that led to it."""
     level, frame = 2, sys._getframe(1)
     package = __name__.partition(".")[0]

@@ -23,6 +23,7 @@ from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.points import Points
 from epk_gp.core.recorded_clipping import Clip
+from epk_gp.core.row_identity import identity_finding
 from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step, describe_steps
 from epk_gp.core.update_rules import UpdateCoefficients
@@ -88,7 +89,7 @@ class Trajectory(Displayed):
     def __getstate__(self) -> dict[str, Any]:
         """Return the pickled form, with copies of tensors that lie in a recorder's arena, whose blocks are large."""
         state = self.__dict__.copy()  # at once: another thread may be adding the cached property
-        for name in ("is_vanilla_gd", "loss_takes_outputs"):  # found out again
+        for name in ("is_vanilla_gd", "loss_takes_outputs", "identity_finding"):  # found out again
             state.pop(name, None)
         for name in ("states", "statistics"):
             if isinstance(state[name], tuple):
@@ -163,6 +164,14 @@ class Trajectory(Displayed):
             returned = model.returned(model.unflatten(state), self.inputs[:1])
         return takes_outputs(model.signature, self.loss, returned, self.targets[:1])
 
+    @cached_property
+    def identity_finding(self) -> str | None:
+        """Why samples may not be those whose names they have; None if the recorded rows and targets confirm them.
+
+        Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.row_identity`).
+        """
+        return identity_finding(self.inputs, self.targets, self.loss, self.trained.steps)
+
     def pack(self, X: Inputs) -> Shaped[Tensor, "n ..."]:
         """Return inputs of the structure of the training inputs as one tensor, as the engine takes them.
 
@@ -223,6 +232,7 @@ class Trajectory(Displayed):
                 Entry("loss", loss),
                 Entry("update rule", self.update_rule, accepted),
                 Entry("steps", *describe_steps(self.steps, self.num_points)),
+                *([] if self.identity_finding is None else [Entry("indices", self.identity_finding, is_warning=True)]),
                 Entry("states", f"{len(self.states):,}", "in memory" if folder is None else f"in {folder}"),
                 Entry("digest", self.digest),
             ),

@@ -212,6 +212,7 @@ def _split(
             error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(*ends), steps),
             statuses=dict(record.statuses),
             accepted_share=trajectory.unexplained or 0.0,
+            identity_finding=trajectory.identity_finding,
         )
         for collector in collectors
     )

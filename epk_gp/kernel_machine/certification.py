@@ -299,6 +299,9 @@ def describe_findings(result: Certified) -> list[str]:
             "that part of the steps, such as rounding that Adam amplifies in a bias in front of BatchNorm (bias=False "
             "removes it; attribute_by with by_parameter says where it is)"
         )
+    identity = getattr(result, "identity_finding", None)  # of results that name samples
+    if identity is not None:
+        findings.append(identity)
     return findings
 
 

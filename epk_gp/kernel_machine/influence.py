@@ -207,6 +207,7 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
             curvature_error=curvature_error(trajectory, net, work.memory, X.device),
             doubts=tuple(mismatches.findings),
             clipping=work.law.clipping,
+            identity_finding=trajectory.identity_finding,
         )
 
     return with_plan(trajectory, trajectory.model_for(X), compute)

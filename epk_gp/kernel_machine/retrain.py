@@ -79,7 +79,8 @@ class Retraining(Displayed):
     @property
     def findings(self) -> list[str]:
         """Why the result is not certified, in words; empty if it is."""
-        findings = list(self.doubts)
+        identity = self.trajectory.identity_finding
+        findings = [*([] if identity is None else [identity]), *self.doubts]
         if not self.difference_ratio <= REPLAY_TOLERANCE[self.states.dtype]:
             findings.append(
                 f"with all weights 1 it ends {self.difference_ratio:.2g} of the way that the weights went from the "

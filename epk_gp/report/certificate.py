@@ -25,6 +25,7 @@ class Certificate:
     evaluations: float
     statuses: Mapping[QuadratureStatus, int]
     unexplained_share: float = 0.0
+    identity_finding: str | None = None
 
     @classmethod
     def of(cls, result: CertifiedTerms) -> "Certificate":
@@ -40,6 +41,7 @@ class Certificate:
             evaluations=result.evaluations,
             statuses=result.statuses,
             unexplained_share=result.unexplained_share,
+            identity_finding=result.identity_finding,
         )
 
     def merged(self, other: "Certificate") -> "Certificate":
@@ -58,6 +60,7 @@ class Certificate:
             evaluations=larger(self.evaluations, other.evaluations),
             statuses=Counter(self.statuses) + Counter(other.statuses),
             unexplained_share=larger(self.unexplained_share, other.unexplained_share),
+            identity_finding=self.identity_finding or other.identity_finding,
         )
 
     @property

@@ -76,6 +76,7 @@ class ForwardCapture:
         waiting: Passes with gradients that no announced batch has taken.
         count: Number of passes so far.
         statistics: The moving statistics after the last pass; they may move in no other way.
+        unfit: Shapes of the last call with gradients that was no call on rows of X; None if there was none.
     """
 
     net: nn.Module
@@ -87,6 +88,7 @@ class ForwardCapture:
     waiting: list[CapturedForward] = field(default_factory=list)
     count: int = 0
     statistics: Tensor | None = None
+    unfit: str | None = None
     _begun: list[_Before | None] = field(default_factory=list)
     _hooks: list[Any] = field(default_factory=list)
 
@@ -131,6 +133,8 @@ class ForwardCapture:
             self.on_forward()
         rows = self.pack(args, kwargs)
         if rows is None:
+            values = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            self.unfit = " and ".join(str(tuple(value.shape)) for value in values) if torch.is_grad_enabled() else None
             self._begun.append(None)
             return
         device = self.model.spec.device

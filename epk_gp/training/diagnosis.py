@@ -31,6 +31,10 @@ from epk_gp.core.target_validation import validate_targets
 _SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are compared
 
 _NUM_ROWS = 64  # inputs on which the user's network is compared with the deterministic one
+_COMPILED = (
+    "; or random numbers of a network that torch.compile compiled, which cannot be drawn again: set "
+    "torch._inductor.config.fallback_random = True, or do not compile it"
+)
 
 
 class StepMismatchError(ValueError):
@@ -79,7 +83,9 @@ class StepCheck:
         return self.gradient * self.clip_factor
 
 
-def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *, follows_rule: bool) -> str:
+def explain_mismatch(
+    net: nn.Module, model: FunctionalModel, check: StepCheck, *, follows_rule: bool, unseen: str | None = None
+) -> str:
     """Return the likeliest reason why a step is not the stated one, as a clause without a full stop.
 
     Args:
@@ -87,6 +93,7 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
         model: The recorded network.
         check: The step.
         follows_rule: Whether the step is the update rule's step on the gradient that the optimizer used.
+        unseen: Why no forward pass of the network was found for the step, as a clause, if that is known.
     """
     used, gradient = check.used, check.gradient
     if not torch.isfinite(used).all():
@@ -97,7 +104,7 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
             "another optimizer or option is at work, or the weights or options were changed between batch() and the "
             "step"
         )
-    forward_cause = None if check.is_replayed else _explain_forward(net, model, check)
+    forward_cause = None if check.is_replayed else _explain_forward(net, model, check, unseen)
     if forward_cause is not None:
         return forward_cause
     if allclose(used, gradient):
@@ -130,7 +137,7 @@ def explain_mismatch(net: nn.Module, model: FunctionalModel, check: StepCheck, *
     return changed_setting(net, model) or (
         "the gradient is not that of the stated loss on X[batch], y[batch]: other indices than those given, augmented "
         "inputs, further arguments of the network's call, another loss, gradients left over from an earlier backward() "
-        "or of another batch"
+        "or of another batch" + (_COMPILED if any(not part.is_deterministic for part in check.step.passes) else "")
     )
 
 
@@ -176,12 +183,13 @@ def changed_setting(net: nn.Module, model: FunctionalModel) -> str | None:
     return None
 
 
-def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -> str | None:
+def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck, unseen: str | None) -> str | None:
     """Compare the user's network with the deterministic one, both with the weights before the step."""
     rows = check.X[:_NUM_ROWS]
     params = model.unflatten(check.state)
     buffers = {name: value.clone() for name, value in net.named_buffers()}
     signature = model.signature
+    unseen = unseen or "no call of it was seen: call the network itself, net(X), not its parts or net.forward(X)"
 
     def call(*args: Tensor, **kwargs: Tensor) -> Any:
         return functional_call(net, {**params, **buffers}, args, kwargs)
@@ -192,15 +200,11 @@ def _explain_forward(net: nn.Module, model: FunctionalModel, check: StepCheck) -
     if not all(isinstance(z, Tensor) for z in outputs):
         return "the network in training mode returns something else than one tensor: put it in evaluation mode"
     if not torch.equal(outputs[0], outputs[1]):
-        return (
-            "the network's forward pass is random (dropout, or noise of its own), and no call of it was seen: call the "
-            "network itself, net(X), not its parts or net.forward(X)"
-        )
+        return f"the network's forward pass is random (dropout, or noise of its own), and {unseen}"
     if not allclose(outputs[0], expected):
         return (
             "the network in training mode differs from the network in evaluation mode (batch statistics, or a buffer "
-            "that changed), and no call of it was seen: call the network itself, net(X), not its parts or "
-            "net.forward(X)"
+            f"that changed), and {unseen}"
         )
     return None
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sized
 from typing import Any, TypeVar
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 Item = TypeVar("Item")
 
@@ -15,7 +15,9 @@ class IndexedDataset(Dataset[Any]):
             ...
             recorder.batch(indices)
 
-    Item i must be row i of the recorder's X and y, as it is or augmented. With `key` the items must be dictionaries,
+    Item i must be row i of the recorder's X and y, as it is or augmented. Of a `Subset`, as `random_split` returns it,
+    items have the numbers of the whole data set, through all subsets of subsets: X and y are then those of the whole
+    data set. To record on the subset alone, make it a data set of its own: `TensorDataset(X[indices], y[indices])`. With `key` the items must be dictionaries,
     as Hugging Face's trainer takes them, and hold their index under that key.
     """
 
@@ -48,7 +50,10 @@ class IndexedDataset(Dataset[Any]):
             TypeError: There is a `key`, and the item is no dictionary.
             ValueError: The item has an entry of that name already.
         """
-        row, item = index % len(self), self.dataset[index]
+        row, item, dataset = index % len(self), self.dataset[index], self.dataset
+        while isinstance(dataset, Subset):
+            row, dataset = int(dataset.indices[row]), dataset.dataset
+            row %= len(dataset)
         if self.key is None:
             return row, item
         if not isinstance(item, Mapping):

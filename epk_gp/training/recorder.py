@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
+from epk_gp.core.certificate import warn_caller, warn_uncertified
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.core.row_identity import CAUSES, RowIdentity
 from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
@@ -166,6 +168,8 @@ class Recorder:
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
         self._probe = DerivativeProbe()
+        self._said_note = False  # that the loop scales and shifts its rows
+        self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(rules.check_every, self._setup.model.spec.device)
 
     @property
@@ -357,19 +361,43 @@ class Recorder:
         except ValueError as error:
             raise StepMismatchError(f"step {index}: {error}") from error
         observed = observe_step(
-            setup, made.parts, step, start=last.end, end=end, momentum=self._training.momentum, statistics=around
+            setup,
+            made.parts,
+            step,
+            start=last.end,
+            end=end,
+            momentum=self._training.momentum,
+            statistics=around,
+            unseen=made.unseen,
         )
         if self._schedule.is_due(index) or needs_check(setup, observed):
             with self._schedule.checking():
                 checked, self._unchecked = check_against_exact_gradient(setup, observed), None
+                self._require_identity(self._identity.look_at(step), f"step {index}: ")
             self._schedule.add(index)
         else:
             checked, self._unchecked = check_against_used_gradient(setup, observed), observed
+            if not self._identity.has_judged:  # until something is known, every step says something
+                self._require_identity(self._identity.look_at(step), f"step {index}: ")
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = checked.momentum
         self._history.append(replace(step, groups=made.groups), end, checked.update, statistics)
         if not self._in_until:
             self._complete_iteration()
+
+    def _require_identity(self, error: str | None, where: str = "", end: str = "") -> None:
+        """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
+        if error is not None:
+            raise StepMismatchError(
+                f"{where}recorder.batch() must get the indices of the rows that the network saw: {error}. "
+                f"{CAUSES}.{end}"
+            )
+        if self._identity.note is not None and not self._said_note:
+            self._said_note = True
+            warn_caller(
+                f"the loader normalises: pass X as the network sees it, or predictions for raw points are not those of "
+                f"the network that you use ({self._identity.note})."
+            )
 
     def _complete_iteration(self) -> None:
         if self._commits is not None:
@@ -389,6 +417,12 @@ class Recorder:
             )
         if not self._has_refused:
             validate_end(self._setup, self._history.last, self.num_steps)
+        self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
+        if self._identity.doubt is not None:
+            warn_uncertified(
+                f"rows could not be matched with X: {self._identity.doubt}. Contributions stand under the announced "
+                "indices, which nothing confirms."
+            )
         unchecked, self._unchecked = self._unchecked, None
         if unchecked is not None:
             try:

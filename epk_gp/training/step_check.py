@@ -46,6 +46,7 @@ class ObservedStep:
         momentum: The momentum buffer before the step, as the recorder follows it.
         start_statistics: The moving statistics before the step, (Q,).
         end_statistics: Those after it.
+        unseen: Why no forward pass was found for the step, as a clause; None if that is not known.
     """
 
     step: Step
@@ -57,6 +58,7 @@ class ObservedStep:
     momentum: Float[Tensor, " P"]
     start_statistics: Float[Tensor, " Q"]
     end_statistics: Float[Tensor, " Q"]
+    unseen: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,7 @@ def observe_step(
     end: Float[Tensor, " P"],
     momentum: Float[Tensor, " P"],
     statistics: tuple[Tensor, Tensor] | None = None,
+    unseen: str | None = None,
 ) -> ObservedStep:
     """Join the parts of a step that its optimizers have made.
 
@@ -92,6 +95,7 @@ def observe_step(
         end: The weights after the step.
         momentum: The momentum buffer before the step.
         statistics: The moving statistics before and after the step; None for a network without them.
+        unseen: Why no forward pass was found for it, as a clause.
     """
     model = setup.model
     coefficients = {name: value for part in parts for name, value in part.coefficients.items()}
@@ -108,6 +112,7 @@ def observe_step(
         momentum=momentum,
         start_statistics=start[:0] if statistics is None else statistics[0],
         end_statistics=start[:0] if statistics is None else statistics[1],
+        unseen=unseen,
     )
 
 
@@ -159,7 +164,7 @@ def _describe_mismatch(
 ) -> str:
     residual = observed.end - observed.start - expected
     difference, share = float(residual.abs().max()), _share(observed, residual)
-    cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule)
+    cause = explain_mismatch(setup.net, setup.model, check, follows_rule=follows_rule, unseen=observed.unseen)
     if not is_repeatable(setup, check):
         cause = (
             "the network draws random numbers from another source than torch (NumPy, Python), which cannot be drawn "

@@ -26,11 +26,13 @@ class MadeStep:
         parts: What each optimizer that took part did, in their order.
         announced: The batches that were announced for it, with their forward passes.
         groups: The parameter groups of all optimizers; None where they are those of the step before.
+        unseen: Why no forward pass was found for them, as far as it can be told, as a clause.
     """
 
     parts: Sequence[OptimizerPart]
     announced: Sequence[AnnouncedBatch]
     groups: tuple[OptimizerGroup, ...] | None
+    unseen: str | None = None
 
 
 @dataclass(eq=False)
@@ -103,8 +105,25 @@ class StepObserver:
             return
         self._assign_forwards()
         announced, self._announced = self._announced, []
+        unseen = self._unseen(announced)
         self._capture.waiting.clear()
-        self.report(MadeStep(parts, announced, self.watch.changed()))
+        self.report(MadeStep(parts, announced, self.watch.changed(), unseen))
+
+    def _unseen(self, announced: Sequence[AnnouncedBatch]) -> str | None:
+        unfit, self._capture.unfit = self._capture.unfit, None
+        rows = [len(forward.inputs) for forward in self._capture.waiting]
+        if rows:
+            held = sum(len(batch.samples(len(self.setup.X))) for batch in announced if not batch.forwards)
+            return (
+                f"its calls saw {' and '.join(map(str, rows))} rows, the batch says {held}: announce the rows that "
+                "this network saw (rows gathered from several processes were seen by the networks of the others)"
+            )
+        if unfit:
+            return (
+                f"its call had inputs of other shapes or kinds than X, {unfit}: call it with rows as X holds them (pad "
+                "them to the length of X, not to the longest of the batch)"
+            )
+        return None
 
     def statistics(self, index: int) -> Tensor | None:
         """Return the present moving statistics, which forward passes alone may have moved; None if there are none.

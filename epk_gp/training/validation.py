@@ -286,7 +286,10 @@ def parse_batch(indices: Tensor | Sequence[int], num_points: int, index: int) ->
         raise TypeError(f"step {index}: a batch must hold integer indices into X: got {batch.dtype}.")
     low, high = int(batch.min()), int(batch.max())
     if low < 0 or high >= num_points:
-        raise ValueError(f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}.")
+        raise ValueError(
+            f"step {index}: batch indices must lie in 0..{num_points - 1}: got {low}..{high}. IndexedDataset of a "
+            "Subset gives the numbers of the whole data set: pass the recorder X and y of the whole one."
+        )
     return batch.detach().to(torch.int64).clone()
 
 
