@@ -228,6 +228,8 @@ def _read_process(
             trajectory, description["lengthscale"], ComputeOptions(), settings.seed, description["power"]
         )
         return ExactLabelProcess(**common, kernel=kernel, inputs=data["inputs"], targets=data["process_targets"])
+    if description["kind"] != "sketched":
+        raise TypeError("the kind of its process is not known")
     features = InputFeatures(
         trajectory, len(data["vectors"]), settings.seed, description["lengthscale"], power=description["power"]
     )

@@ -314,7 +314,7 @@ class UncertainClassifier:
                 raise TypeError("its entries do not give the logits that were stored with them")
         return model
 
-    def _posterior(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n C+1"]:
+    def _posterior(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n columns"]:
         """Return mean and variance of the logits, by which a stored classifier is recognised."""
         posterior = self.logit_posterior(X)
         return torch.cat([posterior.mean, posterior.covariance[:, 0, :1]], dim=1).cpu()
