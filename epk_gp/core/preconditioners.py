@@ -155,8 +155,7 @@ class CoupledPreconditioner:
 def _adafactor(
     memory: Memory, h: Tensor, w: Tensor, count: Tensor, options: Options, shape: torch.Size
 ) -> tuple[Tensor, Memory]:
-    eps1, eps2 = options["eps"]
-    eps1 = torch.finfo(h.dtype).eps if eps1 is None else float(eps1)
+    eps1, eps2 = map(float, options["eps"])
     share = count ** float(options["beta2_decay"])
     if len(shape) > 1:
         squares = h.unflatten(-1, shape).square()
@@ -171,7 +170,7 @@ def _adafactor(
         V = memory[0]
     inverse = V.clamp(min=eps1 * eps1).rsqrt()
     clipping = (_root_mean_square(inverse * h) / float(options["d"])).clamp(min=1.0)
-    return _root_mean_square(w).clamp(min=float(eps2)) / clipping * inverse, memory
+    return _root_mean_square(w).clamp(min=eps2) / clipping * inverse, memory
 
 
 def _root_mean_square(value: Tensor) -> Tensor:

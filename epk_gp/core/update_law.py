@@ -198,6 +198,14 @@ class StepLaw:
         return torch.tensor(self.sizes[part.parameters], device=self.moves.device)
 
 
+def _with_eps(group: OptimizerGroup, eps: float) -> OptimizerGroup:
+    """Return a group whose first eps is a number: Adafactor's default is that of the weights' dtype."""
+    own = group.options.get("eps")
+    if not isinstance(own, list | tuple) or own[0] is not None:
+        return group
+    return replace(group, options={**group.options, "eps": [eps, own[1]]})
+
+
 class UpdateLaw:
     """The steps of a run as functions.
 
@@ -230,7 +238,9 @@ class UpdateLaw:
         recorded = [(0, self.trajectory.optimizer_groups), *changes]
         self._starts = [start for start, _ in recorded]
         # the group of each parameter from each of these steps on; a parameter may join one later, or leave it
-        self._groups = [{name: group for group in groups for name in group.names} for _, groups in recorded]
+        eps = float(torch.finfo(model.spec.dtype).eps)
+        resolved = ([_with_eps(group, eps) for group in groups] for _, groups in recorded)
+        self._groups = [{name: group for group in groups for name in group.names} for groups in resolved]
         histories: list[list[OptimizerGroup | None]] = []
         for number, name in enumerate(model.names):
             history = [groups.get(name) for groups in self._groups]

@@ -33,8 +33,8 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
     `update.left.K` and `update.right.K` with `.steps`, the matrices of parameter K, of a run with matrix
     preconditioners; `statistics` (S + 1, Q) of a network with moving statistics; `passes.*` of a run with forward
     passes; `sizes`, `lengths`, `batches`, `weighted` and `sample_weights`; `groups` where parameter groups change; and
-    all of `data.safetensors`. The metadata hold the run's header as JSON, the names of the 7 fields in their order as JSON (`update_fields`), and the run's
-    digest.
+    all of `data.safetensors`. The metadata hold the run's header as JSON, the names of the 7 fields in their order as
+    JSON (`update_fields`), and the run's digest.
 
     Args:
         path: The run's folder.

@@ -135,8 +135,8 @@ class TrainingState:
             states = [optimizer.state_dict() for optimizer in self.optimizers]
         except KeyError as error:
             raise ValueError(
-                "a parameter group must be removed with its state, or torch cannot store the optimizer: call "
-                "optimizer.state.pop(parameter) for each of its parameters, or record in memory."
+                "a parameter group must be removed with its state, which torch cannot store without it: call "
+                "optimizer.state.pop(parameter) for its parameters, or record in memory."
             ) from error
         state = {
             "optimizer": states[0] if len(states) == 1 else states,
@@ -181,9 +181,8 @@ class TrainingState:
             for optimizer, own in zip(self.optimizers, recorded, strict=True):
                 if (count := len(own["param_groups"])) != len(optimizer.param_groups):
                     raise ValueError(
-                        "the optimizer must have the parameter groups of the last commit to resume: it had "
-                        f"{count} then, got {len(optimizer.param_groups)}. A run whose loop adds or removes groups "
-                        "(add_param_group) is recorded in one go."
+                        f"the optimizer must have the parameter groups of the last commit to resume: it had {count} "
+                        f"then, got {len(optimizer.param_groups)}. A run that adds groups must be recorded in one go."
                     )
                 _validate_buffer_shapes(optimizer, own)
             for optimizer, own in zip(self.optimizers, recorded, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from weighted_loops import POINTS, WeightedLoop, mlp
+from weighted_loops import POINTS, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
 from epk_gp.core.recorded_clipping import Clip
@@ -327,3 +327,17 @@ def test_networks_are_indexed_as_a_list_is() -> None:
     for index in (1.0, "0", None, True, Tensor([1])):
         with pytest.raises(TypeError, match="index must be a whole number"):
             trained[index]  # type: ignore[index]
+
+
+def test_the_default_eps_of_adafactor_is_that_of_the_run_in_any_computation() -> None:
+    X, y = WeightedLoop(adam).data
+    torch.manual_seed(1)
+    net = convolutions().float()  # a bias in front of BatchNorm has a gradient of rounding, below eps of float32
+    optimizer = optim.Adafactor(net.parameters())
+    with epk.Recorder(net, optimizer, X.float(), y) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(X.float()), y).backward()
+            recorder.batch(None)
+            optimizer.step()
+    assert epk.influence(recorder.trajectory, X[:2]).certified
