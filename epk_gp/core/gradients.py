@@ -155,7 +155,6 @@ class RunReplay:
                 error = max(error, statistics_error(replayed.statistics, after, self.trajectory.dtype))
         return total, error
 
-
     def unseen_moves(self, step: Step, passes: Sequence[PassData]) -> list[UnseenMove | None]:
         """Return what moved the statistics before each pass of a step and after the last; None where nothing did."""
         recorded, model = self.trajectory.statistics, self.model
