@@ -35,6 +35,8 @@ CERTIFICATE: dict[str, Any] = {
     "statuses": {},
 }
 
+ACCEPTED = {"accepted_share": 1e9}  # drawn terms are as large as the change of the outputs
+
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
@@ -47,7 +49,7 @@ def with_network(terms: CertifiedTerms) -> CertifiedTerms:
 def attribution(n: int = POINTS) -> CertifiedTerms:
     terms = {name: drawn(n, OUTPUTS) for name in ("initial", "network", "decay", "statistics", "unexplained")}
     samples, amplification = drawn(n, OUTPUTS, SAMPLES), drawn(n, OUTPUTS).abs()
-    return with_network(Attribution(**terms, samples=samples, amplification=amplification, **CERTIFICATE))
+    return with_network(Attribution(**terms, samples=samples, amplification=amplification, **CERTIFICATE, **ACCEPTED))
 
 
 def step_axis(*names: str) -> Axis:
@@ -70,6 +72,7 @@ def grouped(n: int = POINTS, names: tuple[str, str] = ("cat", "dog")) -> Certifi
             axes=(step_axis("0", "1", "2", "3"), sample_axis(*names)),
             amplification=drawn(n, OUTPUTS).abs(),
             **CERTIFICATE,
+            **ACCEPTED,
         )
     )
 
@@ -246,6 +249,23 @@ def test_a_result_says_whether_it_is_certified_and_why_not(make):
     findings = wrong.findings if isinstance(wrong, Influence) else describe_findings(wrong)
     assert not wrong.certified
     assert shown(wrong)["certificate"] == [f"not certified: {'; '.join(findings)}"]
+
+
+@pytest.mark.parametrize("make", [attribution, grouped])
+def test_a_part_of_the_change_that_is_unexplained_is_a_finding(make):
+    wrong = replace(make(), accepted_share=0.0)
+    share = float(wrong.unexplained_terms.abs().sum() / (wrong.network - wrong.initial).abs().sum())
+    assert wrong.unexplained_share == pytest.approx(share)
+    assert shown(wrong)["certificate"][0].startswith(f"not certified: {share:.1%} of the change of the outputs is")
+
+
+def test_contributions_that_cancel_are_said_to():
+    few, many = (
+        replace(attribution(), amplification=torch.full((POINTS, OUTPUTS), size, dtype=torch.float64))
+        for size in (9.0, 1000.0)
+    )
+    assert shown(few)["amplification"] == ["9 (at most)"]
+    assert "one alone says little; sum them over groups" in shown(many)["amplification"][0]
 
 
 def test_the_largest_error_is_that_of_the_sum():

@@ -53,7 +53,7 @@ def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[
             if "calling .item()" not in str(error):
                 raise
             raise ValueError(
-                "the network must compute with tensors: forward() makes a Python number of a weight or of an activation "
+                "the network must compute with tensors: forward() makes a Python number of a weight or an activation "
                 "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
                 "tensor itself, or make the number of a buffer."
             ) from error

@@ -25,7 +25,6 @@ from epk_gp.kernel_machine.term_tables import (
 )
 from epk_gp.quadrature.status import QuadratureStatus
 
-
 # Above this amplification a result says that its terms cancel: small networks have 1.5 to 7, ResNets 20 to 40.
 _LARGE_AMPLIFICATION = 10
 _LARGE_SHARE = 0.01  # of the change of the outputs, by which `unexplained` is a finding
@@ -97,7 +96,7 @@ class CertifiedTerms(Displayed):
 
     @cached_property
     def unexplained_share(self) -> float:
-        """Share of the change of all outputs that is unexplained; 0 where it is at most 1 %, or what the run accepts."""
+        """Share of the change of all outputs that is unexplained; 0 if it is at most 1 %, or what the run accepts."""
         terms, change = self.unexplained_terms.abs(), (self.network - self.initial).abs()
         allowed = max(_LARGE_SHARE, self.accepted_share) * float(change.sum())
         if not terms.numel() or float(terms.sum()) <= allowed or float(terms.max()) <= self.error_tolerance:

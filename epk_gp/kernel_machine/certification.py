@@ -295,7 +295,7 @@ def describe_findings(result: Certified) -> list[str]:
     share = getattr(result, "unexplained_share", 0.0)  # of results that have it as a term
     if share > 0:
         findings.append(
-            f"{share:.1%} of the change of the outputs is `unexplained`: the gradients of the training data do not make "
+            f"{share:.1%} of the change of the outputs is `unexplained`: gradients of the training data do not make "
             "that part of the steps, such as rounding that Adam amplifies in a bias in front of BatchNorm (bias=False "
             "removes it; attribute_by with by_parameter says where it is)"
         )

@@ -18,9 +18,9 @@ from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.kernel_machine.loss_curvature import LossCurvature
 
-# Pairs of differences, relative to the weights, that are compared with each other, and by how much torch may differ from
-# them. At the fine ones even networks of many ReLUs seldom meet a kink; where a network computes in float32 inside,
-# these are rounding, and the coarse ones may hold kinks.
+# Pairs of differences, relative to the weights, that are compared with each other; and by how much torch may differ
+# from them. At the fine ones even networks of many ReLUs seldom meet a kink; where a network computes in float32
+# inside, these are rounding, and the coarse ones may hold kinks.
 _PAIRS = (((1e-8, 1e-7), 1e-3), ((1e-4, 1e-3), 0.3))
 _SETTLED = 4  # differences tell something where torch misses them by so many times what they miss each other
 

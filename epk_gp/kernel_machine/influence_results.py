@@ -132,8 +132,8 @@ class Influence(Displayed):
             )
         if not self.curvature_error <= 0:
             findings.append(
-                f"torch's derivative of the gradient differs by {self.curvature_error:.2g} of its size from differences "
-                "of gradients: the gradient is that of no function (a straight-through estimator, fake quantisation, a "
+                f"torch's derivative of the gradient differs by {self.curvature_error:.2g} of its size from finite "
+                "differences: the gradient is that of no function (a straight-through estimator, fake quantisation, a "
                 "stop-gradient such as detach(), scale_grad_by_freq), or torch's second derivative of an operation is "
                 "wrong"
             )
