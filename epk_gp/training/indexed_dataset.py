@@ -16,9 +16,9 @@ class IndexedDataset(Dataset[Any]):
             recorder.batch(indices)
 
     Item i must be row i of the recorder's X and y, as it is or augmented. Of a `Subset`, as `random_split` returns it,
-    items have the numbers of the whole data set, through all subsets of subsets: X and y are then those of the whole
-    data set. To record on the subset alone, make it a data set of its own: `TensorDataset(X[indices], y[indices])`. With `key` the items must be dictionaries,
-    as Hugging Face's trainer takes them, and hold their index under that key.
+    an item has its number in the whole data set, through subsets of subsets too: X and y are then the whole data set's.
+    To record on the subset alone, make it a data set of its own, such as `TensorDataset(X[indices], y[indices])`. With
+    `key` the items must be dictionaries, as Hugging Face's trainer takes them, and hold their index under that key.
     """
 
     def __init__(self, dataset: Dataset[Item], *, key: str | None = None) -> None:
