@@ -109,7 +109,7 @@ class RowIdentity:
         if not is_one or not (is_class or isinstance(loss, MeanSquaredError)) or getattr(loss, "class_weights", None):
             return is_own
         recorded = y.reshape(len(y), -1).double()
-        if is_class and not y.is_floating_point():  # of the classes that occur
+        if isinstance(loss, CrossEntropy | NegativeLogLikelihood) and not y.is_floating_point():  # classes that occur
             recorded = soft_targets(loss, y, recorded.new_empty(0, max(1, int(self.y.max()) + 1)))
         used, C = recorded, recorded.shape[1]
         if other is not None:

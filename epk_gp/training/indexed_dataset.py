@@ -1,7 +1,7 @@
 """Datasets whose batches hold the indices of their items."""
 
 from collections.abc import Mapping, Sized
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import Dataset, Subset
 
@@ -52,7 +52,7 @@ class IndexedDataset(Dataset[Any]):
         """
         row, item, dataset = index % len(self), self.dataset[index], self.dataset
         while isinstance(dataset, Subset):
-            row, dataset = int(dataset.indices[row]), dataset.dataset
+            row, dataset = int(dataset.indices[row]), cast("Any", dataset.dataset)
             row %= len(dataset)
         if self.key is None:
             return row, item
