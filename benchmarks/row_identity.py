@@ -42,7 +42,8 @@ def coloured_images(count: int) -> Tensor:
     noise = torch.fft.irfft2(torch.fft.rfft2(torch.randn(count, 3, 32, 32)) / (frequency + 0.02), s=(32, 32))
     x = 0.7 * noise.mean(dim=1, keepdim=True) + 0.3 * noise
     x[CLASSES:] += 0.5 * x[torch.arange(CLASSES, count) % CLASSES]  # images of a class are alike
-    return (0.5 + 0.25 * x / x.std()).clamp(0, 1)
+    images: Tensor = (0.5 + 0.25 * x / x.std()).clamp(0, 1)
+    return images
 
 
 def sentences(count: int) -> Tensor:

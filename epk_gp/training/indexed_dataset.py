@@ -1,7 +1,7 @@
 """Datasets whose batches hold the indices of their items."""
 
 from collections.abc import Mapping, Sized
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import Dataset, Subset
 
@@ -16,9 +16,9 @@ class IndexedDataset(Dataset[Any]):
             recorder.batch(indices)
 
     Item i must be row i of the recorder's X and y, as it is or augmented. Of a `Subset`, as `random_split` returns it,
-    items have the numbers of the whole data set, through all subsets of subsets: X and y are then those of the whole
-    data set. To record on the subset alone, make it a data set of its own: `TensorDataset(X[indices], y[indices])`. With `key` the items must be dictionaries,
-    as Hugging Face's trainer takes them, and hold their index under that key.
+    an item has its number in the whole data set, through subsets of subsets too: X and y are then the whole data set's.
+    To record on the subset alone, make it a data set of its own, such as `TensorDataset(X[indices], y[indices])`. With
+    `key` the items must be dictionaries, as Hugging Face's trainer takes them, and hold their index under that key.
     """
 
     def __init__(self, dataset: Dataset[Item], *, key: str | None = None) -> None:
@@ -52,7 +52,7 @@ class IndexedDataset(Dataset[Any]):
         """
         row, item, dataset = index % len(self), self.dataset[index], self.dataset
         while isinstance(dataset, Subset):
-            row, dataset = int(dataset.indices[row]), dataset.dataset
+            row, dataset = int(dataset.indices[row]), cast("Any", dataset.dataset)
             row %= len(dataset)
         if self.key is None:
             return row, item

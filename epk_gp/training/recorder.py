@@ -15,7 +15,7 @@ from epk_gp.core.certificate import warn_caller, warn_uncertified
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
 from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
-from epk_gp.core.row_identity import CAUSES, RowIdentity
+from epk_gp.core.row_identity import RowIdentity
 from epk_gp.core.states import States, Updates
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
@@ -168,7 +168,7 @@ class Recorder:
         self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
         self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
         self._probe = DerivativeProbe()
-        self._said_note = False  # that the loop scales and shifts its rows
+        self._has_said_note = False  # that the loop scales and shifts its rows
         self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
         self._schedule = CheckSchedule(rules.check_every, self._setup.model.spec.device)
 
@@ -377,7 +377,7 @@ class Recorder:
             self._schedule.add(index)
         else:
             checked, self._unchecked = check_against_used_gradient(setup, observed), observed
-            if not self._identity.has_judged:  # until something is known, every step says something
+            if not self._identity.num_judged:  # until something is known, every step says something
                 self._require_identity(self._identity.look_at(step), f"step {index}: ")
         self._probe.look_at(setup, observed, self._schedule)
         self._training.momentum = checked.momentum
@@ -389,14 +389,15 @@ class Recorder:
         """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
         if error is not None:
             raise StepMismatchError(
-                f"{where}recorder.batch() must get the indices of the rows that the network saw: {error}. "
-                f"{CAUSES}.{end}"
+                f"{where}recorder.batch() must get the indices of the rows that the network saw: {error}. Likely "
+                "causes: indices counted beside a shuffled loader; X and y of another data set, or in another order; "
+                f"placeholders. Take the indices from IndexedDataset (of a Subset, those in the whole data set).{end}"
             )
-        if self._identity.note is not None and not self._said_note:
-            self._said_note = True
+        if self._identity.note is not None and not self._has_said_note:
+            self._has_said_note = True
             warn_caller(
-                f"the loader normalises: pass X as the network sees it, or predictions for raw points are not those of "
-                f"the network that you use ({self._identity.note})."
+                "the loader normalises: pass X as the network sees it, or the trajectory's outputs at raw points are "
+                f"not those of your network ({self._identity.note})."
             )
 
     def _complete_iteration(self) -> None:

@@ -139,3 +139,34 @@ def test_a_pass_may_put_another_tensor_in_the_place_of_a_buffer():
     parts = epk.attribute(trajectory, X[:2])
     assert parts.certified
     assert parts.statistics.norm() > 1e-3 * parts.samples.norm()
+
+
+class Bag(nn.Module):
+    """The mean of words, under dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.drop, self.score = nn.Embedding(9, 4), nn.Dropout(0.3), nn.Linear(4, 3)
+
+    def forward(self, ids, mask):
+        return self.score((self.drop(self.embed(ids)) * mask[..., None]).sum(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "cause"),
+    [
+        (8, 4, r"inputs of other shapes .* \(8, 4\) and \(8, 4\): .*pad them"),
+        (4, 6, "its calls saw 4 rows, the batch says 8"),
+    ],
+    ids=["cut to the longest", "gathered from two processes"],
+)
+def test_rows_that_the_network_saw_otherwise_under_dropout_are_named(rows, length, cause):
+    torch.manual_seed(0)
+    X = {"ids": torch.randint(1, 9, (24, 6)), "mask": torch.ones(24, 6).double()}
+    y, net = torch.arange(24) % 3, Bag().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, X, y) as recorder:
+        nn.functional.cross_entropy(net(X["ids"][:rows, :length], X["mask"][:rows, :length]), y[:rows]).backward()
+        recorder.batch(torch.arange(8))
+        with pytest.raises(epk.StepMismatchError, match=cause):
+            optimizer.step()
