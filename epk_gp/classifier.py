@@ -110,12 +110,13 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with draw_from(torch.Generator().manual_seed(seed)):
             net = self._network(features.shape[1], len(encoder.classes_)).double()
-        _validate_num_outputs(net, torch.as_tensor(features[:1]), len(encoder.classes_))
+        points = _own_tensor(features)
+        _validate_num_outputs(net, points[:1], len(encoder.classes_))
         parameters = [p for p in net.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(parameters, lr=self.lr) if self.optimizer is None else self.optimizer(parameters)
         self.trajectory_ = train(
             net,
-            torch.as_tensor(features),
+            points,
             torch.as_tensor(encoder.transform(labels)).long(),
             optimizer=optimizer,
             steps=self.steps,
@@ -209,11 +210,16 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
 
     def _points(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self)
-        return torch.as_tensor(validate_data(self, X, dtype=np.float64, reset=False))
+        return _own_tensor(validate_data(self, X, dtype=np.float64, reset=False))
 
     def _logits(self, X: ArrayLike) -> Tensor:
         points = self._points(X)
         return network_outputs(self.trajectory_, points)
+
+
+def _own_tensor(values: np.ndarray) -> Tensor:
+    """Copy an array: that of a DataFrame may be read-only, which torch warns of, or have negative strides."""
+    return torch.from_numpy(np.array(values, order="C"))
 
 
 def _validate_factory(network: Callable[[int, int], nn.Module]) -> None:
