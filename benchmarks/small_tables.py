@@ -9,8 +9,8 @@ for each table, over all splits:
 * NLL: of test labels, by the network, by the process alone (softmax of b m), by the mixture of both, and by the mixture
   without a prior and a floor (`plain`).
 * covers: share of test points whose true probability of the predicted class lies within two `std`, where it is known.
-* bins: of five bins of test points by predicted probability, those whose share of right ones lies within two mean `std`.
-* least std: the smallest at a predicted probability below 0.9; in brackets that of the plain mixture, process part alone.
+* bins: of five bins of test points by predicted probability, how many have a share of right ones within two mean `std`.
+* least std: the smallest at a predicted probability below 0.9; in brackets what it is without prior and floor.
 * worse: splits where the mixture is worse than the network on the validation labels that weigh both, and the label of
   unknown class beside them, by more than two standard errors of the mean difference.
 * far error: the smallest error score at 20 points thirty times as far from the mean as training points.
@@ -37,8 +37,17 @@ REAL = {
     "digits": datasets.load_digits,
 }
 SIZES = {  # training and validation points together are three quarters
-    **{"cancer": 569, "wine": 178, "iris": 150, "digits": 600, "classification": 400, "moons": 300, "circles": 300},
-    **{"blobs": 300, "moons of 80": 80, "cancer of 80": 80, "digits of 100": 100},
+    "cancer": 569,
+    "wine": 178,
+    "iris": 150,
+    "digits": 600,
+    "classification": 400,
+    "moons": 300,
+    "circles": 300,
+    "blobs": 300,
+    "moons of 80": 80,
+    "cancer of 80": 80,
+    "digits of 100": 100,
 }
 
 

@@ -41,9 +41,7 @@ class Stacking:
         """Return the weighted sum."""
         return self.network * network + self.process * process
 
-    def without_certainty(
-        self, logits: Float[Tensor, "n C"], variance: Float[Tensor, " n"]
-    ) -> Float[Tensor, "n C"]:
+    def without_certainty(self, logits: Float[Tensor, "n C"], variance: Float[Tensor, " n"]) -> Float[Tensor, "n C"]:
         """Return logits whose largest probability is at most 1 - (1 - 1/C) v / (N + n + 1).
 
         Of N + n labels and one of unknown class, the one counts as much as a point is far from the training data: the

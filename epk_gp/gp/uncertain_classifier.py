@@ -75,7 +75,10 @@ class UncertainClassifier:
 
         p(x) = softmax(a_1 f(x) + a_2 m(x))
 
-    with the network's logits f and the process's mean m, and the other half calibrate sets of classes.
+    with the network's logits f and the process's mean m, and the other half calibrate sets of classes. A prior keeps
+    both weights where these labels are few; from some hundred on it plays no part. No class gets a probability above
+    1 - (1 - 1/C) v / (N + n + 1), with the process's variance v, N training labels and n that weigh the two. Error bars
+    are those of the process alone, and do not vanish with a_2 (`Stacking`, `ClassUncertainty`).
 
     Up to 5000 conditioning points the process is conditioned through its kernel matrix, if that takes at most 10^13
     multiplications; else it is Bayesian linear regression on sketched features (`path_features`), linear in the number
@@ -230,13 +233,14 @@ class UncertainClassifier:
         return ClassUncertainty(*(like_inputs(values, X) for values in scores))
 
     def logit_posterior(self, X: object) -> LogitPosterior:
-        """Return the posterior of the logits whose softmax are the probabilities: a_1 f + a_2 m, and the bars' variance.
+        """Return the posterior of the logits whose softmax are the probabilities, with the process's error bars.
 
         Args:
             X: n points.
 
         Returns:
-            Mean (n, C) and covariances (n, C, C), float64, for `softmax_uncertainty`.
+            Mean (n, C), a_1 f + a_2 m where no class is surer than the labels support, and covariances (n, C, C),
+            max(a_2, b)^2 times those of m with b the weight of the process alone; float64, for `softmax_uncertainty`.
 
         Raises:
             TypeError, ValueError: The network cannot take the points.
