@@ -62,7 +62,7 @@ class SoftmaxUncertainty(Displayed):
             "expected entropy": self.expected_entropy,
             "mutual information": self.mutual_information,
         }
-        rows = tuple((name, *map(number, values[:SHOWN_POINTS].tolist())) for name, values in scores.items())
+        rows = tuple((name, *map(number, values[:SHOWN_POINTS].double().tolist())) for name, values in scores.items())
         columns = ("", *(f"point {i}" for i in range(min(n, SHOWN_POINTS))))
         table = Table(columns, rows, columns_note(len(columns) - 1, n))
         return Summary(f"Class probabilities of {count(n, 'point')} under a process", tuple(entries), table)
