@@ -63,7 +63,9 @@ class LabelErrors(Displayed):
         )
         columns = ("", "suspicion", "expected class", "own label", "margin", "area under the margin")
         note = columns_note(len(shown), len(self))
-        return Summary(f"Labels of {count(len(self), 'training point')}, most suspicious first", (), Table(columns, rows, note))
+        return Summary(
+            f"Labels of {count(len(self), 'training point')}, most suspicious first", (), Table(columns, rows, note)
+        )
 
 
 def label_errors(
