@@ -110,12 +110,13 @@ class EPKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sc
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with draw_from(torch.Generator().manual_seed(seed)):
             net = self._network(features.shape[1], len(encoder.classes_)).double()
-        _validate_num_outputs(net, as_tensor(features[:1]), len(encoder.classes_))
+        points = as_tensor(features)
+        _validate_num_outputs(net, points[:1], len(encoder.classes_))
         parameters = [p for p in net.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(parameters, lr=self.lr) if self.optimizer is None else self.optimizer(parameters)
         self.trajectory_ = train(
             net,
-            as_tensor(features),
+            points,
             torch.as_tensor(encoder.transform(labels)).long(),
             optimizer=optimizer,
             steps=self.steps,

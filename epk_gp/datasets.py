@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Int64, Num, UInt8
 from torch import Tensor
 
+from epk_gp.core.display import SHOWN_ROWS, Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.validation import validate_count, validate_generator, validate_integer
 
 DATA_VARIABLE = "EPK_GP_DATA"
@@ -27,8 +28,8 @@ _DEFLATE_LIMIT = 1032  # a deflate stream expands by at most this factor
 _CHUNK = 1 << 20
 
 
-@dataclass(frozen=True)
-class Dataset:
+@dataclass(frozen=True, repr=False)
+class Dataset(Displayed):
     """Labelled inputs of a classification problem.
 
     Attributes:
@@ -59,6 +60,16 @@ class Dataset:
     def __len__(self) -> int:
         """Return the number of inputs."""
         return len(self.inputs)
+
+    def _summary(self) -> Summary:
+        sizes = self.labels.bincount(minlength=self.num_classes).tolist()
+        listed = ", ".join(f"{size} of class {c}" for c, size in enumerate(sizes[:SHOWN_ROWS]))
+        more = "" if len(sizes) <= SHOWN_ROWS else f" and {len(sizes) - SHOWN_ROWS:,} classes more"
+        entries = (
+            Entry("inputs", f"shape {tuple(self.inputs.shape)}", kind_of(self.inputs)),
+            Entry("labels", f"{listed}{more}"),
+        )
+        return Summary(f"{self.name}: {count(len(self), 'labelled input')}", entries)
 
     def __getitem__(self, index: slice | Tensor) -> "Dataset":
         """Select inputs and their labels by a slice, a tensor of indices or a mask."""

@@ -41,6 +41,16 @@ def fitted(data):
     return EPKClassifier(steps=30, random_state=0).fit(X[:45], y[:45])
 
 
+def test_read_only_arrays_are_copied_without_a_warning(data, recwarn):
+    """Those of a DataFrame are read-only."""
+    X, y = data
+    X = X.copy()
+    X.setflags(write=False)
+    model = EPKClassifier(steps=2).fit(X, y)
+    assert np.array_equal(model.predict(X), model.predict(X[::-1])[::-1])
+    assert not [w for w in recwarn if "writable" in str(w.message)]
+
+
 def test_predictions_are_the_recorded_networks(data, fitted):
     X, y = data
     z = epk.network_outputs(fitted.trajectory_, torch.as_tensor(X[45:]))

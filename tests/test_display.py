@@ -12,7 +12,10 @@ from shown_results import HOSTILE, shown
 from torch import Tensor
 
 import epk_gp as epk
+from epk_gp.analysis.label_errors import LabelErrors
+from epk_gp.analysis.next_to_label import NextToLabel
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.datasets import Dataset
 from epk_gp.gp.class_uncertainty import ClassUncertainty
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerms, GroupedAttribution
@@ -347,3 +350,25 @@ def test_results_of_a_run_are_shown(run):
     for result in (parts, rebuilt, epk.influence(run, X), epk.retrain(run, torch.ones(1, run.num_points))):
         assert shown(result)["certificate"][0].startswith("certified: ")
     assert_shown(shown(parts)["samples"], parts.samples.sum(dim=2)[torch.arange(2), parts.network.argmax(dim=1)])
+
+
+def test_lists_and_tables_of_points_show_themselves_in_twenty_lines():
+    """Of each the first entries, and how many there are."""
+    n, C = 500, 12
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(n, generator=generator)
+    posterior = LogitPosterior(torch.randn(n, C, generator=generator), torch.eye(C).expand(n, C, C))
+    errors = LabelErrors(
+        scores.argsort(descending=True), scores, torch.arange(n), scores, scores, -scores, torch.arange(n), scores
+    )
+    for result, words in (
+        (errors, f"point {int(scores.argmax())} "),
+        (NextToLabel(torch.arange(n), scores, scores, scores), "the first 10 of 500 points"),
+        (epk.softmax_uncertainty(posterior, 8, generator), "the first 3 of 500 points"),
+        (Dataset(torch.zeros(n, 3, 32, 32), torch.arange(n) % C, C, "pictures"), "pictures: 500 labelled inputs"),
+    ):
+        text = repr(result)
+        assert words in text
+        assert len(text.splitlines()) <= 20
+        assert max(map(len, text.splitlines())) <= 100
+        assert "tensor(" not in text

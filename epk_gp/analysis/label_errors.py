@@ -10,6 +10,7 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from epk_gp.core.compute_options import ComputeSettings, parse_options
+from epk_gp.core.display import SHOWN_ROWS, Displayed, Summary, Table, columns_note, count, number
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.core.validation import validate_count
 from epk_gp.gp.class_data import labelled_points, training_labels
@@ -20,8 +21,8 @@ from epk_gp.quadrature.paths import WeightPath, straight
 AUM_STATES = 50  # of the run, whose margins are averaged: they change slowly from state to state
 
 
-@dataclass(frozen=True, eq=False)
-class LabelErrors:
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelErrors(Displayed):
     """How suspicious the label of each of M training points is.
 
     Attributes:
@@ -49,6 +50,22 @@ class LabelErrors:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def _summary(self) -> Summary:
+        shown = self.scores.argsort(descending=True, stable=True)[:SHOWN_ROWS].tolist()
+        rows = tuple(
+            (
+                f"point {int(self.points[i])}",
+                *(number(float(values[i])) for values in (self.scores, self.predicted, self.own_label, self.margin)),
+                number(float(self.aum[i])),
+            )
+            for i in shown
+        )
+        columns = ("", "suspicion", "expected class", "own label", "margin", "area under the margin")
+        note = columns_note(len(shown), len(self))
+        return Summary(
+            f"Labels of {count(len(self), 'training point')}, most suspicious first", (), Table(columns, rows, note)
+        )
 
 
 def label_errors(

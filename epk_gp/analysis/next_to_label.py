@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.core.display import SHOWN_ROWS, Displayed, Summary, Table, columns_note, number
+from epk_gp.core.display import count as counted
 from epk_gp.core.validation import validate_count, validate_integer
 from epk_gp.gp.class_data import class_inputs, float_inputs
 from epk_gp.gp.label_process import LabelProcess, without_rounding
@@ -16,8 +18,8 @@ from epk_gp.gp.uncertain_classifier import UncertainClassifier
 NUM_REFERENCE = 4000
 
 
-@dataclass(frozen=True, eq=False)
-class NextToLabel:
+@dataclass(frozen=True, eq=False, repr=False)
+class NextToLabel(Displayed):
     """Points of a pool to label next, in the order in which they are chosen.
 
     Attributes:
@@ -35,6 +37,16 @@ class NextToLabel:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def _summary(self) -> Summary:
+        columns = ("", "promised gain", "variance removed", "probability of a mistake")
+        scores = torch.stack([self.scores, self.variance_removed, self.misclassification], dim=1)[:SHOWN_ROWS]
+        rows = tuple(
+            (f"point {index}", *map(number, row))
+            for index, row in zip(self.indices.tolist(), scores.tolist(), strict=False)
+        )
+        table = Table(columns, rows, columns_note(len(rows), len(self)))
+        return Summary(f"{counted(len(self), 'point')} of a pool to label next", (), table)
 
 
 def next_to_label(

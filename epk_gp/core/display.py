@@ -11,6 +11,7 @@ from torch import Tensor
 
 from epk_gp.core.differentiation_plan import TensorSpec
 
+SHOWN_ROWS = 10  # of a list
 SHOWN_POINTS = 3  # columns of a table: with them a table is narrower than 100 characters
 _WIDTH = 100  # characters of a line of text
 NAME_LENGTH = 24  # characters of a name in a table

@@ -85,6 +85,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         train_targets: (N, C) for "full", (C, N) for "independent" and "trace".
         target_mean: What was subtracted from the labels, (C,): add it to predictions. Zero for other targets.
         points: The N indices.
+        trajectory: The run; with nodes, `kernel.trajectory` is the run of these.
 
     Raises:
         TypeError: `points` are not indices, `noise` is of another kind, or an option is not known.
@@ -146,6 +147,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         if by_gram:  # whose diagonal it has
             kernel.scale = gram_scale(kernel.config, x)
         super().__init__(x, coupling.to_gpytorch(y), likelihood)
+        self.trajectory = trajectory
         self.points = train_indices
         self.target_mean = target_mean
         self.coupling = coupling

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.display import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.core.validation import validate_count, validate_generator, validate_number, validate_positive
 from epk_gp.gp.posterior import LogitPosterior, validate_posterior
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod, validate_method
@@ -18,8 +19,8 @@ CHUNK_BYTES = 64 * 2**20
 ARRAYS_PER_POINT = 4  # of the size of the samples: logits, probabilities, their shifts, and terms of the entropy
 
 
-@dataclass(frozen=True, eq=False)
-class SoftmaxUncertainty:
+@dataclass(frozen=True, eq=False, repr=False)
+class SoftmaxUncertainty(Displayed):
     """Monte Carlo estimates of the softmax's distribution at n points. Entropies are in nats.
 
     Attributes:
@@ -45,6 +46,26 @@ class SoftmaxUncertainty:
 
     def __len__(self) -> int:
         return self.mean.shape[0]
+
+    def _summary(self) -> Summary:
+        n, C = self.mean.shape
+        entries = [Entry("shape of mean and std", f"({n}, {C})", kind_of(self.mean))]
+        if not n:
+            return Summary("Class probabilities of 0 points", tuple(entries))
+        entries.append(Entry("largest standard error", number(float(self.standard_error.max())), "of a mean"))
+        p, chosen = self.mean.max(dim=1)
+        scores = {
+            "most likely class": chosen,
+            "its probability": p,
+            "its standard deviation": self.std.gather(1, chosen[:, None])[:, 0],
+            "entropy": self.entropy,
+            "expected entropy": self.expected_entropy,
+            "mutual information": self.mutual_information,
+        }
+        rows = tuple((name, *map(number, values[:SHOWN_POINTS].double().tolist())) for name, values in scores.items())
+        columns = ("", *(f"point {i}" for i in range(min(n, SHOWN_POINTS))))
+        table = Table(columns, rows, columns_note(len(columns) - 1, n))
+        return Summary(f"Class probabilities of {count(n, 'point')} under a process", tuple(entries), table)
 
 
 def softmax_uncertainty(

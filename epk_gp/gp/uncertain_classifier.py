@@ -32,7 +32,7 @@ from epk_gp.gp.label_process import LabelProcess
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.saved_classifier import SavedClassifier, damage_named, read_classifier, write_classifier
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
-from epk_gp.gp.stacking import Stacking, stack_logits
+from epk_gp.gp.stacking import Stacking, most_likely_temperature, stack_logits
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.quadrature.paths import WeightPath, straight
 
@@ -77,7 +77,10 @@ class UncertainClassifier:
 
         p(x) = softmax(a_1 f(x) + a_2 m(x))
 
-    with the network's logits f and the process's mean m, and the other half calibrate sets of classes.
+    with the network's logits f and the process's mean m, and the other half calibrate sets of classes. A prior keeps
+    both weights where these labels are few; from some hundred on it plays no part. No class gets a probability above
+    1 - (1 - 1/C) v / (N + n + 1), with the process's variance v, N training labels and n that weigh the two. Error bars
+    are those of the process alone, and do not vanish with a_2 (`Stacking`, `ClassUncertainty`).
 
     Up to 5000 conditioning points the process is conditioned through its kernel matrix, if that takes at most 10^13
     multiplications; else it is Bayesian linear regression on sketched features (`path_features`), linear in the number
@@ -175,8 +178,10 @@ class UncertainClassifier:
         judged = _judge(trajectory, process, held_out)
         order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(self.seed)).to(classes.device)
         first, second = order.tensor_split(2)
-        stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first])
-        probability = torch.softmax(stacking.logits(judged.logits[second], judged.mean[second]), dim=1)
+        own = labels[points].to(process.values.device)
+        alone = most_likely_temperature(process.leave_one_out()[0], own, unknown=1)
+        stacking = stack_logits(judged.logits[first], judged.mean[first], classes[first], alone, len(own))
+        probability = torch.softmax(_stacked(stacking, judged[second]), dim=1)
         self._cache = BlockCache(_CACHE_BYTES)
         self._fitted = _Fitted(trajectory, settings, self.classes)
         self.classes_: np.ndarray = names
@@ -217,32 +222,34 @@ class UncertainClassifier:
         of_network = p.gather(1, judged.logits.argmax(1)[:, None])[:, 0]
         variance = self._variance(judged)
         generator = torch.Generator(p.device).manual_seed(self._fitted.settings.seed)
-        logits = self.stacking_.logits(judged.logits, judged.mean)
-        u = isotropic_softmax_uncertainty(logits, variance, num_samples, generator)
+        u = isotropic_softmax_uncertainty(_stacked(self.stacking_, judged), variance, num_samples, generator)
+        largest = p.amax(1)
+        by_process = u.std.gather(1, p.argmax(1)[:, None])[:, 0]
         scores = (
             1 - of_network,
             judged.variance,
             torch.special.entr(p).sum(1),
             u.mutual_information,
-            u.std.gather(1, p.argmax(1)[:, None])[:, 0],
+            (by_process.square() + largest * (1 - largest) / (self.stacking_.num_labels + 2)).sqrt(),
         )
         return ClassUncertainty(*(like_inputs(values, X) for values in scores))
 
     def logit_posterior(self, X: object) -> LogitPosterior:
-        """Return the posterior of the logits whose softmax are the probabilities: a_1 f + a_2 m, and m's variance.
+        """Return the posterior of the logits whose softmax are the probabilities, with the process's error bars.
 
         Args:
             X: n points.
 
         Returns:
-            Mean (n, C) and covariances (n, C, C), float64, for `softmax_uncertainty`.
+            Mean (n, C), a_1 f + a_2 m where no class is surer than the labels support, and covariances (n, C, C),
+            max(a_2, b)^2 times those of m with b the weight of the process alone; float64, for `softmax_uncertainty`.
 
         Raises:
             TypeError, ValueError: The network cannot take the points.
             RuntimeError: The classifier is not fitted.
         """
         judged = self._judged(X)
-        mean = self.stacking_.logits(judged.logits, judged.mean)
+        mean = _stacked(self.stacking_, judged)
         return LogitPosterior(mean, torch.diag_embed(self._variance(judged)[:, None].expand_as(mean)))
 
     def predict_set(self, X: object, alpha: float = 0.1) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
@@ -385,10 +392,14 @@ class UncertainClassifier:
 
     def _variance(self, judged: _Judgement) -> Tensor:
         """Return the variance of each logit of the points that the process causes."""
-        return self.stacking_.process**2 * self.process_.outputscale * judged.variance
+        return self.stacking_.bar_factor() ** 2 * self.process_.outputscale * judged.variance
 
     def _probability(self, judged: _Judgement) -> Tensor:
-        return torch.softmax(self.stacking_.logits(judged.logits, judged.mean), dim=1)
+        return torch.softmax(_stacked(self.stacking_, judged), dim=1)
+
+
+def _stacked(stacking: Stacking, judged: _Judgement) -> Float[Tensor, "n C"]:
+    return stacking.without_certainty(stacking.logits(judged.logits, judged.mean), judged.variance)
 
 
 def _judge(trajectory: Trajectory, process: LabelProcess, X: Shaped[Tensor, "n ..."]) -> _Judgement:

@@ -43,6 +43,9 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     `torch.func` a TypeError); the copy column gets the gradient 0. A state dict holds the run's digest: it loads only
     into a kernel of the same run.
 
+    In a sum or product the other kernel must not see the copy column, or the two copies of one input are a distance of
+    1 apart for it: `kernel * RBFKernel(active_dims=kernel.input_dims)`.
+
     Threads may share a kernel. Its cache keeps no block of a computation that failed, and none of points that were
     edited while it was computed.
 
@@ -149,6 +152,11 @@ class EPKKernel(gpytorch.kernels.Kernel):  # type: ignore[misc]  # gpytorch ship
     def device(self) -> torch.device:
         """The trajectory's device until `.to` changes it. Values follow the points."""
         return self._anchor.device  # type: ignore[no-any-return]
+
+    @property
+    def input_dims(self) -> tuple[int, ...]:
+        """Columns of the inputs, without the copy column."""
+        return tuple(range(torch.Size(self.trajectory.input_shape).numel()))
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """Count the rows per point: C for outputs="full", else 1."""

@@ -38,7 +38,7 @@ def validate_process(posterior: object, trajectory: Trajectory, count: int) -> N
             raise ValueError("posterior must be fitted: call fit(X, y) with validation points first.")
         _require_same_run(posterior.trajectory, trajectory, "posterior")
     elif isinstance(posterior, LogitGP):
-        _require_same_run(posterior.kernel.trajectory, trajectory, "posterior")
+        _require_same_run(posterior.trajectory, trajectory, "posterior")
     elif posterior is not None:
         raise TypeError(
             "posterior must be an UncertainClassifier, a LogitGP or a LogitPosterior of X: got "

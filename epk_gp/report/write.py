@@ -20,12 +20,14 @@ from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.report.certificate import Certificate
 from epk_gp.report.content import ReportContent
+from epk_gp.report.divisions import divide
 from epk_gp.report.inputs import Decode
 from epk_gp.report.page import page
-from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportSettings, parse_request
+from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, ReportSettings, parse_request
 from epk_gp.storage.atomic_files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
+_VIEW_BYTES = 150  # no view is shorter: the names of its entries alone take more
 
 
 def write_report(
@@ -132,7 +134,9 @@ def write_as_asked(
         TypeError, ValueError, OSError: As `write_report`.
     """
     _require_place(file)
-    content = ReportContent(parse_request(trajectory, X, y, settings))
+    request = parse_request(trajectory, X, y, settings)
+    require_room(request, MAX_BYTES)
+    content = ReportContent(request)
     atomic_write(file, document(content, MAX_BYTES).encode(errors="backslashreplace"))
     return content.found.certificate
 
@@ -158,6 +162,23 @@ def document(content: ReportContent, most: int) -> str:
         f"a report must have at most {most / 1e6:g} MB: got {len(text) / 1e6:.1f} MB with as little detail as "
         "possible. Explain fewer points or outputs, or name fewer samples (top)."
     )
+
+
+def require_room(request: ReportRequest, most: int) -> None:
+    """Raise if even the least detail will take more bytes, before anything is computed.
+
+    Raises:
+        ValueError: It will, with views of the shortest numbers and no text.
+    """
+    parts = divide(request.trajectory, by_layers=request.settings.by_layers)
+    classes = 0 if request.training_labels is None else request.trajectory.num_outputs
+    views = 1 + len(parts.layers) + len(parts.ranges)  # of each output: of all terms, of a layer, of a range of steps
+    least = len(request.rows) * views * (_VIEW_BYTES + 2 * classes)
+    if least > most:
+        raise ValueError(
+            f"a report must have at most {most / 1e6:g} MB: {len(request.rows)} explained outputs take at least "
+            f"{least / 1e6:.1f} MB. Explain fewer points (explained=) or outputs (outputs=)."
+        )
 
 
 def _require_place(file: Path) -> None:

@@ -1,5 +1,7 @@
 """A network beside a process on its training labels."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ import epk_gp as epk
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.conformal import conformal_sets
 from epk_gp.gp.saved_classifier import nodes_of
-from epk_gp.gp.stacking import stack_logits
+from epk_gp.gp.stacking import Stacking, stack_logits
 from epk_gp.gram.path_nodes import nodes_trajectory
 
 DIM, C = 3, 3
@@ -65,14 +67,16 @@ def test_scores_are_what_they_are_documented_to_be(model, run, points):
 
 
 def test_the_posterior_of_the_logits_is_that_of_probabilities_and_scores(model, points):
-    """Its mean has the probabilities as softmax; through the softmax it gives the standard deviation."""
+    """Its mean has the probabilities as softmax; through the softmax it gives the process's part of the bars."""
     X = points[0]
     posterior = model.logit_posterior(X)
     assert_close(posterior.mean.softmax(dim=1), model.predict_proba(X))
     variance = posterior.covariance.diagonal(dim1=1, dim2=2)
     assert torch.equal(posterior.covariance, torch.diag_embed(variance))
     u = epk.softmax_uncertainty(posterior, 4096, torch.Generator().manual_seed(1))
-    expected = u.std.gather(1, model.predict_proba(X).argmax(dim=1, keepdim=True))[:, 0]
+    p = model.predict_proba(X).amax(1)
+    of_process = u.std.gather(1, model.predict_proba(X).argmax(dim=1, keepdim=True))[:, 0]
+    expected = (of_process**2 + p * (1 - p) / (30 + 2)).sqrt()  # 30 labels weigh network and process
     assert torch.allclose(model.uncertainty(X, 4096).std, expected, rtol=0.1, atol=1e-4)
     assert not torch.allclose(model.uncertainty(X, 4096).std, 2 * expected, rtol=0.1, atol=1e-4)  # the control
 
@@ -105,6 +109,55 @@ def test_stacking_finds_the_weights_of_the_labels_it_is_given(generator):
     found = stack_logits(network, process, labels)
     assert found.network == pytest.approx(0.5, abs=0.05)
     assert found.process == pytest.approx(3, abs=0.1)
+
+
+def test_a_prior_keeps_both_weights_where_labels_are_few_and_fades_where_they_are_many(generator):
+    """Without it 12 labels that the network alone explains leave the process nothing; 2000 choose as without it."""
+    network = 3 * torch.randn(2000, C, dtype=torch.float64, generator=generator)
+    process = 0.1 * torch.randn(2000, C, dtype=torch.float64, generator=generator)
+    labels = torch.multinomial(network.softmax(1), 1, generator=generator)[:, 0]
+    few = network[:12], -process[:12] - network[:12], labels[:12]  # a process that is mostly wrong
+    assert stack_logits(*few).process < 1e-3
+    assert stack_logits(*few, 5.0).process > 0.1
+    many = stack_logits(network, process, labels, 5.0)
+    assert many.network == pytest.approx(stack_logits(network, process, labels).network, abs=1e-3)
+
+
+def test_bars_do_not_vanish_with_the_weight_of_the_process(model, points):
+    """They stay those of the process alone, and never below what the labels that weigh the two support."""
+    X = points[0]
+    bars, weighed = model.uncertainty(X), model.stacking_
+    try:
+        model.stacking_ = replace(weighed, process=1e-5)
+        without, p = model.uncertainty(X), model.predict_proba(X).amax(1)
+        model.stacking_ = replace(weighed, process=1e-5, alone=0.0)
+        vanished = model.uncertainty(X)
+    finally:
+        model.stacking_ = weighed
+    assert (without.std**2 >= p * (1 - p) / (weighed.num_labels + 2)).all()
+    assert without.mutual_information.max() > 0.01
+    assert bars.std.max() > 0.05
+    assert vanished.mutual_information.max() < 1e-9  # the control: a bar that is multiplied by the weight
+
+
+def test_far_from_all_data_no_class_is_sure(model, points):
+    """A ReLU or linear network grows without end there, and so do its probabilities."""
+    far = 1e4 * points[0]
+    u, p = model.uncertainty(far), model.predict_proba(far)
+    assert epk.network_outputs(model.trajectory, far).abs().max() > 0
+    if model.features == "exact":
+        assert u.error.min() > 0.9 * (1 - 1 / C) / (45 + 30 + 1)
+    assert u.error.min() > 0
+    assert_close(p.sum(1), torch.ones(len(p), dtype=p.dtype))
+
+
+def test_what_is_surer_than_labels_support_is_lowered_to_it_and_nothing_else_changes():
+    weights = Stacking(1.0, 1.0, 0.0, 1.0, num_labels=9, num_training=90)
+    logits = torch.tensor([[50.0, 0, 0], [2.0, 0, 0], [0.0, 0, 0], [800.0, 0, 0]], dtype=torch.float64)
+    v = torch.tensor([1.0, 1, 1, 0.5], dtype=torch.float64)
+    p = weights.without_certainty(logits, v).softmax(1)
+    assert_close(p[[0, 3], 0], 1 - 2 / 3 / 100 * v[[0, 3]])
+    assert_close(p[1:3], logits[1:3].softmax(1), rtol=1e-14, atol=0)
 
 
 def test_labels_that_are_all_predicted_rightly_do_not_make_the_weights_endless(generator):

@@ -9,11 +9,13 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.kernel_machine.axes import by_layer
+from epk_gp.report.certainty import certainty
 from epk_gp.report.content import Detail, ReportContent
 from epk_gp.report.divisions import MAX_LAYERS, divide
+from epk_gp.report.page import page
 from epk_gp.report.request import ReportSettings, parse_request
 from epk_gp.report.views import SampleFacts, Terms, all_views, shorten
-from epk_gp.report.write import document
+from epk_gp.report.write import document, require_room
 from report_cases import embedded, report_case, terms_of, written
 
 
@@ -325,10 +327,30 @@ def test_results_of_other_points_or_runs_are_refused(run, tmp_path):
             {"posterior": epk.LogitGP(other, rule=epk.gauss_legendre(2))},
             "posterior must be of the run that is reported",
         ),
+        ({"posterior": epk.LogitGP(other, nodes=2)}, "posterior must be of the run that is reported"),
         ({"posterior": epk.UncertainClassifier(trajectory)}, r"posterior must be fitted: call fit\(X, y\)"),
     ):
         with pytest.raises(ValueError, match=message):
             epk.write_report(tmp_path / "report.html", trajectory, X, y, explained=2, **given)
+
+
+def test_a_process_of_nodes_of_the_run_is_one_of_the_run(run, tmp_path):
+    trajectory, X, y = run
+    gp = epk.LogitGP(trajectory, nodes=2)
+    assert gp.trajectory is trajectory
+    request = parse_request(trajectory, X, y, settings(posterior=gp))
+    assert certainty(request).source == "process"
+
+
+def test_more_than_fits_is_refused_before_anything_is_computed(run):
+    """The bound is below what is written, so that nothing that fits is refused."""
+    trajectory, X, y = run
+    request = parse_request(trajectory, X, y, settings(outputs="all"))
+    with pytest.raises(ValueError, match=r"must have at most 0\.001 MB: 6 explained outputs take at least 0\.0.* MB"):
+        require_room(request, 1000)
+    content = ReportContent(request)
+    size = len(page(content.at(content.details()[-1])).encode())
+    require_room(request, size)
 
 
 def test_a_file_that_cannot_be_written_is_refused_at_once(run, tmp_path):
