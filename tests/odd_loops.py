@@ -189,6 +189,10 @@ class OddLoop:
         momentum: Of batch normalisation.
         sets_to_none: Whether gradients are None after `zero_grad`.
         init: Number of the initial weights.
+        splits_groups: Whether biases have a group with options of their own.
+        repeats: Whether a batch may hold a sample twice.
+        row_weights: Whether each row of a batch has a weight of its own, which is announced.
+        ignored: Whether samples without a label are left out of the loss by its `ignore_index`.
     """
 
     seed: int
@@ -215,10 +219,14 @@ class OddLoop:
     passes_at: int = 2
     seen: str = "same"
     announced: str = "right"
-    momentum: float = 0.1
+    momentum: float | None = 0.1
     dtype: torch.dtype = torch.float64
     sets_to_none: bool = True
     init: int = 0
+    splits_groups: bool = False
+    repeats: bool = False
+    row_weights: bool = False
+    ignored: bool = False
 
     def __str__(self) -> str:
         """Name what differs from the default."""
@@ -233,7 +241,8 @@ class OddLoop:
             X = torch.randint(0, 7, (POINTS, 3), generator=generator)
         if self.loss == "squares":
             return X, torch.randn(POINTS, CLASSES, generator=generator, dtype=torch.float64).to(self.dtype)
-        return X, torch.arange(POINTS) % CLASSES
+        y = torch.arange(POINTS) % CLASSES
+        return X, torch.where(torch.arange(POINTS) % 4 == 3, -100, y) if self.ignored else y
 
     @property
     def test_points(self) -> Tensor:
@@ -247,10 +256,13 @@ class OddLoop:
         """The true rows of each batch of each step."""
         generator = torch.Generator().manual_seed(self.seed + 2)
         size = POINTS if self.batch is None else self.batch
-        return [
-            [torch.randperm(POINTS, generator=generator)[:size] for _ in range(self.accumulated)]
-            for _ in range(self.steps)
-        ]
+
+        def draw() -> Tensor:
+            if self.repeats:
+                return torch.randint(0, POINTS, (size,), generator=generator)
+            return torch.randperm(POINTS, generator=generator)[:size]
+
+        return [[draw() for _ in range(self.accumulated)] for _ in range(self.steps)]
 
     def losses(self, z: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each row."""
@@ -265,7 +277,9 @@ class OddLoop:
         """Return what the sum of the losses of a batch is divided by."""
         if self.reduction == "sum":
             return 1.0
-        return self.class_weights[y].sum() if self.loss == "weighted" else len(y)
+        if self.loss == "weighted":
+            return self.class_weights[y].sum()
+        return (y != -100).sum() if self.ignored else len(y)
 
     @property
     def class_weights(self) -> Tensor:
@@ -289,6 +303,10 @@ class OddLoop:
         optimizers = []
         for name, options, part in zip(self.optimizers, self.options, parts, strict=True):
             kind, rate, _ = OPTIMIZERS[name]
+            if self.splits_groups:
+                other = {"lr": 0.5 * self.rate * rate, "weight_decay": 0.1}
+                biases = [p for p in part if p.ndim == 1]
+                part = [{"params": [p for p in part if p.ndim > 1]}, {"params": biases, **other}]
             optimizers.append(kind(part, lr=self.rate * rate, weight_decay=self.decay, **options))
         return net, optimizers
 
@@ -316,6 +334,9 @@ class OddLoop:
         weights: Tensor | None = None,
         recorder_of: Callable[[nn.Module, list[torch.optim.Optimizer]], Any] | None = None,
         watch: Any = None,
+        *,
+        until: int | None = None,
+        is_resumed: bool = False,
     ) -> Ended:
         """Train.
 
@@ -323,6 +344,8 @@ class OddLoop:
             weights: One for each step and sample.
             recorder_of: Makes a recorder, if the run is recorded.
             watch: An observer of the steps; see `odd_programs.ByHand`.
+            until: Number of steps after which a recorded loop is interrupted.
+            is_resumed: Whether it goes on from there.
         """
         X, y = self.data
         net, optimizers = self.make()
@@ -331,12 +354,16 @@ class OddLoop:
             self._step(net, optimizers, X, y, [torch.arange(POINTS)], None, None, None)
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         recorder, norms, count = None if recorder_of is None else recorder_of(net, optimizers), [], 0
-        torch.default_generator.manual_seed(self.seed + 4)
+        if not is_resumed:
+            torch.default_generator.manual_seed(self.seed + 4)
         if watch is not None:
             watch.begin(net)
         if recorder is not None:
             recorder.__enter__()
-        for step, batches in enumerate(self.batches):
+        all_batches = self.batches
+        steps = range(self.steps) if until is None else recorder.until(until)
+        for step in steps:
+            batches = all_batches[step]
             self._change(step, net, optimizers)
             for optimizer, own in zip(optimizers, rates, strict=True):
                 for k, group in enumerate(optimizer.param_groups):
@@ -357,12 +384,13 @@ class OddLoop:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=self.sets_to_none)
         for number, batch in enumerate(batches):
-            terms = self.losses(net(X[batch]), y[batch]) / self.divisor(y[batch]) / len(batches)
+            factors = torch.linspace(0.5, 1.5, len(batch), dtype=self.dtype) if self.row_weights else 1.0
+            terms = self.losses(net(X[batch]), y[batch]) / self.divisor(y[batch]) / len(batches) * factors
             if watch is not None:
                 watch.gradients(net, batch, terms)
             (terms if weights is None else terms * weights[batch]).sum().backward()
             if recorder is not None:
-                recorder.batch(announced[number], weight=1 / len(batches))
+                recorder.batch(announced[number], weight=factors / len(batches))
         parameters = [p for p in net.parameters() if p.grad is not None]
         g = torch.cat([p.grad.flatten() for p in parameters])
         norms = (float(g.abs().max()), *(float(torch.linalg.vector_norm(g, p)) for p in (1, 2, 3)))

@@ -32,6 +32,7 @@ from epk_gp.training.clipping import ClipNorm, ClipValue
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+AVERAGE = 0.3  # coefficient of the averages of weights
 SMALLEST = 1e-5  # of a truth: what is smaller is compared with this
 Numbers = Callable[[nn.Module], Tensor]
 
@@ -70,6 +71,9 @@ class Program:
         executor: Whether a thread computes.
         checkpoint: Whether there is a checkpoint, from which the same question is asked again.
         path: Of attribution: "straight", "chords", "manhattan" or "layerwise".
+        head: Of the outputs.
+        resumes: Whether the recording is interrupted and resumed.
+        of_average: Whether influence and retraining are those of the averaged weights.
         draw: Source of the rest.
     """
 
@@ -88,9 +92,11 @@ class Program:
     checkpoint: bool = False
     path: str = "straight"
     head: str | None = None
+    resumes: bool = False
+    of_average: bool = False
 
     def __str__(self) -> str:
-        names = ("function", "chosen", "by", "truncate", "stored", "files", "executor", "checkpoint", "path", "head")
+        names = ("function", "chosen", "by", "truncate", "stored", "files", "executor", "checkpoint", "path", "head", "resumes", "of_average")
         own = ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) not in (None, False))
         weights = f" weights={self.sample_weights}" if self.question == "retrain" else ""
         return f"[{self.theme}] {self.question}{weights} ({own}) of {self.loop}"
@@ -115,10 +121,15 @@ class Program:
             }
             options["path"] = folder / "run"
             options["storage"] = epk.Storage(steps=self.draw.choice([1, 3]), **thinned[self.stored])
+
+        def recorder_of(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> epk.Recorder:
+            return epk.Recorder(net, optimizers if len(optimizers) > 1 else optimizers[0], X, y, **options)
+
+        if self.resumes:
+            options["resume"] = True
+            loop.run(recorder_of=recorder_of, until=loop.steps // 2)
         ended = loop.run(
-            recorder_of=lambda net, optimizers: epk.Recorder(
-                net, optimizers if len(optimizers) > 1 else optimizers[0], X, y, **options
-            )
+            recorder_of=recorder_of, until=loop.steps if self.resumes else None, is_resumed=self.resumes
         )
         if self.stored is None or (self.files != "other_momentum" and self.draw.random() < 0.5):
             return ended.recorder.trajectory
@@ -156,6 +167,9 @@ class Program:
 
     def _answer(self, trajectory: epk.Trajectory, options: dict[str, Any]) -> tuple[Tensor, Any]:
         X, head = self.loop.test_points, self.head
+        if self.of_average or self.question == "averaged":
+            a = torch.full((trajectory.num_steps,), AVERAGE, dtype=torch.float64)
+            trajectory = averaged_trajectory(trajectory, a)
         match self.question:
             case "influence" | "smoothing":
                 if self.function is not None:
@@ -180,9 +194,6 @@ class Program:
                 result = epk.reconstruct(trajectory, X, head=head, **options)
                 return result.outputs, result
             case "attribute" | "averaged":
-                if self.question == "averaged":
-                    a = torch.full((trajectory.num_steps,), 0.3, dtype=torch.float64)
-                    trajectory = averaged_trajectory(trajectory, a)
                 paths = {
                     "straight": epk.straight(),
                     "chords": epk.chords(4),
@@ -224,7 +235,7 @@ class Program:
         loop, ones = self.loop, torch.ones(self.loop.steps, POINTS, dtype=torch.float64)
         match self.question:
             case "retrain":
-                nets = [loop.run(row.expand(loop.steps, POINTS)).net for row in self.weights]
+                nets = [self.trained(row.expand(loop.steps, POINTS)) for row in self.weights]
                 yield torch.stack([self.outputs(net).detach() for net in nets])
             case "influence":
                 yield from self.slopes(ones, self.directions, self.numbers)
@@ -247,7 +258,7 @@ class Program:
             case "gram":
                 yield ByHand(loop).gram(self.loop.test_points, loop.data[0][:3], self.actual_head)
             case "attribute" | "averaged":
-                hand = ByHand(loop, average=0.3 if self.question == "averaged" else None)
+                hand = ByHand(loop, average=AVERAGE if self.question == "averaged" else None)
                 every = 4 if self.path == "chords" else 1
                 if self.is_followed:
                     for count in (8, 16, 40):
@@ -301,14 +312,41 @@ class Program:
             return samples.sum(dim=0) * one_step
         return (labels[:, None] * one_step).flatten(0, 1)
 
+    def trained(self, weights: Tensor) -> nn.Module:
+        """Return the network that a loop with other weights of the samples ends with, or its average."""
+        watch = Averager() if self.of_average else None
+        net = self.loop.run(weights, watch=watch).net.eval()
+        if watch is not None:
+            with torch.no_grad():
+                for p, average in zip(net.parameters(), watch.weights, strict=True):
+                    p.copy_(average)
+        return net
+
     def slopes(self, weights: Tensor, directions: Tensor, numbers: Numbers) -> Iterator[Tensor]:
         """Differentiate by central differences of several sizes: where one crosses a kink, another does not."""
         for size in (1e-5, 1e-4, 1e-6):
             columns = []
             for d in directions:
-                ends = [numbers(self.loop.run(weights + sign * size * d).net.eval()).detach() for sign in (1, -1)]
+                ends = [numbers(self.trained(weights + sign * size * d)).detach() for sign in (1, -1)]
                 columns.append((ends[0] - ends[1]) / (2 * size))
             yield torch.stack(columns, dim=-1)
+
+
+class Averager:
+    """Averages the weights of a loop."""
+
+    def begin(self, net: nn.Module) -> None:
+        self.weights = [p.detach().clone() for p in net.parameters()]
+
+    def gradients(self, net: nn.Module, batch: Tensor, terms: Tensor) -> None:
+        """Ignore them."""
+
+    def before_step(self, net: nn.Module) -> None:
+        """Do nothing."""
+
+    def after_step(self, net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        for average, p in zip(self.weights, net.parameters(), strict=True):
+            average.lerp_(p.detach(), AVERAGE)
 
 
 @dataclass
@@ -517,7 +555,7 @@ def draw_program(seed: int, theme: str | None = None) -> Program:
         if variant == "function":
             program.function = draw.choice(list(BY_ROW))
         program.chosen = variant == "chosen"
-        if variant == "by" and loop.loss != "squares":
+        if variant == "by" and loop.loss != "squares" and not loop.ignored:
             program.by = draw.choice(["label", "step", "both"])
         if variant == "truncate" and program.question == "influence":
             program.truncate = draw.randint(1, loop.steps)
@@ -540,10 +578,11 @@ def plant_nothing(program: Program) -> None:
     if draw.random() < 0.2:
         loop.passes = "evaluation"
     if draw.random() < 0.1:
-        loop.seen = draw.choice(["normalised", "noise"])
-        loop.inputs = 8
-        if loop.net_kind in ("embedding",):
-            loop.seen = "same"
+        loop.seen, loop.inputs = draw.choice(["normalised", "noise"]), 8
+    program.of_average = draw.random() < 0.1 and program.question in DERIVATIVES
+    if draw.random() < 0.15:
+        program.stored = "disk"
+        program.resumes = draw.random() < 0.5
 
 
 def plant_options(program: Program) -> None:
@@ -656,6 +695,28 @@ def plant_loaded(program: Program) -> None:
     program.sample_weights = draw.choice(["ones", "random"])
 
 
+def plant_rarities(program: Program) -> None:
+    """What the package knows, in combinations that few loops have; float32 with the tolerance of float32."""
+    draw, loop = program.draw, program.loop
+    loop.splits_groups = draw.random() < 0.3
+    loop.repeats = draw.random() < 0.4
+    loop.row_weights = draw.random() < 0.3
+    loop.ignored = draw.random() < 0.3 and loop.loss in ("cross_entropy", "smoothed")
+    loop.sets_to_none = draw.random() < 0.5
+    if draw.random() < 0.3:
+        loop.schedule = tuple(draw.choice([0.0, 1.0, 1.5]) for _ in range(loop.steps))
+    if loop.net_kind == "batch_norm" and draw.random() < 0.5:
+        loop.momentum = None
+    program.executor = draw.random() < 0.1
+    program.of_average = draw.random() < 0.3 and program.question in DERIVATIVES
+    if draw.random() < 0.4:
+        program.stored = draw.choice(["disk", "thinned"])
+        program.resumes = draw.random() < 0.7
+    if draw.random() < 0.2 and not program.of_average:
+        loop.dtype = torch.float32
+        program.question = draw.choice(["retrain", *SUMS])
+
+
 def plant_mixture(program: Program) -> None:
     """Several odd things at once."""
     for theme in program.draw.sample(["options", "groups", "clipping", "passes", "thinned", "parametrization"], 2):
@@ -680,6 +741,7 @@ PLANT: dict[str, Callable[[Program], None]] = {
     "estimator": plant_estimator,
     "thinned": plant_thinned,
     "loaded": plant_loaded,
+    "rarities": plant_rarities,
     "mixture": plant_mixture,
     "sound": plant_nothing,
 }
