@@ -4,9 +4,8 @@ Every loop takes a weight for each step and sample, which multiplies the sample'
 a batch stays. Central differences in these weights are the brute force of `odd_programs`.
 """
 
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -91,13 +90,16 @@ def make_net(kind: str, inputs: int, activation: type[nn.Module]) -> nn.Module:
         case "spectral_norm":
             return nn.Sequential(parametrizations.spectral_norm(first), activation(), last)
         case "orthogonal":
-            return nn.Sequential(parametrizations.orthogonal(nn.Linear(WIDTH, inputs)), activation(), nn.Linear(inputs, CLASSES))
+            return nn.Sequential(
+                parametrizations.orthogonal(nn.Linear(WIDTH, inputs)), activation(), nn.Linear(inputs, CLASSES)
+            )
     return nn.Sequential(first, activation(), last)
 
 
-# Makers of optimizers, and what a loop may change in their groups: name, value.
+DAMPED = {"momentum": 0.8, "dampening": 0.2}
+# Optimizers, their learning rates, and options to choose from.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], float, list[dict[str, Any]]]] = {
-    "SGD": (torch.optim.SGD, 0.2, [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.8, "dampening": 0.2}]),
+    "SGD": (torch.optim.SGD, 0.2, [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, DAMPED]),
     "Adam": (torch.optim.Adam, 0.05, [{}, {"eps": 1e-3}, {"amsgrad": True}, {"foreach": True}]),
     "AdamW": (torch.optim.AdamW, 0.05, [{}, {"eps": 1e-3}, {"amsgrad": True}]),
     "RMSprop": (torch.optim.RMSprop, 0.02, [{}, {"momentum": 0.8}, {"centered": True, "eps": 1e-3}]),
@@ -108,11 +110,18 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], float, list[dict[str, A
     "RAdam": (torch.optim.RAdam, 0.05, [{"betas": (0.9, 0.9)}, {"eps": 1e-3}]),
     "ASGD": (torch.optim.ASGD, 0.2, [{}, {"lambd": 0.1}]),
     "Adafactor": (torch.optim.Adafactor, 0.2, [{}, {"beta2_decay": -0.5}]),
-}  # fmt: skip
+}
+# What a loop may change in their groups: name and value.
 CHANGES: dict[str, list[tuple[str, Any]]] = {
-    "SGD": [("momentum", 0.4), ("dampening", 0.4), ("weight_decay", 0.1), ("maximize", True), ("nesterov", "other")],
-    "Adam": [("betas", (0.9, 0.5)), ("betas", (0.5, 0.999)), ("eps", 0.05), ("weight_decay", 0.1), ("amsgrad", "other")],
-    "AdamW": [("betas", (0.9, 0.5)), ("eps", 0.05), ("weight_decay", 0.5), ("amsgrad", "other"), ("maximize", True)],
+    "SGD": [("momentum", 0.4), ("dampening", 0.4), ("weight_decay", 0.1), ("maximize", True), ("nesterov", True)],
+    "Adam": [
+        ("betas", (0.9, 0.5)),
+        ("betas", (0.5, 0.999)),
+        ("eps", 0.05),
+        ("weight_decay", 0.1),
+        ("amsgrad", False),
+    ],
+    "AdamW": [("betas", (0.9, 0.5)), ("eps", 0.05), ("weight_decay", 0.5), ("amsgrad", False), ("maximize", True)],
     "RMSprop": [("alpha", 0.5), ("eps", 0.05), ("momentum", 0.4), ("weight_decay", 0.1)],
     "Adagrad": [("eps", 0.1), ("lr_decay", 0.5), ("weight_decay", 0.1)],
     "Adadelta": [("rho", 0.5), ("eps", 0.05), ("weight_decay", 0.1)],
@@ -173,6 +182,7 @@ class OddLoop:
         decay: Weight decay.
         steps: Number of steps.
         batch: Samples of a batch; None for all.
+        rate: Factor of the learning rates.
         accumulated: Batches of a step.
         schedule: Factors of the learning rate.
         change: Option, value and step of a change in the loop.
@@ -351,7 +361,7 @@ class OddLoop:
         net, optimizers = self.make()
         torch.default_generator.manual_seed(self.seed + 3)
         for _ in range(self.steps_before):
-            self._step(net, optimizers, X, y, [torch.arange(POINTS)], None, None, None)
+            self._step(net, optimizers, (X, y), [torch.arange(POINTS)])
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         recorder, norms, count = None if recorder_of is None else recorder_of(net, optimizers), [], 0
         if not is_resumed:
@@ -374,13 +384,25 @@ class OddLoop:
             count += sum(map(len, batches))
             own = None if weights is None else weights[step]
             norms.append(
-                self._step(net, optimizers, self.rows_seen(X, step), y, batches, own, recorder, watch, announced)
+                self._step(net, optimizers, (self.rows_seen(X, step), y), batches, own, recorder, watch, announced)
             )
         if recorder is not None:
             recorder.__exit__(None, None, None)
         return Ended(net, recorder, norms)
 
-    def _step(self, net, optimizers, X, y, batches, weights, recorder, watch, announced=None) -> tuple[float, ...]:
+    def _step(
+        self,
+        net: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        data: tuple[Tensor, Tensor],
+        batches: list[Tensor],
+        weights: Tensor | None = None,
+        recorder: Any = None,
+        watch: Any = None,
+        announced: Sequence[Tensor] = (),
+    ) -> tuple[float, ...]:
+        """Make a step; return the sizes of its gradient: its largest entry, and its norms for p = 1, 2 and 3."""
+        X, y = data
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=self.sets_to_none)
         for number, batch in enumerate(batches):
@@ -408,7 +430,7 @@ class OddLoop:
         if self.change is not None and step == self.change[2]:
             name, value, _ = self.change
             for group in optimizers[0].param_groups:
-                group[name] = not group[name] if value == "other" else value
+                group[name] = value
         if step == self.group_added:
             for p in net[0].parameters():
                 p.requires_grad_(True)
