@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py [--thread-rounds 1] [--out benchmarks]
 
-Some 10 minutes on two cores. Exit status 1 if anything was silently wrong.
+Some 25 minutes. Exit status 1 if anything was silently wrong.
 """
 
 import argparse
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 PLANTED = 540  # the property test's draws
 SOUND = 200
-ODD = 400  # programs in each of the five rows of `odd_programs`
+ODD = 400  # programs in each of the five rows of `odd_themes`
 SOUND_ROW = "nothing odd"
 FLIPS = 400  # on each of three runs
 
@@ -116,13 +116,13 @@ def _outcomes(counts: Any) -> tuple[int, int, int, int]:
 
 def odd_rows() -> dict[str, tuple[str, ...]]:
     """Return the themes of odd programs by their row of the table."""
-    rows: dict[str, tuple[str, ...]] = _tests_module("odd_programs").ROWS
+    rows: dict[str, tuple[str, ...]] = _tests_module("odd_themes").ROWS
     return rows
 
 
 def odd_programs(row: str) -> tuple[int, int, int, int]:
     """Compare the answers about odd training loops with brute force."""
-    counts, wrong = _tests_module("odd_programs").count_outcomes(odd_rows()[row], ODD)
+    counts, wrong = _tests_module("odd_themes").count_outcomes(odd_rows()[row], ODD)
     for program in wrong:
         print(f"       {program}")
     tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]

@@ -1,8 +1,10 @@
 """Odd programs: what the package answers is right by brute force, or it says that it is not."""
 
 import pytest
-from odd_programs import ROWS, THEMES, draw_program, outcome
+from odd_programs import outcome
+from odd_themes import ROWS, THEMES, draw_program
 
+pytestmark = pytest.mark.usefixtures("unchecked")  # an error must be the library's own, and there are many calls
 FIRST = 40_000  # none of the seeds of `make faults`
 PER_THEME = 4
 FIXED = [(theme, FIRST + 100 * number + k) for number, theme in enumerate(THEMES) for k in range(PER_THEME)]
