@@ -5,7 +5,7 @@ a batch stays. Central differences in these weights are the brute force of `odd_
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -186,7 +186,10 @@ class OddLoop:
         accumulated: Batches of a step.
         schedule: Factors of the learning rate.
         change: Option, value and step of a change in the loop.
+        changes_one_group: Whether the change is in the first parameter group alone.
+        changes_back: Whether every second step has the old value again.
         group_added: Step at which the first layer is unfrozen and given to the optimizer; None if it has it.
+        added_options: Of the added group.
         frozen_from: Step from which the first layer gets no gradients.
         steps_before: Steps before the recording.
         clipping: Of the gradients.
@@ -220,7 +223,10 @@ class OddLoop:
     accumulated: int = 1
     schedule: tuple[float, ...] = ()
     change: tuple[str, Any, int] | None = None
+    changes_one_group: bool = False
+    changes_back: bool = False
     group_added: int | None = None
+    added_options: dict[str, Any] = field(default_factory=dict)
     frozen_from: int | None = None
     steps_before: int = 0
     clipping: Clipping | None = None
@@ -241,7 +247,7 @@ class OddLoop:
     def __str__(self) -> str:
         """Name what differs from the default."""
         values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
-        return ", ".join(f"{name}={value}" for name, value, default in values if value != default)
+        return ", ".join(f"{name}={value}" for name, value, default in values if value not in (default, {}))
 
     @property
     def data(self) -> tuple[Tensor, Tensor]:
@@ -427,14 +433,19 @@ class OddLoop:
         return norms
 
     def _change(self, step: int, net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        if self.change is not None and step == self.change[2]:
-            name, value, _ = self.change
-            for group in optimizers[0].param_groups:
-                group[name] = value
+        if self.change is not None and step >= self.change[2]:
+            name, value, first = self.change
+            for number, group in enumerate(optimizers[0].param_groups):
+                if self.changes_one_group and number:
+                    continue
+                if step == first:
+                    self._unchanged = group[name]
+                if step == first or self.changes_back:
+                    group[name] = value if (step - first) % 2 == 0 else self._unchanged
         if step == self.group_added:
             for p in net[0].parameters():
                 p.requires_grad_(True)
-            optimizers[0].add_param_group({"params": list(net[0].parameters())})
+            optimizers[0].add_param_group({"params": list(net[0].parameters()), **self.added_options})
         if step == self.frozen_from:
             for p in net[0].parameters():
                 p.requires_grad_(False)

@@ -91,6 +91,12 @@ def plant_options(program: Program) -> None:
     if name == "amsgrad":
         loop.options = ({"amsgrad": True},)
     loop.change = (name, value, draw.randint(1, loop.steps - 2))
+    loop.splits_groups = draw.random() < 0.25
+    loop.changes_one_group = draw.random() < 0.5
+    loop.changes_back = draw.random() < 0.3 and (name, value) != ("amsgrad", False)
+    if draw.random() < 0.2:
+        program.stored = draw.choice(["disk", "thinned"])
+        program.resumes = draw.random() < 0.5
     program.question = draw.choice((*DERIVATIVES, *ALL))
 
 
@@ -101,6 +107,10 @@ def plant_groups(program: Program) -> None:
         loop.net_kind = "mlp"
     if draw.random() < 0.8:
         loop.group_added = draw.randint(1, loop.steps - 2)
+        if draw.random() < 0.5:
+            name, value = draw.choice(CHANGES[loop.optimizers[0]])
+            if name in ("eps", "betas", "alpha", "rho", "weight_decay", "beta2_decay"):
+                loop.added_options = {name: value}
     else:
         loop.frozen_from = draw.randint(1, loop.steps - 2)
         loop.sets_to_none = draw.random() < 0.7
