@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from odd_loops import CLASSES, LINEAR, POINTS, OddLoop
+from odd_loops import OddLoop
+from odd_parts import BY_ROW, CLASSES, LINEAR, MIXING, POINTS
 from odd_steps import AVERAGE, Averager, ByHand
 from torch import Tensor, nn
 
@@ -34,22 +35,6 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 ROUNDED = 2e-2  # for runs whose states are kept in bfloat16, which has 8 bits
 SMALLEST = 1e-5  # of a truth: what is smaller is compared with this
 Numbers = Callable[[nn.Module], Tensor]
-
-MIXING: dict[str, Callable[[Tensor], Tensor]] = {
-    "differences": lambda f: torch.cat([f[:1], f[1:] - f[:-1]]),
-    "cumsum": lambda f: f.cumsum(0),
-    "centred": lambda f: f - f.mean(dim=0),
-    "from the last": lambda f: torch.cat([f[:1], f[1:] - f[-1:]]),
-    "flipped": lambda f: f.flip(0),
-    "times the second": lambda f: torch.cat([f[:1], f[1:2], f[2:] * f[1:2]]),
-    "softmax over rows": lambda f: torch.cat([f[:1].exp(), f[1:].softmax(dim=0)]),
-}
-BY_ROW: dict[str, Callable[[Tensor], Tensor]] = {
-    "margin": lambda f: f[:, 0] - f[:, 1],
-    "squares": lambda f: f.square(),
-    "entropy": lambda f: -(f.softmax(dim=1) * f.log_softmax(dim=1)).sum(dim=1),
-    "mean square": lambda f: f.square().mean(),
-}
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from odd_loops import CLASSES, LINEAR, POINTS, OddLoop
+from odd_loops import OddLoop
+from odd_parts import CLASSES, LINEAR, POINTS
 from torch import Tensor, nn
 
 AVERAGE = 0.3  # coefficient of the averages of weights

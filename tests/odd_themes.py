@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from odd_loops import CHANGES, OPTIMIZERS, Clipping, OddLoop
-from odd_programs import BY_ROW, MIXING, Program, outcome
+from odd_loops import OddLoop
+from odd_parts import BY_ROW, CHANGES, MIXING, OPTIMIZERS, Clipping
+from odd_programs import Program, outcome
 from torch import nn
 
 DERIVATIVES = ("influence", "influence", "self_influence", "smoothing", "retrain")
