@@ -75,9 +75,7 @@ def make_net(kind: str, inputs: int, activation: type[nn.Module]) -> nn.Module:
             return nn.Sequential(*body, nn.Linear(3 * (inputs - 1), CLASSES))
         case "batch_norm" | "layer_norm":
             norm = nn.BatchNorm1d(WIDTH) if kind == "batch_norm" else nn.LayerNorm(WIDTH)
-            if (
-                kind == "batch_norm"
-            ):  # a bias before it has gradients of rounding, of which Adam makes full steps
+            if kind == "batch_norm":  # a bias before it has gradients of rounding, of which Adam makes full steps
                 first = nn.Linear(inputs, WIDTH, bias=False)
             return nn.Sequential(first, norm, activation(), last)
         case "dropout" | "straight_through" | "stop_gradient":
