@@ -83,7 +83,7 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 	$(BIN)/python docs/expand.py
 
-# Some 10 minutes; the table of docs/reliability.md.
+# Some 25 minutes; the table of docs/reliability.md.
 faults: export OMP_NUM_THREADS := 1
 faults: $(DEV)
 	$(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)

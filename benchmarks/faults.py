@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py [--thread-rounds 1] [--out benchmarks]
 
-Some 10 minutes on two cores. Exit status 1 if anything was silently wrong.
+Some 25 minutes. Exit status 1 if anything was silently wrong.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 PLANTED = 540  # the property test's draws
 SOUND = 200
+ODD = 400  # programs in each of the five rows of `odd_themes`
+SOUND_ROW = "nothing odd"
 FLIPS = 400  # on each of three runs
 
 
@@ -64,6 +67,8 @@ def main() -> int:
         "trainings with one planted fault: index, label, weight, reduction, order, precision, buffer, left-over "
         "gradient, weights replaced after the last step": planted_faults,
         "sound trainings (the control: nothing may be found)": sound_trainings,
+        **{f"odd programs: {row}": partial(odd_programs, row) for row in odd_rows() if row != SOUND_ROW},
+        f"odd programs: {SOUND_ROW} (the control: nothing may be found)": partial(odd_programs, SOUND_ROW),
         "public calls in 8 threads at once on one run": lambda: thread_faults(arguments.thread_rounds),
         "kills (SIGKILL) of a recording, at random and after each file operation": kills,
         "flipped bits and cut files of stored runs": flips,
@@ -107,6 +112,21 @@ def sound_trainings() -> tuple[int, int, int, int]:
 def _outcomes(counts: Any) -> tuple[int, int, int, int]:
     tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
     return tried, found, counts["exact"], tried - found - counts["exact"]
+
+
+def odd_rows() -> dict[str, tuple[str, ...]]:
+    """Return the themes of odd programs by their row of the table."""
+    rows: dict[str, tuple[str, ...]] = _tests_module("odd_themes").ROWS
+    return rows
+
+
+def odd_programs(row: str) -> tuple[int, int, int, int]:
+    """Compare the answers about odd training loops with brute force."""
+    counts, wrong = _tests_module("odd_themes").count_outcomes(odd_rows()[row], ODD)
+    for program in wrong:
+        print(f"       {program}")
+    tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
+    return tried, found, counts["right"], tried - found - counts["right"]
 
 
 def thread_faults(rounds: int) -> tuple[int, int, int, int]:
