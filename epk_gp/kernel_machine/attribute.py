@@ -16,7 +16,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.attribution_pass import AttributionPass, Groupings, run_pass
 from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerms, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
-from epk_gp.kernel_machine.certification import sum_tolerance, warn_if_uncertified
+from epk_gp.kernel_machine.certification import run_findings, sum_tolerance, warn_if_uncertified
 from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, parse_problem
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
@@ -212,7 +212,7 @@ def _split(
             error_tolerance=sum_tolerance(kernel.rule, dtype, collector.size_of_terms(*ends), steps),
             statuses=dict(record.statuses),
             accepted_share=trajectory.unexplained or 0.0,
-            identity_finding=trajectory.identity_finding,
+            run_findings=run_findings(trajectory),
         )
         for collector in collectors
     )

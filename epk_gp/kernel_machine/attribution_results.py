@@ -51,7 +51,7 @@ class CertifiedTerms(Displayed):
         statuses: Number of (point, step) pairs, of outputs where these went apart, by the reason why the rule stopped
             refining them.
         accepted_share: Share of a step that the run accepts as unexplained.
-        identity_finding: Why samples may not be those whose names they have; None if the recorded rows confirm them.
+        run_findings: What the recorded run itself says against shares of samples (`certification.run_findings`).
     """
 
     initial: Float[Tensor, "n C"]
@@ -66,7 +66,7 @@ class CertifiedTerms(Displayed):
     error_tolerance: float
     statuses: Mapping[QuadratureStatus, int]
     accepted_share: float = 0.0
-    identity_finding: str | None = None
+    run_findings: tuple[str, ...] = ()
 
     @property
     @abstractmethod

@@ -31,6 +31,8 @@ _TOLERANCES, _INTERVAL_ROUNDING = 8, 64
 # it is more than rounding: a gradient that is off by 1e-9 is still seen.
 _SUM_ROUNDING = {torch.float32: 64, torch.float64: 2**16}
 
+_KEPT_ROUNDING = 1e-5  # relative rounding of kept states from which on it is said: float32 has 1.2e-7, bfloat16 7.8e-3
+
 
 @dataclass
 class IntegrationRecord:
@@ -166,6 +168,19 @@ class StepMismatches:
         self.worst_step = int(worst_step)
 
 
+def run_findings(trajectory: Trajectory) -> tuple[str, ...]:
+    """Say what speaks against any result that names samples: their indices, or the precision of the kept states."""
+    findings = () if trajectory.identity_finding is None else (trajectory.identity_finding,)
+    recomputation = recomputation_of(trajectory)
+    if recomputation is None or recomputation.kept.eps <= _KEPT_ROUNDING:
+        return findings
+    return (
+        *findings,
+        f"the kept states of the run are rounded by up to {recomputation.kept.eps / 2:.1%} of each weight "
+        "(weights_dtype): what is said of samples holds at the rounded weights",
+    )
+
+
 def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:
     """Compare all recorded steps with those that gradients, the recorded options and clipping give.
 
@@ -299,9 +314,7 @@ def describe_findings(result: Certified) -> list[str]:
             "that part of the steps, such as rounding that Adam amplifies in a bias in front of BatchNorm (bias=False "
             "removes it; attribute_by with by_parameter says where it is)"
         )
-    identity = getattr(result, "identity_finding", None)  # of results that name samples
-    if identity is not None:
-        findings.append(identity)
+    findings += getattr(result, "run_findings", ())  # of results that name samples
     return findings
 
 

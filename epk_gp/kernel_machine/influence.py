@@ -22,7 +22,7 @@ from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, pa
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.core.validation import validate_count
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
-from epk_gp.kernel_machine.certification import step_mismatches
+from epk_gp.kernel_machine.certification import run_findings, step_mismatches
 from epk_gp.kernel_machine.derivative_check import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
 from epk_gp.kernel_machine.influence_results import Influence
@@ -207,7 +207,7 @@ def _differentiate(problem: InfluenceProblem, outputs: Tensor) -> Influence:
             curvature_error=curvature_error(trajectory, net, work.memory, X.device),
             doubts=tuple(mismatches.findings),
             clipping=work.law.clipping,
-            identity_finding=trajectory.identity_finding,
+            run_findings=run_findings(trajectory),
         )
 
     return with_plan(trajectory, trajectory.model_for(X), compute)

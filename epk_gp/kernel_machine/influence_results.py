@@ -44,7 +44,7 @@ class Influence(Displayed):
         doubts: What else is against the result, in words: steps that do not follow from the recorded options of the
             optimizer; of a smoothed derivative, what is against any of its runs.
         clipping: How the bound of gradient clipping is known, in words.
-        identity_finding: Why samples may not be those whose names they have; None if the recorded rows confirm them.
+        run_findings: What the recorded run itself says against derivatives in samples (`certification.run_findings`).
     """
 
     outputs: Float[Tensor, "n K"]
@@ -58,7 +58,7 @@ class Influence(Displayed):
     curvature_error: float = 0.0
     doubts: tuple[str, ...] = ()
     clipping: str = ""
-    identity_finding: str | None = None
+    run_findings: tuple[str, ...] = ()
 
     @property
     def certified(self) -> bool:
@@ -137,8 +137,7 @@ class Influence(Displayed):
                 "stop-gradient such as detach(), scale_grad_by_freq), or torch's second derivative of an operation is "
                 "wrong"
             )
-        if self.identity_finding is not None:
-            findings.append(self.identity_finding)
+        findings += self.run_findings
         if not self._is_finite:
             findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
         return list(dict.fromkeys([*findings, *self.doubts]))

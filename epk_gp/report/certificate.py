@@ -25,7 +25,7 @@ class Certificate:
     evaluations: float
     statuses: Mapping[QuadratureStatus, int]
     unexplained_share: float = 0.0
-    identity_finding: str | None = None
+    run_findings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, result: CertifiedTerms) -> "Certificate":
@@ -41,7 +41,7 @@ class Certificate:
             evaluations=result.evaluations,
             statuses=result.statuses,
             unexplained_share=result.unexplained_share,
-            identity_finding=result.identity_finding,
+            run_findings=result.run_findings,
         )
 
     def merged(self, other: "Certificate") -> "Certificate":
@@ -60,7 +60,7 @@ class Certificate:
             evaluations=larger(self.evaluations, other.evaluations),
             statuses=Counter(self.statuses) + Counter(other.statuses),
             unexplained_share=larger(self.unexplained_share, other.unexplained_share),
-            identity_finding=self.identity_finding or other.identity_finding,
+            run_findings=self.run_findings or other.run_findings,
         )
 
     @property
