@@ -170,5 +170,5 @@ def test_a_product_with_a_kernel_on_the_inputs_leaves_the_copy_column_out(trajec
     """Both copies of a point are one point for it; with all columns (the control) they lie 1 apart."""
     kernel, X = EPKKernel(trajectory, "trace"), torch.zeros(1, D, dtype=torch.float64)
     on_inputs = RBFKernel(active_dims=kernel.input_dims).double()
-    assert float(on_inputs(train_copy(X), test_copy(X)).to_dense()) == 1
-    assert float(RBFKernel().double()(train_copy(X), test_copy(X)).to_dense()) < 0.9
+    assert on_inputs(train_copy(X), test_copy(X)).to_dense().item() == 1
+    assert RBFKernel().double()(train_copy(X), test_copy(X)).to_dense().item() < 0.9
