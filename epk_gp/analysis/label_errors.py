@@ -52,20 +52,12 @@ class LabelErrors(Displayed):
         return len(self.indices)
 
     def _summary(self) -> Summary:
-        shown = self.scores.argsort(descending=True, stable=True)[:SHOWN_ROWS].tolist()
-        rows = tuple(
-            (
-                f"point {int(self.points[i])}",
-                *(number(float(values[i])) for values in (self.scores, self.predicted, self.own_label, self.margin)),
-                number(float(self.aum[i])),
-            )
-            for i in shown
-        )
         columns = ("", "suspicion", "expected class", "own label", "margin", "area under the margin")
-        note = columns_note(len(shown), len(self))
-        return Summary(
-            f"Labels of {count(len(self), 'training point')}, most suspicious first", (), Table(columns, rows, note)
-        )
+        values = (self.scores, self.predicted, self.own_label, self.margin, self.aum)
+        worst = self.scores.argsort(descending=True, stable=True)[:SHOWN_ROWS].tolist()
+        rows = tuple((f"point {int(self.points[i])}", *(number(float(v[i])) for v in values)) for i in worst)
+        table = Table(columns, rows, columns_note(len(rows), len(self)))
+        return Summary(f"Labels of {count(len(self), 'training point')}, most suspicious first", (), table)
 
 
 def label_errors(

@@ -48,24 +48,18 @@ class SoftmaxUncertainty(Displayed):
         return self.mean.shape[0]
 
     def _summary(self) -> Summary:
-        n, C = self.mean.shape
-        entries = [Entry("shape of mean and std", f"({n}, {C})", kind_of(self.mean))]
-        if not n:
-            return Summary("Class probabilities of 0 points", tuple(entries))
-        entries.append(Entry("largest standard error", number(float(self.standard_error.max())), "of a mean"))
-        p, chosen = self.mean.max(dim=1)
+        shown, (p, chosen) = min(len(self), SHOWN_POINTS), self.mean.max(dim=1)
         scores = {
             "most likely class": chosen,
             "its probability": p,
             "its standard deviation": self.std.gather(1, chosen[:, None])[:, 0],
             "entropy": self.entropy,
-            "expected entropy": self.expected_entropy,
             "mutual information": self.mutual_information,
         }
-        rows = tuple((name, *map(number, values[:SHOWN_POINTS].double().tolist())) for name, values in scores.items())
-        columns = ("", *(f"point {i}" for i in range(min(n, SHOWN_POINTS))))
-        table = Table(columns, rows, columns_note(len(columns) - 1, n))
-        return Summary(f"Class probabilities of {count(n, 'point')} under a process", tuple(entries), table)
+        rows = tuple((name, *map(number, values[:shown].double().tolist())) for name, values in scores.items())
+        table = Table(("", *(f"point {i}" for i in range(shown))), rows, columns_note(shown, len(self)))
+        shape = Entry("shape of mean and std", str(tuple(self.mean.shape)), kind_of(self.mean))
+        return Summary(f"Class probabilities of {count(len(self), 'point')} under a process", (shape,), table)
 
 
 def softmax_uncertainty(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpytorch.kernels import RBFKernel
 from torch import Tensor, nn
 
 from epk_gp.core.losses import CrossEntropy
@@ -163,3 +164,11 @@ def test_options_that_a_kernel_cannot_use_are_refused(trajectory):
     for option in ({"progress": True}, {"checkpoint": "folder"}, {"accumulate": torch.float64}):
         with pytest.raises(TypeError, match=r"EPKKernel\(\) got an unexpected .* memory_budget, executor as well"):
             EPKKernel(trajectory, **option)
+
+
+def test_a_product_with_a_kernel_on_the_inputs_leaves_the_copy_column_out(trajectory):
+    """Both copies of a point are one point for it; with all columns (the control) they lie 1 apart."""
+    kernel, X = EPKKernel(trajectory, "trace"), torch.zeros(1, D, dtype=torch.float64)
+    on_inputs = RBFKernel(active_dims=kernel.input_dims).double()
+    assert on_inputs(train_copy(X), test_copy(X)).to_dense().item() == 1
+    assert RBFKernel().double()(train_copy(X), test_copy(X)).to_dense().item() < 0.9
