@@ -22,7 +22,7 @@ _GROUP = 16  # rows of a batch that are compared with one another
 _BATCHES, _MIXED_BATCHES = 8, 32  # of one judgement; more where the loop mixes rows, some of which are rather others
 _ENOUGH_ROWS, _FEWEST_ROWS = 64, 12  # of a judgement within a recording, and of one at its end
 _CLEAR, _CHANCE = 0.65, 0.62  # shares of the comparisons that right indices win at least, and wrong ones at most
-_GAP = 0.4  # a row is clearly another point's if the next point is behind by that share of what is behind the next
+_GAP = 0.65  # a row is clearly another point's if it is nearer than all others by that share of their distance
 _FEWEST_CLEAR, _CLEAR_SHARE = 8, 0.25  # rows that are clearly those of other points, where indices are wrong
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
@@ -209,8 +209,9 @@ class RowIdentity:
         near = _closeness(seen.to(self.X.device), self._own(places), self._own(samples)).cpu()
         best, place = near.max(dim=1)
         rest = near.masked_fill(places == places[place][:, None], -math.inf).amax(dim=1)
-        lead = (best - rest) / (rest - near.median(dim=1).values).clamp(min=1e-30)
-        lead = lead.where((places[place] != samples) & rest.isfinite(), 0.0)
+        lead = 1 - best / rest.clamp(max=-1e-30)
+        is_apart = rest < 0.05 * near.median()  # X may hold a point twice
+        lead = lead.where((places[place] != samples) & rest.isfinite() & is_apart, 0.0)
         row = int(lead.argmax())
         pair = f"X[{int(places[place[row]])}], the batch says X[{int(samples[row])}]"
         return int((lead > _GAP).sum()), len(seen), f"the network saw something like {pair}"
@@ -225,6 +226,8 @@ class RowIdentity:
             return None
         seen = torch.cat([seen for seen, _ in groups]).double()
         own = self._own(torch.cat([samples for _, samples in groups])).to(seen)
+        if bool(((seen - own).abs() <= 1e-2 * (seen - seen.mean()).abs().max()).all()):
+            return None  # noise so small that it is not told from a shift
         axes = {"all numbers": tuple(range(seen.ndim)), "each channel": (0, *range(2, seen.ndim)), "each column": (0,)}
         for kind, dims in axes.items():
             s, x = seen - seen.mean(dim=dims, keepdim=True), own - own.mean(dim=dims, keepdim=True)
