@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from epk_gp import _moved
-
 if TYPE_CHECKING:
     from epk_gp.analysis.label_errors import label_errors
     from epk_gp.analysis.next_to_label import next_to_label
@@ -97,12 +95,12 @@ else:
     )
 
     def __getattr__(name: str) -> object:
-        """Import all public names if one is asked for, or a folder; or return what a name stood for in version 0.1."""
+        """Import all public names if one is asked for, or a folder."""
         if name in _DRAWING:
             globals()[name] = getattr(import_module(f"epk_gp.{_DRAWING[name]}"), name)
             return globals()[name]
         if name not in _MODULES and name not in _FOLDERS:
-            return _moved.resolve(name)
+            raise AttributeError(f"module 'epk_gp' has no attribute {name!r}")
         # all of them, so that `import epk_gp` is enough for epk_gp.gp.models.LogitGP, whatever was used before it
         modules = {module: import_module(f"epk_gp.{module}") for module in sorted(set(_MODULES.values()))}
         globals().update({public: getattr(modules[module], public) for public, module in _MODULES.items()})

@@ -11,7 +11,6 @@ import epk_gp
 ROOT = Path(epk_gp.__file__).parent
 RANK = {
     "core": 0,
-    "_moved": 0,
     "storage": 1,
     "autodiff": 1,
     "datasets": 1,

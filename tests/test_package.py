@@ -1,7 +1,6 @@
-"""The top level: its names, those that it had in version 0.1, and its version."""
+"""The top level: its names and its version."""
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from textwrap import dedent
 import pytest
 
 import epk_gp
-from epk_gp._moved import MOVED
 
 PUBLIC = {
     "CertificateWarning",
@@ -28,20 +26,6 @@ PUBLIC = {
     "label_errors", "next_to_label", "path_features", "write_report",
     "chords", "layerwise", "manhattan", "straight",
 }  # fmt: skip
-BEFORE = {
-    "AdaptiveRule", "ArcCosineKernel", "Attribution", "Axis", "Baseline", "ClipNorm", "ClipValue", "CrossEntropy",
-    "EPKKernel", "ErfKernel", "GroupedAttribution", "IndexedDataset", "LeaveOneOut", "LinearStep", "LogitGP",
-    "LogitPosterior", "MeanSquaredError", "MonteCarlo", "MultitaskFixedNoiseGaussianLikelihood",
-    "NegativeLogLikelihood", "PerSampleLoss", "Points", "QuadratureRule", "QuasiMonteCarlo", "Reconstruction",
-    "Recorder", "SingleMachine", "SoftmaxUncertainty", "Step", "StepLaw", "Storage", "Temperature", "Thinning",
-    "Trajectory", "UnexplainedStepError", "adaptive", "attribute", "attribute_by", "attribute_by_each", "by_label",
-    "by_layer", "by_parameter", "by_sample", "by_step", "calibrated_temperature", "chen_machine", "domingos_machine",
-    "epk_gram", "gauss_legendre", "gram_block", "gram_block_per_class", "gram_diagonal_blocks", "k_prime_block",
-    "leave_one_out", "left_endpoint", "left_riemann", "load_trajectory", "midpoint", "network_outputs", "reconstruct",
-    "sample_functions", "single_machine", "softmax_uncertainty", "split_copy", "tangent_trajectory", "test_copy",
-    "thin_path", "train", "train_copy", "zero_final_layer",
-}  # fmt: skip
-RENAMED = {"StepLaw": "UpdateRule", "UnexplainedStepError": "StepMismatchError", "attribute_by_each": "attribute_many"}
 
 
 def test_the_top_level_has_its_42_names():
@@ -83,27 +67,6 @@ def test_names_are_there_before_they_are_imported():
     assert not hidden & set(dir(epk_gp))
 
 
-def test_every_name_of_version_0_1_is_at_the_top_or_in_the_table():
-    assert MOVED.keys() == BEFORE - PUBLIC
-    assert not MOVED.keys() & vars(epk_gp).keys()
-
-
-@pytest.mark.parametrize("name", sorted(MOVED))
-def test_a_former_name_resolves_and_warns(name):
-    module, _, attribute = MOVED[name].rpartition(".")
-    assert attribute == RENAMED.get(name, name)
-    with pytest.warns(DeprecationWarning, match=f"from {module} import {attribute}$"):
-        found = getattr(epk_gp, name)
-    assert found is getattr(importlib.import_module(module), attribute)
-    assert found.__name__ == attribute
-
-
-def test_a_former_name_can_be_imported():
-    with pytest.warns(DeprecationWarning, match="from epk_gp.core.update_rules import UpdateRule"):
-        from epk_gp import StepLaw  # noqa: PLC0415
-    assert StepLaw.__name__ == "UpdateRule"
-
-
 def test_names_at_the_top_do_not_warn(monkeypatch):
     """The negative control. What their modules warn of when they are first imported is not of the names."""
     for name in PUBLIC:
@@ -123,18 +86,7 @@ def test_a_name_that_never_was_is_an_attribute_error():
 
 
 @pytest.mark.slow
-def test_the_warning_points_at_the_line_that_used_the_name():
-    """In a process of its own: the type checks of this test run add frames to the stack."""
-    code = "import epk_gp\n\nepk_gp.Step\n\nfrom epk_gp import Axis"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert re.findall(r"<string>:(\d): DeprecationWarning: epk_gp.(\w+)", ended.stderr) == [
-        ("3", "Step"),
-        ("5", "Axis"),
-    ]
-
-
-@pytest.mark.slow
-def test_importing_the_package_does_not_import_what_has_moved():
+def test_importing_the_package_imports_no_rarely_used_module():
     code = """
         import sys
         import epk_gp
