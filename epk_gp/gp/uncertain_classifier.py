@@ -259,7 +259,7 @@ class UncertainClassifier:
         sets = conformal_sets(self._probability(self._judged(X)), self.conformity_scores_.cpu(), alpha)
         return like_inputs(sets, X)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the fitted classifier to a new or empty folder: nodes, process, and the weights of both.
 
         Raises:
@@ -271,16 +271,16 @@ class UncertainClassifier:
         fitted = self._fitted
         names = None if fitted.classes is None else self.classes_.tolist()
         saved = SavedClassifier(fitted.settings, self.process_, self.stacking_, self.conformity_scores_, names)
-        write_classifier(path, saved, fitted.trajectory)
+        write_classifier(folder, saved, fitted.trajectory)
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], net: nn.Module, *, output: Callable[[Any], Tensor] | None = None
+        cls, folder: str | os.PathLike[str], net: nn.Module, *, output: Callable[[Any], Tensor] | None = None
     ) -> "UncertainClassifier":
         """Read a classifier that `save` wrote.
 
         Args:
-            path: The folder.
+            folder: The folder.
             net: A network of the recorded architecture; its weights do not matter and are not changed.
             output: The function from what the network returns to its outputs, needed if the run was recorded with one.
 
@@ -288,7 +288,7 @@ class UncertainClassifier:
             FileNotFoundError: The folder holds no classifier.
             ValueError: A file is damaged, or the network is another one.
         """
-        saved, trajectory = read_classifier(path, net, output)
+        saved, trajectory = read_classifier(folder, net, output)
         settings = saved.settings
         model = cls(
             trajectory,
