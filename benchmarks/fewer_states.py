@@ -74,7 +74,7 @@ def record(folder: Path, steps: int, storage: epk.Storage, base: int, side: int,
     generator = torch.Generator().manual_seed(2)
     start = time.perf_counter()
     trajectory = epk.train(
-        net, X, y, optimizer=optimizer, steps=steps, batch_size=batch_size, generator=generator, path=folder,
+        net, X, y, optimizer=optimizer, steps=steps, batch_size=batch_size, generator=generator, folder=folder,
         storage=storage,
     )  # fmt: skip
     seconds = time.perf_counter() - start

@@ -134,7 +134,7 @@ def recorded(path: Path, width: int, outputs: int, steps: int, dtype: torch.dtyp
         optimizer = (
             torch.optim.AdamW(net.parameters(), lr=1e-4) if is_adam else torch.optim.SGD(net.parameters(), lr=0.05)
         )
-        run = epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=10, path=where)
+        run = epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=10, folder=where)
         if where is None:
             epk.attribute(run, X[:1], classes=y[:1])
             epk.influence(run, X[:1], classes=y[:1])

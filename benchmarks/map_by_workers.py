@@ -37,7 +37,7 @@ def grid(
         net = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
         optimizer, loss = torch.optim.SGD(net.parameters(), lr=0.1), nn.MSELoss()
         epk.train(
-            net, X, X.sin().sum(1, keepdim=True), loss=loss, optimizer=optimizer, steps=steps, path=folder / "run"
+            net, X, X.sin().sum(1, keepdim=True), loss=loss, optimizer=optimizer, steps=steps, folder=folder / "run"
         )
         (folder / "grid_network.py").write_text(NETWORK)
         save_file({"inputs": on_grid(points)}, folder / "grid.safetensors")

@@ -98,7 +98,7 @@ def recorded(
     net = NETWORKS[name]().double().train()
     optimizer = OPTIMIZERS[optimizer_name](net)
     storage = epk.Storage(keep_every=keep_every)
-    with epk.Recorder(net, optimizer, X, y, path=folder, storage=storage) as recorder:
+    with epk.Recorder(net, optimizer, X, y, folder=folder, storage=storage) as recorder:
         for _ in range(steps):
             batch = torch.randperm(num_train)[: num_train // 2]
             optimizer.zero_grad()

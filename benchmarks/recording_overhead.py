@@ -128,7 +128,7 @@ def train(loop: Loop, kind: Kind | None, folder: Path) -> tuple[float, float, in
     if kind is not None:
         storage = epk.Storage(compression=kind.compression)
         path = folder / "run" if kind.on_disk else None
-        recorder = epk.Recorder(net, made, X, y, path=path, storage=storage, check_every=kind.check_every)
+        recorder = epk.Recorder(net, made, X, y, folder=path, storage=storage, check_every=kind.check_every)
     begun = time.thread_time()
     with nullcontext() if recorder is None else recorder:
         for _ in range(loop.steps):

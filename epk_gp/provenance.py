@@ -38,7 +38,7 @@ class Stopwatch:
 
 
 def write_json(
-    path: Path, command: str, config: Mapping[str, object], results: Mapping[str, object], timer: Stopwatch
+    file: Path, command: str, config: Mapping[str, object], results: Mapping[str, object], timer: Stopwatch
 ) -> None:
     """Write results together with what is needed to reproduce them.
 
@@ -51,7 +51,7 @@ def write_json(
         "results": results,
         **provenance(timer),
     }
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    file.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def versions() -> dict[str, str]:
@@ -70,16 +70,16 @@ def provenance(timer: Stopwatch) -> dict[str, object]:
     }
 
 
-def write_arrays(path: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_arrays(file: Path, arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write named arrays as safetensors, with metadata: the same bytes whenever both are the same."""
-    with path.open("wb") as file:
-        file.writelines(tensor_file(arrays, metadata))
+    with file.open("wb") as stream:
+        stream.writelines(tensor_file(arrays, metadata))
 
 
-def write_npz(path: Path, arrays: Mapping[str, Tensor]) -> None:
+def write_npz(file: Path, arrays: Mapping[str, Tensor]) -> None:
     """Write named arrays as a NumPy .npz file."""
     plain: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in arrays.items()}
-    np.savez(path, **plain)
+    np.savez(file, **plain)
 
 
 def _plain(value: object) -> object:

@@ -211,7 +211,7 @@ def record(config: Config, train: Dataset, path: Path) -> epk.Trajectory:
         net.parameters(), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.steps)
-    with epk.Recorder(net, optimizer, train.inputs, train.labels, path=path) as recorder:
+    with epk.Recorder(net, optimizer, train.inputs, train.labels, folder=path) as recorder:
         net.train()
         batches: list[Tensor] = []
         for _ in range(config.steps):

@@ -156,7 +156,7 @@ def record(problem: Problem, train: Dataset, path: Path | None = None) -> epk.Tr
         steps=problem.steps,
         batch_size=min(problem.batch_size, len(train)),
         generator=torch.Generator().manual_seed(problem.seed),
-        path=path,
+        folder=path,
     )
 
 

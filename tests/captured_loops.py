@@ -88,7 +88,7 @@ class CapturedLoop:
         torch.manual_seed(7)
         optimizers = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
         options = {"check_every": 1} | options  # every step, whatever time that takes
-        with epk.Recorder(self.net, optimizers, self.X, self.y, path=path, **options) as recorder:
+        with epk.Recorder(self.net, optimizers, self.X, self.y, folder=path, **options) as recorder:
             self.recorder = recorder
             for step in range(self.steps):
                 self.step = step

@@ -39,7 +39,7 @@ def record(path: Path, report: Callable[[epk.Recorder], None]) -> str:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     stateful, storage = {"schedule": scheduler, "batches": generator}, epk.Storage(steps=2, keep_every=KEEP_EVERY)
     torch.manual_seed(3)
-    with epk.Recorder(net, optimizer, X, y, path=path, resume=True, stateful=stateful, storage=storage) as recorder:
+    with epk.Recorder(net, optimizer, X, y, folder=path, resume=True, stateful=stateful, storage=storage) as recorder:
         for _ in recorder.until(STEPS):
             report(recorder)
             batch = torch.randperm(POINTS, generator=generator)[: 3 + int(torch.randint(3, ()))]

@@ -43,7 +43,7 @@ def record(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64, pa
     optimizer = optimizers.get(kind, lambda: torch.optim.SGD(net.parameters(), lr=0.1))()
     X = inputs(POINTS, 2).to(dtype)
     y = torch.arange(POINTS) % 3
-    return epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=5, path=path)
+    return epk.train(net, X, y, optimizer=optimizer, steps=steps, batch_size=5, folder=path)
 
 
 def recorded(kind: str, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Any:

@@ -117,7 +117,7 @@ def trained(case: RunCase, path: Path | None = None) -> epk.Trajectory:
         batch_size=case.batch_size,
         generator=torch.Generator().manual_seed(3),
         scheduler=None if case.make_scheduler is None else case.make_scheduler(optimizer),
-        path=path,
+        folder=path,
     )
 
 

@@ -32,7 +32,7 @@ def record(path, steps=6, chunk_bytes=800, finish=True, **options):
     net, (X, y) = mlp(), data()
     optimizer = sgd(net)
     storage = epk.Storage(chunk_bytes=chunk_bytes, **options)
-    recorder = epk.Recorder(net, optimizer, X, y, path=path, storage=storage)
+    recorder = epk.Recorder(net, optimizer, X, y, folder=path, storage=storage)
     with recorder if finish else unfinished(recorder):
         for step in range(steps):
             batch = None if step % 3 == 0 else torch.tensor([step, 9, 2])[: step % 3 + 1]
@@ -74,7 +74,7 @@ def resumed(path, net=None, optimizer=sgd, X=None, y=None, **options):
     net = mlp() if net is None else net
     default_X, default_y = data()
     X, y = default_X if X is None else X, default_y if y is None else y
-    return epk.Recorder(net, optimizer(net), X, y, path=path, resume=True, **options)
+    return epk.Recorder(net, optimizer(net), X, y, folder=path, resume=True, **options)
 
 
 def step(recorder):
@@ -125,7 +125,7 @@ def record_kept(path, optimizer=adam, until=KEPT_STEPS, finish=True, resume=Fals
     """Commits follow every second step: at kept states and between them."""
     net, (X, y) = mlp(), data()
     storage = epk.Storage(steps=2, keep_every=keep_every, **options)
-    recorder = epk.Recorder(net, optimizer(net), X, y, path=path, storage=storage, resume=resume)
+    recorder = epk.Recorder(net, optimizer(net), X, y, folder=path, storage=storage, resume=resume)
     with recorder if finish else unfinished(recorder):
         for step in recorder.until(until):
             batch = torch.tensor([step, 9, 2])

@@ -60,7 +60,7 @@ def test_states_on_disk_are_streamed_to_the_stream_that_computes(tmp_path: Path)
     X, y = torch.randn(20, 5, dtype=torch.float64), torch.arange(20) % 3
     net = torch.nn.Sequential(torch.nn.Linear(5, 300), torch.nn.ReLU(), torch.nn.Linear(300, 3)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-    epk.train(net, X, y, optimizer=optimizer, steps=40, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=optimizer, steps=40, folder=tmp_path / "run")
     run = epk.load_trajectory(tmp_path / "run", net)
     expected = epk.gram_block(run, epk.Points(X, False), epk.Points(X, True))
     with torch.cuda.stream(torch.cuda.Stream()):

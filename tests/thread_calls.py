@@ -131,8 +131,8 @@ def share(name: str, folder: Path) -> Shared:
     runs = []
     for options in (
         {},
-        {"path": folder / "plain", "storage": epk.Storage(steps=1)},
-        {"path": folder / "packed", "storage": epk.Storage(steps=2, compression="deltas")},
+        {"folder": folder / "plain", "storage": epk.Storage(steps=1)},
+        {"folder": folder / "packed", "storage": epk.Storage(steps=2, compression="deltas")},
     ):
         torch.manual_seed(0)
         net = build().double()

@@ -69,9 +69,9 @@ def step_ranges(trajectory: Trajectory) -> Axis:
     return by_step(trajectory, edges[1:-1].tolist())
 
 
-def write_table(path: Path, breakdown: PredictionBreakdown, targets: Tensor, top: int) -> None:
+def write_table(file: Path, breakdown: PredictionBreakdown, targets: Tensor, top: int) -> None:
     """Write the training points that raised and lowered each predicted output most, one line each, as CSV."""
-    with path.open("w", newline="") as stream:
+    with file.open("w", newline="") as stream:
         table = csv.writer(stream)
         table.writerow(["point", "output", "network", "initial", "rank", "training_point", "label", "contribution"])
         for n, samples in enumerate(breakdown.samples):

@@ -110,7 +110,7 @@ def record(
             batch_size=batch_size,
             generator=torch.Generator().manual_seed(seed),
             clip=None if clip_norm is None else ClipNorm(clip_norm),
-            path=out,
+            folder=out,
             resume=resume,
             storage=storage,
             check_every=check_every,

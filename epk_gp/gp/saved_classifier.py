@@ -68,17 +68,17 @@ class SavedClassifier:
     classes: list[Any] | None = None
 
 
-def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, trajectory: Trajectory) -> None:
+def write_classifier(folder: str | os.PathLike[str], saved: SavedClassifier, trajectory: Trajectory) -> None:
     """Write a fitted classifier to a new or empty folder.
 
     Raises:
         FileExistsError: The folder holds something.
         OSError: The folder cannot be written.
     """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise FileExistsError(f"path must be a new or empty folder: {folder} holds something. Choose another.")
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    if any(place.iterdir()):
+        raise FileExistsError(f"folder must be a new or empty folder: {place} holds something. Choose another.")
     process = saved.process
     nodes = nodes_of(process)
     probes = trajectory.inputs[:NUM_FINGERPRINT_POINTS]
@@ -103,7 +103,7 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
     tensors |= {f"constant.{name}": value for name, value in trajectory.model.frozen_state().items()}
     tensors |= trajectory.model.signature.stored_tensors()
     content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
-    file = folder / TENSORS
+    file = place / TENSORS
     atomic_write(file, content)
     description = {
         "format": FORMAT,
@@ -125,16 +125,16 @@ def write_classifier(path: str | os.PathLike[str], saved: SavedClassifier, traje
         "tensor_bytes": len(content),
         "tensor_blake2b": checksum_file(file, len(content), str(file)),
     }
-    atomic_write(folder / DESCRIPTION, checksummed_json(description))
+    atomic_write(place / DESCRIPTION, checksummed_json(description))
 
 
 def read_classifier(
-    path: str | os.PathLike[str], net: nn.Module, output: Callable[[Any], Tensor] | None = None
+    folder: str | os.PathLike[str], net: nn.Module, output: Callable[[Any], Tensor] | None = None
 ) -> tuple[SavedClassifier, Trajectory]:
     """Read a classifier that `write_classifier` wrote.
 
     Args:
-        path: The folder.
+        folder: The folder.
         net: A network of the recorded architecture.
         output: The function from what the network returns to its outputs, as at recording.
 

@@ -268,7 +268,7 @@ class UncertainClassifier:
         sets = conformal_sets(self._probability(self._judged(X)), self.conformity_scores_.cpu(), alpha)
         return like_inputs(sets, X)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the fitted classifier to a new or empty folder: nodes, process, and the weights of both.
 
         Raises:
@@ -286,12 +286,12 @@ class UncertainClassifier:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], net: nn.Module, *, output: Callable[[Any], Tensor] | None = None
+        cls, folder: str | os.PathLike[str], net: nn.Module, *, output: Callable[[Any], Tensor] | None = None
     ) -> "UncertainClassifier":
         """Read a classifier that `save` wrote.
 
         Args:
-            path: The folder.
+            folder: The folder.
             net: A network of the recorded architecture; its weights do not matter and are not changed.
             output: The function from what the network returns to its outputs, needed if the run was recorded with one.
 
@@ -299,7 +299,7 @@ class UncertainClassifier:
             FileNotFoundError: The folder holds no classifier.
             ValueError: A file is damaged, or the network is another one.
         """
-        saved, trajectory = read_classifier(path, net, output)
+        saved, trajectory = read_classifier(folder, net, output)
         settings = saved.settings
         model = cls(
             trajectory,

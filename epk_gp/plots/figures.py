@@ -54,9 +54,9 @@ def reconstruction_figure(machines: Sequence[tuple[str, Reconstruction]], head: 
     return figure
 
 
-def draw_reconstruction(path: Path, machines: Sequence[tuple[str, Reconstruction]], head: Head | None = None) -> None:
+def draw_reconstruction(file: Path, machines: Sequence[tuple[str, Reconstruction]], head: Head | None = None) -> None:
     """Write `reconstruction_figure` to a file."""
-    save_figure(reconstruction_figure(machines, head), path, palette=True)
+    save_figure(reconstruction_figure(machines, head), file, palette=True)
 
 
 @styled
@@ -69,9 +69,9 @@ def errors_figure(rules: Sequence[tuple[str, float, float]]) -> Figure:
     return error_against_evaluations(ax, names, evaluations, errors).figure  # type: ignore[return-value]
 
 
-def draw_errors(path: Path, rules: Sequence[tuple[str, float, float]]) -> None:
+def draw_errors(file: Path, rules: Sequence[tuple[str, float, float]]) -> None:
     """Write `errors_figure` to a file."""
-    save_figure(errors_figure(rules), path, palette=True)
+    save_figure(errors_figure(rules), file, palette=True)
 
 
 @styled
@@ -135,7 +135,7 @@ def map_figure(
 
 
 def draw_map(
-    path: Path,
+    file: Path,
     m: UncertaintyMap,
     labels: Shaped[Tensor, "M ..."],
     axis_names: tuple[str, str] = _COORDINATES,
@@ -143,7 +143,7 @@ def draw_map(
     plane: str = "",
 ) -> None:
     """Write `map_figure` to a file."""
-    save_figure(map_figure(m, labels, axis_names, plane=plane), path, palette=True)
+    save_figure(map_figure(m, labels, axis_names, plane=plane), file, palette=True)
 
 
 @styled
@@ -197,7 +197,7 @@ def attribution_figure(
 
 
 def draw_attributions(
-    path: Path,
+    file: Path,
     breakdown: PredictionBreakdown,
     trajectory: Trajectory,
     X: Tensor,
@@ -210,7 +210,7 @@ def draw_attributions(
     """Write `attribution_figure` to a file."""
     figure = attribution_figure(breakdown, trajectory, X, chosen, top, head=head, labels=labels)
     images = as_images(X)
-    save_figure(figure, path, palette=images is None or images.ndim == 3)  # grey ones need no more colours
+    save_figure(figure, file, palette=images is None or images.ndim == 3)  # grey ones need no more colours
 
 
 _OUTPUT_NAMES: dict[Head, str] = {"logits": "logit", "log_softmax": "log probability"}

@@ -78,7 +78,7 @@ def influence_figure(
 
 
 def draw_influences(
-    path: Path,
+    file: Path,
     effect: Influence,
     predicted: Int64[Tensor, " n"],
     chosen: Sequence[int],
@@ -89,4 +89,4 @@ def draw_influences(
 ) -> None:
     """Write `influence_figure` to a file."""
     figure = influence_figure(effect, predicted, chosen, top, trajectory, head=head)
-    save_figure(figure, path, palette=True)
+    save_figure(figure, file, palette=True)

@@ -85,9 +85,9 @@ def scores_figure(scored: ScoredPoints, ordinary: Float[Tensor, " m"]) -> Figure
     return figure
 
 
-def draw_scores(path: Path, scored: ScoredPoints, ordinary: Float[Tensor, " m"]) -> None:
+def draw_scores(file: Path, scored: ScoredPoints, ordinary: Float[Tensor, " m"]) -> None:
     """Write `scores_figure` to a file."""
-    save_figure(scores_figure(scored, ordinary), path)
+    save_figure(scores_figure(scored, ordinary), file)
 
 
 @styled
@@ -116,10 +116,10 @@ def suspicious_labels_figure(
 
 
 def draw_suspicious_labels(
-    path: Path, found: LabelErrors, inputs: Shaped[Tensor, "M ..."], labels: Int64[Tensor, " M"], top: int
+    file: Path, found: LabelErrors, inputs: Shaped[Tensor, "M ..."], labels: Int64[Tensor, " M"], top: int
 ) -> None:
     """Write `suspicious_labels_figure` to a file."""
-    save_figure(suspicious_labels_figure(found, inputs, labels, top), path)
+    save_figure(suspicious_labels_figure(found, inputs, labels, top), file)
 
 
 def _draw_scored(ax: Axes, image: Float[Tensor, "H W *rgb"], scored: ScoredPoints, n: int, score: float) -> None:

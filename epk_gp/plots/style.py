@@ -88,21 +88,21 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
 
 
 def save_figure(
-    figure: Figure, path: str | os.PathLike[str], *, description: str | None = None, palette: bool = False
+    figure: Figure, file: str | os.PathLike[str], *, description: str | None = None, palette: bool = False
 ) -> None:
     """Write a figure as PNG or SVG, as the file's name ends. The same figure gives the same bytes.
 
     Args:
         figure: The figure.
-        path: File that is written.
+        file: File that is written.
         description: Text that is kept in the file.
         palette: Write a PNG with 256 colours, which is a third of the size and looks the same without photographs.
     """
-    file = Path(path)
+    place = Path(file)
     with figure_style():
-        if file.suffix != ".png":
+        if place.suffix != ".png":
             metadata: dict[str, Any] = {"Date": None, "Description": description}
-            figure.savefig(file, metadata=metadata)
+            figure.savefig(place, metadata=metadata)
             return
         buffer = BytesIO()
         figure.savefig(buffer, dpi=_DPI, metadata={"Software": None})
@@ -112,4 +112,4 @@ def save_figure(
     entries = PngInfo()
     if description is not None:
         entries.add_itxt("Description", description, zip=True)
-    picture.save(file, format="PNG", optimize=True, pnginfo=entries, dpi=(_DPI, _DPI))
+    picture.save(place, format="PNG", optimize=True, pnginfo=entries, dpi=(_DPI, _DPI))

@@ -49,34 +49,34 @@ class RunSummary:
         return len(self.learning_rates)
 
 
-def check_run(path: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
+def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
     """Read every file of a run and check it against what was committed.
 
     Raises:
         FileNotFoundError: The folder holds no run, or a file is missing.
         ValueError: A file is damaged; the message names it and the states it held.
     """
-    folder = Path(path)
-    header = read_header(path)
+    place = Path(folder)
+    header = read_header(folder)
     schema = chunk_schema(header)
-    data = read_data(path, header)
-    journal = read_journal(path)
+    data = read_data(folder, header)
+    journal = read_journal(folder)
     steps: list[Step] = []
     for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
-        own = read_steps(path, schema, chunk)
+        own = read_steps(folder, schema, chunk)
         for step in own:
             for _ in step.passes:  # each is unpacked, checked and left
                 pass
         steps.extend(own)
     number, chunk = len(journal.chunks) - 1, journal.chunks[-1]
     try:
-        read_training_state(path, number, chunk)
+        read_training_state(folder, number, chunk)
     except FileNotFoundError:
-        if read_journal(path).bytes == journal.bytes:  # a writer that committed another chunk would have removed it
+        if read_journal(folder).bytes == journal.bytes:  # a writer that committed another chunk would have removed it
             raise
     names = [HEADER, DATA, JOURNAL, resume_name(number), *(chunk.file for chunk in journal.chunks)]
     names += [FINISHED] if journal.finished else []
-    sizes = [regular_file_size(folder / name, name) for name in names]
+    sizes = [regular_file_size(place / name, name) for name in names]
     return RunSummary(
         header=header,
         chunks=journal.chunks,

@@ -135,7 +135,7 @@ def _matrix_tensors(updates: Sequence[UpdateCoefficients], schema: ChunkSchema) 
     if tensors and schema.version < 3:
         raise ValueError(
             "a run of format version 2 must have steps without matrix preconditioners: this one has them. Record to "
-            "another path."
+            "another folder."
         )
     return tensors
 
@@ -146,7 +146,7 @@ def _pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tenso
     if schema.version < 3:
         raise ValueError(
             "a run of format version 2 must have steps that the network in evaluation mode repeats: this one needs a "
-            "forward pass that version 2 cannot hold (dropout, augmented rows). Record to another path."
+            "forward pass that version 2 cannot hold (dropout, augmented rows). Record to another folder."
         )
     tables, content = pack_passes(steps)
     validate_tables(tables, len(content), steps, schema, "a chunk")

@@ -25,7 +25,7 @@ from epk_gp.storage.schema import FORMAT, SAFETENSORS_DTYPES, ChunkSchema, chunk
 from epk_gp.storage.stored import StoredStates, StoredUpdates
 
 
-def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
+def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
     """Write a run, after checking it, to one safetensors file; one state is in memory at a time.
 
     Tensors, as in the chunks: `states` (S + 1, P); `update` (S, 7, L), the numbers of the update rule of each of the L
@@ -37,7 +37,7 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
     JSON (`update_fields`), and the run's digest.
 
     Args:
-        path: The run's folder.
+        folder: The run's folder.
         file: The new file.
         progress: Show a progress bar.
 
@@ -50,15 +50,15 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
             state.
         OSError: The file cannot be written; no part of it is left.
     """
-    header = read_header(path)
-    schema, data, chunks = chunk_schema(header), read_data(path, header), read_journal(path).chunks
+    header = read_header(folder)
+    schema, data, chunks = chunk_schema(header), read_data(folder, header), read_journal(folder).chunks
     if schema.thins:
         raise ValueError(
-            f"a run must hold every state to be exported to one file: {path} keeps every {schema.keep_every}-th in "
+            f"a run must hold every state to be exported to one file: {folder} keeps every {schema.keep_every}-th in "
             f"{schema.stored_dtype}. Read it with epk_gp.load_trajectory, which computes the others."
         )
-    steps = [step for chunk in chunks for step in read_steps(path, schema, chunk)]
-    states, updates = StoredStates(Path(path), schema, chunks), StoredUpdates(Path(path), schema, chunks)
+    steps = [step for chunk in chunks for step in read_steps(folder, schema, chunk)]
+    states, updates = StoredStates(Path(folder), schema, chunks), StoredUpdates(Path(folder), schema, chunks)
     S, P, L = len(steps), schema.num_weights, len(schema.sizes)
     per_weight = _fields_per_weight([updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last], schema)
     # by name, for safetensors lists a file's tensors in another order each time: equal runs give equal files
@@ -68,12 +68,12 @@ def export_run(path: str | os.PathLike[str], file: str | os.PathLike[str], *, pr
         in_memory |= _tables(steps, chunks).tensors()
     shapes = {"states": ([S + 1, P], schema.dtype), "update": ([S, len(FIELDS), L], torch.float64)}
     shapes |= {f"update.{STORED_FIELDS[FIELDS.index(name)]}": ([S, P], dtype) for name, dtype in per_weight.items()}
-    matrices = steps_with_matrices(path, chunks)
+    matrices = steps_with_matrices(folder, chunks)
     for key, rows in matrices.items():
         Q = matrices_of(updates[rows[0]])[key]
         shapes[matrix_name(*key)] = ([len(rows), *Q.shape], Q.dtype)
         in_memory[f"{matrix_name(*key)}.steps"] = torch.tensor(rows)
-    statistics = StoredStates(Path(path), schema, chunks, "statistics") if schema.num_statistics else None
+    statistics = StoredStates(Path(folder), schema, chunks, "statistics") if schema.num_statistics else None
     if statistics is not None:
         shapes["statistics"] = ([S + 1, schema.num_statistics], statistics[0].dtype)
     shapes |= {name: (list(value.shape), value.dtype) for name, value in in_memory.items()}

@@ -71,5 +71,5 @@ def _lock_file(lock: BaseFileLock, folder: Path) -> BaseFileLock:
 def _other_writer(folder: Path) -> BlockingIOError:
     return BlockingIOError(
         f"a run must have one writer at a time: another process records into {folder}. Wait for it to end, or "
-        "choose another path."
+        "choose another folder."
     )

@@ -54,13 +54,13 @@ class RunStart:
     statistics: Float[Tensor, " Q"] | None = None
 
 
-def is_run(path: str | os.PathLike[str]) -> bool:
+def is_run(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds a run, damaged or not."""
-    file = Path(path) / HEADER
+    file = Path(folder) / HEADER
     return regular_file_size(file, str(file)) is not None
 
 
-def create_run(path: str | os.PathLike[str], start: RunStart, training: TrainingState) -> RunWriter:
+def create_run(folder: str | os.PathLike[str], start: RunStart, training: TrainingState) -> RunWriter:
     """Create a run with its initial weights in a new or empty folder.
 
     Raises:
@@ -70,7 +70,7 @@ def create_run(path: str | os.PathLike[str], start: RunStart, training: Training
         TypeError: The training state holds something that only a pickle could store.
     """
     tensors = training.state_dict()
-    writer, header = create_run_dir(path, {**start.header, **training.header()}, start.data)
+    writer, header = create_run_dir(folder, {**start.header, **training.header()}, start.data)
     try:
         statistics = () if start.statistics is None else (start.statistics,)
         tensors |= {WEIGHTS: start.weights.clone()} if writer.schema.thins else {}
@@ -83,7 +83,7 @@ def create_run(path: str | os.PathLike[str], start: RunStart, training: Training
 
 
 def resume_run(
-    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
     header: Mapping[str, Any],
     net: nn.Module,
     loss: Loss,
@@ -94,7 +94,7 @@ def resume_run(
     """Open a run to continue it: check that it is the same, and restore the state of its last commit.
 
     Args:
-        path: The run's folder.
+        folder: The run's folder.
         header: The header that the run would get if it were created now.
         net: The network; its weights, frozen parameters and buffers are overwritten.
         loss: The loss.
@@ -109,14 +109,14 @@ def resume_run(
         OSError: The folder cannot be written.
         ValueError: The run is damaged, or it is one of another network, data set, loss or optimizer.
     """
-    recorded = read_header(path)
-    validate_same_header(recorded, {**header, **training.header()}, path)
-    writer = open_for_writing(path, recorded)
+    recorded = read_header(folder)
+    validate_same_header(recorded, {**header, **training.header()}, folder)
+    writer = open_for_writing(folder, recorded)
     try:
-        trajectory = load_trajectory(path, net, loss=loss, output=output)
+        trajectory = load_trajectory(folder, net, loss=loss, output=output)
         number, chunk = len(writer.chunks) - 1, writer.chunks[-1]
-        tensors = read_training_state(path, number, chunk)
-        where = str(Path(path) / resume_name(number))
+        tensors = read_training_state(folder, number, chunk)
+        where = str(Path(folder) / resume_name(number))
         buffers = training.recorded_buffers(tensors, where)
         training.load_state_dict(tensors, where)
         writer.remove_uncommitted()
@@ -136,7 +136,7 @@ def resume_run(
 
 
 def load_trajectory(
-    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
     net: nn.Module,
     *,
     loss: Loss | None = None,
@@ -147,7 +147,7 @@ def load_trajectory(
     Every file is checked against the checksum it was committed with; the weights are then mapped, not loaded.
 
     Args:
-        path: The run's folder.
+        folder: The run's folder.
         net: A network of the recorded architecture; its weights do not matter and are not changed.
         loss: The loss, needed only if it was a `PerSampleLoss`, whose function is not stored.
         output: The function from what the network returns to its outputs, needed if the run was recorded with one.
@@ -161,18 +161,18 @@ def load_trajectory(
         ValueError: A file is damaged; or the network has other names, shapes or another forward function than the
             recorded one, or checkpoints re-entrantly; or the loss or `output` is missing or another one.
     """
-    header = read_header(path)
+    header = read_header(folder)
     schema = chunk_schema(header)
-    data = read_data(path, header)
-    chunks, last = read_chunks(path, schema)
+    data = read_data(folder, header)
+    chunks, last = read_chunks(folder, schema)
     model = recorded_model(header, data, net, output)
-    steps = tuple(step for chunk in chunks for step in read_steps(path, schema, chunk))
+    steps = tuple(step for chunk in chunks for step in read_steps(folder, schema, chunk))
     if any(step.passes for step in steps):
         validate_modules(header, net)
     graph = model.signature.stored_tensors().values()
     if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:
-        raise ValueError(f"{path}: the training data must have the digest in the header: it has another.")
-    states, updates = stored_run(path, schema, chunks, last)
+        raise ValueError(f"{folder}: the training data must have the digest in the header: it has another.")
+    states, updates = stored_run(folder, schema, chunks, last)
     trajectory = Trajectory(
         model=model,
         inputs=data["inputs"],
@@ -185,7 +185,7 @@ def load_trajectory(
         num_outputs=header["num_outputs"],
         digest=chunks[-1].digest,
         data_digest=header["data_digest"],
-        statistics=StoredStates(Path(path), schema, chunks, "statistics") if schema.num_statistics else None,
+        statistics=StoredStates(Path(folder), schema, chunks, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
         optimizer_groups=tuple(map(OptimizerGroup.from_json, header.get("groups", []))),
         clip=clip_from_json(header.get("clip")),

@@ -213,10 +213,10 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: The header is not that of a run of this format and version, or it is damaged.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path must be the folder of a run: got {path!r}.")
+        raise TypeError(f"folder must be that of a run: got {path!r}.")
     file = Path(path) / HEADER
     if regular_file_size(file, str(file)) is None:
-        raise FileNotFoundError(f"path must hold a recorded run: {file} does not exist.")
+        raise FileNotFoundError(f"folder must hold a recorded run: {file} does not exist.")
     content = read_bytes(file, MAX_JSON_BYTES, str(file))
     header = parse_json(content, f"{file} must be the JSON header of a run")
     if not isinstance(header, dict) or header.get("format") != FORMAT:

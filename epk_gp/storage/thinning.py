@@ -45,7 +45,7 @@ class ThinnedRun:
 
 
 def thin_run(
-    path: str | os.PathLike[str], folder: str | os.PathLike[str], storage: Storage, *, progress: bool = False
+    run: str | os.PathLike[str], folder: str | os.PathLike[str], storage: Storage, *, progress: bool = False
 ) -> ThinnedRun:
     """Write a copy of a run, after checking it, that keeps every k-th weight state, the first and the last.
 
@@ -53,7 +53,7 @@ def thin_run(
     from one to the next is seen when they are computed: `epk_gp.reconstruct` of the copy says so.
 
     Args:
-        path: The run's folder.
+        run: The run's folder.
         folder: A new or empty folder.
         storage: `keep_every` and `weights_dtype` of the copy, and how much comes together in a chunk.
         progress: Show a progress bar.
@@ -64,10 +64,10 @@ def thin_run(
             that it holds.
         OSError: The folder cannot be written; nothing of the copy is left.
     """
-    source = _open(path)
+    source = _open(run)
     target = _target_header(source, storage)
     existed = Path(folder).exists()
-    writer, header = create_run_dir(folder, target, read_data(path, source.header))
+    writer, header = create_run_dir(folder, target, read_data(run, source.header))
     try:
         with progress_bar(source.num_steps + 1, "export", unit="state", shown=progress) as bar:
             per_weight = _copy(source, writer, storage, bar)
@@ -82,7 +82,7 @@ def thin_run(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     writer.close()
-    sizes = [sum(file.stat().st_size for file in Path(each).iterdir()) for each in (folder, path)]
+    sizes = [sum(file.stat().st_size for file in Path(each).iterdir()) for each in (folder, run)]
     return ThinnedRun(sizes[0], sizes[1], per_weight)
 
 

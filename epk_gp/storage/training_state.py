@@ -66,15 +66,15 @@ def validate_stateful(stateful: StatefulObjects) -> None:
 
 
 def validate_resumable(
-    optimizer: Optimizer | Sequence[Optimizer], stateful: StatefulObjects, path: str | os.PathLike[str] | None
+    optimizer: Optimizer | Sequence[Optimizer], stateful: StatefulObjects, folder: str | os.PathLike[str] | None
 ) -> None:
     """Raise if a run with these arguments could not be resumed to the same end.
 
     Raises:
-        ValueError: There is no path, or the learning rates of an optimizer follow a scheduler not in `stateful`.
+        ValueError: There is no folder, or the learning rates of an optimizer follow a scheduler not in `stateful`.
     """
-    if path is None:
-        raise ValueError("resume=True needs path=, the folder of the run to resume: got None.")
+    if folder is None:
+        raise ValueError("resume=True needs folder=, the folder of the run to resume: got None.")
     is_scheduled = any("initial_lr" in group for each in _as_tuple(optimizer) for group in each.param_groups)
     if is_scheduled and not any(isinstance(value, LRScheduler) for value in stateful.values()):
         raise ValueError(

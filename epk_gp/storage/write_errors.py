@@ -11,7 +11,7 @@ from epk_gp.storage.index import JOURNAL, Chunk, read_journal, resume_name
 from epk_gp.storage.schema import DATA, data_size, read_header
 
 RESUME = "Free space or give the right to write, then go on with resume=True."
-_RESTORE = "Restore the folder and go on with resume=True, or record to another path."
+_RESTORE = "Restore the folder and go on with resume=True, or record to another folder."
 
 
 @contextmanager

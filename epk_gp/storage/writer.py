@@ -106,7 +106,7 @@ class Storage:
         return self.keep_every > 1 or self.weights_dtype is not None
 
 
-def thinning_header(storage: object, path: str | os.PathLike[str] | None) -> dict[str, Any]:
+def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> dict[str, Any]:
     """Return what header and digest of a run hold of its options on disk; nothing where every state is kept.
 
     Raises:
@@ -117,9 +117,9 @@ def thinning_header(storage: object, path: str | os.PathLike[str] | None) -> dic
         raise TypeError(f"storage must be an epk_gp.Storage, such as Storage(keep_every=20): got {storage!r}.")
     if not storage.thins:
         return {}
-    if path is None:
+    if folder is None:
         raise ValueError(
-            "keep_every and weights_dtype must come with path=, for a run in memory holds every state: got no path."
+            "keep_every and weights_dtype must come with folder=, for a run in memory holds every state: got no folder."
         )
     return {
         "keep_every": storage.keep_every,
@@ -228,7 +228,7 @@ class RunWriter:
         if damage is not None:
             raise OSError(
                 f"a run must keep all its files while it is recorded: {damage}. Restore it from a copy and go on with "
-                "resume=True, or record to another path."
+                "resume=True, or record to another folder."
             )
         if (self.path / FINISHED).exists():
             return
@@ -368,7 +368,7 @@ def require_empty_dir(folder: Path) -> None:
         return
     if not folder.is_dir() or not all(_precedes_header(file) for file in folder.iterdir()):
         raise FileExistsError(
-            f"path must be a new or empty folder: {folder} already holds something. Choose another path, or resume "
+            f"folder must be a new or empty folder: {folder} already holds something. Choose another folder, or resume "
             "the run that it holds with resume=True."
         )
 

@@ -63,7 +63,7 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         output: Callable[[Any], Tensor] | None = logits_of,
         update_rule: UpdateRule | None = None,
         unexplained: float | None = None,
-        path: str | os.PathLike[str] | None = None,
+        folder: str | os.PathLike[str] | None = None,
         storage: Storage = Storage(),
     ) -> None:
         """Keep the arguments; the recorder starts with the training.
@@ -76,11 +76,11 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
             update_rule: How the optimizer's step follows from the gradient, if it is not one of torch's known
                 optimizers.
             unexplained: Share of a step that update rule and loss need not explain, as of `epk_gp.Recorder`.
-            path: New folder for the run; the run is kept in memory if None.
+            folder: New folder for the run; the run is kept in memory if None.
             storage: How often steps are committed to disk, and whether they are compressed.
         """
         self._data: tuple[Any, Any] = (X, y)
-        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "path": path, "storage": storage}
+        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "folder": folder, "storage": storage}
         self._options |= {} if output is None else {"output": output}
         self._options |= {} if unexplained is None else {"unexplained": unexplained}
         self._recorder: Recorder | None = None

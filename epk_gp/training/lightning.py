@@ -25,7 +25,7 @@ def first_entry(batch: Any) -> Any:
 class RecorderCallback(Callback):
     """Record a Lightning run as `epk_gp.Recorder` records a loop.
 
-        callback = RecorderCallback(module.net, X, y, path="run")
+        callback = RecorderCallback(module.net, X, y, folder="run")
         Trainer(callbacks=[callback], ...).fit(module, DataLoader(IndexedDataset(dataset), ...))
         trajectory = callback.trajectory
 
@@ -48,7 +48,7 @@ class RecorderCallback(Callback):
         clip: Clip | None = None,
         output: Callable[[Any], Tensor] | None = None,
         unexplained: float | None = None,
-        path: str | os.PathLike[str] | None = None,
+        folder: str | os.PathLike[str] | None = None,
         storage: Storage = Storage(),
     ) -> None:
         """Keep the arguments; the recorder starts with the training.
@@ -66,12 +66,12 @@ class RecorderCallback(Callback):
             clip: The gradient clipping before each step; None for the trainer's.
             output: Maps what the network returns to its outputs, (n, C).
             unexplained: Share of a step that update rule and loss need not explain, as of `epk_gp.Recorder`.
-            path: New folder for the run; the run is kept in memory if None.
+            folder: New folder for the run; the run is kept in memory if None.
             storage: How often steps are committed to disk, and whether they are compressed.
         """
         self._net, self._indices, self._weight, self._clip = net, indices, weight, clip
         self._data: tuple[Any, Any] = (X, y)
-        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "path": path, "storage": storage}
+        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "folder": folder, "storage": storage}
         self._options |= {} if output is None else {"output": output}
         self._options |= {} if unexplained is None else {"unexplained": unexplained}
         self._recorder: Recorder | None = None

@@ -67,7 +67,7 @@ class Recorder:
     recomputed gradient of the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which
     names the cause as far as it can tell; the steps before it stay recorded.
 
-    With `path` and `resume` the loop continues where the last commit left it: write it as
+    With `folder` and `resume` the loop continues where the last commit left it: write it as
     `for step in recorder.until(steps):`.
 
     Attributes:
@@ -89,7 +89,7 @@ class Recorder:
         loss: Loss | nn.Module = CrossEntropy(),
         update_rule: Rules = None,
         clip: Clip | None = None,
-        path: str | os.PathLike[str] | None = None,
+        folder: str | os.PathLike[str] | None = None,
         resume: bool = False,
         stateful: StatefulObjects | None = None,
         storage: Storage = Storage(),
@@ -110,8 +110,8 @@ class Recorder:
             update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
                 one gradient a step. Of several optimizers a sequence, None for torch's own.
             clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached.
-            path: New folder for the run; it is kept in memory if None.
-            resume: Continue the run at `path`, if there is one, from its last commit: network, optimizer, torch's
+            folder: New folder for the run; it is kept in memory if None.
+            resume: Continue the run at `folder`, if there is one, from its last commit: network, optimizer, torch's
                 random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
                 random numbers are not stored.
             stateful: Objects by name whose state is stored with the run: the loop's `torch.Generator`, and anything
@@ -133,7 +133,7 @@ class Recorder:
             TypeError: An argument is of another kind.
             ValueError: Data, targets, network or optimizer cannot be recorded, or are not those of the run that is
                 resumed; the message says what to do.
-            FileExistsError: `path` already holds something.
+            FileExistsError: `folder` already holds something.
             BlockingIOError: Another process records there.
             OSError: The folder cannot be written.
         """
@@ -143,20 +143,20 @@ class Recorder:
         validate_stateful(stateful)
         self._optimizers = as_optimizers(optimizer)
         if resume:
-            validate_resumable(self._optimizers, stateful, path)
+            validate_resumable(self._optimizers, stateful, folder)
         self._setup = make_setup(net, optimizer, (X, y), loss, rules, trained=trained, output=output)
         self.signature = self._setup.model.signature
         self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
         graph = self.signature.graph
         self.X = self.signature.structure(self._setup.X) if graph is None else graph.graph
-        header, start = self._setup.header() | thinning_header(storage, path), self._setup.weights()
+        header, start = self._setup.header() | thinning_header(storage, folder), self._setup.weights()
         self._data_digest: str = header["data_digest"]
         self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
         self._groups = optimizer_groups(self._optimizers, update_rule, net)
         self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
         self._commits: CommitSchedule | None = None  # None: the run is kept in memory
-        if path is not None:
-            opened = open_folder(path, self._setup, self._history, self._training, storage, resume=resume)
+        if folder is not None:
+            opened = open_folder(folder, self._setup, self._history, self._training, storage, resume=resume)
             self._setup, self._history, self._commits = opened
         watch = GroupWatch(given_rules(self._optimizers, update_rule), net, self._groups, self._history.steps)
         self._observer = StepObserver(

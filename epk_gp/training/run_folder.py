@@ -14,7 +14,7 @@ from epk_gp.training.setup import TrainingSetup
 
 
 def open_folder(
-    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
     setup: TrainingSetup,
     history: RunHistory,
     training: TrainingState,
@@ -25,7 +25,7 @@ def open_folder(
     """Create a run's folder; or, if it holds a run to resume, bring everything to its last commit.
 
     Args:
-        path: The folder.
+        folder: The folder.
         setup: The training.
         history: The run before its first step.
         training: The objects whose state is stored with the run; those of a resumed run get the state they had there.
@@ -44,16 +44,18 @@ def open_folder(
     net, model = setup.net, setup.model
     full = (
         setup.header()
-        | thinning_header(storage, path)
+        | thinning_header(storage, folder)
         | {"compression": storage.compression, "check_every": setup.rules.check_every}
     )
     full["modules"] = module_names(net)
-    if resume and is_run(path):
-        recorded, writer = resume_run(path, full, net, setup.loss, training, output=model.signature.output)
+    if resume and is_run(folder):
+        recorded, writer = resume_run(folder, full, net, setup.loss, training, output=model.signature.output)
         setup = replace(setup, model=functionalize_like(model, net))
         end = recorded.states[recorded.num_steps].to(setup.y.device)
         history = RunHistory(end, recorded.digest, recorded.steps, setup.statistics())
     else:
         last = history.last
-        writer = create_run(path, RunStart(full, setup.data(), last.end, history.digest(0), last.statistics), training)
+        writer = create_run(
+            folder, RunStart(full, setup.data(), last.end, history.digest(0), last.statistics), training
+        )
     return setup, history, CommitSchedule(writer, storage, history, training)

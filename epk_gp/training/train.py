@@ -39,7 +39,7 @@ def train(
     scheduler: LRScheduler | None = None,
     update_rule: UpdateRule | None = None,
     clip: Clip | None = None,
-    path: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     storage: Storage = Storage(),
     check_every: int | None = None,
@@ -61,8 +61,8 @@ def train(
         scheduler: A learning-rate scheduler that is stepped after every optimizer step.
         update_rule: How the optimizer's step follows from the gradient, as for `Recorder`.
         clip: Gradient clipping before every step.
-        path: New folder for the run; the run is kept in memory if None.
-        resume: Continue the run at `path`, if there is one, as if it had never stopped. Network, optimizer and
+        folder: New folder for the run; the run is kept in memory if None.
+        resume: Continue the run at `folder`, if there is one, as if it had never stopped. Network, optimizer and
             scheduler must be made as they were.
         storage: Which states a run on disk keeps and how, and how often steps are committed.
         check_every: Recompute the gradient of one step out of this many; None for as many as are cheap, as `Recorder`.
@@ -99,7 +99,7 @@ def train(
         loss=loss,
         update_rule=update_rule,
         clip=clip,
-        path=path,
+        folder=folder,
         resume=resume,
         stateful=stateful,
         storage=storage,

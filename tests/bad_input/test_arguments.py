@@ -127,7 +127,7 @@ def test_integers_of_numpy_count():
 
 def test_a_chunk_that_is_removed_while_the_run_is_used_is_named(tmp_path):
     net = mlp()
-    trajectory = epk.train(net, X, Y, optimizer=sgd(net), steps=2, path=tmp_path / "run")
+    trajectory = epk.train(net, X, Y, optimizer=sgd(net), steps=2, folder=tmp_path / "run")
     (tmp_path / "run" / "chunk-000001.safetensors").unlink(missing_ok=True)
     (tmp_path / "run" / "chunk-000000.safetensors").unlink()
     with pytest.raises(

@@ -217,7 +217,7 @@ def test_train_refuses_it_before_anything_is_written(change, error, message, tmp
     optimizer = options.pop("optimizer", make_optimizer)(net)
     before = [p.clone() for p in net.parameters()] if isinstance(net, nn.Module) else []
     with pytest.raises(error, match=message):
-        epk.train(net, options.pop("X"), options.pop("y"), optimizer=optimizer, path=tmp_path / "run", **options)
+        epk.train(net, options.pop("X"), options.pop("y"), optimizer=optimizer, folder=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
     if isinstance(net, nn.Module):
         for p, old in zip(net.parameters(), before, strict=True):

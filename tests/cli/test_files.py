@@ -28,7 +28,7 @@ def test_users_bring_their_own_network_and_data(user_module, tmp_path, suffix, c
 def test_runs_of_the_library_need_a_network_and_take_one(user_module, tmp_path, capsys):
     X, y = torch.randn(6, 3), torch.arange(6) % 2
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2, folder=tmp_path / "run")
     assert "--network must name the network" in refused(capsys, "verify", "run", "--quiet")
     assert run("verify", "run", "--network", f"{user_module}:tanh_net", "--quiet") == 0  # float32, training inputs
     assert "must be the recorded one" in refused(capsys, "verify", "run", "--network", "mlp", "--quiet")

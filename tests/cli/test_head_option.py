@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         y = torch.randn(6, outputs, generator=g, dtype=torch.float64)
         y = torch.arange(6) % 2 if name == "classes" else y
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        epk.train(net, X, y, optimizer=optimizer, steps=3, loss=loss, path=folder / name)
+        epk.train(net, X, y, optimizer=optimizer, steps=3, loss=loss, folder=folder / name)
     save_file({"inputs": X[:2] + 0.1}, folder / "points.safetensors")
     code = "from torch import nn\n\n" + "".join(
         f"def {name}():\n    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, {outputs}))\n\n"

@@ -148,7 +148,7 @@ def test_info_says_how_many_gradients_were_recomputed(tmp_path, capsys):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for every, said in ((None, "as many as took 15 % of the loop's time"), (1, "every step's"), (3, "one in 3")):
         path = tmp_path / str(every)
-        epk.train(net, X, torch.arange(4) % 2, optimizer=optimizer, steps=1, path=path, check_every=every)
+        epk.train(net, X, torch.arange(4) % 2, optimizer=optimizer, steps=1, folder=path, check_every=every)
         assert run("info", path) == 0
         assert f"{said} recomputed while recording" in capsys.readouterr().out
 

@@ -247,7 +247,7 @@ def test_points_that_the_loss_leaves_out_are_not_counted(user_module, tmp_path, 
     X, y = torch.randn(9, 3, generator=draws), torch.arange(9) % 2
     y[:3] = -100
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=2, folder=tmp_path / "run")
     np.savez(tmp_path / "labelled.npz", inputs=torch.randn(40, 3, generator=draws).numpy(), labels=np.arange(40) % 2)
     asked = ("--network", f"{user_module}:tanh_net", "--validation", tmp_path / "labelled.npz", "--features", features)
     assert run("uncertainty", tmp_path / "run", *asked, "--out", tmp_path / "out", *FAST) == 0

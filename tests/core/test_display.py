@@ -69,7 +69,7 @@ def test_showing_a_run_reads_no_state(run):
 def test_a_run_whose_folder_was_removed_is_shown_with_its_path(tmp_path):
     folder = tmp_path / "<b>run & \x07"
     net, (X, y) = mlp(), data()
-    epk.train(net, X, y, optimizer=sgd(net), steps=2, path=folder)
+    epk.train(net, X, y, optimizer=sgd(net), steps=2, folder=folder)
     stored = epk.load_trajectory(folder, mlp())
     shutil.rmtree(folder)
     assert shown(stored)["states"] == [f"3 (in {tmp_path / '<b>run & '}\\x07)"]

@@ -116,7 +116,9 @@ def test_memory_and_disk_hold_the_same_numbers(tmp_path, name):
         net, X, y, X_test = problem()
         optimizer = kind(net.parameters(), **options)
         runs.append(
-            epk.train(net, X, y, optimizer=optimizer, steps=7, batch_size=4, path=path, generator=torch.manual_seed(0))
+            epk.train(
+                net, X, y, optimizer=optimizer, steps=7, batch_size=4, folder=path, generator=torch.manual_seed(0)
+            )
         )
     loaded = epk.load_trajectory(tmp_path / "run", problem()[0])
     assert loaded.digest == runs[0].digest == runs[1].digest

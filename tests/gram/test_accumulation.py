@@ -203,7 +203,7 @@ def test_packed_states_are_unpacked_once_and_in_order(tmp_path: Path, monkeypatc
     net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2)).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     epk.train(
-        net, X, y, optimizer=optimizer, steps=40, path=tmp_path / "run", storage=epk.Storage(compression="deltas")
+        net, X, y, optimizer=optimizer, steps=40, folder=tmp_path / "run", storage=epk.Storage(compression="deltas")
     )
     run = epk.load_trajectory(tmp_path / "run", net)
     read: list[int] = []

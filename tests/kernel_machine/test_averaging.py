@@ -145,7 +145,7 @@ def test_averages_on_disk_are_those_in_memory(tmp_path):
     for path in (None, tmp_path / "run"):
         net, X, y = problem("SGD")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        run = epk.train(net, X, y, optimizer=optimizer, steps=7, path=path)
+        run = epk.train(net, X, y, optimizer=optimizer, steps=7, folder=path)
         average = averaged_trajectory(run, averaging_coefficients(7, decay=0.5))
         results.append(epk.attribute(average, X[:2], checkpoint=tmp_path / f"sums {path is None}").samples)
     assert torch.equal(*results)

@@ -43,7 +43,7 @@ def train(name, path=None, dtype=torch.float64, clip=None, **storage):
     X, y = points(12, dtype), torch.arange(12) % 3
     optimizer = OPTIMIZERS[name](net.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    options = {} if path is None else {"path": path, "storage": epk.Storage(**{"keep_every": KEEP} | storage)}
+    options = {} if path is None else {"folder": path, "storage": epk.Storage(**{"keep_every": KEEP} | storage)}
     return epk.train(
         net, X, y, optimizer=optimizer, steps=STEPS, batch_size=5, generator=torch.Generator().manual_seed(3),
         scheduler=scheduler, clip=clip, **options,
@@ -215,7 +215,7 @@ def test_trajectories_of_kept_states_are_not_plain_gradient_descent_where_a_scal
     assert run.is_vanilla_gd
     net, X, y = nn.Linear(4, 3, bias=False).double(), points(12), torch.arange(12) % 3
     optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1)  # one parameter, one number held, and no momentum
-    options = {"path": tmp_path / "adagrad", "storage": epk.Storage(keep_every=KEEP)}
+    options = {"folder": tmp_path / "adagrad", "storage": epk.Storage(keep_every=KEEP)}
     run = epk.train(net, X, y, optimizer=optimizer, steps=4, **options)
     assert not run.is_vanilla_gd
     assert not replace(run).is_vanilla_gd

@@ -154,7 +154,7 @@ def test_a_rule_of_ones_own_is_held_and_said() -> None:
 
 def test_the_terms_of_a_run_on_disk_are_those_in_memory(tmp_path: Path, run: epk.Trajectory) -> None:
     loop = WeightedLoop(adamw)
-    loop.record(path=tmp_path / "run")
+    loop.record(folder=tmp_path / "run")
     stored = epk.load_trajectory(tmp_path / "run", mlp().double())
     in_memory = epk.influence(run, loop.test_points)
     assert torch.equal(epk.influence(stored, loop.test_points).values, in_memory.values)

@@ -108,7 +108,7 @@ def test_a_run_on_integers_is_computed_in_its_own_dtype(tmp_path: pathlib.Path, 
     layers = (torch.nn.Embedding(7, 5), torch.nn.Flatten(), torch.nn.Linear(20, 3))
     net = torch.nn.Sequential(*layers).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    run = epk.train(net, tokens, labels, optimizer=optimizer, steps=3, path=tmp_path / "run")
+    run = epk.train(net, tokens, labels, optimizer=optimizer, steps=3, folder=tmp_path / "run")
     opened = epk.load_trajectory(tmp_path / "run", copy.deepcopy(net).to(dtype))
     assert opened.dtype == opened.model.spec.dtype == torch.float64
     assert torch.equal(epk.network_outputs(opened, tokens), epk.network_outputs(run, tokens))

@@ -19,7 +19,7 @@ def record(path, compression, finish):
     net, (X, y) = mlp(torch.float32), data(dtype=torch.float32)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     storage = epk.Storage(steps=2, compression=compression)
-    recorder = epk.Recorder(net, optimizer, X, y, path=path, storage=storage, resume=True)
+    recorder = epk.Recorder(net, optimizer, X, y, folder=path, storage=storage, resume=True)
     recorder.__enter__()
     for step in recorder.until(6):
         batch = torch.arange(step + 1)

@@ -69,7 +69,7 @@ def test_chunks_of_another_run_do_not_pass(run, tmp_path):
         net[0].bias += 1
     optimizer = sgd(net)
     with epk.Recorder(
-        net, optimizer, X, y, path=tmp_path / "another", storage=epk.Storage(chunk_bytes=800)
+        net, optimizer, X, y, folder=tmp_path / "another", storage=epk.Storage(chunk_bytes=800)
     ) as recorder:
         F.cross_entropy(net(X), y).backward()
         recorder.batch(None)

@@ -42,7 +42,7 @@ def exported(tmp_path, optimizer, dtype, **options):
     storage = options.pop("storage", epk.Storage(steps=2))
     trajectory = epk.train(
         net, X, y, optimizer=optimizer(net), steps=5, batch_size=4, generator=generator,
-        path=tmp_path / "run", storage=storage, **options,
+        folder=tmp_path / "run", storage=storage, **options,
     )  # fmt: skip
     size = export_run(tmp_path / "run", tmp_path / "run.safetensors")
     assert size == (tmp_path / "run.safetensors").stat().st_size
@@ -77,7 +77,7 @@ def test_an_export_holds_the_run_bit_for_bit(tmp_path, optimizer, options, dtype
 def test_an_export_is_not_larger_than_its_run(tmp_path, optimizer):
     """It was seven times as large: each coefficient was written once per weight."""
     net, (X, y) = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 3)).double(), data()
-    epk.train(net, X, y, optimizer=optimizer(net), steps=10, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=optimizer(net), steps=10, folder=tmp_path / "run")
     size = export_run(tmp_path / "run", tmp_path / "run.safetensors")
     assert size < sum(file.stat().st_size for file in (tmp_path / "run").iterdir())
 

@@ -28,7 +28,7 @@ def run(request, tmp_path):
     net, (X, y) = mlp(), data()
     storage = epk.Storage(compression=request.param)
     generator = torch.Generator().manual_seed(1)
-    epk.train(net, X, y, optimizer=sgd(net), steps=4, batch_size=4, generator=generator, path=path, storage=storage)
+    epk.train(net, X, y, optimizer=sgd(net), steps=4, batch_size=4, generator=generator, folder=path, storage=storage)
     (path / "finished.json").unlink()
     return path
 
@@ -39,7 +39,7 @@ def plain(tmp_path):
     path = tmp_path / "plain"
     net, (X, y) = mlp(), data()
     generator = torch.Generator().manual_seed(1)
-    epk.train(net, X, y, optimizer=sgd(net), steps=4, batch_size=4, generator=generator, path=path)
+    epk.train(net, X, y, optimizer=sgd(net), steps=4, batch_size=4, generator=generator, folder=path)
     (path / "finished.json").unlink()
     return path
 
@@ -89,7 +89,7 @@ def test_links_are_not_followed_when_a_run_is_resumed(plain, tmp_path):
     (plain / JOURNAL).symlink_to(target)
     net, (X, y) = mlp(), data()
     with pytest.raises(OSError, match="must be written to .*symbolic links"):
-        epk.Recorder(net, sgd(net), X, y, path=plain, resume=True)
+        epk.Recorder(net, sgd(net), X, y, folder=plain, resume=True)
 
 
 # --- Headers and journals -------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_training_state_is_not_trusted_either(plain, state):
     (plain / JOURNAL).write_bytes(b"".join(to_json_line(chunk) for chunk in chunks))
     net, (X, y) = mlp(), data()
     with pytest.raises(ValueError, match=f"{name}"):
-        epk.train(net, X, y, optimizer=sgd(net), steps=5, batch_size=4, path=plain, resume=True)
+        epk.train(net, X, y, optimizer=sgd(net), steps=5, batch_size=4, folder=plain, resume=True)
 
 
 def test_a_run_with_replaced_files_of_the_same_content_is_good(run):

@@ -74,7 +74,7 @@ def test_a_run_is_resumed_to_the_bits_of_one_that_never_stopped(tmp_path, until)
 
 def test_a_trajectory_taken_while_recording_ends_at_its_last_state(tmp_path):
     net, (X, y) = mlp(), data()
-    with epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", storage=epk.Storage(keep_every=3)) as recorder:
+    with epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run", storage=epk.Storage(keep_every=3)) as recorder:
         for _ in range(4):
             recorder.optimizer.zero_grad()
             F.cross_entropy(net(X), y).backward()
@@ -118,7 +118,7 @@ def test_options_that_do_not_go_together_are_refused(options, match):
 
 
 def test_a_run_in_memory_holds_every_state():
-    with pytest.raises(ValueError, match="keep_every and weights_dtype must come with path="):
+    with pytest.raises(ValueError, match="keep_every and weights_dtype must come with folder="):
         record(None, keep_every=2)
 
 
@@ -162,7 +162,7 @@ def test_the_name_of_a_loss_does_not_stand_for_another_function(tmp_path):
     loss = epk.PerSampleLoss(lambda z, t: F.cross_entropy(z, t, reduction="none"), name="own")
     other = epk.PerSampleLoss(lambda z, t: 1.1 * F.cross_entropy(z, t, reduction="none"), name="own")
     epk.train(
-        net, X, y, optimizer=sgd(net), steps=4, loss=loss, path=tmp_path / "run", storage=epk.Storage(keep_every=3)
+        net, X, y, optimizer=sgd(net), steps=4, loss=loss, folder=tmp_path / "run", storage=epk.Storage(keep_every=3)
     )
     assert epk.load_trajectory(tmp_path / "run", mlp(), loss=loss).num_steps == 4
     with pytest.raises(ValueError, match="steps on the given 'own' do not lead to state 3"):

@@ -51,7 +51,7 @@ def warned(kind):
 def recorder(path, kind="journal", **options):
     net, (X, y) = mlp(), data()
     with warned(kind):
-        return epk.Recorder(net, sgd(net), X, y, path=path, storage=epk.Storage(steps=1), resume=True, **options)
+        return epk.Recorder(net, sgd(net), X, y, folder=path, storage=epk.Storage(steps=1), resume=True, **options)
 
 
 def steps(recorder, count):

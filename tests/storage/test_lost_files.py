@@ -83,7 +83,7 @@ def test_a_folder_that_is_not_the_run_s_any_more_is_named_and_left_alone(tmp_pat
     ) as error:
         record_eight(path, fault_and_remember)
     assert "stay readable" not in str(error.value)
-    assert "record to another path" in str(error.value)
+    assert "record to another folder" in str(error.value)
     assert error.value.errno in (errno.ENOENT, errno.ENOTDIR)
     assert file_hashes(tmp_path) == after_fault
 
@@ -145,5 +145,5 @@ def test_a_file_in_place_of_a_run_holds_no_run(tmp_path, open_run):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("path", [None, 3, b"run"])
 def test_a_path_that_is_none_is_refused(path):
-    with pytest.raises(TypeError, match="path must be the folder of a run: got "):
+    with pytest.raises(TypeError, match="folder must be that of a run: got "):
         epk.load_trajectory(path, mlp())

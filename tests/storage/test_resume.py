@@ -54,7 +54,7 @@ def train(path, optimizer="sgd", scheduler="none", dtype=torch.float64, steps=ST
     if stop is not None:
         stop_before(stop, made)
     options = {"batch_size": 4, "generator": torch.Generator().manual_seed(5)} | options
-    trajectory = epk.train(net, X, y, optimizer=made, scheduler=schedule, steps=steps, path=path, **options)
+    trajectory = epk.train(net, X, y, optimizer=made, scheduler=schedule, steps=steps, folder=path, **options)
     return trajectory, net, made, options["generator"]
 
 
@@ -87,7 +87,7 @@ def test_the_state_of_every_optimizer_is_resumed(tmp_path):
         net, (X, y) = mlp(), data()
         parameters = list(net.parameters())
         optimizers = [sgd(net[0], momentum=0.9), torch.optim.Adam(parameters[2:], lr=0.01)]
-        with epk.Recorder(net, optimizers, X, y, path=path, **options) as recorder:
+        with epk.Recorder(net, optimizers, X, y, folder=path, **options) as recorder:
             for step in recorder.until(steps):
                 batch = (torch.arange(4) + step) % len(X)
                 for optimizer in optimizers:
@@ -126,7 +126,7 @@ def test_every_stop_on_the_way_leads_to_the_same_end(tmp_path, own):
         if (stop := options.pop("stop", None)) is not None:
             stop_before(stop, made)
         options |= {"batch_size": 3, "generator": given, "steps": STEPS}
-        return epk.train(net, X, y, optimizer=made, path=path, **options)
+        return epk.train(net, X, y, optimizer=made, folder=path, **options)
 
     whole = go(None)
     for compression in ("none", "deltas"):
@@ -169,7 +169,7 @@ def test_ones_own_loop_continues_with_torch_s_random_numbers(tmp_path, plain):
     def made(path, **options):
         net, (X, y) = mlp(), data()
         torch.manual_seed(4)
-        return epk.Recorder(net, torch.optim.Adam(net.parameters()), X, y, path=path, **options)
+        return epk.Recorder(net, torch.optim.Adam(net.parameters()), X, y, folder=path, **options)
 
     whole = loop(made(None), STEPS, plain)
     with pytest.raises(KeyboardInterrupt):
@@ -186,7 +186,7 @@ def test_buffers_and_frozen_weights_come_back(tmp_path):
         net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
         net[0].requires_grad_(False)
         X, y = data()
-        return net, epk.train(net, X, y, optimizer=sgd(net), steps=steps, path=path, resume=path is not None)
+        return net, epk.train(net, X, y, optimizer=sgd(net), steps=steps, folder=path, resume=path is not None)
 
     _, whole = go(1, 5, None)
     go(1, 3, tmp_path / "run")

@@ -41,7 +41,7 @@ OTHERS = {
 @pytest.mark.parametrize(("change", "message"), OTHERS.values(), ids=OTHERS.keys())
 def test_another_run_is_refused_and_nothing_changes(tmp_path, change, message):
     net, (X, y) = mlp(), data()
-    epk.train(net, X, y, optimizer=sgd(net), steps=2, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=sgd(net), steps=2, folder=tmp_path / "run")
     before = file_hashes(tmp_path / "run")
     with pytest.raises(ValueError, match=message):
         resumed(tmp_path / "run", **change)
@@ -55,12 +55,12 @@ def test_what_could_not_be_resumed_to_the_same_end_is_refused_before_it_starts(t
     optimizer = sgd(net)
     lr_scheduler.ExponentialLR(optimizer, 0.9)
     with pytest.raises(ValueError, match=r"learning-rate schedule: pass stateful=\{'scheduler': scheduler\}"):
-        epk.Recorder(net, optimizer, X, y, path=tmp_path / "run", resume=True)
-    with pytest.raises(ValueError, match="resume=True needs path="):
+        epk.Recorder(net, optimizer, X, y, folder=tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="resume=True needs folder="):
         epk.Recorder(net, sgd(net), X, y, resume=True)
     with pytest.raises(TypeError, match="stateful must hold torch.Generators and objects with state_dict"):
-        epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"random": random.Random(0)})
-    recorder = epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"g": torch.Generator()})
+        epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run", stateful={"random": random.Random(0)})
+    recorder = epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run", stateful={"g": torch.Generator()})
     with recorder, pytest.raises(RuntimeError, match=r"the loop must be 'for step in recorder.until\(steps\):'"):
         recorder.batch(None)
 
@@ -76,7 +76,7 @@ class Strange:
 def test_a_state_that_only_a_pickle_could_hold_is_refused(tmp_path):
     net, (X, y) = mlp(), data()
     with pytest.raises(TypeError, match=r"must consist of numbers, texts, .*: got builtin_function_or_method"):
-        epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run", stateful={"strange": Strange()})
+        epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run", stateful={"strange": Strange()})
     assert not (tmp_path / "run").exists()
 
 
@@ -110,7 +110,7 @@ DIFFERENCES = {
 @pytest.mark.parametrize(("recorded", "change", "message"), DIFFERENCES.values(), ids=DIFFERENCES.keys())
 def test_only_what_differs_is_named_with_both_values(tmp_path, recorded, change, message):
     net, (X, y) = mlp(), data()
-    epk.train(net, X, y, optimizer=recorded(net), steps=1, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=recorded(net), steps=1, folder=tmp_path / "run")
     with pytest.raises(ValueError, match=rf"must (be|have) .*the? recorded {message[:-1]}\.$"):
         resumed(tmp_path / "run", **({"optimizer": recorded} | change))
 
@@ -120,7 +120,7 @@ def test_options_that_are_numbers_of_numpy_are_stored_and_resumed(tmp_path):
     rate = np.float32(0.1)
     whole = epk.train(net, X, y, optimizer=sgd(net, rate), steps=4)
     net = mlp()
-    epk.train(net, X, y, optimizer=sgd(net, rate), steps=2, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=sgd(net, rate), steps=2, folder=tmp_path / "run")
     net = mlp()
-    run = epk.train(net, X, y, optimizer=sgd(net, rate), steps=4, path=tmp_path / "run", resume=True)
+    run = epk.train(net, X, y, optimizer=sgd(net, rate), steps=4, folder=tmp_path / "run", resume=True)
     assert run.digest == whole.digest

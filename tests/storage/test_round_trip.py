@@ -118,7 +118,7 @@ def test_a_recorded_run_is_the_run_in_memory(
         net, (X, y) = make_net(), data(dtype=dtype)
         optimizer = sgd(net)
         storage = epk.Storage(chunk_bytes=chunk_bytes, compression=compression)
-        with epk.Recorder(net, optimizer, X, y, path=path, storage=storage) as recorder:
+        with epk.Recorder(net, optimizer, X, y, folder=path, storage=storage) as recorder:
             for step in range(steps):
                 batch = None if batch_size is None else (torch.arange(batch_size) + step) % len(X)
                 rows = slice(None) if batch is None else batch

@@ -82,8 +82,8 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(run):
     before = file_hashes(run)
     net, (X, y) = mlp(), data()
     for make in (
-        lambda: epk.train(net, X, y, optimizer=sgd(net), steps=1, path=run),
-        lambda: epk.Recorder(net, sgd(net), X, y, path=run, storage=epk.Storage()),
+        lambda: epk.train(net, X, y, optimizer=sgd(net), steps=1, folder=run),
+        lambda: epk.Recorder(net, sgd(net), X, y, folder=run, storage=epk.Storage()),
     ):
         with pytest.raises(FileExistsError, match=r"must be a new or empty folder: .*run already holds something"):
             make()
@@ -97,8 +97,8 @@ def test_a_path_that_holds_anything_else_is_refused_and_untouched(tmp_path, kind
     (path if kind == "file" else path / "mine.txt").parent.mkdir(exist_ok=True)
     (path if kind == "file" else path / "mine.txt").write_text("mine")
     before, (net, (X, y)) = file_hashes(tmp_path), (mlp(), data())
-    with pytest.raises(FileExistsError, match="already holds something. Choose another path"):
-        epk.train(net, X, y, optimizer=sgd(net), steps=1, path=path)
+    with pytest.raises(FileExistsError, match="already holds something. Choose another folder"):
+        epk.train(net, X, y, optimizer=sgd(net), steps=1, folder=path)
     assert file_hashes(tmp_path) == before
 
 
@@ -116,5 +116,5 @@ def test_nothing_is_written_for_a_run_that_is_refused_before_it_starts(tmp_path,
     make = torch.optim.LBFGS if wrong == "optimizer" else torch.optim.SGD
     optimizer = make(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="must"):
-        epk.train(net, X, y, optimizer=optimizer, steps=0 if wrong == "steps" else 1, path=tmp_path / "run")
+        epk.train(net, X, y, optimizer=optimizer, steps=0 if wrong == "steps" else 1, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()

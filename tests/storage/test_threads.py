@@ -26,7 +26,7 @@ def run(tmp_path_factory):
     net, (X, y) = mlp(), data()
     optimizer = torch.optim.RMSprop(net.parameters(), lr=0.003, momentum=0.5)
     storage = epk.Storage(steps=7, compression="deltas")
-    epk.train(net, X, y, optimizer=optimizer, steps=STEPS, batch_size=4, path=path, storage=storage)
+    epk.train(net, X, y, optimizer=optimizer, steps=STEPS, batch_size=4, folder=path, storage=storage)
     return path
 
 

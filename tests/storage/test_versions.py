@@ -49,7 +49,7 @@ def test_a_run_of_version_2_takes_no_steps_that_it_cannot_hold(old):
     end, sizes = torch.zeros(51).double(), (24, 6, 18, 3)
     update = stack_coefficients([LinearStep(lr=0.1)] * 4, sizes)
     made = Step(6, 0.1, None, None, (ForwardPass(10, autocast=torch.bfloat16),))
-    with pytest.raises(ValueError, match="of format version 2 must have steps that .* Record to another path"):
+    with pytest.raises(ValueError, match="of format version 2 must have steps that .* Record to another folder"):
         writer.append([end], [made], [update], "digest", {})
     writer.close()
     assert file_hashes(old) == before

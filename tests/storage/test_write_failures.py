@@ -83,7 +83,7 @@ def test_an_error_of_the_loop_s_own_keeps_the_steps_before_it(tmp_path):
 def test_a_folder_without_the_right_to_write_is_named(tmp_path, monkeypatch):
     """The rights themselves where they hold; the superuser's hold nowhere, so they are taken from `os.open`."""
     net, (X, y) = mlp(), data()
-    epk.train(net, X, y, optimizer=sgd(net), steps=2, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=sgd(net), steps=2, folder=tmp_path / "run")
     before = file_hashes(tmp_path / "run")
     real = os.open
 
@@ -167,13 +167,13 @@ def test_steps_are_committed_by_a_clock_that_does_not_jump(tmp_path, monkeypatch
 
 def test_a_start_that_a_crash_cut_short_is_started_anew(tmp_path):
     net, (X, y) = mlp(), data()
-    whole = epk.train(net, X, y, optimizer=sgd(net), steps=3, path=tmp_path / "run")
+    whole = epk.train(net, X, y, optimizer=sgd(net), steps=3, folder=tmp_path / "run")
     start = shutil.copytree(tmp_path / "run", tmp_path / "start")
     for name in ("run.json", "chunk-000001.safetensors", "finished.json", "resume-000001.safetensors"):
         (start / name).unlink()
     (start / "run.json.part").write_text(json.dumps("torn"))
     net = mlp()
-    assert epk.train(net, X, y, optimizer=sgd(net), steps=3, path=start, resume=True).digest == whole.digest
+    assert epk.train(net, X, y, optimizer=sgd(net), steps=3, folder=start, resume=True).digest == whole.digest
     (start / "mine.txt").write_text("mine")
     (start / "run.json").unlink()
     with pytest.raises(FileExistsError, match="must be a new or empty folder"):

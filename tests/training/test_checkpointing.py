@@ -79,7 +79,7 @@ def record(net, steps=3, path=None):
         module.eval()
     optimizer = sgd(net, lr=0.2, momentum=0.5)
     torch.manual_seed(7)
-    with epk.Recorder(net, optimizer, X, Y, path=path) as recorder:
+    with epk.Recorder(net, optimizer, X, Y, folder=path) as recorder:
         for _ in range(steps):
             batch = torch.randperm(10)[:6]
             optimizer.zero_grad()
@@ -144,7 +144,7 @@ def test_a_recording_is_resumed_with_a_checkpointed_network(tmp_path):
     net = make("relu", ALWAYS)
     optimizer = sgd(net)
     for steps in (2, 4):
-        with epk.Recorder(net, optimizer, X, Y, path=tmp_path / "run", resume=True) as recorder:
+        with epk.Recorder(net, optimizer, X, Y, folder=tmp_path / "run", resume=True) as recorder:
             while recorder.num_steps < steps:
                 optimizer.zero_grad()
                 F.cross_entropy(net(X), Y).backward()

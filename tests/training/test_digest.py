@@ -30,7 +30,7 @@ def record(path=None, dtype=torch.float64, **options):
         net.weight.fill_(0.5)
     inputs, targets = X.to(dtype), Y.to(dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5)
-    with epk.Recorder(net, optimizer, inputs, targets, loss=epk.MeanSquaredError(), path=path, **options) as recorder:
+    with epk.Recorder(net, optimizer, inputs, targets, loss=epk.MeanSquaredError(), folder=path, **options) as recorder:
         for batch in (None, torch.tensor([0, 3]), torch.tensor([2])):
             rows = slice(None) if batch is None else batch
             optimizer.zero_grad()

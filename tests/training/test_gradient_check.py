@@ -75,7 +75,7 @@ def test_rows_that_were_not_announced_are_found_at_every_step():
 
 
 def test_check_every_checks_the_first_step_of_a_resumed_run(tmp_path):
-    options = {"path": tmp_path / "run", "resume": True, "check_every": 1000}
+    options = {"folder": tmp_path / "run", "resume": True, "check_every": 1000}
     net, (X, y) = mlp(), data()
 
     def continue_to(steps, offset):
@@ -139,7 +139,7 @@ ENDS = {
 def test_a_network_that_is_changed_after_the_last_step_is_found_and_no_step_is_lost(change, message, on_disk, tmp_path):
     net, (X, y) = Scaled(), data()
     optimizer, path = sgd(net), tmp_path / "run" if on_disk else None
-    recorder, initial = epk.Recorder(net, optimizer, X, y, path=path), flat(net)
+    recorder, initial = epk.Recorder(net, optimizer, X, y, folder=path), flat(net)
 
     def loop():
         with recorder:

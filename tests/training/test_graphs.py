@@ -200,7 +200,7 @@ def test_as_many_nodes_as_probe_rows_are_not_taken_for_them(num_nodes, linked):
 
 @pytest.mark.slow
 def test_a_run_on_disk_holds_its_graph(run, tmp_path):
-    stored = record(make_net(dropout=0.4), path=tmp_path / "run")
+    stored = record(make_net(dropout=0.4), folder=tmp_path / "run")
     assert stored.digest == run.digest
     loaded = epk.load_trajectory(tmp_path / "run", make_net(seed=5, dropout=0.4))
     assert torch.equal(epk.attribute(loaded, ALL).samples, epk.attribute(run, ALL).samples)
@@ -210,12 +210,12 @@ def test_a_run_on_disk_holds_its_graph(run, tmp_path):
 
 def test_a_run_is_resumed_with_the_same_graph_only(run, tmp_path):
     x, edges, y = make_graph()
-    record(make_net(dropout=0.4), path=tmp_path / "run", steps=1, resume=True)
+    record(make_net(dropout=0.4), folder=tmp_path / "run", steps=1, resume=True)
     with pytest.raises(ValueError, match="the data must be the recorded ones, bit for bit"):
-        record(make_net(dropout=0.4), (x + 1e-3, edges, y), path=tmp_path / "run", resume=True)
+        record(make_net(dropout=0.4), (x + 1e-3, edges, y), folder=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="the inputs must consist of the recorded tensors"):
-        record(make_net(dropout=0.4), (x, edges[:, 1:], y), path=tmp_path / "run", resume=True)
-    assert record(make_net(dropout=0.4), path=tmp_path / "run", resume=True).digest == run.digest
+        record(make_net(dropout=0.4), (x, edges[:, 1:], y), folder=tmp_path / "run", resume=True)
+    assert record(make_net(dropout=0.4), folder=tmp_path / "run", resume=True).digest == run.digest
 
 
 def test_other_graphs_give_other_digests(run):
@@ -228,7 +228,7 @@ def test_other_graphs_give_other_digests(run):
 
 @pytest.fixture
 def folder(tmp_path):
-    record(make_net(dropout=0.4), path=tmp_path / "run")
+    record(make_net(dropout=0.4), folder=tmp_path / "run")
     return tmp_path / "run"
 
 

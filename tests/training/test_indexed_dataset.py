@@ -114,7 +114,7 @@ def test_a_lightning_run_is_exact(lightning, data, net, options, steps, tmp_path
     from epk_gp.training.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
 
     X, y = data
-    callback = RecorderCallback(net, X, y, path=tmp_path / "run")
+    callback = RecorderCallback(net, X, y, folder=tmp_path / "run")
     loader = DataLoader(IndexedDataset(TensorDataset(X, y)), batch_size=10, shuffle=True)
     module = module_of(lightning, net, lambda p: torch.optim.Adam(p, lr=0.01))
     with pytest.raises(RuntimeError, match="training has not started"):

@@ -36,7 +36,7 @@ def record(net, **options):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_contributions_sum_to_the_network(dropout, tmp_path):
     net = make_net(dropout)
-    trajectory = record(net, path=tmp_path / "run")
+    trajectory = record(net, folder=tmp_path / "run")
     asked = torch.tensor([7, 0, 0])
     parts = epk.attribute(trajectory, asked, head="logits")
     assert parts.certified

@@ -185,7 +185,7 @@ def test_muon_beside_another_optimizer_is_explained_up_to_its_own_term(tmp_path,
     matrices, rest = ([p for p in net.parameters() if p.ndim == k] for k in (2, 1))
     optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.NAdam(rest, lr=0.01)]
     path = tmp_path / "run" if on_disk else None
-    with epk.Recorder(net, optimizers, X, y, unexplained=0.5, path=path, check_every=3) as recorder:
+    with epk.Recorder(net, optimizers, X, y, unexplained=0.5, folder=path, check_every=3) as recorder:
         for batch in batches(2):
             net.zero_grad()
             F.cross_entropy(net(X[batch]), y[batch]).backward()

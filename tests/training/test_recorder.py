@@ -15,7 +15,7 @@ def case(request):
 
 
 def recorder_for(case, path=None, **options):
-    return lambda net, optimizer, X, y: epk.Recorder(net, optimizer, X, y, loss=case.loss, path=path, **options)
+    return lambda net, optimizer, X, y: epk.Recorder(net, optimizer, X, y, loss=case.loss, folder=path, **options)
 
 
 def states_of(trajectory):
@@ -253,7 +253,7 @@ def test_steps_before_an_error_are_kept(where, tmp_path):
     path = tmp_path / "run" if where == "disk" else None
     net, (X, y) = mlp(), data()
     optimizer = sgd(net)
-    recorder = epk.Recorder(net, optimizer, X, y, path=path, storage=epk.Storage(chunk_bytes=1000), check_every=1)
+    recorder = epk.Recorder(net, optimizer, X, y, folder=path, storage=epk.Storage(chunk_bytes=1000), check_every=1)
 
     def loop():
         with recorder:
@@ -277,7 +277,7 @@ def test_steps_before_an_error_are_kept(where, tmp_path):
 def test_a_run_that_diverges_keeps_its_finite_steps_on_disk(tmp_path):
     net, (X, y) = mlp(activation=nn.ReLU), regression_data()
     with pytest.raises(epk.StepMismatchError, match=r"step \d+: .*training diverged"):
-        epk.train(net, X, y, optimizer=sgd(net, 50.0), steps=500, loss=epk.MeanSquaredError(), path=tmp_path / "run")
+        epk.train(net, X, y, optimizer=sgd(net, 50.0), steps=500, loss=epk.MeanSquaredError(), folder=tmp_path / "run")
     loaded = epk.load_trajectory(tmp_path / "run", mlp(activation=nn.ReLU))
     assert loaded.num_steps >= 1
     assert all(torch.isfinite(state).all() for state in states_of(loaded))
@@ -285,7 +285,7 @@ def test_a_run_that_diverges_keeps_its_finite_steps_on_disk(tmp_path):
 
 def test_a_recorder_without_steps_holds_the_initial_weights(tmp_path):
     net, (X, y) = mlp(), data()
-    with epk.Recorder(net, sgd(net), X, y, path=tmp_path / "run"):
+    with epk.Recorder(net, sgd(net), X, y, folder=tmp_path / "run"):
         pass
     loaded = epk.load_trajectory(tmp_path / "run", mlp())
     assert loaded.num_steps == 0
@@ -323,7 +323,7 @@ def test_a_look_at_the_run_in_a_step_that_fails_leaves_it_readable(tmp_path):
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     X, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    recorder = epk.Recorder(net, optimizer, X, y, path=tmp_path / "run")
+    recorder = epk.Recorder(net, optimizer, X, y, folder=tmp_path / "run")
 
     def loop() -> None:
         with recorder:

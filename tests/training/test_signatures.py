@@ -141,7 +141,7 @@ def test_runs_survive_the_disk_and_pickles(pair, tmp_path):
     name = "dict" if isinstance(pair.X, dict) else "tuple"
     build, _, _, _, output = CASES[name]
     torch.manual_seed(0)
-    run = record(build().double(), pair.X, LABELS, output=output, path=tmp_path / "run")
+    run = record(build().double(), pair.X, LABELS, output=output, folder=tmp_path / "run")
     stored = epk.load_trajectory(tmp_path / "run", build().double(), output=output)
     assert stored.digest == run.digest
     for other in (stored, pickle.loads(pickle.dumps(stored))):
@@ -153,12 +153,14 @@ def test_a_run_is_resumed_with_the_same_structure_only(tmp_path):
 
     def start(inputs, output, steps):
         torch.manual_seed(1)
-        return record(Tagger().double(), inputs, LABELS, path=tmp_path / "run", resume=True, steps=steps, output=output)
+        return record(
+            Tagger().double(), inputs, LABELS, folder=tmp_path / "run", resume=True, steps=steps, output=output
+        )
 
     start(X, mean_logits, 2)
     rows = epk.test_copy(X)[:, :-1]
     with pytest.raises(ValueError, match="the inputs must consist of the recorded tensors"):
-        record(OneTensorTagger().double(), rows, LABELS, path=tmp_path / "run", resume=True)
+        record(OneTensorTagger().double(), rows, LABELS, folder=tmp_path / "run", resume=True)
     with pytest.raises(ValueError, match="recorded with output=.*: pass it as output="):
         epk.load_trajectory(tmp_path / "run", Tagger().double())
     with pytest.raises(ValueError, match="its outputs at the initial state differ"):
