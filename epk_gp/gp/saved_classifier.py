@@ -146,10 +146,10 @@ def read_classifier(
         FileNotFoundError: A file is missing.
         ValueError: A file is damaged or of another version, or the network is another one.
     """
-    description = _read_description(Path(path))
-    with damage_named(path):
+    description = _read_description(Path(folder))
+    with damage_named(folder):
         header = {**HEADER_DEFAULTS, **_OF_FILES, **description["run"]}
-        data = _read_tensors(Path(path), description)
+        data = _read_tensors(Path(folder), description)
         numbers = [description["step_size"], *description["stacking"].values()]
         numbers += [description["process"][name] for name in ("noise", "outputscale", "negative_log_likelihood")]
         scores, is_text = data["scores"], isinstance(description["digest"], str)
@@ -161,7 +161,7 @@ def read_classifier(
             raise TypeError("an entry is of another type, or not finite")
         probes = {**data, "inputs": data["probe_inputs"]}
     model = recorded_model(header, probes, net, output)
-    with damage_named(path):
+    with damage_named(folder):
         trajectory = _read_nodes(description, header, data, model)
         settings = _read_settings(description["settings"])
         settings.validate()
@@ -171,13 +171,13 @@ def read_classifier(
 
 
 @contextmanager
-def damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
+def damage_named(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Turn what entries of a wrong kind raise into one clear error."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise ValueError(f"{Path(path) / DESCRIPTION} {_DAMAGED} ({reason})") from error
+        raise ValueError(f"{Path(folder) / DESCRIPTION} {_DAMAGED} ({reason})") from error
 
 
 def nodes_of(process: LabelProcess) -> Trajectory:
@@ -239,7 +239,7 @@ def _read_process(
 def _read_description(folder: Path) -> dict[str, Any]:
     file = folder / DESCRIPTION
     if not file.is_file():
-        raise FileNotFoundError(f"path must be a folder that UncertainClassifier.save wrote: {file} does not exist.")
+        raise FileNotFoundError(f"folder must be one that UncertainClassifier.save wrote: {file} does not exist.")
     message = f"{file} {_DAMAGED}"
     description = read_checksummed_json(read_bytes(file, MAX_JSON_BYTES, str(file)), message)
     if description is None or description.get("format") != FORMAT:

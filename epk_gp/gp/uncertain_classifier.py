@@ -282,7 +282,7 @@ class UncertainClassifier:
         posterior = self._posterior(fitted.trajectory.inputs[:NUM_FINGERPRINT_POINTS])
         scores = self.conformity_scores_
         saved = SavedClassifier(fitted.settings, self.process_, self.stacking_, scores, posterior, names)
-        write_classifier(path, saved, fitted.trajectory)
+        write_classifier(folder, saved, fitted.trajectory)
 
     @classmethod
     def load(
@@ -313,7 +313,7 @@ class UncertainClassifier:
         )
         model.process_, model.stacking_, model.conformity_scores_ = saved.process, saved.stacking, saved.scores
         model._fitted = _Fitted(trajectory, settings, saved.classes)
-        with damage_named(path):
+        with damage_named(folder):
             model.classes_ = class_names(saved.classes, trajectory.num_outputs)
             actual, expected = model._posterior(trajectory.inputs), saved.posterior
             tolerance = _POSTERIOR_TOLERANCE * (1 + float(expected.abs().max()))

@@ -139,8 +139,8 @@ def test_retraining_and_influence_follow_what_changes(loop: WeightedLoop) -> Non
 def test_a_run_on_disk_follows_them_too(name: str, tmp_path: Path) -> None:
     loop = LOOPS[name]
     in_memory = loop.record()
-    loop.record(path=tmp_path / "whole", storage=epk.Storage(steps=2))
-    loop.record(path=tmp_path / "fewer", storage=epk.Storage(keep_every=3))
+    loop.record(folder=tmp_path / "whole", storage=epk.Storage(steps=2))
+    loop.record(folder=tmp_path / "fewer", storage=epk.Storage(keep_every=3))
     whole, fewer = (epk.load_trajectory(tmp_path / part, mlp().double()) for part in ("whole", "fewer"))
     assert whole.digest == in_memory.digest
     assert [step.groups for step in whole.steps] == [step.groups for step in in_memory.steps]
@@ -175,7 +175,7 @@ def test_a_resumed_run_knows_the_options_that_hold(tmp_path: Path) -> None:
             torch.manual_seed(1)
             net = mlp().double()
             (X, y), optimizer = WeightedLoop(adam).data, adam(net.parameters())
-            with epk.Recorder(net, optimizer, X, y, path=path, resume=True) as recorder:
+            with epk.Recorder(net, optimizer, X, y, folder=path, resume=True) as recorder:
                 for step in recorder.until(steps):
                     optimizer.zero_grad()
                     F.cross_entropy(net(X), y).backward()
@@ -191,7 +191,7 @@ def test_a_resumed_run_knows_the_options_that_hold(tmp_path: Path) -> None:
 
 def test_a_group_that_is_removed_on_disk_takes_its_state_along(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be removed with its state"):
-        regrouping().record(path=tmp_path / "run")
+        regrouping().record(folder=tmp_path / "run")
 
 
 def test_a_run_whose_groups_were_added_is_not_resumed(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_reset_of_the_statistics_is_exact(momentum: float | None) -> None:
 
 
 def test_a_network_that_moves_its_statistics_otherwise_is_not_the_recorded_one(tmp_path: Path) -> None:
-    loop().record(path=tmp_path / "run")
+    loop().record(folder=tmp_path / "run")
     run = epk.load_trajectory(tmp_path / "run", loop(momentum=0.3).net().double())
     with pytest.warns(CertificateWarning, match="or the network moves its statistics otherwise"):
         epk.retrain(run, left_out())

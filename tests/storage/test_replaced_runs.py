@@ -20,7 +20,7 @@ def record(path, seed, *, net=mlp, optimizer=adam, unexplained=None, **storage):
     model, (X, y) = net(), data()
     own = optimizer(model)
     storage = epk.Storage(steps=2, **storage)
-    with epk.Recorder(model, own, X + seed, y, path=path, storage=storage, unexplained=unexplained) as recorder:
+    with epk.Recorder(model, own, X + seed, y, folder=path, storage=storage, unexplained=unexplained) as recorder:
         for step in recorder.until(4):
             batch = torch.tensor([step, 9, 2])
             own.zero_grad()

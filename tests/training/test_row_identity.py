@@ -211,7 +211,7 @@ def test_rows_of_the_same_class_are_another_ones():
 def test_the_steps_of_a_loop_that_was_refused_are_not_certified(tmp_path):
     net = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
     with pytest.raises(epk.StepMismatchError):
-        record(*numbers_within_the_subset(), path=tmp_path / "run")
+        record(*numbers_within_the_subset(), folder=tmp_path / "run")
     trajectory = epk.load_trajectory(tmp_path / "run", net)
     assert trajectory.num_steps > 2
     assert "not those of the rows" in str(trajectory)
@@ -241,7 +241,7 @@ def test_accumulated_and_resumed_runs_are_checked(tmp_path):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10)).double()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        with epk.Recorder(net, optimizer, X, y, path=tmp_path / "run", resume=True) as recorder:
+        with epk.Recorder(net, optimizer, X, y, folder=tmp_path / "run", resume=True) as recorder:
             for step in recorder.until(steps):
                 optimizer.zero_grad()
                 for half in range(2):
