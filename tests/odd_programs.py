@@ -116,7 +116,7 @@ class Program:
                 "thinned": {"keep_every": 3},
                 "rounded": {"keep_every": 2, "weights_dtype": torch.bfloat16},
             }
-            options["path"] = folder / "run"
+            options["folder"] = folder / "run"
             options["storage"] = epk.Storage(steps=self.draw.choice([1, 3]), **thinned[self.stored])
 
         def recorder_of(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> epk.Recorder:
