@@ -4,11 +4,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -30,20 +30,20 @@ from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
     atomic_write,
     checksum_file,
+    checksum_json,
     checksummed_json,
     load_tensors,
     read_bytes,
     read_checksummed_json,
 )
 from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function
-from epk_gp.storage.schema import HEADER_DEFAULTS, is_header, run_header
+from epk_gp.storage.schema import HEADER_DEFAULTS, run_header
 
 FORMAT = "epk_gp uncertain classifier"
 FORMAT_VERSION = 3
+_ROUNDING_POWER = 3 / 8  # of eps: how far another machine may be from a stored posterior; 1e-6, and 2e-3 in float32
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
 _DAMAGED = "must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
-# Entries of a run's header that that of the nodes does not have.
-_OF_FILES = {"version": 3, "compression": "none", "data_blake2b": "", "optimizer": []}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,23 @@ class SavedClassifier:
     scores: Tensor
     posterior: Tensor
     classes: list[Any] | None = None
+
+    def validate_posterior(self, actual: Float[Tensor, "n columns"]) -> None:
+        """Raise if the classifier does not say what it said when it was saved, up to the rounding of its dtype.
+
+        Means are compared with the largest mean, variances with the largest and, for rounding, with the prior one.
+
+        Raises:
+            TypeError: It says something else.
+        """
+        inputs = self.process.inputs if isinstance(self.process, ExactLabelProcess) else None
+        eps = torch.finfo(torch.float32 if inputs is None or inputs.dtype != torch.float64 else torch.float64).eps
+        size = self.posterior.abs().amax(0)
+        size[:-1] = size[:-1].max()
+        limit = eps**_ROUNDING_POWER * size
+        limit[-1] += 8 * eps * self.stacking.process**2 * self.process.outputscale
+        if actual.shape != self.posterior.shape or not ((actual - self.posterior).abs() <= limit).all():
+            raise TypeError("its tensors do not give the logits that were stored with them")
 
 
 def write_classifier(folder: str | os.PathLike[str], saved: SavedClassifier, trajectory: Trajectory) -> None:
@@ -102,10 +119,7 @@ def write_classifier(folder: str | os.PathLike[str], saved: SavedClassifier, tra
         tensors |= {"inputs": process.inputs, "process_targets": process.targets}
     tensors |= {f"constant.{name}": value for name, value in trajectory.model.frozen_state().items()}
     tensors |= trajectory.model.signature.stored_tensors()
-    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
-    file = place / TENSORS
-    atomic_write(file, content)
-    description = {
+    described = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "run": run_header(
@@ -122,10 +136,13 @@ def write_classifier(folder: str | os.PathLike[str], saved: SavedClassifier, tra
         "process": _describe_process(process),
         "stacking": asdict(saved.stacking),
         "classes": saved.classes,
-        "tensor_bytes": len(content),
-        "tensor_blake2b": checksum_file(file, len(content), str(file)),
     }
-    atomic_write(place / DESCRIPTION, checksummed_json(description))
+    tensors["described"] = torch.tensor(list(checksum_json(described).encode()))
+    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
+    file = place / TENSORS
+    atomic_write(file, content)
+    of_tensors = {"tensor_bytes": len(content), "tensor_blake2b": checksum_file(file, len(content), str(file))}
+    atomic_write(place / DESCRIPTION, checksummed_json(described | of_tensors))
 
 
 def read_classifier(
@@ -148,23 +165,15 @@ def read_classifier(
     """
     description = _read_description(Path(folder))
     with damage_named(folder):
-        header = {**HEADER_DEFAULTS, **_OF_FILES, **description["run"]}
         data = _read_tensors(Path(folder), description)
-        numbers = [description["step_size"], *description["stacking"].values()]
-        numbers += [description["process"][name] for name in ("noise", "outputscale", "negative_log_likelihood")]
-        scores, is_text = data["scores"], isinstance(description["digest"], str)
-        if (
-            not (is_header(header) and is_text and all(type(n) in (int, float) and isfinite(n) for n in numbers))
-            or not (scores.ndim == 1 and len(scores) and scores.isfinite().all() and (scores.diff() >= 0).all())
-            or not data["states"].isfinite().all()
-        ):
-            raise TypeError("an entry is of another type, or not finite")
+        header, scores = HEADER_DEFAULTS | description["run"], data["scores"]
+        if not (scores.ndim == 1 and len(scores) and scores.isfinite().all() and (scores.diff() >= 0).all()):
+            raise TypeError("the conformity scores are not finite and ascending")
         probes = {**data, "inputs": data["probe_inputs"]}
     model = recorded_model(header, probes, net, output)
     with damage_named(folder):
         trajectory = _read_nodes(description, header, data, model)
         settings = _read_settings(description["settings"])
-        settings.validate()
         process = _read_process(description["process"], data, trajectory, settings)
         stacking, classes = Stacking(**description["stacking"]), description["classes"]
         return SavedClassifier(settings, process, stacking, scores, data["posterior"], classes), trajectory
@@ -228,8 +237,6 @@ def _read_process(
             trajectory, description["lengthscale"], ComputeOptions(), settings.seed, description["power"]
         )
         return ExactLabelProcess(**common, kernel=kernel, inputs=data["inputs"], targets=data["process_targets"])
-    if description["kind"] != "sketched":
-        raise TypeError("the kind of its process is not known")
     features = InputFeatures(
         trajectory, len(data["vectors"]), settings.seed, description["lengthscale"], power=description["power"]
     )
@@ -256,7 +263,11 @@ def _read_tensors(folder: Path, description: Mapping[str, Any]) -> dict[str, Ten
     file, size = folder / TENSORS, description["tensor_bytes"]
     if checksum_file(file, size, str(file)) != description["tensor_blake2b"]:
         raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
-    return load_tensors(read_bytes(file, size, str(file)), str(file))
+    data = load_tensors(read_bytes(file, size, str(file)), str(file))
+    described = {name: value for name, value in description.items() if not name.startswith("tensor_")}
+    if data["described"].tolist() != list(checksum_json(described).encode()):
+        raise TypeError("its entries are not those that were written with the tensors")
+    return data
 
 
 def _read_nodes(

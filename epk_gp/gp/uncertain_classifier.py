@@ -37,7 +37,6 @@ from epk_gp.kernels.cache import BlockCache
 from epk_gp.quadrature.paths import WeightPath, straight
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
-_POSTERIOR_TOLERANCE = 1e-3  # of what a stored classifier says: another machine rounds otherwise, features in float32
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
 _PARAMETERS = (
     *("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "path", "options"),
@@ -315,10 +314,7 @@ class UncertainClassifier:
         model._fitted = _Fitted(trajectory, settings, saved.classes)
         with damage_named(folder):
             model.classes_ = class_names(saved.classes, trajectory.num_outputs)
-            actual, expected = model._posterior(trajectory.inputs), saved.posterior
-            tolerance = _POSTERIOR_TOLERANCE * (1 + float(expected.abs().max()))
-            if actual.shape != expected.shape or not (actual - expected).abs().max() <= tolerance:
-                raise TypeError("its entries do not give the logits that were stored with them")
+            saved.validate_posterior(model._posterior(trajectory.inputs))
         return model
 
     def _posterior(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n columns"]:
