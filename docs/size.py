@@ -85,7 +85,7 @@ CAPABILITIES = {
         "analysis/c*.py", "analysis/detection.py", "analysis/label_errors.py", "analysis/next_to_label.py",
         "analysis/ranks.py",
     ),
-    "numbers of the paper's figures": ("analysis/*.py",),
+    "numbers of a run: maps, planes, spectra": ("analysis/*.py",),
     "pictures": ("plots/*.py",),
     "the report": ("report/*.py", "cli/report.py"),
     "the command line": ("cli/*.py",),

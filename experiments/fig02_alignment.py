@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from epk_gp.analysis.alignment import gradient_alignment
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.plots.errors import few_decades
 from epk_gp.plots.style import PALETTE, new_figure, styled
 from harness import Experiment, main
 from problems import SMALL_TOY, Toy, record_toy
+from quantities.alignment import gradient_alignment
 
 DASHES = ("-", "--", "-.")
 LEAST = 3e-4  # degrees: where the axis begins, as the error is 0 at the start of each step

@@ -12,11 +12,11 @@ import epk_gp as epk
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, nearest_distances
 from epk_gp.analysis.ranks import rank_correlation
-from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
 from epk_gp.plots import map_handles, new_figure, uncertainty_map
 from epk_gp.plots.style import SMALL, styled
 from harness import Experiment, classes_as_text, classes_from_text, floats_as_text, floats_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
+from quantities.stationarity import diagonal_growth_exponent, location_variance_share
 
 TITLES = {"kernel": "kernel value k(x, x)", "std": "std of the class's probability"}
 

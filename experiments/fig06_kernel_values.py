@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 import epk_gp as epk
-from epk_gp.analysis.boundary import boundary_weight_ratio, margins
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift, project, square_grid
 from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.core.trajectory import network_outputs
@@ -18,6 +17,7 @@ from epk_gp.plots import class_regions, region_handles
 from epk_gp.plots.style import INK, MAGNITUDES, SMALL, new_figure, styled
 from harness import Experiment, classes_as_text, classes_from_text, main
 from problems import SMALL_TOY, Toy, record_toy
+from quantities.boundary import boundary_weight_ratio, margins
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import epk_gp as epk
-from epk_gp.analysis.path_geometry import line_profile, path_profile
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
 from harness import Experiment, main
 from problems import SMALL_TOY, Images, Toy, record_images, record_toy
+from quantities.path_geometry import line_profile, path_profile
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 import epk_gp as epk
-from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
 from harness import Experiment, main
 from problems import SMALL_TOY, Images, Toy, record_images, record_toy
+from quantities.signal import input_gradients, signal_energies
 
 
 @dataclass(frozen=True)

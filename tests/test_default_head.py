@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.analysis.alignment import gradient_alignment
 from epk_gp.analysis.counterfactual import leave_one_out
-from epk_gp.analysis.signal import input_gradients
 from epk_gp.core.head import resolve_head
 from epk_gp.core.losses import NegativeLogLikelihood, as_loss
 from epk_gp.gram.block_parts import Share, reduce_gram_parts
@@ -76,11 +74,6 @@ def thinning_errors(run: epk.Trajectory, **head: Any) -> Tensor:
     return torch.tensor([thinned.error, thinned.max_error], dtype=torch.float64)
 
 
-def angles(run: epk.Trajectory, **head: Any) -> Tensor:
-    outputs = torch.zeros(2, dtype=torch.int64)
-    return gradient_alignment(run, TEST, outputs, steps=[0, 2], times=[0.5], **head).angle_exact_to_step
-
-
 def reported(run: epk.Trajectory, **head: Any) -> Tensor:
     with tempfile.TemporaryDirectory() as folder:
         file = epk.write_report(
@@ -116,8 +109,6 @@ DOORS: dict[str, Callable[..., Tensor]] = {
     "kernel_machine.retrain.Retraining": lambda run, **h: epk.retrain(run, HALVES).outputs(TEST, **h),
     "analysis.counterfactual.leave_one_out": lambda run, **h: leave_one_out(run, TEST, **h),
     "kernel_machine.baselines.k_prime_block": lambda run, **h: k_prime_block(run, TEST, TEST, rule=RULE, **h),
-    "analysis.signal.input_gradients": lambda run, **h: input_gradients(run, TEST[:1], 0, rule=RULE, **h),
-    "analysis.alignment.gradient_alignment": angles,
 }
 # They have no kernel machine of a regression to give, and are tested by themselves below.
 OTHER_DOORS = {

@@ -12,18 +12,12 @@ from torch import Tensor, nn
 
 import epk_gp as epk
 import helpers
-from epk_gp.analysis.alignment import gradient_alignment
-from epk_gp.analysis.boundary import boundary_weight_ratio, margins
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
 from epk_gp.analysis.calibration import calibration
 from epk_gp.analysis.detection import ood_metrics
 from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.path_geometry import line_profile, path_profile
 from epk_gp.analysis.planes import principal_plane
-from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
-from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum
-from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.calibration import calibrated_temperature
 from epk_gp.gp.leave_one_out import leave_one_out
@@ -212,14 +206,11 @@ def _train(shared: Shared) -> object:
     return run.digest, list(run.states), run.steps
 
 
-def _support_vector_machines(shared: Shared) -> object:
+def _per_class(shared: Shared) -> object:
     a, b = shared.points
     gram = gram_block_per_class(shared.run, b, b, rule=epk.gauss_legendre(2))
     cross = gram_block_per_class(shared.run, a, b, rule=epk.gauss_legendre(2))
-    machine = fit_support_vector_machines(gram, shared.run.targets)
-    decisions = decision_values(machine, cross)
-    scaling = fit_platt_scaling(decisions, shared.run.targets[:5])
-    return machine, decisions, scaling, probabilities(scaling, decisions), gram_spectrum(gram[0])
+    return cross, gram_spectrum(gram[0])
 
 
 def _breakdown(shared: Shared) -> object:
@@ -232,11 +223,7 @@ def _breakdown(shared: Shared) -> object:
 def _infinite_width(shared: Shared) -> object:
     x = shared.run.inputs.double().flatten(1)
     erf, arc = ErfKernel(2).double(), ArcCosineKernel(1, 2).double()
-    share_ = location_variance_share(lambda a, b: erf(a, b).to_dense().detach(), x[:4], x[:3])
-    growth = diagonal_growth_exponent(
-        lambda a: arc(a, diag=True).detach(), x[0], x[1:3], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    )
-    return erf(x).to_dense(), arc(x).to_dense(), share_, growth
+    return erf(x).to_dense(), arc(x).to_dense()
 
 
 def _check(shared: Shared) -> object:
@@ -262,11 +249,7 @@ def _report(shared: Shared) -> object:
 def _statistics(shared: Shared) -> object:
     z = epk.network_outputs(shared.run, shared.run.inputs, head="log_softmax")
     y = shared.run.targets
-    margin = margins(z, y)
-    return (
-        calibration(z.exp(), y), ood_metrics(margin[:3], margin[3:]),
-        boundary_weight_ratio(z[:, 0], margin, y * 0, share=0.3), three_gaussians(3, dim=4).inputs,
-    )  # fmt: skip
+    return calibration(z.exp(), y), ood_metrics(z[:3, 0], z[3:, 0]), three_gaussians(3, dim=4).inputs
 
 
 def _sampling(shared: Shared) -> object:
@@ -353,15 +336,7 @@ CALLS: dict[str, Callable[[Shared], object]] = {
         if s.test.is_floating_point()
         else None
     ],
-    "gradient_alignment": lambda s: gradient_alignment(
-        s.run, s.test, torch.arange(5) % 3, steps=[0, 2], times=[0.0, 0.5]
-    ),
-    "input_gradients": lambda s: signal_energies(input_gradients(s.run, s.test[:1], 0, rule=epk.gauss_legendre(2)))
-    if s.test.is_floating_point()
-    else None,
-    "line_profile": lambda s: line_profile(s.run, s.test, torch.arange(5) % 3, size=3),
-    "path_profile": lambda s: path_profile(s.packed),
-    "support_vector_machines": _support_vector_machines,
+    "per_class": _per_class,
     "statistics": _statistics,
     "infinite_width": _infinite_width,
     "load_trajectory": lambda s: list(epk.load_trajectory(s.folder / "packed", s.build().double()).states),

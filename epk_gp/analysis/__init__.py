@@ -1,1 +1,1 @@
-"""Numbers of the paper's figures: alignment, retraining, maps, stationarity, boundaries, geometry, detection."""
+"""What results of a run say together: detection, calibration, suspicious labels, maps, counterfactuals, spectra."""

@@ -9,20 +9,20 @@ from sklearn.svm import SVC
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.analysis.alignment import angle, gradient_alignment, output_gradients
-from epk_gp.analysis.boundary import boundary_weight_ratio, margins
 from epk_gp.analysis.calibration import calibration
 from epk_gp.analysis.detection import ood_metrics
-from epk_gp.analysis.path_geometry import line_profile, path_profile
 from epk_gp.analysis.ranks import rank_correlation
-from epk_gp.analysis.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
-from epk_gp.analysis.signal import input_gradients, signal_energies
 from epk_gp.analysis.spectrum import gram_spectrum, principal_directions
-from epk_gp.analysis.stationarity import diagonal_growth_exponent, location_variance_share
 from epk_gp.core.trajectory import flat_weights, network_outputs
 from epk_gp.datasets import three_gaussians
 from epk_gp.gram.path_kernel import gram_block_per_class
 from helpers import assert_close, make_case
+from quantities.alignment import angle, gradient_alignment, output_gradients
+from quantities.boundary import boundary_weight_ratio, margins
+from quantities.path_geometry import line_profile, path_profile
+from quantities.retraining import decision_values, fit_platt_scaling, fit_support_vector_machines, probabilities
+from quantities.signal import input_gradients, signal_energies
+from quantities.stationarity import diagonal_growth_exponent, location_variance_share
 
 
 def rbf(a, b):

@@ -9,13 +9,13 @@ from torch import nn
 from torch.autograd import gradcheck
 
 import epk_gp as epk
-from epk_gp.analysis.alignment import angle, gradient_alignment
-from epk_gp.analysis.path_geometry import line_profile
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.baselines import k_prime_block
 from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint
+from quantities.alignment import angle, gradient_alignment
+from quantities.path_geometry import line_profile
 
 NETWORKS = {
     "mlp": (mlp, (4,)),

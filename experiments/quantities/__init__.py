@@ -1,0 +1,1 @@
+"""Numbers of the paper's figures, one module per quantity."""
