@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from json_mutations import damaged_texts, sampled
+from json_mutations import damaged_texts, mutations, sampled
 from safetensors.torch import load, save
 
 import epk_gp as epk
@@ -53,6 +53,26 @@ def test_a_run_s_header_and_what_it_is_opened_for(tmp_path):
         assert epk.attribute(run, run.inputs[:1]).samples.isfinite().all()
 
     outcomes(tmp_path / "run" / "run.json", use)
+
+
+@pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")
+def test_groups_of_a_header_are_refused_or_give_the_influence_of_before_or_no_certificate(tmp_path):
+    net, (X, y) = mlp(), data()
+    epk.train(net, X, y, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01), steps=2, path=tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    entries = read_checksummed_json(file.read_bytes(), "")
+    expected = epk.influence(epk.load_trajectory(tmp_path / "run", mlp()), X[:1]).values
+
+    def use():
+        effect = epk.influence(epk.load_trajectory(tmp_path / "run", mlp()), X[:1])
+        if effect.certified:
+            torch.testing.assert_close(effect.values, expected)
+
+    for name, changed in mutations(entries["groups"]):
+        if any(part in name for part in ("names -> []", "betas -> 'x'", "betas.1 -> None", "eps -> {}", "rule -> ''")):
+            file.write_bytes(checksummed_json(entries | {"groups": changed}))
+            with suppress(ValueError):
+                use()
 
 
 @pytest.fixture(scope="module", params=["exact", 64])
