@@ -196,13 +196,13 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
         loss, signature = as_loss(self._options["loss"]), self._recorder.signature
         labels = self._data[1][batch.indices.to(self._data[1].device)]
         weights = sample_weights(loss, labels).cpu()
-        share = 1 / float(weights.max() * total)
+        share = 1 / (float(weights.max()) * float(total))
         if value is None:
             batch.weight = share
             return
         with torch.no_grad():  # models are told the number of labels of the whole step; not all divide by it
             losses = loss_terms(signature, loss, returned, labels.to(value.device)).cpu().double()
-        value, mean = float(value), float(losses @ weights)
+        value, mean = float(value.detach()), float(losses @ weights)
         batch.weight = 1.0 if abs(value - mean) < abs(value - share * mean) else share
 
     def _announce(self) -> None:
