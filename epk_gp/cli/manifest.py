@@ -54,13 +54,10 @@ def read_network_spec(run: Path) -> NetworkSpec | None:
         return None
     try:
         fields = manifest["network"]
-        return NetworkSpec(
-            str(fields["name"]),
-            tuple(int(n) for n in fields["input_shape"]),
-            int(fields["num_outputs"]),
-            int(fields["width"]),
-            str(fields["activation"]),
-        )
+        shape, sizes = tuple(fields["input_shape"]), (fields["num_outputs"], fields["width"])
+        if not all(type(n) is int and 0 <= n < 1 << 31 for n in (*shape, *sizes)):
+            raise ValueError(f"a size is out of range: {shape}, {sizes}")
+        return NetworkSpec(str(fields["name"]), shape, *sizes, str(fields["activation"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{run / MANIFEST} must describe how the network is made: it does not ({error}). Pass --network."

@@ -311,3 +311,12 @@ def part_of(rule: str, options: Options, columns: slice, number: int, shape: tor
     if rule in PRECONDITIONERS:
         return PreconditionedPart(PRECONDITIONERS[rule], options, columns, parameters)
     return None
+
+
+def fits_scale(rule: str, options: Options) -> bool:
+    """Return whether a rule's scale can be computed by options that a file holds."""
+    part, one = part_of(rule, options, slice(0, 1), 0, torch.Size((1, 1))), torch.ones(1, dtype=torch.float64)
+    try:
+        return part is None or bool(part.fields and part.scale(part.initial(one), one, one, one)[0].isfinite().all())
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        return False

@@ -27,7 +27,7 @@ _FEWEST_CLEAR, _CLEAR_SHARE = 8, 0.25  # rows that are clearly those of other po
 _OTHERS, _SEARCHED = 256, 1 << 24  # points of X that are compared beside the batch, and numbers if there is a doubt
 _SIDE, _LONGEST = 32, 1024  # pixels of an image's side, or of a line, that are compared under shifts
 
-_Group = tuple[Shaped[Tensor, "k ..."], Int64[Tensor, " k"]]  # rows as the network saw them, and announced samples
+_Group = tuple[Tensor, Tensor]  # rows as the network saw them, (k, ...), and announced samples, (k,)
 
 
 @dataclass(eq=False)

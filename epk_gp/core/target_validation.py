@@ -83,7 +83,8 @@ def _validate_classes(loss: ClassLoss, targets: Tensor, sample_shape: tuple[int,
     if positions is None and targets.shape[1:] != sample_shape[:-1]:
         first, last = (num_points, *sample_shape[1:]), (num_points, *sample_shape[:-1])
         either = f"{first}" if first == last else f"{first}, or {last} where classes are last"
-        raise ValueError(f"class labels must have shape {either}: got {tuple(targets.shape)}.")
+        hint = " Several need scores (n, T, V), alone or as `logits`, or a PerSampleLoss." if targets.ndim > 1 else ""
+        raise ValueError(f"class labels must have shape {either}: got {tuple(targets.shape)}.{hint}")
     counted = targets[targets != ignored_class(loss)]
     if not len(counted):
         raise ValueError("at least one sample must not be ignored: all class labels are ignore_index.")

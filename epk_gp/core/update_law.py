@@ -304,7 +304,7 @@ class UpdateLaw:
                 for part, group in zip(self.parts, groups_of_parts, strict=True)
             ]
             groups = self._groups[place]
-            is_known = [name in groups or not self._groups[0] for name in self.trajectory.model.names]
+            is_known = [name in groups or not self.trajectory.optimizer_groups for name in self.trajectory.model.names]
             self._at[place] = tuple(own), torch.tensor(is_known, device=self.reference.device)
         return self._at[place]
 

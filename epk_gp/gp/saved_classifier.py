@@ -29,6 +29,7 @@ from epk_gp.quadrature.paths import chords, straight
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,
     atomic_write,
+    checksum,
     checksum_file,
     checksum_json,
     checksummed_json,
@@ -43,6 +44,7 @@ FORMAT = "epk_gp uncertain classifier"
 FORMAT_VERSION = 3
 _ROUNDING_POWER = 3 / 8  # of eps: how far another machine may be from a stored posterior; 1e-6, and 2e-3 in float32
 DESCRIPTION, TENSORS = "classifier.json", "classifier.safetensors"
+_NUMBERS = ("noise", "outputscale", "negative_log_likelihood")  # of a process
 _DAMAGED = "must be what UncertainClassifier.save wrote: it is damaged. Restore it from a copy."
 
 
@@ -119,7 +121,7 @@ def write_classifier(folder: str | os.PathLike[str], saved: SavedClassifier, tra
         tensors |= {"inputs": process.inputs, "process_targets": process.targets}
     tensors |= {f"constant.{name}": value for name, value in trajectory.model.frozen_state().items()}
     tensors |= trajectory.model.signature.stored_tensors()
-    described = {
+    described: dict[str, Any] = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "run": run_header(
@@ -137,12 +139,11 @@ def write_classifier(folder: str | os.PathLike[str], saved: SavedClassifier, tra
         "stacking": asdict(saved.stacking),
         "classes": saved.classes,
     }
-    tensors["described"] = torch.tensor(list(checksum_json(described).encode()))
     content = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
-    file = place / TENSORS
-    atomic_write(file, content)
-    of_tensors = {"tensor_bytes": len(content), "tensor_blake2b": checksum_file(file, len(content), str(file))}
-    atomic_write(place / DESCRIPTION, checksummed_json(described | of_tensors))
+    atomic_write(place / TENSORS, content)
+    described["tensor_bytes"] = len(content)
+    described["tensor_blake2b"] = checksum(content, checksum_json(described))
+    atomic_write(place / DESCRIPTION, checksummed_json(described))
 
 
 def read_classifier(
@@ -167,8 +168,9 @@ def read_classifier(
     with damage_named(folder):
         data = _read_tensors(Path(folder), description)
         header, scores = HEADER_DEFAULTS | description["run"], data["scores"]
-        if not (scores.ndim == 1 and len(scores) and scores.isfinite().all() and (scores.diff() >= 0).all()):
-            raise TypeError("the conformity scores are not finite and ascending")
+        is_finite = data["states"].isfinite().all() and scores.isfinite().all()
+        if not (is_finite and scores.ndim == 1 and len(scores) and (scores.diff() >= 0).all()):
+            raise TypeError("a state or score is not finite, or the scores are not ascending")
         probes = {**data, "inputs": data["probe_inputs"]}
     model = recorded_model(header, probes, net, output)
     with damage_named(folder):
@@ -181,7 +183,7 @@ def read_classifier(
 
 @contextmanager
 def damage_named(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what entries of a wrong kind raise into one clear error."""
+    """Turn what tensors of a wrong kind raise into one clear error."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
@@ -191,10 +193,14 @@ def damage_named(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 def nodes_of(process: LabelProcess) -> Trajectory:
     """Return the nodes of the path that a process stands on, as a run."""
+    return _kernel_of(process).nodes
+
+
+def _kernel_of(process: LabelProcess) -> LabelKernel | InputFeatures:
     if isinstance(process, ExactLabelProcess):
-        return process.kernel.nodes
+        return process.kernel
     if isinstance(process, SketchedLabelProcess):
-        return process.features.nodes
+        return process.features
     raise TypeError(f"a process of type {type(process).__name__} cannot be stored: this is a bug in epk_gp.")
 
 
@@ -211,27 +217,17 @@ def _read_settings(described: Mapping[str, Any]) -> LabelSettings:
 
 
 def _describe_process(process: LabelProcess) -> dict[str, Any]:
-    common = {
-        "noise": process.noise,
-        "outputscale": process.outputscale,
-        "negative_log_likelihood": process.negative_log_likelihood,
-    }
-    if isinstance(process, ExactLabelProcess):
-        return common | {"kind": "exact"} | _describe_kernel(process.kernel)
-    if isinstance(process, SketchedLabelProcess):
-        return common | {"kind": "sketched"} | _describe_kernel(process.features)
-    raise TypeError(f"a process of type {type(process).__name__} cannot be stored: this is a bug in epk_gp.")
-
-
-def _describe_kernel(kernel: LabelKernel | InputFeatures) -> dict[str, Any]:
-    return {"lengthscale": kernel.lengthscale, "power": kernel.power}
+    kernel = _kernel_of(process)
+    kind = "exact" if isinstance(kernel, LabelKernel) else "sketched"
+    numbers = {name: getattr(process, name) for name in _NUMBERS}
+    return numbers | {"kind": kind, "lengthscale": kernel.lengthscale, "power": kernel.power}
 
 
 def _read_process(
     description: Mapping[str, Any], data: Mapping[str, Tensor], trajectory: Trajectory, settings: LabelSettings
 ) -> LabelProcess:
     common: dict[str, Any] = {name: data[name] for name in ("values", "vectors", "weights")}
-    common |= {name: description[name] for name in ("noise", "outputscale", "negative_log_likelihood")}
+    common |= {name: description[name] for name in _NUMBERS}
     if description["kind"] == "exact":
         kernel = LabelKernel(
             trajectory, description["lengthscale"], ComputeOptions(), settings.seed, description["power"]
@@ -260,14 +256,14 @@ def _read_description(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
-    file, size = folder / TENSORS, description["tensor_bytes"]
-    if checksum_file(file, size, str(file)) != description["tensor_blake2b"]:
-        raise ValueError(f"{file} must have the checksum it was written with: it is damaged. Restore it from a copy.")
-    data = load_tensors(read_bytes(file, size, str(file)), str(file))
-    described = {name: value for name, value in description.items() if not name.startswith("tensor_")}
-    if data["described"].tolist() != list(checksum_json(described).encode()):
-        raise TypeError("its entries are not those that were written with the tensors")
-    return data
+    file, described = folder / TENSORS, dict(description)
+    expected, size = described.pop("tensor_blake2b"), description["tensor_bytes"]
+    if checksum_file(file, size, str(file), checksum_json(described)) != expected:
+        raise ValueError(
+            f"{file} and {DESCRIPTION} must have the checksum they were written with: one is damaged. Restore both "
+            "from a copy."
+        )
+    return load_tensors(read_bytes(file, size, str(file)), str(file))
 
 
 def _read_nodes(

@@ -191,7 +191,7 @@ class GroupedAttribution(CertifiedTerms):
     @property
     def unexplained_terms(self) -> Float[Tensor, "n C"]:
         """What is unexplained of each output."""
-        return self.unexplained.flatten(2).sum(dim=2)
+        return self.unexplained.reshape(*self.network.shape, math.prod(self.unexplained.shape[2:])).sum(dim=2)
 
     @property
     def total(self) -> Float[Tensor, "n C"]:

@@ -137,7 +137,7 @@ def write_as_asked(
     request = parse_request(trajectory, X, y, settings)
     require_room(request, MAX_BYTES)
     content = ReportContent(request)
-    atomic_write(file, document(content, MAX_BYTES).encode(errors="backslashreplace"))
+    atomic_write(file, document(content, MAX_BYTES).encode())
     return content.found.certificate
 
 
@@ -155,8 +155,8 @@ def document(content: ReportContent, most: int) -> str:
         ValueError: Even the least detail is too much.
     """
     for detail in content.details():
-        text = page(content.at(detail))
-        if len(text.encode(errors="backslashreplace")) <= most:
+        text = page(content.at(detail)).encode(errors="replace").decode()  # a name may hold what UTF-8 does not
+        if len(text.encode()) <= most:
             return text
     raise ValueError(
         f"a report must have at most {most / 1e6:g} MB: got {len(text) / 1e6:.1f} MB with as little detail as "

@@ -231,7 +231,8 @@ def validate_forward_function(trajectory: Trajectory, recorded: Tensor) -> None:
             f"the run's header must give the network's number of outputs: it gives {trajectory.num_outputs}, the "
             f"network has {outputs[:1].numel()}. Restore the header from a copy."
         )
-    if outputs.shape != recorded.shape or (outputs - recorded).abs().max() > eps**0.75 * (1 + recorded.abs().max()):
+    limit = eps**0.75 * (1 + recorded.abs().max())
+    if outputs.shape != recorded.shape or not (outputs - recorded).abs().max() <= limit:
         raise ValueError(
             "the network must be the recorded one: it has the same weights, but its outputs at the initial state "
             "differ from those recorded. Build it with the same layers and activation functions."

@@ -226,12 +226,12 @@ def _parse_lines(content: bytes, where: str) -> tuple[list[Chunk], int]:
     return chunks, used
 
 
-def _parse_chunk(value: object) -> Chunk:
-    if not isinstance(value, dict):
+def _parse_chunk(record: object) -> Chunk:
+    if not isinstance(record, dict):
         raise TypeError("a line must be a JSON object")
-    chunk = Chunk(**value)
+    chunk = Chunk(**record)
     for field in fields(Chunk):
-        if type(getattr(chunk, field.name)) is not field.type:
+        if type(value := getattr(chunk, field.name)) is not field.type or not str(value).isascii():
             raise TypeError(f"{field.name} must be {field.type}")
     return chunk
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from epk_gp.core.losses import Loss
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.optimizers import OptimizerGroup
+from epk_gp.core.preconditioners import fits_scale
 from epk_gp.core.recorded_clipping import Clip
 from epk_gp.core.scaled_coefficients import scaled_fields
 from epk_gp.storage.atomic_files import (
@@ -336,6 +337,7 @@ def is_groups(groups: object) -> bool:
         and isinstance(group.get("rule"), str)
         and _is_names(group.get("names"))
         and isinstance(group.get("options"), dict)
+        and fits_scale(group["rule"], group["options"])
         for group in groups
     )
 

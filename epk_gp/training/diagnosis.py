@@ -15,11 +15,13 @@ from epk_gp.core.kept_activations import quiet_checkpoints
 from epk_gp.core.loss_terms import loss_input
 from epk_gp.core.losses import (
     ELEMENTWISE,
+    ClassLoss,
     CrossEntropy,
     Loss,
     MeanSquaredError,
     NegativeLogLikelihood,
     PerSampleLoss,
+    ignored_class,
     per_sample_losses,
     sample_weights,
     soft_targets,
@@ -134,6 +136,11 @@ def explain_mismatch(
             "the loop's loss broadcasts targets (n,) against outputs (n, 1) to (n, n), every output against every "
             "target: give both one shape, as in net(X).squeeze(1) or y[:, None]"
         )
+    if _shifts_labels(model, check):
+        return (
+            "the loop's loss compares the scores of each position with the label of the next one, as causal language "
+            "models do: pass the recorder torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignore_index)], dim=1) as y"
+        )
     return changed_setting(net, model) or (
         "the gradient is not that of the stated loss on X[batch], y[batch]: other indices than those given, augmented "
         "inputs, further arguments of the network's call, another loss, gradients left over from an earlier backward() "
@@ -231,6 +238,16 @@ def _broadcasts_targets(model: FunctionalModel, check: StepCheck) -> bool:
 
     gradient = batch_gradient(model, check.state, check.X, y, PerSampleLoss(against_all), check.c)
     return allclose(check.used, gradient)
+
+
+def _shifts_labels(model: FunctionalModel, check: StepCheck) -> bool:
+    """Return whether the gradient is a multiple of that of the stated loss with the labels of the next positions."""
+    loss, y = check.loss, check.y
+    if not isinstance(loss, ClassLoss) or y.is_floating_point() or y.ndim != 2:
+        return False
+    y = torch.cat([y[:, 1:], torch.full_like(y[:, :1], ignored_class(loss))], dim=1)
+    gradient = batch_gradient(model, check.state, check.X, y, loss, check.c)
+    return bool(gradient.any()) and allclose(check.used, gradient * (check.used @ gradient / (gradient @ gradient)))
 
 
 def _explain_ratio(ratio: float, check: StepCheck, num_outputs: int) -> str:

@@ -10,7 +10,8 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from epk_gp.core.losses import CrossEntropy, Loss, PerSampleLoss, as_loss, per_sample_losses, sample_weights
+from epk_gp.core.loss_terms import loss_terms
+from epk_gp.core.losses import CrossEntropy, Loss, as_loss, sample_weights
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_rules import UpdateRule
 from epk_gp.storage.writer import Storage
@@ -189,26 +190,20 @@ class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused
     def _find_weight(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         """Find the factor of a batch's mean loss where the trainer leaves it to the model."""
         total = kwargs.get("num_items_in_batch")
-        if total is None or not (model.training and torch.is_grad_enabled()):
+        if total is None or self._recorder is None or not (model.training and torch.is_grad_enabled()):
             return
-        batch = self._seen[-1]
+        batch, value = self._seen[-1], returned.get("loss") if isinstance(returned, dict) else None
+        loss, signature = as_loss(self._options["loss"]), self._recorder.signature
         labels = self._data[1][batch.indices.to(self._data[1].device)]
-        counted = labels != -100 if not labels.is_floating_point() else torch.ones(len(labels))
-        share = float(counted.sum()) / float(total)
-        value = returned.get("loss") if isinstance(returned, dict) else None
-        batch.weight = share if value is None else self._weight_by_value(float(value.detach()), returned, labels, share)
-
-    def _weight_by_value(self, value: float, returned: Any, labels: Tensor, share: float) -> float:
-        """Return 1 if the model's loss is the mean over its batch, and the batch's share of the step otherwise.
-
-        Models are told the number of labels of the whole step, and not all of them divide by it.
-        """
-        loss, output = as_loss(self._options["loss"]), self._options.get("output")
-        with torch.no_grad():
-            taken = returned if isinstance(loss, PerSampleLoss) or output is None else output(returned)
-            losses = per_sample_losses(loss, taken, labels.to(taken.device) if isinstance(taken, Tensor) else labels)
-        mean = float((losses.cpu().double() * sample_weights(loss, labels).cpu()).sum())
-        return 1.0 if abs(value - mean) < abs(value - share * mean) else share
+        weights = sample_weights(loss, labels).cpu()
+        share = 1 / (float(weights.max()) * float(total))
+        if value is None:
+            batch.weight = share
+            return
+        with torch.no_grad():  # models are told the number of labels of the whole step; not all divide by it
+            losses = loss_terms(signature, loss, returned, labels.to(value.device)).cpu().double()
+        value, mean = float(value.detach()), float(losses @ weights)
+        batch.weight = 1.0 if abs(value - mean) < abs(value - share * mean) else share
 
     def _announce(self) -> None:
         if self._recorder is None:

@@ -1,5 +1,6 @@
 """Files that commands read: the user's data and networks, and damaged or hostile files."""
 
+import math
 import shutil
 import zipfile
 
@@ -9,6 +10,7 @@ import torch
 
 import epk_gp as epk
 from commands import refused, run, write_data
+from epk_gp.storage.atomic_files import checksummed_json, read_checksummed_json
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
@@ -82,6 +84,16 @@ def test_a_damaged_manifest_is_refused(recorded, tmp_path, capsys):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "network.json").write_text("{}")
     assert "must describe how the network is made: it is damaged" in refused(capsys, "verify", tmp_path, "--quiet")
+
+
+@pytest.mark.parametrize("width", [math.inf, 1e308, -1, "8", None], ids=repr)
+def test_a_manifest_whose_numbers_are_no_sizes_is_refused(recorded, tmp_path, capsys, width):
+    for file in recorded.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    manifest = read_checksummed_json((tmp_path / "network.json").read_bytes(), "")
+    manifest["network"]["width"] = width
+    (tmp_path / "network.json").write_bytes(checksummed_json(manifest))
+    assert "a size is out of range" in refused(capsys, "verify", tmp_path, "--quiet")
 
 
 def test_held_out_points_without_measure_are_refused_unread(recorded, tmp_path, capsys):

@@ -199,7 +199,7 @@ def test_a_run_whose_groups_were_added_is_not_resumed(tmp_path: Path) -> None:
         torch.manual_seed(1)
         net = mlp().double()
         (X, y), optimizer = WeightedLoop(adam).data, adam(net[2].parameters())
-        options: dict[str, Any] = {"path": tmp_path / "run", "trained": ["0.weight", "0.bias"]}
+        options: dict[str, Any] = {"folder": tmp_path / "run", "trained": ["0.weight", "0.bias"]}
         if message is not None:
             with pytest.raises(ValueError, match=message):
                 epk.Recorder(net, optimizer, X, y, **options, resume=True)

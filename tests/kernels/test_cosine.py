@@ -112,7 +112,8 @@ def test_a_diagonal_of_cosines_does_not_move_with_the_points(trajectory):
 @pytest.mark.parametrize("other_side", ["stands still", "is another tensor"])
 def test_equal_points_of_two_tensors_have_a_gradient_each(features, other_side):
     case = make_case("tanh", steps=1)
-    kernel = EPKKernel(case.trajectory, "trace", "logits", normalize="cosine", features=features, nodes=2)
+    sketch = {} if features is None else {"features": features, "nodes": 2}
+    kernel = EPKKernel(case.trajectory, "trace", "logits", normalize="cosine", **sketch)
     x = case.test[:3].flatten(1).clone().requires_grad_()
     y = x.detach().clone().requires_grad_(other_side == "is another tensor")
     inputs = (x, y) if y.requires_grad else (x,)

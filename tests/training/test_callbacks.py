@@ -258,6 +258,34 @@ def test_a_transformers_model_with_dropout_is_exact(tmp_path, accumulated):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_language_model_with_the_default_loss_is_exact(tmp_path, accumulated):
+    """Its labels have a position more than its loss, which divides by the labels of all batches of a step."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'huggingface'")
+    sizes = {"vocab_size": 9, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    ids = torch.randint(1, 9, (20, 6))
+    y = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+
+    class Texts(Rows):
+        def __getitem__(self, i):
+            return {"input_ids": self.X[i], "labels": self.X[i]}
+
+    def last(returned):
+        return returned.logits[:, -1]
+
+    callback = callbacks.HuggingFaceRecorderCallback({"input_ids": ids}, y, output=last)
+    arguments = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": accumulated, "num_train_epochs": 1}
+    arguments |= {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 0.01}
+    training = transformers.TrainingArguments(str(tmp_path), remove_unused_columns=False, **arguments)
+    dataset = IndexedDataset(Texts(ids, y), key="index")
+    transformers.Trainer(model, training, train_dataset=dataset, callbacks=[callback]).train()
+    parts = epk.attribute(callback.trajectory, {"input_ids": ids[:2]}, head="logits")
+    assert parts.certified
+    assert float((parts.total - parts.network).abs().max()) < 1e-5
+
+
+@pytest.mark.slow
 def test_a_trainer_that_removes_the_indices_is_refused(data, net, tmp_path):
     with pytest.raises(ValueError, match="remove_unused_columns=False"):
         fit_huggingface(data, net, tmp_path, remove_unused_columns=True)

@@ -170,3 +170,46 @@ def test_rows_that_the_network_saw_otherwise_under_dropout_are_named(rows, lengt
         recorder.batch(torch.arange(8))
         with pytest.raises(epk.StepMismatchError, match=cause):
             optimizer.step()
+
+
+class NextToken(nn.Module):
+    """Scores of the next token at each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, ids):
+        return {"logits": self.out(torch.tanh(self.embed(ids)))}
+
+
+def train_on_tokens(targets):
+    torch.manual_seed(0)
+    net, ids = NextToken().double(), torch.randint(0, 7, (12, 5))
+    y = targets(ids)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with epk.Recorder(net, optimizer, ids, y, output=lambda returned: returned["logits"][:, -1]) as recorder:
+        for batch in torch.arange(12).split(4):
+            optimizer.zero_grad()
+            scores = net(ids[batch])["logits"][:, :-1]
+            F.cross_entropy(scores.flatten(0, 1), ids[batch, 1:].flatten()).backward()
+            recorder.batch(batch)
+            optimizer.step()
+    return epk.attribute(recorder.trajectory, ids[:2])
+
+
+def shifted(ids):
+    return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
+
+
+def test_a_language_model_is_told_to_shift_its_labels():
+    with pytest.raises(epk.StepMismatchError, match=r"label of the next one, as causal language models do: pass"):
+        train_on_tokens(lambda ids: ids)
+    assert train_on_tokens(shifted).certified
+
+
+def test_labels_of_positions_need_scores_of_positions():
+    X, y = torch.randn(12, 4, dtype=torch.float64), torch.zeros(12, 5, dtype=torch.int64)
+    net = nn.Linear(4, 3).double()
+    with pytest.raises(ValueError, match=r"got \(12, 5\). Several need scores \(n, T, V\)"):
+        epk.Recorder(net, torch.optim.SGD(net.parameters(), lr=0.1), X, y)

@@ -16,7 +16,7 @@ class RandomOptimizer(torch.optim.SGD):
 
 
 OPTIMIZERS = {
-    "subclass": (lambda p: RandomOptimizer(p, lr=0.1), "that of RandomOptimizer is not"),
+    "subclass": (lambda p: RandomOptimizer(p, lr=0.1), "that of .*RandomOptimizer is not"),
 }
 
 
