@@ -13,7 +13,7 @@ from epk_gp.core.differentiation_plan import TensorSpec
 
 SHOWN_ROWS = 10  # of a list
 SHOWN_POINTS = 3  # columns of a table: with them a table is narrower than 100 characters
-_WIDTH = 100  # characters of a line of text
+_WIDTH = 88  # characters of a line of text: the column of a page holds them
 NAME_LENGTH = 24  # characters of a name in a table
 
 # Colours are those of the page that shows the result, light or dark; lines are half-transparent grey, which is seen on
