@@ -12,12 +12,27 @@ from epk_gp.autodiff.planned_model import PlannedModel
 from epk_gp.core.compute_options import ComputeOptions
 from epk_gp.core.head import Head
 from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.integration_check import IntegrationCheck
 from epk_gp.gram.kept_sums import KeptSums
 from epk_gp.gram.prefetch import WeightPrefetcher
 from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
+
+
+def require_gradients_of_rows(model: FunctionalModel) -> None:
+    """Raise if the gradient of a point's outputs depends on the points that are evaluated beside it.
+
+    Raises:
+        ValueError: An embedding divides gradients by how often a token occurs.
+    """
+    for name, module in model.module.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            raise ValueError(
+                f"a kernel needs the gradients of a function: {name} divides them by how often a token occurs in the "
+                "batch. Make it with scale_grad_by_freq=False."
+            )
 
 
 @dataclass(frozen=True, eq=False)

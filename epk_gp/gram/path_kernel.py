@@ -16,7 +16,7 @@ from epk_gp.core.input_layout import Inputs
 from epk_gp.core.points import Points, validate_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
 from epk_gp.gram.block_parts import GramPart, Share, StepInterval, gram_part
-from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.context import ExecutionContext, require_gradients_of_rows
 from epk_gp.gram.diagonal import gram_diagonal
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.set_pairs import SetPairs
@@ -230,6 +230,7 @@ class PathKernel:
                 "are no gradients at its own states. Take trajectory.trained, or explain the averaged network with "
                 "epk_gp.attribute or epk_gp.reconstruct."
             )
+        require_gradients_of_rows(self.trajectory.model)
         for name, points in (("a", a), ("b", b)):
             validate_points(points, name)
             validate_points_layout(self.trajectory, points, f"{name}.X")

@@ -21,6 +21,7 @@ from epk_gp.core.progress import progress_bar, tracked
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.planned_pieces import PlannedPieces
+from epk_gp.gram.context import require_gradients_of_rows
 from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
 from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, node_products
 from epk_gp.gram.path_nodes import nodes_trajectory
@@ -81,6 +82,7 @@ class PathSketch:
             options: `memory_budget`, `progress`, `checkpoint` and `executor`.
         """
         model = self.trajectory.model_for(points.X)
+        require_gradients_of_rows(model)
         had_dense_plan = model.cache.needs_dense_plan
 
         def compute(net: PlannedModel) -> Tensor:

@@ -21,7 +21,7 @@ from epk_gp.kernel_machine.loss_curvature import LossCurvature
 # Pairs of differences, relative to the weights, that are compared with each other; and by how much torch may differ
 # from them. At the fine ones even networks of many ReLUs seldom meet a kink; where a network computes in float32
 # inside, these are rounding, and the coarse ones may hold kinks.
-_PAIRS = (((1e-8, 1e-7), 1e-3), ((1e-4, 1e-3), 0.3))
+_PAIRS = (((1e-8, 1e-7), 1e-3), ((1e-4, 1e-3), 0.15))
 _SETTLED = 4  # differences tell something where torch misses them by so many times what they miss each other
 
 
@@ -36,8 +36,8 @@ class _WideReplay(TrainingReplay):
 def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPlan, device: torch.device) -> float:
     """Return by what share the second derivatives along some direction differ from differences of gradients.
 
-    The middle step is looked at, and others where it says nothing; 0 where the difference is rounding or a kink, and
-    where the network cannot compute in float64.
+    The middle, the last and the first step are looked at; 0 where the difference is rounding or a kink, and where the
+    network cannot compute in float64.
 
     Args:
         trajectory: The run.
@@ -50,13 +50,12 @@ def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPla
     states = range(trajectory.num_steps) if recomputation is None else recomputation.kept.numbers[:-1]
     steps = [run.trajectory.steps[states[place]] for place in dict.fromkeys((len(states) // 2, -1, 0)) if states]
     for pair, tolerance in _PAIRS:
-        for step in steps:
-            try:
-                error = _step_error(run, curvature, step, pair)
-            except (RuntimeError, TypeError, ValueError):  # the network cannot compute in float64
-                return 0.0
-            if error is not None:
-                return error if error > tolerance else 0.0
+        try:
+            errors = [_step_error(run, curvature, step, pair) for step in steps]
+        except (RuntimeError, TypeError, ValueError):  # the network cannot compute in float64
+            return 0.0
+        if settled := [error for error in errors if error is not None]:
+            return max(settled) if max(settled) > tolerance else 0.0
     return 0.0
 
 
