@@ -10,7 +10,7 @@ so that a coefficient at other gradients is the recorded one times the ratio of 
 schedules are common factors and drop out.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -313,9 +313,18 @@ def part_of(rule: str, options: Options, columns: slice, number: int, shape: tor
     return None
 
 
+def with_eps(options: Options, eps: float) -> Options:
+    """Return options whose first eps is a number: Adafactor's default is that of the weights' dtype."""
+    own = options.get("eps")
+    if isinstance(own, Sequence) and len(own) == 2 and own[0] is None:
+        return {**options, "eps": [eps, own[1]]}
+    return options
+
+
 def fits_scale(rule: str, options: Options) -> bool:
     """Return whether a rule's scale can be computed by options that a file holds."""
-    part, one = part_of(rule, options, slice(0, 1), 0, torch.Size((1, 1))), torch.ones(1, dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    part = part_of(rule, with_eps(options, torch.finfo(one.dtype).eps), slice(0, 1), 0, torch.Size((1, 1)))
     try:
         return part is None or bool(part.fields and part.scale(part.initial(one), one, one, one)[0].isfinite().all())
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):

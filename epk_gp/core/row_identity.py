@@ -174,10 +174,11 @@ class RowIdentity:
             "the rows that the network saw are more like X at their announced indices than like other rows of X in "
             f"{share:.0%} of the comparisons only, where 50 % are chance ({rows} rows of {batches} batches)"
         )
-        is_chance = share <= min(_CHANCE, 0.5 + 5 * 0.289 / math.sqrt(rows))
+        deviation = 0.289 / math.sqrt(rows)  # of the share that wrong indices win
+        is_chance = share <= min(_CHANCE, 0.5 + 5 * deviation)
         if count and is_chance and rows >= _FEWEST_ROWS and (batches >= _BATCHES or not is_mixed):
             return words + self._named(groups)
-        if share < _CLEAR:
+        if share < max(_CLEAR, min(0.98, 0.5 + 4 * deviation)):  # the best of four ways may win more by chance
             self.doubts.append(words if count else "all compared rows of X are alike")
         else:
             self.num_confirmed += 1

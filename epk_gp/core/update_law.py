@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.preconditioners import LINEAR_RULES, Memory, Part, part_of
+from epk_gp.core.preconditioners import LINEAR_RULES, Memory, Part, part_of, with_eps
 from epk_gp.core.recorded_clipping import Clip, is_clipped, step_clip
 from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params, predict_step
@@ -198,14 +198,6 @@ class StepLaw:
         return torch.tensor(self.sizes[part.parameters], device=self.moves.device)
 
 
-def _with_eps(group: OptimizerGroup, eps: float) -> OptimizerGroup:
-    """Return a group whose first eps is a number: Adafactor's default is that of the weights' dtype."""
-    own = group.options.get("eps")
-    if not isinstance(own, list | tuple) or own[0] is not None:
-        return group
-    return replace(group, options={**group.options, "eps": [eps, own[1]]})
-
-
 class UpdateLaw:
     """The steps of a run as functions.
 
@@ -239,7 +231,9 @@ class UpdateLaw:
         self._starts = [start for start, _ in recorded]
         # the group of each parameter from each of these steps on; a parameter may join one later, or leave it
         eps = float(torch.finfo(model.spec.dtype).eps)
-        resolved = ([_with_eps(group, eps) for group in groups] for _, groups in recorded)
+        resolved = (
+            [replace(group, options=with_eps(group.options, eps)) for group in groups] for _, groups in recorded
+        )
         self._groups = [{name: group for group in groups for name in group.names} for groups in resolved]
         histories: list[list[OptimizerGroup | None]] = []
         for number, name in enumerate(model.names):

@@ -235,13 +235,14 @@ def _clipped(
         return g, {}
     scale = law.recorded["grad_scale"]
     recorded = torch.where(scale == 0, 1.0, scale.abs())
-    ratios = clip.factors(torch.where(scale == 0, 0.0, g)) / recorded
+    factors = clip.factors(torch.where(scale == 0, 0.0, g))
+    ratios = factors / recorded
     if bool((ratios == 1).all()):
         return g, {}
     if not isinstance(clip, ClipValue):
-        ratio = ratios[:, (scale != 0).nonzero()[0]]
-        return g * ratio, {"grad_scale": update.grad_scale.to(g) * ratio}
-    return g * ratios, {"grad_scale": scale * ratios}
+        ratios = ratios[:, (scale != 0).nonzero()[0]]
+        scale = update.grad_scale.to(g)
+    return g * ratios, {"grad_scale": scale.sign() * factors}  # exactly 1 where nothing is clipped
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

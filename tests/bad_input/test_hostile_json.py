@@ -58,7 +58,7 @@ def test_a_run_s_header_and_what_it_is_opened_for(tmp_path):
 @pytest.mark.filterwarnings("ignore::epk_gp.CertificateWarning")
 def test_groups_of_a_header_are_refused_or_give_the_influence_of_before_or_no_certificate(tmp_path):
     net, (X, y) = mlp(), data()
-    epk.train(net, X, y, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01), steps=2, path=tmp_path / "run")
+    epk.train(net, X, y, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01), steps=2, folder=tmp_path / "run")
     file = tmp_path / "run" / "run.json"
     entries = read_checksummed_json(file.read_bytes(), "")
     expected = epk.influence(epk.load_trajectory(tmp_path / "run", mlp()), X[:1]).values

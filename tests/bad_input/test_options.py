@@ -8,20 +8,7 @@ import torch
 
 import epk_gp as epk
 from epk_gp import datasets
-from epk_gp.analysis import (
-    alignment,
-    boundary,
-    calibration,
-    detection,
-    maps,
-    path_geometry,
-    planes,
-    ranks,
-    retraining,
-    signal,
-    spectrum,
-    stationarity,
-)
+from epk_gp.analysis import calibration, detection, maps, planes, ranks, spectrum
 from epk_gp.gp.calibration import calibrated_temperature
 from epk_gp.gp.leave_one_out import leave_one_out
 from epk_gp.gp.posterior import LogitPosterior
@@ -31,6 +18,7 @@ from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.axes import by_step
 from epk_gp.kernels.precomputed import epk_gram
 from loops import data
+from quantities import alignment, boundary, path_geometry, retraining, signal, stationarity
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the library's own checks, not those of the test run
 NAN, INF = float("nan"), float("inf")
