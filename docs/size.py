@@ -37,7 +37,7 @@ CAPABILITIES = {
     "how results show themselves": ("core/display.py", "core/progress.py"),
     "recording a loop": ("training/*.py",),
     "checking recorded steps": (
-        "training/*check*.py", "training/diagnosis.py", "training/derivative_probe.py", "training/row_identity.py",
+        "training/*check*.py", "training/diagnosis.py", "training/derivative_probe.py", "core/row_identity.py",
         "training/step_gradient.py", "training/validation.py", "training/seen_targets.py",
     ),
     "Lightning and Hugging Face": ("training/lightning.py", "training/huggingface.py", "callbacks.py"),
