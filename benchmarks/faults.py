@@ -17,10 +17,13 @@ import tempfile
 import time
 import warnings
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +33,7 @@ TESTS = ROOT / "tests"
 PLANTED = 540  # the property test's draws
 SOUND = 200
 ODD = 400  # programs in each of the five rows of `odd_themes`
+WORKERS = 2  # processes that share them
 SOUND_ROW = "nothing odd"
 FLIPS = 400  # on each of three runs
 
@@ -127,9 +131,13 @@ def odd_rows() -> dict[str, tuple[str, ...]]:
 
 def odd_programs(row: str) -> tuple[int, int, int, int]:
     """Compare the answers about odd training loops with brute force."""
-    counts, wrong = _tests_module("odd_themes").count_outcomes(odd_rows()[row], ODD)
-    for program in wrong:
+    odd, share = _tests_module("odd_themes"), ODD // WORKERS
+    count = partial(odd.count_outcomes, odd.ROWS[row], share)
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("fork")) as pool:
+        outcomes = list(pool.map(count, range(0, ODD, share)))
+    for program in (program for _, wrong in outcomes for program in wrong):
         print(f"       {program}")
+    counts = sum((found for found, _ in outcomes), Counter[str]())
     tried, found = sum(counts.values()), counts["refused"] + counts["uncertified"]
     return tried, found, counts["right"], tried - found - counts["right"]
 
