@@ -42,7 +42,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 QUICK = {
     "gram_block", "gram_block, packed", "gram_block_per_class", "gram_diagonal_blocks", "network_outputs", "epk_gram",
     "k_prime_block", "EPKKernel full", "EPKKernel independent normalized",
-    "leave_one_out", "infinite_width", "Trajectory", "path_profile", "load_trajectory", "check_run", "train",
+    "leave_one_out", "infinite_width", "Trajectory", "load_trajectory", "check_run", "train",
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_threads_that_wait_for_each_other_are_seen() -> None:
 
 @pytest.mark.slow
 def test_a_wrong_result_is_counted() -> None:
-    calls = ("network_outputs", "path_profile")
+    calls = ("network_outputs", "load_trajectory")
     expected = expected_results("linear", calls)
     assert count_faults("linear", calls, expected, count=2).faults == []
     wrong = {**expected, "network_outputs": ()}
@@ -106,7 +106,7 @@ def fused() -> Iterator[list[bool]]:
     torch.nn.functional.scaled_dot_product_attention = original
 
 
-@pytest.mark.parametrize("call", ["train", "line_profile", "gradient_alignment", "network_outputs", "load_trajectory"])
+@pytest.mark.parametrize("call", ["train", "network_outputs", "load_trajectory"])
 def test_no_call_evaluates_fused_attention(call: str, fused: list[bool], attention: Shared) -> None:
     """Alone it would have other bytes than beside a thread that has switched it off."""
     CALLS[call](attention)
