@@ -2,7 +2,6 @@
 
     python benchmarks/result_bytes.py save before.safetensors
     python benchmarks/result_bytes.py compare before.safetensors  # exit status 1 if anything differs
-    python benchmarks/result_bytes.py list                        # name, shape and checksum of each
 
 Run both on one machine: another processor or another torch may round differently.
 """
@@ -11,33 +10,31 @@ import argparse
 import contextlib
 import copy
 import functools
-import hashlib
 import io
 import json
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 os.environ["MPLBACKEND"] = "Agg"  # before the package imports matplotlib
 
-import gpytorch
 import numpy as np
 import torch
 from linear_operator.operators import LinearOperator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import epk_gp as epk
 from epk_gp.analysis.calibration import calibration, reliability_bins
 from epk_gp.analysis.counterfactual import datamodeling_score, leave_one_out, random_subsets
 from epk_gp.analysis.detection import error_detection, ood_metrics, precision_at_k, roc_curve
-from epk_gp.analysis.explainer import Explainer
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import principal_plane
 from epk_gp.analysis.spectrum import gram_spectrum
@@ -51,75 +48,64 @@ from epk_gp.gp.leave_one_out import leave_one_out as process_without_one
 from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
 from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
-from epk_gp.gram.random_fourier import rbf_features, tensor_sketch
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
-from epk_gp.kernel_machine.axes import by_label, by_layer, by_sample, by_step
-from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine
+from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step
 from epk_gp.kernel_machine.single_machine import single_machine
-from epk_gp.kernels.hidden_features import HiddenFeaturesKernel
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
-from epk_gp.kernels.precomputed import epk_gram
-from epk_gp.storage.export import export_run
 
-FOLDER = tempfile.TemporaryDirectory()  # runs that are recorded here and loaded again
+FOLDER = tempfile.TemporaryDirectory()  # of runs that are loaded again, and of what commands write
 POINTS, CLASSES, STEPS = 12, 3, 6
-CERTIFICATE = "max_error max_residual max_step_mismatch residual_ratio mismatch_ratio evaluations worst_step certified"
+# What is taken of results that are neither numbers nor tensors, where they have it.
+ATTRIBUTES = """
+    lr batch momentum_lr beta one_minus_dampening grad_scale weight_decay decoupled_decay left right digest
+    initial samples values decay statistics statistics_of_no_sample unexplained total network outputs amplification
+    coefficients max_error max_residual total_residual max_step_mismatch residual_ratio mismatch_ratio evaluations
+    worst_step error_tolerance certified adjoint_norms growth states max_difference per_point
+    mean std covariance residual log_density entropy expected_entropy mutual_information standard_error quantiles
+    value before after x y kernel network_class probability error out_of_distribution indices scores margin own_label
+    log_probability predicted aum variance_removed misclassification accuracy ece nll count confidence auroc fpr95 aurc
+    risk threshold inside outside effective_rank participation_ratio num_principal
+"""
 
 
 def seeded(seed: int = 0) -> torch.Generator:
-    """Return a generator of random numbers that are always the same."""
     return torch.Generator().manual_seed(seed)
 
 
 def rows(*shape: int, n: int = POINTS, seed: int = 1) -> Tensor:
-    """Return n random inputs."""
     return torch.randn(n, *shape, generator=seeded(seed), dtype=torch.float64)
 
 
-def pick(result: object, names: str) -> dict[str, Any]:
-    """Return some attributes of a result by name."""
-    return {name: getattr(result, name) for name in names.split()}
+def new_path(name: str = "new") -> Path:
+    return Path(tempfile.mkdtemp(dir=FOLDER.name)) / name
 
 
-class Recurrent(nn.Module):
-    """An LSTM with a linear layer on its last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.out = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits of sequences."""
-        return self.out(self.lstm(x)[0][:, -1])
-
-
-class Transformer(nn.Module):
-    """Embedded tokens, one encoder layer, and the mean over positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.out = nn.Embedding(10, 8), nn.Linear(8, CLASSES)
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits of token numbers."""
-        return self.out(self.encoder(self.embed(x)).mean(dim=1))
+class Last(nn.Module):
+    def forward(self, h: Any) -> Tensor:
+        return h[0][:, -1] if isinstance(h, tuple) else h.mean(dim=1)
 
 
 def mlp(*extra: nn.Module, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
-    """Return a small network, with layers that are put before its activation."""
     return nn.Sequential(nn.Linear(4, 8), *extra, activation(), nn.Linear(8, CLASSES))
 
 
-def conv() -> nn.Module:
-    """Return a small network for images."""
+def conv_net() -> nn.Module:
     layers = nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, CLASSES)
     return nn.Sequential(*layers)
 
 
+def transformer() -> nn.Module:
+    encoder = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dropout=0.1)
+    return nn.Sequential(nn.Embedding(10, 8), encoder, Last(), nn.Linear(8, CLASSES))
+
+
+def lstm() -> nn.Module:
+    return nn.Sequential(nn.LSTM(4, 5, batch_first=True), Last(), nn.Linear(5, CLASSES))
+
+
 def record(
     build: Callable[[], nn.Module],
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    optimizer: Callable[..., Optimizer] = SGD,
     X: Tensor | None = None,
     *,
     batch: int = 5,
@@ -127,322 +113,242 @@ def record(
     clip: float | None = None,
     noise: float = 0.0,
     gamma: float = 1.0,
-    storage: epk.Storage = epk.Storage(),
+    keep_every: int = 1,
     ema: float | None = None,
     dtype: torch.dtype = torch.float64,
-    **options: Any,
+    **options: float,
 ) -> epk.Trajectory:
     """Record a small training on disk, and load the run."""
-    draw, X = seeded(2), (rows(4) if X is None else X)
-    X = X.to(dtype) if X.is_floating_point() else X
-    y = torch.arange(POINTS) % CLASSES
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = build().to(dtype)
-        fresh = copy.deepcopy(net)
-        how = optimizer(net.parameters(), **({"lr": 0.2} | options))
-        schedule = torch.optim.lr_scheduler.ExponentialLR(how, gamma)
-        average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema else None
-        folder = Path(tempfile.mkdtemp(dir=FOLDER.name)) / "run"
-        with epk.Recorder(net, how, X, y, folder=folder, storage=storage) as recorder:
-            for _ in range(STEPS):
-                how.zero_grad()
-                for index in torch.randperm(POINTS, generator=draw)[: batch * accumulate].split(batch):
-                    x = X[index]
-                    if noise:
-                        x = x + noise * torch.randn(x.shape, generator=draw, dtype=x.dtype)
-                    (nn.functional.cross_entropy(net(x), y[index]) / accumulate).backward()
-                    recorder.batch(index, weight=1 / accumulate)
-                if clip:
-                    nn.utils.clip_grad_norm_(net.parameters(), clip)
-                how.step()
-                schedule.step()
-                if average:
-                    average.update_parameters(net)
-        run = epk.load_trajectory(folder, fresh)
-        if average is None:
-            return run
-        return averaged_trajectory(run, averaging_coefficients(STEPS, decay=ema), network=average)
+    draw, X, y = seeded(2), rows(4).to(dtype) if X is None else X, torch.arange(POINTS) % CLASSES
+    torch.manual_seed(0)
+    net = build().to(dtype)
+    fresh, steps = copy.deepcopy(net), optimizer(net.parameters(), **{"lr": 0.2} | options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(steps, gamma)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(ema or 0.0))
+    storage = epk.Storage(keep_every=keep_every)
+    with epk.Recorder(net, steps, X, y, folder=(folder := new_path()), storage=storage) as recorder:
+        for _ in range(STEPS):
+            steps.zero_grad()
+            for index in torch.randperm(POINTS, generator=draw)[: batch * accumulate].split(batch):
+                x = X[index] + noise * rows(4, n=batch, seed=int(index[0])) if noise else X[index]
+                (nn.functional.cross_entropy(net(x), y[index]) / accumulate).backward()
+                recorder.batch(index, weight=1 / accumulate)
+            if clip:
+                nn.utils.clip_grad_norm_(net.parameters(), clip)
+            steps.step()
+            schedule.step()
+            average.update_parameters(net)
+    run = epk.load_trajectory(folder, fresh)
+    return averaged_trajectory(run, averaging_coefficients(STEPS, decay=ema), network=average) if ema else run
 
 
-tokens = functools.partial(torch.randint, 0, 10, (POINTS, 5))
-SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 RUNS: dict[str, Callable[[], epk.Trajectory]] = {
     "plain": lambda: record(mlp, batch=POINTS),
     "minibatches": lambda: record(mlp),
-    "tanh": lambda: record(functools.partial(mlp, activation=nn.Tanh)),
+    "tanh": lambda: record(lambda: mlp(activation=nn.Tanh)),
     "momentum": lambda: record(mlp, momentum=0.9, dampening=0.1),
     "nesterov": lambda: record(mlp, momentum=0.9, nesterov=True),
     "weight decay": lambda: record(mlp, momentum=0.5, weight_decay=0.01),
     "Adam": lambda: record(mlp, Adam, lr=0.02),
     "AdamW, dropout": lambda: record(lambda: mlp(nn.Dropout(0.3)), AdamW, lr=0.02, weight_decay=0.1),
-    "RMSprop": lambda: record(mlp, torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "RMSprop": lambda: record(mlp, RMSprop, lr=0.01, momentum=0.5, centered=True),
     "clipping": lambda: record(mlp, clip=0.25, momentum=0.9),
     "averaged weights": lambda: record(mlp, Adam, lr=0.02, ema=0.7),
     "accumulation": lambda: record(mlp, batch=3, accumulate=3),
     "schedule": lambda: record(mlp, gamma=0.8),
     "augmentation": lambda: record(mlp, noise=0.1, momentum=0.9),
     "BatchNorm": lambda: record(lambda: mlp(nn.BatchNorm1d(8)), momentum=0.9, lr=0.1),
-    "few states": lambda: record(mlp, AdamW, lr=0.02, storage=epk.Storage(keep_every=3)),
-    "LSTM": lambda: record(Recurrent, Adam, rows(3, 4), lr=0.02),
-    "transformer": lambda: record(Transformer, AdamW, tokens(generator=seeded()), lr=0.02),
-    "conv net": lambda: record(conv, SGD, rows(2, 4, 4), momentum=0.9),
+    "few states": lambda: record(mlp, AdamW, lr=0.02, keep_every=3),
+    "LSTM": lambda: record(lstm, Adam, rows(3, 4), lr=0.02),
+    "transformer": lambda: record(transformer, AdamW, torch.randint(10, (POINTS, 5), generator=seeded()), lr=0.02),
+    "conv net": lambda: record(conv_net, SGD, rows(2, 4, 4), momentum=0.9),
     "float32": lambda: record(mlp, momentum=0.9, dtype=torch.float32),
 }
-recorded = functools.cache(lambda name: RUNS[name]())
 
 
-def inputs_of(run: epk.Trajectory, n: int = 4) -> Tensor:
-    """Return test points of a run."""
-    X = run.inputs
-    if not X.is_floating_point():
-        return (X[:n] + 1) % 10
-    return (X[:n] + 0.3 * rows(*X.shape[1:], n=n, seed=3)).to(X.dtype)
+@functools.cache
+def recorded(name: str) -> epk.Trajectory:
+    with torch.random.fork_rng():
+        return RUNS[name]()
 
 
-def two_sets(run: epk.Trajectory) -> tuple[epk.Points, epk.Points]:
+def inputs_of(run: epk.Trajectory) -> Tensor:
+    """Return test points that are like a run's inputs."""
+    X = run.inputs[:4]
+    return X + (0.3 * rows(*X.shape[1:], n=4, seed=3)).to(X.dtype) if X.is_floating_point() else (X + 1) % 10
+
+
+def on(compute: Callable[..., object], name: str, *arguments: object, **options: object) -> object:
+    """Compute something at test points of a recorded run."""
+    return compute(recorded(name), inputs_of(recorded(name)), *arguments, **options)
+
+
+def axes(name: str, *kinds: Callable[[epk.Trajectory], Axis]) -> list[Axis]:
+    return [kind(recorded(name)) for kind in kinds]
+
+
+def what_was_recorded(name: str) -> object:
+    run = recorded(name)
+    states = [list(run.weights(s).values()) for s in range(run.num_steps + 1)]
+    updates = None if run.average else [run.updates[s] for s in range(run.num_steps)]
+    return [states, updates, list(run.statistics or []), run.steps, run.digest]
+
+
+def two_sets(name: str) -> tuple[epk.Points, epk.Points]:
     """Return test copies, and training copies of some training points."""
-    return epk.Points(inputs_of(run), is_train=False), epk.Points(run.inputs[:7], is_train=True)
+    return epk.Points(inputs_of(recorded(name)), is_train=False), epk.Points(recorded(name).inputs[:7], is_train=True)
 
 
-def what_was_recorded(run: epk.Trajectory) -> object:
-    """Return weights, learning rates, batches, coefficients and moving statistics of a run."""
-    states = [torch.cat([w.flatten() for w in run.weights(s).values()]) for s in range(run.num_steps + 1)]
-    names = "lr momentum_lr beta one_minus_dampening grad_scale weight_decay decoupled_decay left right"
-    rates = torch.tensor([step.lr for step in run.steps], dtype=torch.float64)
-    updates = None if run.average else [pick(run.updates[s], names) for s in range(run.num_steps)]
-    statistics = None if run.statistics is None else list(run.statistics)
-    return [states, rates, updates, statistics, [step.batch for step in run.steps], run.digest]
-
-
-def block(run: str, sides: str = "ab", **options: Any) -> Tensor:
-    """Return a kernel block of a run between test copies (a) and training copies (b)."""
-    a, b = two_sets(recorded(run))
-    points = {"a": a, "b": b}
-    return epk.gram_block(recorded(run), points[sides[0]], points[sides[1]], **options)
+def block(name: str, a: int = 0, b: int = 1, compute: Any = epk.gram_block, **options: Any) -> Tensor:
+    """Return a kernel block of a run between test copies (0) and training copies (1)."""
+    return compute(recorded(name), two_sets(name)[a], two_sets(name)[b], **options)
 
 
 def by_threads() -> Tensor:
-    """Return a block that two workers computed."""
     with ThreadPoolExecutor(2) as executor:
         return block("momentum", executor=executor)
 
 
 def kernel(training: bool = True, **options: Any) -> object:
-    """Return a GPyTorch kernel between both copies, its diagonal, and the derivative in the points."""
+    """Return a GPyTorch kernel between both copies, its derivative in the points, and its diagonal."""
     run = recorded("tanh")
     covariance = epk.EPKKernel(run, **options).train(training)
     a, b = epk.test_copy(inputs_of(run)).requires_grad_(), epk.train_copy(run.inputs[:5])
     cross = covariance(a, b).to_dense()
     (slope,) = torch.autograd.grad((cross * torch.linspace(1, 2, cross.numel()).view_as(cross)).sum(), a)
-    return [cross.detach(), slope, covariance(b).to_dense(), covariance(b, diag=True)]
+    return [cross, slope, covariance(b), covariance(b, diag=True)]
 
 
-def attributed(run: str, **options: Any) -> object:
-    """Return all terms of an attribution and the numbers of its certificate."""
-    parts = epk.attribute(recorded(run), inputs_of(recorded(run), 3), **options)
-    terms = "initial samples decay statistics unexplained total network amplification "
-    return pick(parts, terms + CERTIFICATE)
+def retrained(name: str) -> object:
+    trained = epk.retrain(recorded(name), random_subsets(POINTS, 3, share=0.8))
+    return [trained, trained.outputs(rows(4, n=3)), epk.attribute(trained.run(0), rows(4, n=2))]
 
 
-def attributed_by(run: str, *axes: Callable[[epk.Trajectory], Any], **options: Any) -> object:
-    """Return contributions that are summed along axes."""
-    parts = attribute_by(recorded(run), inputs_of(recorded(run), 3), [axis(recorded(run)) for axis in axes], **options)
-    return pick(parts, "values decay statistics statistics_of_no_sample unexplained " + CERTIFICATE)
-
-
-def reconstructed(run: str, **options: Any) -> object:
-    """Return a kernel machine's outputs and certificate."""
-    result = epk.reconstruct(recorded(run), inputs_of(recorded(run)), **options)
-    return pick(result, "outputs network initial total_residual error_tolerance " + CERTIFICATE)
-
-
-def influenced(run: str, **options: Any) -> object:
-    """Return derivatives in the points' weights."""
-    effect = epk.influence(recorded(run), inputs_of(recorded(run), 3), **options)
-    names = "values outputs adjoint_norms growth max_step_mismatch certified"
-    return pick(effect, names if "by" in options or "function" in options else names + " std")
-
-
-def retrained(run: str) -> object:
-    """Return networks that were trained again without some points."""
-    trained = epk.retrain(recorded(run), random_subsets(POINTS, 3, share=0.8))
-    outputs = trained.outputs(inputs_of(recorded(run)))
-    return [outputs, trained.states, trained.max_difference, epk.attribute(trained.run(0), rows(4, n=2)).samples]
+def counterfactual() -> object:
+    run, subsets, X = recorded("tanh"), random_subsets(POINTS, 6), rows(4, n=3)
+    outcomes, scores = epk.retrain(run, subsets).outputs(X)[:, :, 0], epk.influence(run, X).values[:, 0]
+    return [leave_one_out(run, X), datamodeling_score(scores, subsets, outcomes)]
 
 
 @functools.cache
 def wider() -> tuple[epk.Trajectory, Tensor, Tensor, Tensor]:
     """Return a run on three Gaussians, validation points with labels, and test points."""
     data = three_gaussians(40, dim=4, generator=seeded())
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = mlp().double()
-        how = SGD(net.parameters(), lr=0.2)
-        run = epk.train(net, data.inputs[:60], data.labels[:60], optimizer=how, steps=10)
+    torch.manual_seed(0)
+    optimizer = SGD((net := mlp().double()).parameters(), lr=0.2)
+    run = epk.train(net, data.inputs[:60], data.labels[:60], optimizer=optimizer, steps=10)
     return run, data.inputs[60:100], data.labels[60:100], data.inputs[100:]
 
 
-def process(outputs: Any = "full", mean: Any = "initial", targets: Any = "network", **options: Any) -> epk.LogitGP:
-    """Return a fitted Gaussian process on logits."""
-    gp = epk.LogitGP(wider()[0], outputs, mean, targets, points=range(20), **options)
-    gp.losses = gp.fit(steps=5)
+def process(*mode: Any, **options: Any) -> epk.LogitGP:
+    gp = epk.LogitGP(wider()[0], *mode, points=range(20), **options)
+    gp.fit(steps=5)
     return gp
 
 
 def posterior(*mode: Any, **options: Any) -> object:
-    """Return losses of a fit, a posterior, and the leave-one-out posterior."""
     gp = process(*mode, **options)
-    without = process_without_one(gp)
-    return [gp.losses, pick(gp.logit_posterior(wider()[3]), "mean covariance"), without.residual, without.log_density]
+    return [dict(gp.named_parameters()), gp.logit_posterior(wider()[3]), process_without_one(gp)]
 
 
 def sampled() -> object:
-    """Return moments of a softmax, a temperature, and sampled functions."""
     gp, (_, X, y, test) = process(), wider()
-    names = "mean std entropy expected_entropy mutual_information standard_error quantiles"
-    judged = gp.logit_posterior(test)
+    predicted = gp.logit_posterior(test)
     return [
-        pick(epk.softmax_uncertainty(judged, 64, seeded(), quantiles=(0.1, 0.9)), names),
-        pick(epk.softmax_uncertainty(judged, 64, seeded(), method=QuasiMonteCarlo(4)), names),
-        pick(calibrated_temperature(gp.logit_posterior(X), y, 64, seeded()), "value before after"),
+        epk.softmax_uncertainty(predicted, 64, seeded(), quantiles=(0.1, 0.9)),
+        epk.softmax_uncertainty(predicted, 64, seeded(), method=QuasiMonteCarlo(4)),
+        calibrated_temperature(gp.logit_posterior(X), y, 64, seeded()),
         sample_functions(gp, test, 2, seeded()),
     ]
 
 
+def mapped() -> object:
+    plane = principal_plane(wider()[0].inputs)
+    return uncertainty_on_plane(process(), plane, size=4, num_samples=32, generator=seeded())
+
+
 @functools.cache
-def judge(**options: Any) -> epk.UncertainClassifier:
-    """Return a fitted process on labels."""
+def label_process(**options: Any) -> epk.UncertainClassifier:
     run, X, y, _ = wider()
     return epk.UncertainClassifier(run, **options).fit(X, y)
 
 
 def judged(model: epk.UncertainClassifier) -> object:
-    """Return probabilities, scores and sets of a process on labels."""
     test = wider()[3]
-    scores = pick(model.uncertainty(test), "error out_of_distribution entropy mutual_information std")
-    return [model.predict_proba(test), model.predict(test), model.predict_set(test, alpha=0.1), scores]
+    return [model.predict_proba(test), model.predict_set(test, alpha=0.1), model.uncertainty(test)]
 
 
 def saved_and_loaded() -> object:
-    """Return what a stored classifier says once it is loaded, and its arrays."""
-    folder = Path(tempfile.mkdtemp(dir=FOLDER.name)) / "model"
-    judge().save(folder)
+    label_process().save(folder := new_path())
     return judged(epk.UncertainClassifier.load(folder, mlp().double()))
 
 
 def scikit_learn() -> object:
-    """Return what the classifier with scikit-learn's face predicts."""
-    _, X, y, test = wider()
-    model = EPKClassifier(steps=10, gp_steps=5, num_condition=15, random_state=0).fit(X.numpy(), y.numpy())
-    later = model.predict_uncertainty(test.numpy(), 64)
-    return [model.predict_proba(test.numpy()), model.decision_function(test.numpy()), later.mean, later.std]
+    X, y, test = (part.numpy() for part in wider()[1:])
+    model = EPKClassifier(steps=10, gp_steps=5, num_condition=15, random_state=0).fit(X, y)
+    return [model.predict_proba(test), model.decision_function(test), model.predict_uncertainty(test, 64)]
 
 
-def scores_of_scores() -> object:
-    """Return calibration, detection and conformal numbers of the validation points."""
+def scores() -> object:
     run, X, y, test = wider()
     p = epk.network_outputs(run, X, head="log_softmax").exp()
     doubt, wrong = 1 - p.amax(1), torch.arange(len(y)) % 5 == 0
-    curve, kept = roc_curve(doubt[:20], doubt[20:]), error_detection(doubt, wrong)
-    return [
-        pick(calibration(p, y), "accuracy ece nll"),
-        pick(reliability_bins(p, y), "count confidence accuracy"),
-        pick(ood_metrics(doubt[:20], doubt[20:]), "auroc fpr95"),
-        [curve.threshold, curve.inside, curve.outside],
-        [kept.auroc, kept.aurc, kept.risk, precision_at_k(doubt, wrong, 5)],
-        conformal_sets(epk.network_outputs(run, test).softmax(1), conformity_scores(p, y), 0.1),
-    ]
+    curves = ood_metrics(doubt[:20], doubt[20:]), roc_curve(doubt[:20], doubt[20:]), error_detection(doubt, wrong)
+    sets = conformal_sets(epk.network_outputs(run, test).softmax(1), conformity_scores(p, y), 0.1)
+    return [calibration(p, y), reliability_bins(p, y), curves, precision_at_k(doubt, wrong, 5), sets]
 
 
-def mapped() -> object:
-    """Return a map of uncertainty over a plane."""
-    run = wider()[0]
-    drawn = uncertainty_on_plane(process(), principal_plane(run.inputs), size=4, num_samples=32, generator=seeded())
-    return pick(drawn, "x y kernel network_class probability std entropy mutual_information standard_error")
-
-
-def counterfactual() -> object:
-    """Return leave-one-out effects and the score of a datamodel."""
-    run, subsets = recorded("tanh"), random_subsets(POINTS, 6)
-    X = inputs_of(run)
-    outcomes, scores = epk.retrain(run, subsets).outputs(X)[:, :, 0], epk.influence(run, X).values[:, 0]
-    return [leave_one_out(run, X), datamodeling_score(scores, subsets, outcomes).per_point]
-
-
-def exported() -> object:
-    """Return the arrays of a run as one file."""
-    folder = Path(tempfile.mkdtemp(dir=FOLDER.name))
-    how = SGD((net := mlp().double()).parameters(), lr=0.1, momentum=0.9)
-    epk.train(net, rows(4), torch.arange(POINTS) % CLASSES, optimizer=how, steps=3, folder=folder / "run")
-    export_run(folder / "run", folder / "run.safetensors")
-    return load_file(folder / "run.safetensors")
+def command(words: str, out: Path) -> Path:
+    """Run a command of epk-gp, and return what it wrote."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        main([*words.split(), "--out", str(out), "--quiet"])
+    return out
 
 
 @functools.cache
 def command_run() -> Path:
-    """Return the folder of a run that a command recorded."""
-    small = "--num-train 40 --num-test 60 --width 5 --steps 5 --seed 0"
-    return command("record", small)
+    return command("record --num-train 40 --num-test 60 --width 5 --steps 5", new_path())
 
 
-def command(asked: str, options: str = "") -> Path:
-    """Run a command of epk-gp, and return the folder that it wrote."""
-    out = Path(tempfile.mkdtemp(dir=FOLDER.name)) / "out"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            main([*asked.split(), "--out", str(out), *options.split(), "--quiet"])
-    except SystemExit as end:
-        if end.code:
-            raise RuntimeError(f"epk-gp {asked} ended with status {end.code}") from end
-    return out
+def written(words: str) -> object:
+    """Return all arrays and numbers that a command on a run writes."""
+    name, *options = words.split()
+    out = command(" ".join([name, str(command_run()), *options]), new_path())
+    arrays = {file.name: load_file(file) for file in sorted(out.glob("*.safetensors"))}
+    arrays |= {file.name: dict(np.load(file)) for file in sorted(out.glob("*.npz"))}
+    return [arrays, *(json.loads(file.read_text())["results"] for file in out.glob("verify.json"))]
 
 
-def arrays(asked: str, options: str = "") -> object:
-    """Return all arrays that a command on a run writes."""
-    out = command(f"{asked} {command_run()}", options)
-    tables = {file.name: load_file(file) for file in sorted(out.glob("*.safetensors"))}
-    return tables | {file.name: dict(np.load(file)) for file in sorted(out.glob("*.npz"))}
+Cases = Mapping[str, Callable[[], object]]
 
 
-INFLUENCED = ("plain", "momentum", "AdamW, dropout", "BatchNorm", "clipping", "accumulation", "LSTM", "transformer", "conv net")
-MINI = "--num-points 2 --outputs all"
-RESULTS: dict[str, Callable[[], object]] = {
-    **{f"run, {name}": functools.partial(lambda name: what_was_recorded(recorded(name)), name) for name in RUNS},
-    "network_outputs": lambda: [
-        epk.network_outputs(recorded("plain"), rows(4, n=3), state=state, head=head)
-        for state in (0, 2, -1)
-        for head in ("logits", "log_softmax")
-    ],
-    "block": lambda: block("plain"),
-    "block, both training copies": lambda: block("minibatches", "bb"),
-    "block, both test copies": lambda: block("momentum", "aa"),
+def each(kind: str, compute: Callable[[str], object], names: Iterable[str]) -> Cases:
+    """Return the results of one kind for some recorded runs."""
+    return {f"{kind}, {name}": functools.partial(compute, name) for name in names}
+
+
+RULES = epk.gauss_legendre(2), epk.left_endpoint(), epk.left_riemann(3), epk.midpoint(2)
+INFLUENCED = "plain", "momentum", "AdamW, dropout", "BatchNorm", "clipping", "accumulation", "LSTM", "transformer"
+RESULTS: Cases = {
+    **each("run", what_was_recorded, RUNS),
+    **each("outputs", lambda name: [on(epk.network_outputs, name, state=s) for s in (0, -1)], RUNS),
+    **each("block", block, [name for name in RUNS if name != "averaged weights"]),
+    "block, one copy": lambda: [block("minibatches", 1, 1), block("momentum", 0, 0)],
     "block, logits": lambda: block("plain", head="logits"),
-    "block, Gauss 2": lambda: block("plain", rule=epk.gauss_legendre(2)),
-    "block, left": lambda: block("plain", rule=epk.left_endpoint()),
-    "block, Riemann": lambda: block("plain", rule=epk.left_riemann(3)),
-    "block, midpoint": lambda: block("plain", rule=epk.midpoint(2)),
-    "block, adaptive": lambda: block("minibatches", rule=epk.adaptive(1e-8)),
-    "block, adaptive, test copies": lambda: block("tanh", "aa", rule=epk.adaptive(1e-8)),
+    "block, rules": lambda: [block("minibatches", rule=rule) for rule in RULES],
+    "block, adaptive": lambda: [block("tanh", 0, b, rule=epk.adaptive(1e-8)) for b in (0, 1)],
     "block, chords": lambda: block("minibatches", path=epk.chords(every=3)),
     "block, chords, adaptive": lambda: block("tanh", path=epk.chords(every=2), rule=epk.adaptive(1e-8)),
-    "block, step weights": lambda: block("plain", step_weights=torch.linspace(0, 1, STEPS, dtype=torch.float64)),
+    "block, step weights": lambda: block("plain", step_weights=rows()[:STEPS].abs()),
     "block, small memory": lambda: block("conv net", memory_budget=1 << 20),
-    "block, checkpoint": lambda: block("Adam", checkpoint=Path(tempfile.mkdtemp(dir=FOLDER.name)) / "sums"),
+    "block, checkpoint": lambda: block("Adam", checkpoint=new_path()),
     "block, executor": by_threads,
-    "block, float32": lambda: block("float32"),
     "block, float32 in float64": lambda: block("float32", accumulate=torch.float64),
-    **{f"block, {name}": functools.partial(block, name) for name in ("LSTM", "transformer", "BatchNorm", "few states")},
-    "block per class": lambda: gram_block_per_class(recorded("plain"), *two_sets(recorded("plain"))),
-    "diagonal": lambda: [gram_diagonal_blocks(recorded("tanh"), points) for points in two_sets(recorded("tanh"))],
-    "trace block": lambda: epk.PathKernel(recorded("conv net")).trace_block(*two_sets(recorded("conv net"))),
-    "NTK": lambda: [
-        epk.gram_block(tangent_trajectory(recorded(name)), *two_sets(recorded(name)), rule=epk.left_endpoint())
-        for name in ("tanh", "conv net")
-    ],
-    "path features": lambda: epk.path_features(recorded("tanh"), rows(4), 16, nodes=5),
-    "features, product": lambda: tensor_sketch(rows(6), rbf_features(rows(4), 1.5, 16), 32),
-    "matrix": lambda: epk_gram(recorded("tanh"), *two_sets(recorded("tanh"))),
+    "block per class": lambda: block("plain", compute=gram_block_per_class),
+    "diagonal": lambda: [gram_diagonal_blocks(recorded("tanh"), points) for points in two_sets("tanh")],
+    "trace block": lambda: epk.PathKernel(recorded("conv net")).trace_block(*two_sets("conv net")),
+    "NTK": lambda: epk.gram_block(tangent_trajectory(recorded("tanh")), *two_sets("tanh"), rule=epk.left_endpoint()),
+    "path features": lambda: on(epk.path_features, "tanh", 16, nodes=5),
     "kernel, full": kernel,
     "kernel, evaluated": lambda: kernel(training=False),
     "kernel, independent": lambda: kernel(outputs="independent"),
@@ -453,47 +359,32 @@ RESULTS: dict[str, Callable[[], object]] = {
     "kernel, chords": lambda: kernel(outputs="trace", path=epk.chords(every=2)),
     "kernel, sketched": lambda: kernel(outputs="trace", features=32, nodes=5),
     "kernel, sketched, cosine": lambda: kernel(training=False, outputs="trace", features=32, normalize="cosine"),
-    "kernel, infinite width": lambda: [
-        k.double()(rows(4), rows(4, n=3)).to_dense() for k in (ErfKernel(2), ArcCosineKernel(1, 2))
-    ],
-    "kernel, hidden features": lambda: HiddenFeaturesKernel(
-        recorded("tanh"), gpytorch.kernels.RBFKernel().double()
-    )(rows(4)).to_dense(),
-    **{f"attribute, {name}": functools.partial(attributed, name) for name in RUNS},
-    "attribute, logits": lambda: attributed("plain", head="logits"),
-    "attribute, one class": lambda: attributed("Adam", classes=torch.arange(3)),
-    "attribute, fixed rule": lambda: attributed("momentum", rule=epk.gauss_legendre(2)),
-    "attribute, chords": lambda: attributed("momentum", path=epk.chords(every=3)),
-    "attribute, layerwise": lambda: attributed("plain", path=epk.layerwise()),
-    "attribute, layerwise, AdamW": lambda: attributed("AdamW, dropout", path=epk.layerwise(every=2)),
-    "attribute, layerwise, conv net": lambda: attributed("conv net", path=epk.layerwise()),
-    "attribute by step": lambda: attributed_by("plain", by_step),
-    "attribute by label and layer": lambda: attributed_by("weight decay", by_label, by_layer),
-    "attribute by sample and step": lambda: attributed_by("BatchNorm", by_sample, by_step, path=epk.layerwise()),
-    "attribute, two questions": lambda: [
-        parts.values
-        for parts in attribute_many(
-            recorded("Adam"), rows(4, n=2), [[by_label(recorded("Adam"))], [by_step(recorded("Adam"))]]
-        )
-    ],
-    **{f"reconstruct, {name}": functools.partial(reconstructed, name) for name in RUNS},
-    "reconstruct, fixed rule": lambda: reconstructed("plain", rule=epk.left_riemann(4)),
-    "reconstruct, chords": lambda: reconstructed("plain", path=epk.chords(every=2)),
-    "single machine": lambda: pick(single_machine(recorded("plain"), rows(4, n=3)), "outputs coefficients max_error"),
-    "other machines": lambda: [
-        pick(machine(recorded("plain"), rows(4, n=3)), "block coefficients outputs")
-        for machine in (chen_machine, domingos_machine)
-    ],
-    **{f"influence, {name}": functools.partial(influenced, name) for name in INFLUENCED},
-    "influence, one class": lambda: influenced("Adam", classes=torch.arange(3)),
-    "influence, sums": lambda: influenced("tanh", by=[by_label(recorded("tanh")), by_step(recorded("tanh"))]),
-    "influence, smoothed": lambda: influenced("tanh", smoothing=epk.Smoothing(3, seed=1)),
-    "influence, truncated": lambda: influenced("momentum", truncate=2),
-    "influence, function": lambda: influenced("tanh", function=lambda f: (f**2).sum()),
-    "self-influence": lambda: [epk.self_influence(recorded(name)) for name in ("tanh", "AdamW, dropout")],
-    **{f"retrain, {name}": functools.partial(retrained, name) for name in ("tanh", "AdamW, dropout", "clipping")},
+    "kernel, infinite width": lambda: [kernel.double()(rows(4)) for kernel in (ErfKernel(2), ArcCosineKernel(1, 2))],
+    **each("attribute", lambda name: on(epk.attribute, name), RUNS),
+    "attribute, logits": lambda: on(epk.attribute, "plain", head="logits"),
+    "attribute, one class": lambda: on(epk.attribute, "Adam", classes=torch.tensor([0, 1, 2, 0])),
+    "attribute, fixed rule": lambda: on(epk.attribute, "momentum", rule=epk.gauss_legendre(2)),
+    "attribute, chords": lambda: on(epk.attribute, "momentum", path=epk.chords(every=3)),
+    "attribute, layerwise": lambda: on(epk.attribute, "plain", path=epk.layerwise()),
+    "attribute, layerwise, AdamW": lambda: on(epk.attribute, "AdamW, dropout", path=epk.layerwise(every=2)),
+    "attribute, layerwise, conv net": lambda: on(epk.attribute, "conv net", path=epk.layerwise()),
+    "attribute by step": lambda: on(attribute_by, "plain", axes("plain", by_step)),
+    "attribute by label and layer": lambda: on(attribute_by, "weight decay", axes("weight decay", by_label, by_layer)),
+    "attribute by sample and step": lambda: on(attribute_by, "BatchNorm", axes("BatchNorm", by_sample, by_step)),
+    "attribute, two questions": lambda: on(attribute_many, "Adam", [axes("Adam", by_label), axes("Adam", by_step)]),
+    **each("reconstruct", lambda name: on(epk.reconstruct, name), RUNS),
+    "reconstruct, fixed rule": lambda: on(epk.reconstruct, "plain", rule=epk.left_riemann(4)),
+    "reconstruct, chords": lambda: on(epk.reconstruct, "plain", path=epk.chords(every=2)),
+    "single machine": lambda: on(single_machine, "plain"),
+    **each("influence", lambda name: on(epk.influence, name), INFLUENCED),
+    "influence, one class": lambda: on(epk.influence, "Adam", classes=torch.tensor([0, 1, 2, 0])),
+    "influence, sums": lambda: on(epk.influence, "tanh", by=axes("tanh", by_label, by_step)).values,
+    "influence, smoothed": lambda: on(epk.influence, "tanh", smoothing=epk.Smoothing(3, seed=1)),
+    "influence, truncated": lambda: on(epk.influence, "momentum", truncate=2),
+    "influence, function": lambda: on(epk.influence, "tanh", function=lambda f: (f**2).sum()),
+    **each("self-influence", lambda name: epk.self_influence(recorded(name)), INFLUENCED),
+    **each("retrain", retrained, ("tanh", "AdamW, dropout", "clipping")),
     "counterfactual": counterfactual,
-    "explainer": lambda: Explainer(trajectory=recorded("tanh")).explain(rows(4, n=3), torch.arange(3)),
     "process": posterior,
     "process, independent, Dirichlet": lambda: posterior("independent", "constant", "dirichlet"),
     "process, trace, labels, cosine": lambda: posterior("trace", "zero", "labels", normalize="cosine"),
@@ -501,65 +392,57 @@ RESULTS: dict[str, Callable[[], object]] = {
     "process, nodes": lambda: posterior("trace", "zero", "labels", nodes=5),
     "softmax": sampled,
     "map": mapped,
-    "label process": lambda: judged(judge()),
-    "label process, features": lambda: judged(judge(features=64, nodes=5)),
+    "label process": lambda: judged(label_process()),
+    "label process, features": lambda: judged(label_process(features=64, nodes=5)),
     "label process, saved": saved_and_loaded,
-    "label errors": lambda: pick(
-        epk.label_errors(wider()[0]), "indices scores margin own_label log_probability predicted aum"
-    ),
-    "next to label": lambda: pick(epk.next_to_label(judge(), wider()[3], 4), "indices scores variance_removed"),
+    "label errors": lambda: epk.label_errors(wider()[0]),
+    "next to label": lambda: epk.next_to_label(label_process(), wider()[3], 4),
     "classifier": scikit_learn,
-    "scores": scores_of_scores,
-    "spectrum": lambda: pick(
-        gram_spectrum(epk.EPKKernel(recorded("plain"), "trace")(epk.train_copy(rows(4))).to_dense()),
-        "values effective_rank participation_ratio num_principal",
-    ),
-    "exported run": exported,
-    "command record": lambda: load_file(command_run() / "data.safetensors"),
-    "command verify": lambda: json.loads((command(f"verify {command_run()}") / "verify.json").read_text())["results"],
-    "command gram": lambda: arrays("gram", "--num-rows 5 --num-columns 4"),
-    "command attribute": lambda: arrays("attribute", MINI),
-    "command influence": lambda: arrays("influence", MINI),
-    "command uncertainty": lambda: arrays("uncertainty", "--validation held-out"),
-    "command uncertainty, map": lambda: arrays("uncertainty", "--num-condition 9 --grid 3 --num-samples 16"),
-}  # fmt: skip
+    "scores": scores,
+    "spectrum": lambda: gram_spectrum(block("plain", 1, 1, compute=gram_block_per_class)[0]),
+    "exported run": lambda: load_file(command(f"export {command_run()}", new_path("run.safetensors"))),
+    "command verify": lambda: written("verify"),
+    "command gram": lambda: written("gram --num-rows 5 --num-columns 4"),
+    "command attribute": lambda: written("attribute --num-points 2 --outputs all"),
+    "command influence": lambda: written("influence --num-points 2 --outputs all"),
+    "command uncertainty": lambda: written("uncertainty --validation held-out"),
+    "command uncertainty, map": lambda: written("uncertainty --num-condition 9 --grid 3 --num-samples 16"),
+}
 
 
 def flat(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     """Divide a result into named tensors; text becomes its bytes, and None is left out."""
     if isinstance(value, LinearOperator):
         value = value.to_dense()
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from flat(f"{name} | {key}", part)
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from flat(f"{name} | {number}", part)
-    elif isinstance(value, str):
-        yield name, torch.tensor(list(value.encode()), dtype=torch.uint8)
+    if isinstance(value, str):
+        value = np.frombuffer(value.encode(), np.uint8).copy()
+    if isinstance(value, Tensor | np.ndarray | np.generic | int | float):
+        yield name, torch.as_tensor(value).detach().clone(memory_format=torch.contiguous_format)
     elif value is not None:
-        numbers = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
-        yield name, numbers.detach().clone(memory_format=torch.contiguous_format)
+        parts = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        if not isinstance(parts, Mapping):
+            parts = {attribute: getattr(value, attribute, None) for attribute in ATTRIBUTES.split()}
+        for key, part in parts.items():
+            yield from flat(f"{name} | {key}", part)
 
 
 def compute(words: str) -> dict[str, Tensor]:
-    """Compute all results whose names hold some words; one that fails is the text of its error."""
+    """Compute the results whose names hold some words; of one that fails the error is kept."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # some results are not certified, which is a part of them
     tensors: dict[str, Tensor] = {}
-    for name, result in RESULTS.items():
-        if words in name:
-            torch.manual_seed(0)
-            try:
-                tensors |= flat(name, result())
-            except Exception as error:
-                message = f"{type(error).__name__}: {error}"
-                print(f"{name} failed: {message}", file=sys.stderr)
-                tensors |= flat(f"{name} | error", message)
+    for name in (name for name in RESULTS if words in name):
+        torch.manual_seed(0)
+        try:
+            tensors |= flat(name, RESULTS[name]())
+        except (Exception, SystemExit) as error:
+            print(f"{name} failed: {error!r}", file=sys.stderr)
+            tensors |= flat(f"{name} | error", repr(error))
     return tensors
 
 
 def differences(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Iterator[str]:
-    """Say which tensors are only on one side, or differ in a byte, and by how much."""
+    """Say which tensors are on one side only, or differ in a byte, and by how much."""
     for name in sorted({*before, *now}):
         if name not in now or name not in before:
             yield f"{name}: only {'before' if name in before else 'now'}"
@@ -568,31 +451,24 @@ def differences(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Iter
         if a.shape != b.shape or a.dtype != b.dtype:
             yield f"{name}: {tuple(a.shape)} {a.dtype} before, {tuple(b.shape)} {b.dtype} now"
         elif a.numpy().tobytes() != b.numpy().tobytes():
-            size, gap = a.double().abs().max(), (a.double() - b.double()).abs().max()
-            yield f"{name}: differs by {gap:.2e} at most (largest value {size:.2e})"
+            gap = (a.double() - b.double()).abs().max()
+            yield f"{name}: differs by at most {gap:.2e}; the largest value is {a.double().abs().max():.2e}"
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Save, compare or list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("save", "compare", "list"))
-    parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--only", default="", help="compute the results whose names hold these words")
+    parser.add_argument("what", choices=("save", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", default="", help="of the results whose names hold these words")
     options = parser.parse_args(argv)
-    if options.file is None and options.what != "list":
-        parser.error(f"{options.what} needs a file")
-    warnings.simplefilter("ignore")  # some results are not certified, which is part of them
     now = compute(options.only)
     if options.what == "save":
         save_file(now, options.file)
-    elif options.what == "list":
-        for name, tensor in now.items():
-            print(f"{name}  {tuple(tensor.shape)}  {hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]}")
-    else:
-        before = {name: tensor for name, tensor in load_file(options.file).items() if options.only in name.split(" | ")[0]}
-        lines = list(differences(before, now))
-        print("\n".join(lines) or f"all {len(now)} tensors of {len(RESULTS)} results are equal")
-        sys.exit(bool(lines))
+        return
+    before = {name: part for name, part in load_file(options.file).items() if options.only in name.partition(" | ")[0]}
+    lines = list(differences(before, now))
+    print("\n".join([*lines, f"{len(now)} tensors, {len(lines)} differences"]))
+    sys.exit(bool(lines))
 
 
 if __name__ == "__main__":
