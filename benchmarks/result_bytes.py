@@ -40,17 +40,16 @@ from epk_gp.analysis.planes import principal_plane
 from epk_gp.analysis.spectrum import gram_spectrum
 from epk_gp.classifier import EPKClassifier
 from epk_gp.cli import main
-from epk_gp.core.averaging import averaged_trajectory, averaging_coefficients
+from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.calibration import calibrated_temperature
 from epk_gp.gp.conformal import conformal_sets, conformity_scores
 from epk_gp.gp.leave_one_out import leave_one_out as process_without_one
 from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
-from epk_gp.gram.ntk import tangent_trajectory
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step
-from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
 
 FOLDER = tempfile.TemporaryDirectory()  # of runs that are loaded again, and of what commands write
