@@ -184,6 +184,7 @@ class Contexts:
         self.coverage = coverage.Coverage(data_file=file, source=folders, config_file=False)
         self.coverage.set_option("run:relative_files", True)
         self.seconds, self.failed, self.tests = Counter[str](), set[str](), str(Path("tests").resolve())
+        self.coverage.erase()
         self.coverage.start()
 
     @pytest.hookimpl(tryfirst=True)
@@ -265,10 +266,10 @@ def outcome(place: Place, tests: list[str], copy: Path, number: int) -> str:
     return f"found by {found[1] if found else 'the import'}"
 
 
-def watch(file: str, folders: list[str]) -> None:
+def watch(file: str, folders: list[str], tests: list[str]) -> None:
     """Run the quick tests of the tree in the current folder, and write the contexts."""
     contexts = Contexts(file, folders)
-    pytest.main(["-m", "not slow", *PYTEST], plugins=[contexts])
+    pytest.main(["-m", "not slow", *PYTEST, *tests], plugins=[contexts])
     contexts.save(sources_of(Path(), folders))
 
 
@@ -307,16 +308,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of the package and its tests")
     parser.add_argument("--folders", nargs="+", help="of the sources; by default those of the engine")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="folders and files of the tests that are watched")
     options = parser.parse_args(argv)
     file, root = options.file.resolve(), options.root.resolve()
     folders = options.folders or [f"epk_gp/{name}" for name in FOLDERS.split() if (root / "epk_gp" / name).is_dir()]
     if options.what == "watch":
-        watch(str(file), folders)
+        watch(str(file), folders, options.tests)
     elif options.what == "run":
         plant(root, file, folders, options.seed, options.places, options.jobs)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            asked = [__file__, "watch", str(file), "--root", folder, "--folders", *folders]
+            asked = [__file__, "watch", str(file), "--root", folder, "--folders", *folders, "--tests", *options.tests]
             status, said = call(copy_of_tree(root, folder), *asked)
         print(said[-2000:])
         sys.exit(status)

@@ -7,12 +7,14 @@ Run both on one machine: another processor or another torch may round differentl
 """
 
 import argparse
+import atexit
 import contextlib
 import copy
 import functools
 import io
 import json
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -52,7 +54,8 @@ from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_s
 from epk_gp.kernel_machine.baselines import single_machine, tangent_trajectory
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
 
-FOLDER = tempfile.TemporaryDirectory()  # of runs that are loaded again, and of what commands write
+FOLDER = tempfile.mkdtemp()  # for runs that are loaded again, and for what commands write
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 POINTS, CLASSES, STEPS = 12, 3, 6
 # What is taken of results that are neither numbers nor tensors, where they have it.
 ATTRIBUTES = """
@@ -76,7 +79,7 @@ def rows(*shape: int, n: int = POINTS, seed: int = 1) -> Tensor:
 
 
 def new_path(name: str = "new") -> Path:
-    return Path(tempfile.mkdtemp(dir=FOLDER.name)) / name
+    return Path(tempfile.mkdtemp(dir=FOLDER)) / name
 
 
 class Last(nn.Module):
