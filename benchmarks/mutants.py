@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import coverage
@@ -106,9 +107,9 @@ def changes_of(node: ast.AST, lines: list[bytes]) -> Iterator[Change]:
         if found:
             yield kind, right.lineno, found.start(2), found.end(2), SWAPPED[found[2].decode()]
 
-    match node:
-        case ast.Raise() | ast.AugAssign() | ast.Continue() | ast.Break() | ast.Expr(value=ast.Call()):
-            yield from whole("line deleted", node, "pass")
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    if is_call or isinstance(node, ast.Raise | ast.AugAssign | ast.Continue | ast.Break):
+        yield from whole("line deleted", node, "pass")
     match node:
         case ast.BinOp(left=left, right=right) | ast.AugAssign(target=left, value=right):
             yield from operator("sign", left, right)
@@ -180,8 +181,8 @@ def call(copy: Path, *arguments: str, seconds: float | None = None) -> tuple[int
 class Contexts:
     """A plugin of pytest: remembers which test executes which line, and how long each test takes."""
 
-    def __init__(self, file: str, folders: list[str]) -> None:
-        self.coverage = coverage.Coverage(data_file=file, source=folders, config_file=False)
+    def __init__(self, file: Path, folders: list[str]) -> None:
+        self.coverage = coverage.Coverage(data_file=str(file), source=folders, config_file=False)
         self.coverage.set_option("run:relative_files", True)
         self.seconds, self.failed, self.tests = Counter[str](), set[str](), str(Path("tests").resolve())
         self.coverage.erase()
@@ -200,12 +201,6 @@ class Contexts:
         self.seconds[report.nodeid] += report.duration
         if not report.passed:
             self.failed.add(report.nodeid)
-
-    def save(self, sources: dict[str, str]) -> None:
-        self.coverage.stop()
-        self.coverage.save()
-        seconds = {test: round(time, 3) for test, time in self.seconds.items() if test not in self.failed}
-        Path(f"{self.coverage.config.data_file}.json").write_text(json.dumps({"seconds": seconds, "sources": sources}))
 
 
 def sources_of(root: Path, folders: list[str]) -> dict[str, str]:
@@ -237,13 +232,9 @@ def tests_of(place: Place, data: coverage.CoverageData, seconds: dict[str, float
         tests = {test for line in asked for test in lines.get(line, ())} & seconds.keys()
         if tests:
             break
-    chosen, total = list[str](), 0.0
-    for test in sorted(tests, key=lambda test: (seconds[test], test)):
-        total += seconds[test]
-        if total > BUDGET and chosen:
-            break
-        chosen.append(test)
-    return chosen
+    ordered = sorted(tests, key=lambda test: (seconds[test], test))
+    totals = accumulate(seconds[test] for test in ordered)
+    return [test for test, total in zip(ordered, totals, strict=True) if total <= BUDGET] or ordered[:1]
 
 
 def outcome(place: Place, tests: list[str], copy: Path, number: int) -> str:
@@ -266,11 +257,19 @@ def outcome(place: Place, tests: list[str], copy: Path, number: int) -> str:
     return f"found by {found[1] if found else 'the import'}"
 
 
-def watch(file: str, folders: list[str], tests: list[str]) -> None:
-    """Run the quick tests of the tree in the current folder, and write the contexts."""
-    contexts = Contexts(file, folders)
-    pytest.main(["-m", "not slow", *PYTEST, *tests], plugins=[contexts])
-    contexts.save(sources_of(Path(), folders))
+def watch(root: Path, file: Path, folders: list[str], tests: list[str]) -> None:
+    """Run the quick tests in a copy of the tree, and write the contexts."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(copy_of_tree(root, folder))
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = folder
+        contexts = Contexts(file, folders)
+        pytest.main(["-m", "not slow", *PYTEST, *tests], plugins=[contexts])
+        contexts.coverage.stop()
+        contexts.coverage.save()
+        sources = sources_of(Path(folder), folders)
+    seconds = {test: round(time, 3) for test, time in contexts.seconds.items() if test not in contexts.failed}
+    Path(f"{file}.json").write_text(json.dumps({"seconds": seconds, "sources": sources}))
 
 
 def plant(root: Path, file: Path, folders: list[str], seed: int, count: int, jobs: int) -> None:
@@ -279,29 +278,35 @@ def plant(root: Path, file: Path, folders: list[str], seed: int, count: int, job
     if known["sources"] != sources_of(root, folders):
         sys.exit(f"the sources are not those of {file}: take the contexts again")
     (data := coverage.CoverageData(str(file))).read()
-    places, results = places_of(root, folders, count, seed), Counter[str]()
+    places, results = places_of(root, folders, count, seed), dict[int, str]()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as executor:
         copies = [copy_of_tree(root, f"{folder}/{job}") for job in range(jobs)]
         collected = call(copies[0], "-m", "pytest", "--collect-only", *PYTEST)[1].splitlines()
         seconds = {test: known["seconds"][test] for test in collected if test in known["seconds"]}
 
+        chosen = [tests_of(place, data, seconds) for place in places]
+
         def in_one_copy(job: int) -> None:
             for number in range(job, len(places), jobs):
-                place = places[number]
-                result = outcome(place, tests_of(place, data, seconds), copies[job], number)
-                results[next(kind for kind in OUTCOMES if result.startswith(kind))] += 1
+                place, result = places[number], outcome(places[number], chosen[number], copies[job], number)
+                results[number] = result
                 old = (root / place.file).read_bytes().splitlines()[place.line - 1][place.start : place.end].decode()
                 print(f"{place.file}:{place.line}: {place.kind}: {old} -> {place.new}: {result}", flush=True)
 
         list(executor.map(in_one_copy, range(jobs)))
-    executed = len(places) - results["not executed"]
-    share = results["found"] / max(executed, 1)
-    print(f"seed {seed}: {share:.0%} of {executed} places that a test executes are found; {dict(results)}")
+        found_by = {result.removeprefix("found by ") for result in results.values()} & seconds.keys()
+        control = call(copies[0], "-m", "pytest", *PYTEST, *sorted(found_by))[1] if found_by else ""
+    counts = {kind: sum(result.startswith(kind) for result in results.values()) for kind in OUTCOMES}
+    executed = len(places) - counts["not executed"]
+    for line in re.findall("^(?:FAILED|ERROR) .*", control, re.MULTILINE):
+        print(f"without a fault too: {line}")
+    print(f"seed {seed}: {counts['found'] / max(executed, 1):.0%} of {executed} places that a test executes are found")
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("contexts", "watch", "run"), help="watch is for contexts, which calls it")
+    parser.add_argument("what", choices=("contexts", "run"))
     parser.add_argument("file", type=Path, help="contexts; the times of the tests are in FILE.json")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--places", type=int, default=150)
@@ -312,16 +317,10 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     file, root = options.file.resolve(), options.root.resolve()
     folders = options.folders or [f"epk_gp/{name}" for name in FOLDERS.split() if (root / "epk_gp" / name).is_dir()]
-    if options.what == "watch":
-        watch(str(file), folders, options.tests)
-    elif options.what == "run":
-        plant(root, file, folders, options.seed, options.places, options.jobs)
+    if options.what == "contexts":
+        watch(root, file, folders, options.tests)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            asked = [__file__, "watch", str(file), "--root", folder, "--folders", *folders, "--tests", *options.tests]
-            status, said = call(copy_of_tree(root, folder), *asked)
-        print(said[-2000:])
-        sys.exit(status)
+        plant(root, file, folders, options.seed, options.places, options.jobs)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -189,11 +190,13 @@ def test_a_planted_fault_is_found_where_a_test_sees_it(load, tmp_path, capsys):
         (root / name).parent.mkdir(parents=True)
         (root / name).write_text(text)
     asked = [str(tmp_path / "lines"), "--root", str(root), "--folders", "package"]
-    with pytest.raises(SystemExit, match="0"):
-        tool.main(["contexts", *asked])
+    subprocess.run([sys.executable, tool.__file__, "contexts", *asked], check=True, capture_output=True)
     tool.main(["run", *asked, "--jobs", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert "package/__init__.py:2: sign: + -> -: found by tests/test_it.py::test_seen" in lines
     assert "package/__init__.py:6: sign: * -> /: survived 1 tests" in lines
-    assert lines[-1].startswith("seed 0: 50% of 4 places")
+    assert lines[-2:] == [
+        "seed 0: 50% of 4 places that a test executes are found",
+        "2 found, 2 survived, 0 not executed, 0 out of time",
+    ]
     assert (root / "package" / "__init__.py").read_text() == files["package/__init__.py"]
