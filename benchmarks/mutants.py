@@ -263,6 +263,7 @@ def watch(root: Path, file: Path, folders: list[str], tests: list[str]) -> None:
         os.chdir(copy_of_tree(root, folder))
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = folder
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # tests until then are kept, as after Ctrl-C
         contexts = Contexts(file, folders)
         pytest.main(["-m", "not slow", *PYTEST, *tests], plugins=[contexts])
         contexts.coverage.stop()
