@@ -30,18 +30,7 @@ import coverage
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = [
-    "core",
-    "optimizers",
-    "training",
-    "recording",
-    "storage",
-    "autodiff",
-    "quadrature",
-    "gram",
-    "kernel_machine",
-    "work",
-]
+FOLDERS = "core optimizers training recording storage autodiff quadrature gram kernel_machine work"
 LIMIT = 90.0  # seconds of one place
 BUDGET = 60.0  # recorded seconds of the tests that are chosen for a place: pytest itself takes some more
 PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no")
