@@ -129,7 +129,8 @@ def places_in(file: str, source: bytes) -> Iterator[Place]:
         for kind, *where, new in changes_of(node, lines):
             yield Place(file, kind, *where, new, statement)
         for name, value in ast.iter_fields(node):
-            if name not in LEFT_OUT and not isinstance(node, ast.Raise):
+            is_index = name == "slice" and isinstance(value, ast.Constant)
+            if name not in LEFT_OUT and not is_index and not isinstance(node, ast.Raise):
                 inside = in_function or (name == "body" and isinstance(node, ast.FunctionDef))
                 for part in value if isinstance(value, list) else [value]:
                     if isinstance(part, ast.AST):
