@@ -19,7 +19,8 @@ GALLERY = ROOT / "docs" / "gallery"
 NAMES = sorted(file.stem for file in GALLERY.glob("*.json"))
 SECTIONS = {
     re.search(r"python experiments/(\w+)\.py", section)[1]: " ".join(section.replace("**", "").split())
-    for section in pages_tool().written((ROOT / "docs" / "gallery.md").read_text()).split("\n## ")[1:]
+    for page in ("figures.md", "experiments.md")
+    for section in pages_tool().written((ROOT / "docs" / page).read_text()).split("\n## ")[1:]
 }
 SLOW = {"fig07_quadrature"}  # its names are placed so that they do not overlap
 # Their prose states no results: these are in tables and in a sentence on who wins, made by docs/expand.py.
