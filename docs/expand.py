@@ -77,6 +77,7 @@ def _section(page: Path, *heading: str) -> str:
 IMPORT = re.compile(r"^ *from (epk_gp(?:\.\w+)*) import (?:\(([^)]*)\)|([^\n(]*))", re.MULTILINE)
 DOTTED = re.compile(r"\b(epk_gp(?:\.\w+)+)\.(\w+)")
 EXPORTING = ("epk_gp", "epk_gp.plots")  # packages whose own names are public
+# pages that name internal things too
 INTERNAL = {
     "theory.md",
     "notation.md",
@@ -128,7 +129,7 @@ def _definitions() -> dict[str, dict[str, ast.ClassDef | ast.FunctionDef]]:
 
 
 def _names(page: Path, *packages: str) -> str:
-    """Return the public names of packages or modules, each with its summary; docs/hooks.py shows all of its docstring."""
+    """Return the public names of packages with their summaries; docs/hooks.py shows all of the docstrings."""
     for package in packages:
         path = ROOT.joinpath(*package.split("."))
         if not (path.is_dir() or path.with_suffix(".py").is_file()):
