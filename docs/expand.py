@@ -230,26 +230,6 @@ def _scores(saved: dict) -> str:
     return METHODS.markdown_table(["score", *head], rows)
 
 
-def _terms(saved: dict) -> str:
-    r = saved["results"]
-    keys = {
-        "initial": "initial",
-        "own_class": "images of that class",
-        "other_classes": "other images",
-        "decay": "decay",
-        "statistics": "statistics",
-        "unexplained": "unexplained",
-        "network": "output",
-    }
-    rows = [
-        [r["names"][test["label"]], r["names"][test["predicted"]]]
-        + [f"{test[key]:.3f}" for key in keys]
-        + [f"{abs(test['error']):.0e}", f"{test['amplification']:.0f}"]
-        for test in r["tests"]
-    ]
-    return METHODS.markdown_table(["test image", "predicted", *keys.values(), "sum less output", "amplification"], rows)
-
-
 def _versions(saved: dict) -> str:
     return ", ".join(f"{name} {number}" for name, number in saved["versions"].items() if name in ("python", "torch"))
 
@@ -283,7 +263,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     **METHODS.TABLES,
     "rules": _rules,
     "scores": _scores,
-    "terms": _terms,
 }
 KINDS: dict[str, Callable[..., str]] = {
     "results": lambda page: headline(),

@@ -184,9 +184,6 @@ LARGEST = {
 }
 TABLES: dict[str, Callable[[dict], str]] = {
     "outside": _methods(outside_measures),
-    "inside": _methods(_inside_measures),
-    "shifts": _methods(_shift_measures),
-    "noise": _methods(_noise_measures),
     "bought": _methods(_purchase_measures),
     "judged_winners": _winners("EPK-GP", outside_measures, _inside_measures),
     "shifted_winners": _winners("EPK-GP", _shift_measures, _attack_measures),

@@ -243,8 +243,6 @@ def asymmetry(r: dict) -> list[str]:
         row("nearest distance", "distance to the nearest training point"),
         row("net asymmetry", "asymmetry over the whole run"),
         row("asymmetry", "asymmetry step by step"),
-        row("drift", "the same, not relative to k′"),
-        row("both", "sum of ranks of the first and the fourth"),
         f"accuracy {spans([a for values in r['accuracy'].values() for a in values])}",
     ]
 
