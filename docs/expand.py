@@ -142,6 +142,24 @@ def _names(page: Path, *packages: str) -> str:
     return METHODS.markdown_table(["name", "module", "what it is or does"], rows)
 
 
+def _exported(page: Path) -> str:
+    """Return the names of the top level by the page of the reference that has them."""
+    tree = ast.parse((ROOT / "epk_gp" / "__init__.py").read_text())
+    lists = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    top = ast.literal_eval(lists[0])
+    rows = []
+    for other in sorted(page.parent.glob("*.md")):
+        text = other.read_text()
+        for packages in re.findall(r"^<!-- made: names ([^\n]*) -->$", text, re.MULTILINE):
+            prefixes = tuple(f"{package}." for package in packages.split())
+            names = [f"`{name}`" for name in top if f"{public_names()[name]}.".startswith(prefixes)]
+            if names:
+                rows.append([", ".join(names), f"[{text.splitlines()[0].removeprefix('# ')}]({other.name})"])
+    return METHODS.markdown_table(["name", "page"], rows)
+
+
 def _summary(node: ast.ClassDef | ast.FunctionDef) -> str:
     """Return a docstring's first paragraph in one line, as Markdown that shows it as it is."""
     words = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
@@ -270,6 +288,7 @@ KINDS: dict[str, Callable[..., str]] = {
     "file": _file,
     "section": _section,
     "names": _names,
+    "exported": _exported,
 }
 
 if __name__ == "__main__":
