@@ -230,7 +230,7 @@ def begin(path, *, net=None, statistics=STATISTICS, unexplained=None, optimizer=
     training = TrainingState(optimizer or sgd(net), {}, torch.zeros_like(start), net)
     frozen = {f"constant.{name}": value.clone() for name, value in model.frozen_state().items()}
     tensors = {"inputs": X, "targets": y, "probe": outputs} | frozen
-    full = header | {"compression": storage.compression, "check_every": 1, "modules": module_names(net)}
+    full = header | {"check_every": 1, "modules": module_names(net)}
     writer = create_run(path, RunStart(full, tensors, start, digest, moving), training)
     history = RunHistory(start, digest, (), moving)
     commits = CommitSchedule(writer, storage, history, training)

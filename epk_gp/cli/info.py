@@ -34,15 +34,12 @@ def info(*, run: Path, out: Path | None, quiet: bool) -> None:
         "digest": summary.chunks[-1].digest,
         "data digest": header["data_digest"],
         "chunks": len(summary.chunks),
-        "compression": header["compression"],
         "size on disk": f"{size / 1e6:.2f} MB",
         "recording": "finished" if summary.finished else "not finished: record --resume resumes it",
         "files": f"all {summary.files} verified against their checksums",
     }
     if header.get("keep_every", 1) > 1:
         lines["weight states"] = f"one in {header['keep_every']} is kept, the others are computed when read"
-    if header.get("weights_dtype") is not None:
-        lines["kept in"] = header["weights_dtype"].removeprefix("torch.")
     if header["statistics"]:
         count = chunk_schema(header).num_statistics
         lines["moving statistics"] = f"{count} in {len(header['statistics'])} tensors"

@@ -13,7 +13,7 @@ from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS
 from epk_gp.core.validation import is_finite
 from epk_gp.storage.atomic_files import open_tensors
-from epk_gp.storage.chunks import GROUPS, STORED_FIELDS, RowReader, read_groups
+from epk_gp.storage.chunks import GROUPS, STORED_FIELDS, read_groups
 from epk_gp.storage.index import Chunk, chunk_file, has_checksum
 from epk_gp.storage.matrices import expected_matrices, validate_steps_of_matrices
 from epk_gp.storage.pass_verification import expected_tables, read_tables, validate_tables
@@ -43,10 +43,8 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
         of_steps = {name: tensors.get_tensor(name) for name in _STEP_TENSORS | (actual.keys() & {GROUPS})}
         validate_steps_of_matrices(tensors, chunk.states - (chunk.first == 0), where)
         for name in actual.keys() - _STEP_TENSORS:
-            if actual[name][1] in ("F32", "F64", "BF16"):
+            if actual[name][1] in ("F32", "F64"):
                 _validate_finite_rows(tensors, name, actual[name][0][0], where)
-        if schema.compression == "deltas":
-            _validate_packed_rows(tensors, schema, chunk, where)
         _validate_places(tensors, schema, where)
         steps = _parse_steps(of_steps, schema, chunk, where)
         if not expected_tables(actual):
@@ -63,7 +61,6 @@ def _validate_layout(
     k, j, L = chunk.states, chunk.states - (chunk.first == 0), len(schema.sizes)
     weight_dtype = SAFETENSORS_DTYPES[schema.dtype]
     kept = len(schema.kept_between(chunk.first, chunk.last)) if schema.thins else k
-    states_dtype = SAFETENSORS_DTYPES[schema.stored_dtype if j else schema.dtype]
     expected: dict[str, tuple[tuple[int, ...] | None, str]] = {  # None: one dimension of any length
         "sizes": ((j,), "F64"),
         "lengths": ((j,), "I64"),
@@ -79,15 +76,10 @@ def _validate_layout(
         expected |= dict.fromkeys(scaled, ((j, L), "I64"))
     counts = {"states": kept} | dict.fromkeys(required - {"states"}, k)
     for name, rows in (*sorted(counts.items()), *((f"update.{field}", j) for field in STORED_FIELDS)):
-        if name not in required and not actual.keys() & {name, f"{name}.packed"}:
-            continue
-        if schema.compression == "none":
+        if name in required or name in actual:
             got = actual.get(name, ((), ""))[1]
-            others = {"states": (states_dtype,), "statistics": ("F32", "F64")}.get(name, ("F64",))
-            own = states_dtype if name == "states" else weight_dtype
-            expected[name] = ((rows, schema.row_length(name)), got if got in others else own)
-        else:
-            expected |= {f"{name}.packed": (None, "U8"), f"{name}.lengths": ((rows,), "I64")}
+            others = {"states": (), "statistics": ("F32", "F64")}.get(name, ("F64",))
+            expected[name] = ((rows, schema.row_length(name)), got if got in others else weight_dtype)
     if GROUPS in actual:
         expected[GROUPS] = (None, "U8")
     expected |= expected_matrices(actual, schema)
@@ -119,25 +111,6 @@ def _validate_places(tensors: Any, schema: ChunkSchema, where: str) -> None:
         at = tensors.get_tensor(name)
         if bool((at < -1).any()) or bool((at >= sizes.clamp(min=1)).any()):
             raise ValueError(f"{where} must hold {name!r} of -1 or a weight of its parameter: it holds others.")
-
-
-def _validate_packed_rows(tensors: Any, schema: ChunkSchema, chunk: Chunk, where: str) -> None:
-    """Unpack every row once, and raise if it is not a row of finite numbers."""
-    for name in [key.removesuffix(".packed") for key in tensors.keys() if key.endswith(".packed")]:  # noqa: SIM118
-        lengths = tensors.get_tensor(f"{name}.lengths")
-        size = tensors.get_slice(f"{name}.packed").get_shape()[0]
-        if (lengths < 1).any() or int(lengths.sum()) != size or int(lengths.max()) > size:
-            raise ValueError(f"{where} must hold {name!r} in parts that fill it: they do not.")
-        reader = RowReader()
-        for row in range(len(lengths)):
-            try:
-                value = reader.read(tensors, name, row, file=chunk.file, num_weights=schema.row_length(name))
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-            if name == "states" and value.dtype != schema.dtype:
-                raise ValueError(f"{where} must hold states of {schema.dtype}: got {value.dtype}.")
-            if not is_finite(value):
-                raise ValueError(f"{where} must hold finite numbers: {name!r} holds NaN or infinity.")
 
 
 def _parse_steps(tensors: Mapping[str, Tensor], schema: ChunkSchema, chunk: Chunk, where: str) -> list[Step]:

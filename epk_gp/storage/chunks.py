@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.scaled_coefficients import CompactUpdate, compact_update
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.codec import pack_rows, unpack_row
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.matrices import matrix_tensors, read_matrices
 from epk_gp.storage.pass_tables import CONTENT
@@ -93,19 +91,18 @@ def chunk_tensors(
             f"a run of {schema.num_statistics} moving statistics must have them with each of {count} states: got "
             f"{len(statistics)}."
         )
-    stored = schema.stored_dtype if steps else schema.dtype
-    held = [state.cpu().to(stored) for state in states]
-    rows = {"states": torch.stack(held) if held else torch.empty(0, schema.num_weights, dtype=stored)}
+    held = [state.cpu() for state in states]
+    tensors = {"states": torch.stack(held) if held else torch.empty(0, schema.num_weights, dtype=schema.dtype)}
     if statistics:
-        rows["statistics"] = torch.stack([value.cpu() for value in statistics])
-    tensors = step_tensors(steps) | _pass_tensors(steps, schema)
+        tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
+    tensors |= step_tensors(steps) | _pass_tensors(steps, schema)
     compact = [_compact(update, schema) for update in updates]
     held_updates, columns = [own.update for own in compact], []
     for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if held_updates else ():
         values = [getattr(update, name).cpu() for update in held_updates]
         diagonals = [value for value in values if len(value) != len(schema.sizes)]
         if diagonals:
-            rows[f"update.{stored_name}"] = torch.stack(
+            tensors[f"update.{stored_name}"] = torch.stack(
                 [broadcast_to_params(value, schema.sizes, diagonals[0]) for value in values]
             )
             values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in held_updates]
@@ -116,11 +113,6 @@ def chunk_tensors(
     tensors |= _matrix_tensors(held_updates, schema)
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
-    for name, value in rows.items():
-        if schema.compression == "none":
-            tensors[name] = value
-        else:
-            tensors[f"{name}.packed"], tensors[f"{name}.lengths"] = pack_rows(value)
     return tensors
 
 
@@ -153,67 +145,21 @@ def _pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tenso
     return {**tables.tensors(), CONTENT: content}
 
 
-class RowReader:
-    """Reader of packed rows, which any number of threads may use at once.
-
-    A packed row is a difference from the row before it in its chunk. The reader keeps the row that it returned last, so
-    the row that follows it costs one unpacking; any other row costs all rows of its chunk before it. Each thread has a
-    last row of its own: with a shared one, two threads that both read in order would unpack half a chunk for each row.
-    """
-
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-
-    def __reduce__(self) -> tuple[type["RowReader"], tuple[()]]:
-        """Return what a pickle or a copy holds: a new reader."""
-        return RowReader, ()
-
-    def read(self, tensors: Any, name: str, row: int, *, file: str, num_weights: int) -> Float[Tensor, " P"]:
-        """Read one row.
-
-        Args:
-            tensors: The open chunk.
-            name: Name of the tensor without `.packed`; a reader serves one name.
-            row: Number of the row in the chunk.
-            file: Name of the chunk's file.
-            num_weights: P, or Q for moving statistics.
-
-        Raises:
-            IndexError: The chunk has no such row.
-            ValueError: The bytes are not those of packed rows.
-        """
-        lengths = tensors.get_tensor(f"{name}.lengths").tolist()
-        last: tuple[str, int, Tensor] | None = getattr(self._of_thread, "last", None)
-        start, value = (last[1], last[2]) if last is not None and last[0] == file and last[1] <= row else (-1, None)
-        offset = sum(lengths[: start + 1])
-        packed = tensors.get_slice(f"{name}.packed")
-        for number in range(start + 1, row + 1):
-            part = packed[offset : offset + lengths[number]]
-            value = unpack_row(part, value, num_weights)
-            offset += lengths[number]
-        if value is None:
-            raise IndexError(f"row must be one of the chunk's: got {row}.")
-        self._of_thread.last = (file, row, value)
-        return value.clone()
-
-
 def read_state(
     path: str | os.PathLike[str],
     schema: ChunkSchema,
     chunk: Chunk,
     state: int,
-    reader: RowReader | None = None,
     *,
     name: str = "states",
 ) -> Float[Tensor, " _"]:
-    """Read the weights of one state, or its moving statistics: mapped from the file, or unpacked.
+    """Read the weights of one state, or its moving statistics.
 
     Args:
         path: Folder of the run.
         schema: What its chunks hold.
         chunk: The chunk of the state.
         state: Number of the state.
-        reader: Keeps what was unpacked last.
         name: "states" for the weights, "statistics" for the moving statistics.
 
     Raises:
@@ -224,17 +170,11 @@ def read_state(
         row = state - chunk.first
         if schema.thins and name == "states":
             row = len(schema.kept_between(chunk.first, state)) - 1
-        return _read_row(tensors, name, row, chunk, schema, reader)
+        return _read_row(tensors, name, row)
 
 
-def read_update(
-    path: str | os.PathLike[str],
-    schema: ChunkSchema,
-    chunk: Chunk,
-    step: int,
-    readers: Mapping[str, RowReader] | None = None,
-) -> UpdateCoefficients:
-    """Read the coefficients of one step: mapped from the file, or unpacked.
+def read_update(path: str | os.PathLike[str], chunk: Chunk, step: int) -> UpdateCoefficients:
+    """Read the coefficients of one step.
 
     Raises:
         FileNotFoundError: The file was removed since the run was opened.
@@ -243,14 +183,11 @@ def read_update(
     row = step - max(chunk.first - 1, 0)
     values = {}
     with opened_chunk(path, chunk) as tensors:
-        stored = {name.removesuffix(".packed") for name in tensors.keys()}  # noqa: SIM118  # not a mapping
+        stored = set(tensors.keys())
         numbers = tensors.get_slice("update")[row].clone()
         for number, (name, stored_name) in enumerate(zip(FIELDS, STORED_FIELDS, strict=True)):
             diagonal = f"update.{stored_name}"
-            reader = None if readers is None else readers[name]
-            values[name] = (
-                _read_row(tensors, diagonal, row, chunk, schema, reader) if diagonal in stored else numbers[number]
-            )
+            values[name] = _read_row(tensors, diagonal, row) if diagonal in stored else numbers[number]
         matrices: Mapping[str, Any] = read_matrices(tensors, row)
     return UpdateCoefficients(*(values[name] for name in FIELDS), **matrices)
 
@@ -270,11 +207,7 @@ def read_places(path: str | os.PathLike[str], chunk: Chunk, step: int) -> dict[s
         return {name: at for name, at in places.items() if bool((at >= 0).any())}
 
 
-def _read_row(
-    tensors: Any, name: str, row: int, chunk: Chunk, schema: ChunkSchema, reader: RowReader | None
-) -> Float[Tensor, " P"]:
-    if schema.compression == "none":
-        # a copy: a row that stays mapped would change with a file that is written again in place
-        value: Tensor = tensors.get_slice(name)[row].clone()
-        return value
-    return (reader or RowReader()).read(tensors, name, row, file=chunk.file, num_weights=schema.row_length(name))
+def _read_row(tensors: Any, name: str, row: int) -> Float[Tensor, " P"]:
+    """Copy a row: one that stays mapped would change with a file that is written again in place."""
+    value: Tensor = tensors.get_slice(name)[row].clone()
+    return value

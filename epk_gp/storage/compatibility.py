@@ -40,9 +40,7 @@ _REQUIREMENTS = {
     "optimizer": "the optimizer must have the recorded options",
     "unexplained": "the share of a step that need not be explained must be the recorded one",
     "clip": "the stated gradient clipping must be the recorded one",
-    "compression": "the storage's compression must be the recorded one",
     "keep_every": "the storage's keep_every must be the recorded one",
-    "weights_dtype": "the storage's weights_dtype must be the recorded one",
     "check_every": "check_every must be the recorded one",
 }
 

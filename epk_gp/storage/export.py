@@ -54,8 +54,8 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     schema, data, chunks = chunk_schema(header), read_data(folder, header), read_journal(folder).chunks
     if schema.thins:
         raise ValueError(
-            f"a run must hold every state to be exported to one file: {folder} keeps every {schema.keep_every}-th in "
-            f"{schema.stored_dtype}. Read it with epk_gp.load_trajectory, which computes the others."
+            f"a run must hold every state to be exported to one file: {folder} keeps every "
+            f"{schema.keep_every}-th. Read it with epk_gp.load_trajectory, which computes the others."
         )
     steps = [step for chunk in chunks for step in read_steps(folder, schema, chunk)]
     states, updates = StoredStates(Path(folder), schema, chunks), StoredUpdates(Path(folder), schema, chunks)

@@ -32,7 +32,6 @@ FORMAT_VERSION = 3
 THINNED_VERSION = 4  # of runs that do not hold every state exactly; the others are readable by earlier versions
 READABLE_VERSIONS = (2, 3, 4)
 HEADER, DATA = "run.json", "data.safetensors"
-COMPRESSIONS = ("none", "deltas")
 # The name that a safetensors header gives to each dtype.
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -57,10 +56,9 @@ HEADER_DEFAULTS: dict[str, Any] = {
     "groups": [],
 }
 # Entries that only the headers of thinned runs have, as they are in any other run.
-THINNED_DEFAULTS: dict[str, Any] = {"keep_every": 1, "weights_dtype": None}
-# The dtypes that weights can have, by their name in the run's header; and those in which kept states can be stored.
+THINNED_DEFAULTS: dict[str, Any] = {"keep_every": 1}
+# The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
-STORED_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -71,35 +69,26 @@ class ChunkSchema:
         sizes: Number of weights of each of the L parameters.
         dtype: Dtype of the weights.
         num_points: Number M of training points.
-        compression: "none" or "deltas".
         num_statistics: Number Q of moving statistics.
         num_modules: Number of modules of the network whose modes a forward pass holds.
         version: Version of the run's format.
         keep_every: Every so many-th state is held.
-        weights_dtype: Dtype in which states after the first are held; None for that of the weights.
         scaled: Which coefficients of each parameter a preconditioner scales, and are held for one weight.
     """
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
     num_points: int
-    compression: str
     num_statistics: int = 0
     num_modules: int = 0
     version: int = FORMAT_VERSION
     keep_every: int = 1
-    weights_dtype: torch.dtype | None = None
     scaled: tuple[frozenset[str], ...] = ()
 
     @property
     def thins(self) -> bool:
         """Whether chunks do not hold every state exactly, so that the resume file holds the last one."""
         return self.version >= THINNED_VERSION
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Dtype in which states after the first are held."""
-        return self.dtype if self.weights_dtype is None else self.weights_dtype
 
     def kept_between(self, first: int, last: int) -> range:
         """Return which of consecutive states are held."""
@@ -123,7 +112,6 @@ def chunk_schema(header: Mapping[str, Any]) -> ChunkSchema:
         sizes=tuple(math.prod(shape) for shape in header["shapes"]),
         dtype=WEIGHT_DTYPES[header["dtype"]],
         num_points=header["num_points"],
-        compression=header["compression"],
         num_statistics=sum(math.prod(shape) for shape in header["statistic_shapes"]),
         num_modules=len(header["modules"]),
         version=header["version"],
@@ -136,10 +124,8 @@ def _thinning(header: Mapping[str, Any]) -> dict[str, Any]:
     if header["version"] < THINNED_VERSION:
         return {}
     groups = [OptimizerGroup.from_json(group) for group in header.get("groups", [])]
-    stored = header["weights_dtype"]
     return {
         "keep_every": header["keep_every"],
-        "weights_dtype": None if stored is None else STORED_DTYPES[stored],
         "scaled": scaled_fields(groups, header["names"]),
     }
 
@@ -292,7 +278,6 @@ def is_header(header: Mapping[str, Any]) -> bool:
         and header.get("dtype") in list(WEIGHT_DTYPES)  # a list compares, where a dictionary would hash
         and _is_count(header.get("num_outputs"), 1)
         and _is_count(header.get("num_points"), 1)
-        and header.get("compression") in COMPRESSIONS
         and isinstance(loss, dict)
         and isinstance(loss.get("kind"), str)
         and isinstance(update_rule, dict)
@@ -301,16 +286,7 @@ def is_header(header: Mapping[str, Any]) -> bool:
         and isinstance(header.get("data_blake2b"), str)
         and _is_count(header.get("data_bytes", 0), 0)
         and isinstance(header.get("optimizer"), list)
-        and (header["version"] < THINNED_VERSION or _is_thinned(header))
-    )
-
-
-def _is_thinned(header: Mapping[str, Any]) -> bool:
-    stored = header.get("weights_dtype", False)
-    return (
-        _is_count(header.get("keep_every"), 1)
-        and (stored is None or (isinstance(stored, str) and stored in STORED_DTYPES))
-        and header["compression"] == "none"
+        and _is_count(header.get("keep_every", 1), 1)
     )
 
 

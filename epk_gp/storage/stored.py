@@ -2,15 +2,15 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.step import Step
-from epk_gp.core.update_rules import FIELDS, UpdateCoefficients
-from epk_gp.storage.chunks import RowReader, read_places, read_state, read_update
+from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.storage.chunks import read_places, read_state, read_update
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.pass_verification import read_tables
 from epk_gp.storage.passes import ContentOnDisk, packed_steps
@@ -19,7 +19,7 @@ from epk_gp.storage.schema import ChunkSchema
 
 @dataclass(frozen=True)
 class StoredStates:
-    """The weights or the moving statistics of a run's states, mapped from its chunks or unpacked.
+    """The weights or the moving statistics of a run's states, each read from its chunk.
 
     Several threads may read at once.
 
@@ -28,14 +28,12 @@ class StoredStates:
         schema: What its chunks hold.
         chunks: The committed chunks.
         name: The tensor that is read: "states" for the weights, "statistics" for the moving statistics.
-        reader: Keeps what was unpacked last.
     """
 
     path: Path
     schema: ChunkSchema
     chunks: tuple[Chunk, ...]
     name: str = "states"
-    reader: RowReader = field(default_factory=RowReader, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
         """Return the pickled form, which is found from any working directory."""
@@ -54,7 +52,7 @@ class StoredStates:
         if not 0 <= state < len(self):
             raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
         chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
-        return read_state(self.path, self.schema, chunk, state, self.reader, name=self.name)
+        return read_state(self.path, self.schema, chunk, state, name=self.name)
 
 
 def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[Step]:
@@ -68,14 +66,11 @@ def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[St
 
 @dataclass(frozen=True)
 class StoredUpdates:
-    """The update coefficients of a run, mapped from its chunks or unpacked. Several threads may read at once."""
+    """The update coefficients of a run, each read from its chunk. Several threads may read at once."""
 
     path: Path
     schema: ChunkSchema
     chunks: tuple[Chunk, ...]
-    readers: dict[str, RowReader] = field(
-        default_factory=lambda: {name: RowReader() for name in FIELDS}, compare=False, repr=False
-    )
 
     def __getstate__(self) -> dict[str, object]:
         """Return the pickled form, which is found from any working directory."""
@@ -93,7 +88,7 @@ class StoredUpdates:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
-        return read_update(self.path, self.schema, self._chunk(step), step, self.readers)
+        return read_update(self.path, self._chunk(step), step)
 
     def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
         """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import BaseFileLock
 from safetensors.torch import save
 from torch import Tensor
@@ -32,13 +31,11 @@ from epk_gp.storage.index import (
 )
 from epk_gp.storage.locking import LOCK, MARKER, lock_writer
 from epk_gp.storage.schema import (
-    COMPRESSIONS,
     DATA,
     FORMAT,
     FORMAT_VERSION,
     HEADER,
     HEADER_DEFAULTS,
-    STORED_DTYPES,
     THINNED_VERSION,
     ChunkSchema,
     chunk_schema,
@@ -65,45 +62,28 @@ class Storage:
             committed.
         seconds: Time since the last commit after which the next step commits, by a clock that is never set back.
         steps: Number of steps after which they are committed; no limit by default.
-        compression: "none": states are mapped from the files. "deltas": each state is stored as its difference in bits
-            from the one before, deflated, without loss; smaller, and slower to write and read.
         keep_every: Keep every so many-th weight state, the first and the last; the states between are computed again
             when they are read, by the update rule on exact gradients. What Adam and its relatives derive from the
             gradients is computed again too. By how much a kept state misses the computed one is a part of what results
             say is unexplained.
-        weights_dtype: Dtype of the kept states between the first and the last, `torch.float32` or `torch.bfloat16`;
-            None for that of the weights. The rounding is unexplained too.
     """
 
     chunk_bytes: int = 16 << 20
     seconds: float = 60.0
     steps: int | None = None
-    compression: str = "none"
     keep_every: int = 1
-    weights_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         validate_count(self.chunk_bytes, "chunk_bytes")
         validate_positive(self.seconds, "seconds")
         if self.steps is not None:
             validate_count(self.steps, "steps")
-        if self.compression not in COMPRESSIONS:
-            raise ValueError(f"compression must be one of {list(COMPRESSIONS)}: got {self.compression!r}.")
         validate_count(self.keep_every, "keep_every")
-        if self.weights_dtype is not None and self.weights_dtype not in STORED_DTYPES.values():
-            raise ValueError(
-                f"weights_dtype must be None or one of {', '.join(STORED_DTYPES)}: got {self.weights_dtype!r}."
-            )
-        if self.thins and self.compression != "none":
-            raise ValueError(
-                f"compression must be 'none' where not every state is kept exactly: got {self.compression!r}. Kept "
-                "states are too far apart for differences to be small."
-            )
 
     @property
     def thins(self) -> bool:
         """Whether the run does not hold every state exactly."""
-        return self.keep_every > 1 or self.weights_dtype is not None
+        return self.keep_every > 1
 
 
 def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -118,13 +98,8 @@ def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> d
     if not storage.thins:
         return {}
     if folder is None:
-        raise ValueError(
-            "keep_every and weights_dtype must come with folder=, for a run in memory holds every state: got no folder."
-        )
-    return {
-        "keep_every": storage.keep_every,
-        "weights_dtype": str(storage.weights_dtype) if storage.weights_dtype else None,
-    }
+        raise ValueError("keep_every must come with folder=, for a run in memory holds every state: got no folder.")
+    return {"keep_every": storage.keep_every}
 
 
 @dataclass

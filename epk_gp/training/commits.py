@@ -83,7 +83,7 @@ class CommitSchedule:
         matrices = 0 if update is None else matrix_bytes(update)
         diagonals = matrices + sum(v.nbytes for v in update or () if len(v) != len(schema.sizes))
         statistics = 0 if result.statistics is None else result.statistics.nbytes
-        states = len(schema.kept_between(first + 1, count)) * schema.num_weights * schema.stored_dtype.itemsize
+        states = len(schema.kept_between(first + 1, count)) * schema.num_weights * schema.dtype.itemsize
         return (count - first) * (diagonals + statistics) + states
 
     def commit(self) -> None:

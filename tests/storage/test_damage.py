@@ -206,7 +206,6 @@ def test_a_damaged_header_is_found(run, content):
         "law",
         "data_digest",
         "data_blake2b",
-        "compression",
     ],
 )
 @pytest.mark.parametrize("change", ["removed", "edited"])

@@ -18,10 +18,10 @@ CHUNK = "chunk-000001.safetensors"
 STATE = torch.Generator().manual_seed(3).get_state()
 
 
-@pytest.fixture(params=["none", "deltas"])
-def run(request, tmp_path):
+@pytest.fixture
+def run(tmp_path):
     """One chunk of two steps: two passes on four points with every part, and none on all points."""
-    made = begin(tmp_path / "run", compression=request.param)
+    made = begin(tmp_path / "run")
     seen = SeenRows(torch.tensor([1, 0]), torch.linspace(0, 1, 8).reshape(2, 4).double())
     targets = SeenRows(torch.tensor([0]), torch.tensor([[0.25, 0.5, 0.25]]).double())
     modes, moving = torch.arange(6) % 2 == 0, torch.arange(12).double()
@@ -143,14 +143,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
 def test_passes_that_are_none_are_refused_with_their_states(run, change, message):
     replace_chunk(run, save(change(load_file(run / CHUNK))))
     refused(run, rf"{CHUNK} \(states 1..2\).*{message}")
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 def test_a_few_bytes_that_claim_to_be_a_large_tensor_are_refused_unread(run):
     tensors = load_file(run / CHUNK)
     number = int(tensors["passes.parts"][0, part("inputs.values")])
@@ -171,21 +169,10 @@ STATISTICS = {
 }
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize(("change", "message"), STATISTICS.values(), ids=STATISTICS.keys())
 def test_statistics_that_are_none_are_refused_with_their_states(run, change, message):
     replace_chunk(run, save(change(load_file(run / CHUNK))))
     refused(run, rf"{CHUNK} \(states 1..2\) .*{message}")
-
-
-@pytest.mark.parametrize("run", ["deltas"], indirect=True)
-def test_packed_statistics_that_are_none_are_refused(run):
-    parts = [zlib.compress(bytes(11 * 8))] * 2
-    packed = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
-    lengths = torch.tensor([len(part) for part in parts])
-    change = {"statistics.packed": packed, "statistics.lengths": lengths}
-    replace_chunk(run, save(load_file(run / CHUNK) | change))
-    refused(run, rf"{CHUNK} \(states 1..2\).*a packed row must hold 12 numbers")
 
 
 HEADERS = {
@@ -200,7 +187,6 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
 def test_a_header_that_describes_no_run_is_refused(run, change):
     replace_header(run, **change)
@@ -230,7 +216,6 @@ def test_a_run_with_replaced_files_of_the_same_content_is_good(run):
     assert check_run(run).num_passes == 2
 
 
-@pytest.mark.parametrize("run", ["none"], indirect=True)
 @pytest.mark.parametrize("name", [*PARTS, "after the step"])
 def test_an_edited_part_of_a_pass_is_found_by_the_checksum_of_its_chunk(run, name):
     """Every random state, row, target and statistic on disk, by a change of one bit."""

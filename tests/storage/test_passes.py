@@ -48,12 +48,11 @@ WHOLE = ForwardPass(
 )
 
 
-@pytest.mark.parametrize("compression", ["none", "deltas"])
 @pytest.mark.parametrize("statistics", [True, False], ids=["moving_statistics", "none"])
 @pytest.mark.parametrize("seed", range(3))
-def test_passes_and_statistics_are_read_as_they_were_written(tmp_path, compression, statistics, seed):
+def test_passes_and_statistics_are_read_as_they_were_written(tmp_path, statistics, seed):
     options = {} if statistics else {"statistics": (), "net": norm_net()}
-    run = write_by_hand(tmp_path / "run", seed, compression=compression, steps=2, unexplained=0.25, **options)
+    run = write_by_hand(tmp_path / "run", seed, steps=2, unexplained=0.25, **options)
     opened = epk.load_trajectory(tmp_path / "run", norm_net())
     assert opened.digest == run.history.digest(len(run.steps))
     assert opened.unexplained == 0.25
