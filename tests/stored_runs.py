@@ -18,7 +18,7 @@ from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage.atomic_files import checksum, checksummed_json, read_checksummed_json
 from epk_gp.storage.index import Chunk, chain_hash, to_json_line
 from epk_gp.storage.run import RunStart, create_run
-from epk_gp.storage.schema import HEADER_DEFAULTS, module_names, run_header
+from epk_gp.storage.schema import module_names, run_header
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.training.commits import CommitSchedule
 from epk_gp.training.history import RunHistory
@@ -103,13 +103,6 @@ def read_journal_lines(run):
 def replace_header(run, **changes):
     header = read_checksummed_json((run / HEADER).read_bytes(), "") | changes
     (run / HEADER).write_bytes(checksummed_json(header))
-
-
-def as_version_2(path):
-    """Rewrite the header as version 2 had it; chunks of a run without passes are the same in both."""
-    header = read_checksummed_json((path / HEADER).read_bytes(), "")
-    header = {key: value for key, value in header.items() if key not in HEADER_DEFAULTS} | {"version": 2}
-    (path / HEADER).write_bytes(checksummed_json(header))
 
 
 # --- Runs that keep every third state ------------------------------------------------------------------------------

@@ -79,15 +79,15 @@ def _validate_layout(
         if name in required or name in actual:
             got = actual.get(name, ((), ""))[1]
             others = {"states": (), "statistics": ("F32", "F64")}.get(name, ("F64",))
-            expected[name] = ((rows, schema.row_length(name)), got if got in others else weight_dtype)
+            length = schema.num_statistics if name == "statistics" else schema.num_weights
+            expected[name] = ((rows, length), got if got in others else weight_dtype)
     if GROUPS in actual:
         expected[GROUPS] = (None, "U8")
     expected |= expected_matrices(actual, schema)
-    if schema.version >= 3:
-        for name, (dimensions, dtype) in expected_tables(actual).items():
-            expected[name] = (None if dimensions == 1 else actual.get(name, ((), ""))[0], dtype)
-            if name in actual and len(actual[name][0]) != dimensions:
-                raise ValueError(f"{where} must hold {name!r} of {dimensions} dimensions: got {actual[name]}.")
+    for name, (dimensions, dtype) in expected_tables(actual).items():
+        expected[name] = (None if dimensions == 1 else actual.get(name, ((), ""))[0], dtype)
+        if name in actual and len(actual[name][0]) != dimensions:
+            raise ValueError(f"{where} must hold {name!r} of {dimensions} dimensions: got {actual[name]}.")
     if different := sorted(actual.keys() ^ expected.keys()):
         raise ValueError(f"{where} must hold {sorted(expected)}: {different[0]!r} is not in both.")
     for name, (shape, dtype) in expected.items():

@@ -14,14 +14,15 @@ from epk_gp.core.optimizers import OptimizerGroup
 from epk_gp.core.scaled_coefficients import CompactUpdate, compact_update
 from epk_gp.core.step import Step
 from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
+from epk_gp.storage.atomic_files import parse_json
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.matrices import matrix_tensors, read_matrices
 from epk_gp.storage.pass_tables import CONTENT
 from epk_gp.storage.pass_verification import validate_tables
 from epk_gp.storage.passes import pack_passes
-from epk_gp.storage.schema import ChunkSchema, is_groups
+from epk_gp.storage.schema import ChunkSchema, Count, GroupOptions, Record, validated
 
-# The names on disk of the coefficients in `update_rules.FIELDS`: those of format version 2.
+# The names on disk of the coefficients in `update_rules.FIELDS`.
 GROUPS = "groups"
 STORED_FIELDS = ("direct", "momentum", "keep", "take", "gradient", "decay", "shrink")
 
@@ -44,9 +45,31 @@ def _groups_tensor(steps: Sequence[Step]) -> dict[str, Tensor]:
     """Return the parameter groups of the steps from which on they are others, as JSON, if there are any."""
     changed = [(k, step.groups) for k, step in enumerate(steps) if step.groups is not None]
     names = list(dict.fromkeys(group.names for _, groups in changed for group in groups))
-    changes = [[k, [{**g.to_json(), "names": names.index(g.names)} for g in groups]] for k, groups in changed]
+    changes = [
+        {"step": k, "groups": [{**g.to_json(), "names": names.index(g.names)} for g in groups]} for k, groups in changed
+    ]
     text = json.dumps({"names": names, "changes": changes})
     return {GROUPS: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)} if changed else {}
+
+
+class _ChunkGroup(GroupOptions):
+    """A parameter group, its names as a number in `_ChunkGroups.names`."""
+
+    names: Count
+
+
+class _Change(Record):
+    """The parameter groups from a step of the chunk on."""
+
+    step: Count
+    groups: list[_ChunkGroup]
+
+
+class _ChunkGroups(Record):
+    """The parameter groups of a chunk, where they change."""
+
+    names: list[list[str]]
+    changes: list[_Change]
 
 
 def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dict[int, tuple[OptimizerGroup, ...]]:
@@ -55,14 +78,15 @@ def read_groups(content: UInt8[Tensor, " bytes"], count: int, where: str) -> dic
     Raises:
         ValueError: The tensor is not what `step_tensors` makes.
     """
-    try:
-        held = json.loads(bytes(tensor_bytes(content)))
-        found = {k: [{**g, "names": held["names"][g["names"]]} for g in groups] for k, groups in held["changes"]}
-        if all(type(k) is int and 0 <= k < count and is_groups(groups) for k, groups in found.items()):
-            return {k: tuple(map(OptimizerGroup.from_json, groups)) for k, groups in found.items()}
-    except (ValueError, TypeError, LookupError, RecursionError):
-        pass
-    raise ValueError(f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups: it does not.")
+    message = f"{where} must hold {GROUPS!r} that describe the optimizers' parameter groups"
+    held = validated(_ChunkGroups, parse_json(bytes(tensor_bytes(content)), message), message)
+    numbers = [group.names for change in held.changes for group in change.groups]
+    if any(change.step >= count for change in held.changes) or any(number >= len(held.names) for number in numbers):
+        raise ValueError(f"{message}: they are those of other steps or parameters.")
+    return {
+        change.step: tuple(OptimizerGroup(g.rule, tuple(held.names[g.names]), g.options) for g in change.groups)
+        for change in held.changes
+    }
 
 
 def chunk_tensors(
@@ -83,7 +107,7 @@ def chunk_tensors(
 
     Raises:
         TypeError: A tensor of a pass has a dtype that cannot be stored.
-        ValueError: Statistics or passes are not those of this run, or the run is of version 2, which holds none.
+        ValueError: Statistics or passes are not those of this run.
     """
     count = (len(steps) or 1) if schema.thins else len(states)
     if [value.shape for value in statistics] != [(schema.num_statistics,)] * count * bool(schema.num_statistics):
@@ -110,7 +134,7 @@ def chunk_tensors(
         if any(name in own.places for own in compact):
             shared = torch.full((len(schema.sizes),), -1)
             tensors[f"update.{stored_name}.at"] = torch.stack([own.places.get(name, shared) for own in compact])
-    tensors |= _matrix_tensors(held_updates, schema)
+    tensors |= matrix_tensors(held_updates)
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
     return tensors
@@ -122,24 +146,9 @@ def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) ->
     return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
 
 
-def _matrix_tensors(updates: Sequence[UpdateCoefficients], schema: ChunkSchema) -> dict[str, Tensor]:
-    tensors = matrix_tensors(updates)
-    if tensors and schema.version < 3:
-        raise ValueError(
-            "a run of format version 2 must have steps without matrix preconditioners: this one has them. Record to "
-            "another folder."
-        )
-    return tensors
-
-
 def _pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor]:
     if not any(step.passes for step in steps):
         return {}
-    if schema.version < 3:
-        raise ValueError(
-            "a run of format version 2 must have steps that the network in evaluation mode repeats: this one needs a "
-            "forward pass that version 2 cannot hold (dropout, augmented rows). Record to another folder."
-        )
     tables, content = pack_passes(steps)
     validate_tables(tables, len(content), steps, schema, "a chunk")
     return {**tables.tensors(), CONTENT: content}

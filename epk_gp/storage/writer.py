@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,9 @@ from epk_gp.storage.schema import (
     FORMAT,
     FORMAT_VERSION,
     HEADER,
-    HEADER_DEFAULTS,
-    THINNED_VERSION,
     ChunkSchema,
     chunk_schema,
+    complete_header,
 )
 from epk_gp.storage.write_errors import (
     RESUME,
@@ -153,8 +152,7 @@ class RunWriter:
             OSError: The folder could not be written, and nothing is added; or it was deleted or replaced. The message
                 says whether what was committed before can still be read.
             TypeError: A tensor of a pass has a dtype that cannot be stored.
-            ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run,
-                or the run is of version 2, which holds none.
+            ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
         number, first, start = len(self.chunks), self.num_states, self.journal_bytes
         if number >= MAX_CHUNKS:
@@ -172,7 +170,7 @@ class RunWriter:
             resume_blake2b=checksum(resume, digest),
             line="",
         )
-        chunk = replace(chunk, line=chain_hash(self.chunks[-1].line if self.chunks else "", chunk))
+        chunk = chunk.model_copy(update={"line": chain_hash(self.chunks[-1].line if self.chunks else "", chunk)})
         line = to_json_line(chunk)
         with explain_os_errors(self.path, self._remains):
             try:
@@ -282,14 +280,8 @@ def create_run_dir(
     folder = Path(path)
     require_empty_dir(folder)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
-    full = {
-        "format": FORMAT,
-        "version": THINNED_VERSION if "keep_every" in header else FORMAT_VERSION,
-        "data_blake2b": checksum(content),
-        "data_bytes": len(content),
-        **HEADER_DEFAULTS,
-        **header,
-    }
+    own = {"format": FORMAT, "version": FORMAT_VERSION, "data_blake2b": checksum(content), "data_bytes": len(content)}
+    full = complete_header(own | dict(header), str(folder / HEADER))
     with explain_os_errors(folder, lambda _: f"no step is recorded yet. {RESUME}"):
         folder.mkdir(parents=True, exist_ok=True)
         writer = _locked_writer(folder, chunk_schema(full), os.O_CREAT)

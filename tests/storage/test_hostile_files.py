@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save
 
 import epk_gp as epk
-from epk_gp.storage.atomic_files import MAX_JSON_BYTES, checksum, checksummed_json, read_checksummed_json
+from epk_gp.storage.atomic_files import MAX_JSON_BYTES, checksum
 from epk_gp.storage.check import check_run
 from epk_gp.storage.index import MAX_CHUNKS, Chunk, chain_hash, read_journal, to_json_line
 from loops import data, mlp, sgd
@@ -110,27 +110,11 @@ def test_a_header_without_measure_is_refused_unread(plain):
     refused(plain, f"{HEADER} must have at most {MAX_JSON_BYTES} bytes", mebibytes=48)
 
 
-@pytest.mark.parametrize("said", [True, False], ids=["header_has_its_size", "header_of_version_0.1"])
-def test_data_without_measure_are_refused_unread(plain, said):
-    """A header of version 0.1 did not hold the size of the data: then the file's own header says it."""
+def test_data_without_measure_are_refused_unread(plain):
     size = (plain / DATA).stat().st_size
-    if not said:
-        header = read_checksummed_json((plain / HEADER).read_bytes(), "")
-        del header["data_bytes"]
-        (plain / HEADER).write_bytes(checksummed_json(header))
-        assert check_run(plain).num_steps == 4
     with (plain / DATA).open("r+b") as file:
         file.truncate(1 << 40)
     refused(plain, f"{DATA} must have {size} bytes: it has {1 << 40}")
-
-
-@pytest.mark.parametrize("entries", [b"[]", b'{"inputs": 3}', b'{"inputs": {"data_offsets": [0, "x"]}}', b"{"])
-def test_data_whose_own_header_names_no_tensors_are_refused(plain, entries):
-    header = read_checksummed_json((plain / HEADER).read_bytes(), "")
-    del header["data_bytes"]
-    (plain / HEADER).write_bytes(checksummed_json(header))
-    (plain / DATA).write_bytes(len(entries).to_bytes(8, "little") + entries)
-    refused(plain, f"{DATA} must be a safetensors file")
 
 
 @pytest.mark.parametrize("name", [CHUNK, "resume-000001.safetensors"])
@@ -190,7 +174,7 @@ HEADERS = {
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS.keys())
 def test_a_header_that_describes_no_run_is_refused(plain, change):
     replace_header(plain, **change)
-    refused(plain, f"{HEADER} must describe weights, data, loss and update rule")
+    refused(plain, f"{HEADER} must describe weights, data, loss and update rule: '({'|'.join(change)})?")
 
 
 @pytest.mark.parametrize(

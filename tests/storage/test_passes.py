@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import epk_gp as epk
 from epk_gp.cli.info import info
 from epk_gp.core.fingerprint import fingerprint_step
+from epk_gp.core.model import functionalize
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.gram.thinning import _thinned
@@ -21,7 +22,9 @@ from epk_gp.storage.check import check_run
 from epk_gp.storage.packing import BITS, DTYPES, RAW, Packed, pack_tensor, unpack_tensor
 from epk_gp.storage.pass_tables import PARTS
 from epk_gp.storage.passes import ContentInMemory, ContentOnDisk, PackedPasses, pack_passes, pack_step, packed_steps
+from epk_gp.storage.schema import read_header
 from epk_gp.training.history import RunHistory
+from loops import data
 from stored_runs import (
     add,
     begin,
@@ -134,7 +137,7 @@ def test_equal_tensors_of_a_chunk_are_stored_once(tmp_path):
     assert tensors["passes.content"].tolist() == [0b11100000, 0b00011100]
 
 
-def test_a_run_without_passes_has_the_chunks_of_version_2(tmp_path):
+def test_a_run_without_passes_has_few_tensors(tmp_path):
     record(tmp_path / "run")
     names = {"states", "sizes", "lengths", "batches", "weighted", "sample_weights", "update"}
     assert load_file(tmp_path / "run" / "chunk-000001.safetensors").keys() == names
@@ -327,3 +330,16 @@ def test_random_passes_have_every_part():
     for field in fields(ForwardPass):
         assert len({getattr(forward, field.name) is None for forward in passes}) == 2 or field.name == "num_rows"
     assert isinstance(pack_step(Step(0, 0.1, None, None, tuple(passes))).passes, PackedPasses)
+
+
+def test_a_run_holds_its_names_and_shapes_of_statistics(tmp_path):
+    """The negative control of what is left out: a network with statistics has them in header and digest."""
+    finish(begin(tmp_path / "run"))
+    header = read_header(tmp_path / "run")
+    assert header["statistics"] == ["1.running_mean", "1.running_var"]
+    assert header["statistic_shapes"] == [[6], [6]]
+    assert header["modules"] == ["", "0", "1", "2", "3", "4"]
+    opened = epk.load_trajectory(tmp_path / "run", norm_net())
+    assert opened.model.num_statistics == len(opened.statistics[0]) == 12
+    assert functionalize(norm_net().eval()).num_statistics == 0
+    assert epk.network_outputs(opened, data()[0]).shape == (10, 3)
