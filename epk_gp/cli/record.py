@@ -20,11 +20,11 @@ from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
 from epk_gp.provenance import Stopwatch
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.setup import ClipNorm
+from epk_gp.recording.train import train
 from epk_gp.storage.run import is_run
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
-from epk_gp.recording.setup import ClipNorm
-from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.train import train
 
 _BLOCK = 1000  # inputs per forward pass when the accuracy is computed
 
