@@ -16,10 +16,8 @@ from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast
 from epk_gp.storage.atomic_files import parse_json
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.matrices import matrix_tensors, read_matrices
-from epk_gp.storage.pass_tables import CONTENT
-from epk_gp.storage.pass_verification import validate_tables
-from epk_gp.storage.passes import pack_passes
-from epk_gp.storage.schema import ChunkSchema, Count, GroupOptions, Record, validated
+from epk_gp.storage.passes import pass_tables, pass_tensors, validate_tables
+from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema, Count, GroupOptions, Record, validated
 
 # The names on disk of the coefficients in `update_rules.FIELDS`.
 GROUPS = "groups"
@@ -118,7 +116,11 @@ def chunk_tensors(
     tensors = {"states": torch.stack(held) if held else torch.empty(0, schema.num_weights, dtype=schema.dtype)}
     if statistics:
         tensors["statistics"] = torch.stack([value.cpu() for value in statistics])
-    tensors |= step_tensors(steps) | _pass_tensors(steps, schema)
+    tensors |= step_tensors(steps)
+    if passes := pass_tensors(steps):
+        layout = {name: (tuple(value.shape), SAFETENSORS_DTYPES[value.dtype]) for name, value in passes.items()}
+        validate_tables(pass_tables(passes), layout, steps, schema, "a chunk")
+        tensors |= passes
     compact = [_compact(update, schema) for update in updates]
     held_updates, columns = [own.update for own in compact], []
     for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if held_updates else ():
@@ -143,14 +145,6 @@ def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) ->
     if isinstance(update, CompactUpdate):
         return update
     return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
-
-
-def _pass_tensors(steps: Sequence[Step], schema: ChunkSchema) -> dict[str, Tensor]:
-    if not any(step.passes for step in steps):
-        return {}
-    tables, content = pack_passes(steps)
-    validate_tables(tables, len(content), steps, schema, "a chunk")
-    return {**tables.tensors(), CONTENT: content}
 
 
 def read_state(

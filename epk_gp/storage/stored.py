@@ -1,19 +1,16 @@
 """Weight states, moving statistics and update coefficients of a run on disk, each read when it is indexed."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.chunks import read_places, read_state, read_update
-from epk_gp.storage.index import Chunk, opened_chunk
-from epk_gp.storage.pass_verification import read_tables
-from epk_gp.storage.passes import ContentOnDisk, packed_steps
+from epk_gp.storage.index import Chunk
 from epk_gp.storage.schema import ChunkSchema
 
 
@@ -53,15 +50,6 @@ class StoredStates:
             raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
         chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
         return read_state(self.path, self.schema, chunk, state, name=self.name)
-
-
-def stored_steps(path: Path, chunk: Chunk, steps: Sequence[Step]) -> Sequence[Step]:
-    """Return steps that were committed with a chunk, with their passes read from there; the others as they are."""
-    if not any(step.passes for step in steps):
-        return steps
-    with opened_chunk(path, chunk) as tensors:
-        tables, _ = read_tables(tensors)
-    return packed_steps(steps, tables, ContentOnDisk(path, chunk))
 
 
 @dataclass(frozen=True)
