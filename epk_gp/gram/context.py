@@ -31,8 +31,7 @@ class WeightPrefetcher:
     """Flat weights of a run, and its moving statistics behind them, for a pass from its first step to its last.
 
     States in memory are returned as they are. Others are read by a thread of their own, two before they are asked for,
-    and kept for a while: states on disk (a packed state is the difference from the one before: to read one again is to
-    unpack all before it), and states that go to another device.
+    and kept for a while: states on disk, and states that go to another device.
 
     Args:
         trajectory: The run.

@@ -71,11 +71,7 @@ def open_folder(
         ValueError: The run that is resumed is damaged, or another one.
     """
     net, model = setup.net, setup.model
-    full = (
-        setup.header()
-        | thinning_header(storage, folder)
-        | {"compression": storage.compression, "check_every": setup.rules.check_every}
-    )
+    full = setup.header() | thinning_header(storage, folder) | {"check_every": setup.rules.check_every}
     full["modules"] = module_names(net)
     if resume and is_run(folder):
         recorded, writer = resume_run(folder, full, net, setup.loss, training, output=model.signature.output)

@@ -10,7 +10,7 @@ from epk_gp.core.step import Step
 from epk_gp.storage.atomic_files import regular_file_size
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.index import FINISHED, JOURNAL, Chunk, read_journal, resume_name
-from epk_gp.storage.passes import packed_bytes
+from epk_gp.storage.passes import pass_bytes
 from epk_gp.storage.schema import DATA, HEADER, chunk_schema, read_data, read_header
 from epk_gp.storage.training_state import read_training_state
 
@@ -26,7 +26,7 @@ class RunSummary:
         learning_rates: Learning rate of each step.
         batch_sizes: Number of points of each step.
         num_passes: Number of recorded forward passes of all steps.
-        pass_bytes: Bytes that they take, packed.
+        pass_bytes: Bytes that they take in memory.
         data_shapes: Shapes of inputs, targets, frozen state and fingerprint outputs.
         files: Number of files that were checked.
         bytes: Their total size.
@@ -61,12 +61,10 @@ def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunS
     schema = chunk_schema(header)
     data = read_data(folder, header)
     journal = read_journal(folder)
-    steps: list[Step] = []
+    steps, num_bytes = list[Step](), 0
     for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
         own = read_steps(folder, schema, chunk)
-        for step in own:
-            for _ in step.passes:  # each is unpacked, checked and left
-                pass
+        num_bytes += sum(pass_bytes(step.passes) for step in own)  # each is read and checked
         steps.extend(own)
     number, chunk = len(journal.chunks) - 1, journal.chunks[-1]
     try:
@@ -84,7 +82,7 @@ def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunS
         learning_rates=tuple(step.lr for step in steps),
         batch_sizes=tuple(schema.num_points if step.batch is None else len(step.batch) for step in steps),
         num_passes=sum(len(step.passes) for step in steps),
-        pass_bytes=sum(packed_bytes(step) for step in steps),
+        pass_bytes=num_bytes,
         data_shapes={name: tuple(value.shape) for name, value in data.items()},
         files=len(names),
         bytes=sum(size or 0 for size in sizes),

@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from epk_gp.core.show import tracked
-from epk_gp.core.step import Step, tensor_bytes
+from epk_gp.core.step import tensor_bytes
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.chunks import STORED_FIELDS, step_tensors
-from epk_gp.storage.index import Chunk, read_journal
+from epk_gp.storage.index import read_journal
 from epk_gp.storage.matrices import matrices_of, matrix_name, steps_with_matrices
-from epk_gp.storage.pass_tables import CONTENT, PassTables, join_tables, no_passes
-from epk_gp.storage.passes import PackedPasses, content_blocks
+from epk_gp.storage.passes import pass_tensors
 from epk_gp.storage.schema import FORMAT, SAFETENSORS_DTYPES, ChunkSchema, chunk_schema, read_data, read_header
 from epk_gp.storage.stored import StoredStates, StoredUpdates
 
 
 def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, progress: bool = False) -> int:
-    """Write a run, after checking it, to one safetensors file; one state is in memory at a time.
+    """Write a run, after checking it, to one safetensors file; one state at a time and all passes are in memory.
 
     Tensors, as in the chunks: `states` (S + 1, P); `update` (S, 7, L), the numbers of the update rule of each of the L
     parameters; `update.FIELD` (S, P) for a field that is one number per weight in any step, where `update` holds 0;
@@ -53,18 +52,19 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     schema, data, chunks = chunk_schema(header), read_data(folder, header), read_journal(folder).chunks
     if schema.thins:
         raise ValueError(
-            f"a run must hold every state to be exported to one file: {folder} keeps every {schema.keep_every}-th in "
-            f"{schema.stored_dtype}. Read it with epk_gp.load_trajectory, which computes the others."
+            f"a run must hold every state to be exported to one file: {folder} keeps every "
+            f"{schema.keep_every}-th. Read it with epk_gp.load_trajectory, which computes the others."
         )
     steps = [step for chunk in chunks for step in read_steps(folder, schema, chunk)]
     states, updates = StoredStates(Path(folder), schema, chunks), StoredUpdates(Path(folder), schema, chunks)
     S, P, L = len(steps), schema.num_weights, len(schema.sizes)
     per_weight = _fields_per_weight([updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last], schema)
     # by name, for safetensors lists a file's tensors in another order each time: equal runs give equal files
-    in_memory = {**step_tensors(steps), **{name: data[name].contiguous() for name in sorted(data)}}
-    contents = [content for chunk in chunks if (content := _passes_of(steps, chunk)) is not None]
-    if contents:
-        in_memory |= _tables(steps, chunks).tensors()
+    in_memory = {
+        **step_tensors(steps),
+        **{name: data[name].contiguous() for name in sorted(data)},
+        **pass_tensors(steps),
+    }
     shapes = {"states": ([S + 1, P], schema.dtype), "update": ([S, len(FIELDS), L], torch.float64)}
     shapes |= {f"update.{STORED_FIELDS[FIELDS.index(name)]}": ([S, P], dtype) for name, dtype in per_weight.items()}
     matrices = steps_with_matrices(folder, chunks)
@@ -76,8 +76,6 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     if statistics is not None:
         shapes["statistics"] = ([S + 1, schema.num_statistics], statistics[0].dtype)
     shapes |= {name: (list(value.shape), value.dtype) for name, value in in_memory.items()}
-    if contents:
-        shapes[CONTENT] = ([sum(int(passes.tables.lengths.sum()) for passes in contents)], torch.uint8)
     metadata = {
         "format": FORMAT,
         "digest": chunks[-1].digest,
@@ -103,9 +101,6 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
                 write(tensor_bytes(statistics[number].to(shapes["statistics"][1])))
         for value in in_memory.values():
             write(tensor_bytes(value))
-        for passes in contents:
-            for part in content_blocks(passes):
-                write(part)
     return 8 + len(text) + size
 
 
@@ -122,18 +117,6 @@ def _fields_per_weight(updates: list[UpdateCoefficients], schema: ChunkSchema) -
         for name, kind in kinds.items()
         if any(length != len(schema.sizes) for length, _ in kind)
     }
-
-
-def _passes_of(steps: Sequence[Step], chunk: Chunk) -> PackedPasses | None:
-    """Return the passes of any step of a chunk, whose tables are those of the whole chunk; None if it has none."""
-    own = steps[max(chunk.first - 1, 0) : chunk.last]
-    return next((step.passes for step in own if isinstance(step.passes, PackedPasses)), None)
-
-
-def _tables(steps: Sequence[Step], chunks: Sequence[Chunk]) -> PassTables:
-    """Return the tables of the passes of all steps."""
-    found = [(_passes_of(steps, chunk), chunk.last - max(chunk.first - 1, 0)) for chunk in chunks]
-    return join_tables([no_passes(count) if passes is None else passes.tables for passes, count in found])
 
 
 def _numbers_per_parameter(update: UpdateCoefficients, schema: ChunkSchema) -> Tensor:

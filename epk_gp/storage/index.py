@@ -8,9 +8,11 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import StringConstraints
 
 from epk_gp.storage.atomic_files import (
     DAMAGED,
@@ -24,6 +26,7 @@ from epk_gp.storage.atomic_files import (
     read_checksummed_json,
     regular_file_size,
 )
+from epk_gp.storage.schema import Count, Record, validated
 
 JOURNAL, FINISHED = "journal.jsonl", "finished.json"
 MAX_CHUNKS = 100_000  # a journal of at most 51 MB, which can be read at once
@@ -35,11 +38,13 @@ _CHANGED = "Another run was recorded there, or the file was damaged. Load the ru
 _COMPARED: dict[tuple[str, str], tuple[int, ...]] = {}
 
 
-@dataclass(frozen=True)
-class Chunk:
+Text = Annotated[str, StringConstraints(pattern="^[ -~]*$")]  # printable ASCII
+
+
+class Chunk(Record):
     """One line of the journal: a chunk with the states `first` to `first + states - 1` and the steps that led to them.
 
-    The names of the attributes are the keys on disk. No step leads to state 0.
+    The attributes are the entries on disk. No step leads to state 0.
 
     Attributes:
         file: Name of the chunk's file.
@@ -53,15 +58,15 @@ class Chunk:
         line: Checksum of this line and all lines before it.
     """
 
-    file: str
-    first: int
-    states: int
-    bytes: int
-    blake2b: str
-    digest: str
-    resume_bytes: int
-    resume_blake2b: str
-    line: str
+    file: Text
+    first: Count
+    states: Count
+    bytes: Count
+    blake2b: Text
+    digest: Text
+    resume_bytes: Count
+    resume_blake2b: Text
+    line: Text
 
     @property
     def last(self) -> int:
@@ -101,12 +106,12 @@ def resume_name(number: int) -> str:
 
 def to_json_line(chunk: Chunk) -> bytes:
     """Return the chunk's line in the journal."""
-    return json.dumps(asdict(chunk)).encode() + b"\n"
+    return json.dumps(dict(chunk)).encode() + b"\n"
 
 
 def chain_hash(before: str, chunk: Chunk) -> str:
     """Return the checksum of a chunk's line, chained to the checksum `before` of the line before it."""
-    return checksum(before.encode(), checksum_json(asdict(chunk) | {"line": ""}))
+    return checksum(before.encode(), checksum_json(dict(chunk) | {"line": ""}))
 
 
 def read_journal(path: str | os.PathLike[str]) -> Journal:
@@ -211,12 +216,10 @@ def _parse_lines(content: bytes, where: str) -> tuple[list[Chunk], int]:
     used = content.rfind(b"\n") + 1
     for number, line in enumerate(content[:used].split(b"\n")[:-1]):
         name = f"line {number + 1} of {where}"
-        try:
-            if len(line) > MAX_LINE_BYTES:
-                raise ValueError(f"it has {len(line)} bytes")
-            chunk = _parse_chunk(parse_json(line, name))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{name} must describe a chunk: it is damaged. Restore it from a copy.") from error
+        message = f"{name} must describe a chunk: it is damaged, restore it from a copy"
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(f"{message}: it has {len(line)} bytes.")
+        chunk = validated(Chunk, parse_json(line, message), message)
         if chunk.line != chain_hash(chunks[-1].line if chunks else "", chunk) or to_json_line(chunk) != line + b"\n":
             raise ValueError(f"{name} must have its checksum: it is damaged, or a line before it is lost.")
         expected = chunks[-1].last + 1 if chunks else 0
@@ -224,16 +227,6 @@ def _parse_lines(content: bytes, where: str) -> tuple[list[Chunk], int]:
             raise ValueError(f"{name} must continue at state {expected}: it does not.")
         chunks.append(chunk)
     return chunks, used
-
-
-def _parse_chunk(record: object) -> Chunk:
-    if not isinstance(record, dict):
-        raise TypeError("a line must be a JSON object")
-    chunk = Chunk(**record)
-    for field in fields(Chunk):
-        if type(value := getattr(chunk, field.name)) is not field.type or not str(value).isascii():
-            raise TypeError(f"{field.name} must be {field.type}")
-    return chunk
 
 
 def _resume_numbers(folder: Path) -> set[int]:

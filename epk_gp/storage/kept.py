@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -51,14 +50,8 @@ class StoredKeptStates:
         S = len(self) - 1
         return tuple(sorted({*self.schema.kept_between(0, S), S}))
 
-    @property
-    def eps(self) -> float:
-        """Relative rounding of the dtype in which states are kept; 0 where that is the dtype of the weights."""
-        stored = self.schema.stored_dtype
-        return 0.0 if stored == self.schema.dtype else float(torch.finfo(stored).eps)
-
     def __getitem__(self, state: int) -> Float[Tensor, " P"]:
-        """Read a kept state, in the dtype of the weights.
+        """Read a kept state.
 
         Raises:
             IndexError: The state is not kept.
@@ -68,7 +61,7 @@ class StoredKeptStates:
         if not 0 <= state < len(self) or state not in self.schema.kept_between(state, state):
             raise IndexError(f"state must be a kept one, a multiple of {self.schema.keep_every}: got {state}.")
         chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
-        return read_state(self.path, self.schema, chunk, state).to(self.schema.dtype)
+        return read_state(self.path, self.schema, chunk, state)
 
 
 def read_chunks(path: str | os.PathLike[str], schema: ChunkSchema) -> tuple[tuple[Chunk, ...], Tensor | None]:

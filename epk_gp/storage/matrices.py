@@ -71,7 +71,7 @@ def expected_matrices(
     A matrix is square, and its side divides its parameter's number of weights. There are as many as `.steps` names.
     """
     expected: dict[str, tuple[tuple[int, ...] | None, str]] = {}
-    for k, size in enumerate(schema.sizes) if schema.version >= 3 else ():
+    for k, size in enumerate(schema.sizes):
         for name in (matrix_name(side, k) for side in SIDES):
             if not actual.keys() & {name, f"{name}.steps"}:
                 continue

@@ -39,7 +39,7 @@ class RunStart:
     """A run before its first step.
 
     Attributes:
-        header: Description of the run (`schema.run_header`), with `compression`, `check_every` and `modules`.
+        header: Description of the run (`schema.run_header`), with `check_every` and `modules`.
         data: Tensors `inputs`, `targets`, `probe` (the fingerprint outputs), `constant.NAME` for the frozen state, and
             `graph.KEY` for the tensors of a graph.
         weights: The initial weights.
@@ -187,8 +187,8 @@ def load_trajectory(
         data_digest=header["data_digest"],
         statistics=StoredStates(Path(folder), schema, chunks, "statistics") if schema.num_statistics else None,
         unexplained=None if header["unexplained"] is None else float(header["unexplained"]),
-        optimizer_groups=tuple(map(OptimizerGroup.from_json, header.get("groups", []))),
-        clip=clip_from_json(header.get("clip")),
+        optimizer_groups=tuple(map(OptimizerGroup.from_json, header["groups"])),
+        clip=clip_from_json(header["clip"]),
     )
     validate_forward_function(trajectory, data["probe"])
     initial = flat_state(trajectory, 0, data["inputs"])

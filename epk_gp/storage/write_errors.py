@@ -8,7 +8,7 @@ from pathlib import Path
 
 from epk_gp.storage.atomic_files import DAMAGED, regular_file_size
 from epk_gp.storage.index import JOURNAL, Chunk, read_journal, resume_name
-from epk_gp.storage.schema import DATA, data_size, read_header
+from epk_gp.storage.schema import DATA, read_header
 
 RESUME = "Free space or give the right to write, then go on with resume=True."
 _RESTORE = "Restore the folder and go on with resume=True, or record to another folder."
@@ -60,7 +60,7 @@ def find_damage(path: Path, journal: int, chunks: Sequence[Chunk]) -> str | None
     """
     try:
         require_same_journal(path, journal)
-        if regular_file_size(path / DATA, str(path / DATA)) != data_size(path, read_header(path)):
+        if regular_file_size(path / DATA, str(path / DATA)) != read_header(path)["data_bytes"]:
             return f"{path / DATA} is missing or has another size"
         if read_journal(path).chunks[: len(chunks)] != tuple(chunks):
             return f"{path / JOURNAL} was changed"

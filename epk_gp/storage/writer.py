@@ -3,11 +3,10 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import BaseFileLock
 from safetensors.torch import save
 from torch import Tensor
@@ -32,16 +31,13 @@ from epk_gp.storage.index import (
 )
 from epk_gp.storage.locking import LOCK, MARKER, lock_writer
 from epk_gp.storage.schema import (
-    COMPRESSIONS,
     DATA,
     FORMAT,
     FORMAT_VERSION,
     HEADER,
-    HEADER_DEFAULTS,
-    STORED_DTYPES,
-    THINNED_VERSION,
     ChunkSchema,
     chunk_schema,
+    complete_header,
 )
 from epk_gp.storage.write_errors import (
     RESUME,
@@ -65,45 +61,28 @@ class Storage:
             committed.
         seconds: Time since the last commit after which the next step commits, by a clock that is never set back.
         steps: Number of steps after which they are committed; no limit by default.
-        compression: "none": states are mapped from the files. "deltas": each state is stored as its difference in bits
-            from the one before, deflated, without loss; smaller, and slower to write and read.
         keep_every: Keep every so many-th weight state, the first and the last; the states between are computed again
             when they are read, by the update rule on exact gradients. What Adam and its relatives derive from the
             gradients is computed again too. By how much a kept state misses the computed one is a part of what results
             say is unexplained.
-        weights_dtype: Dtype of the kept states between the first and the last, `torch.float32` or `torch.bfloat16`;
-            None for that of the weights. The rounding is unexplained too.
     """
 
     chunk_bytes: int = 16 << 20
     seconds: float = 60.0
     steps: int | None = None
-    compression: str = "none"
     keep_every: int = 1
-    weights_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         validate_count(self.chunk_bytes, "chunk_bytes")
         validate_positive(self.seconds, "seconds")
         if self.steps is not None:
             validate_count(self.steps, "steps")
-        if self.compression not in COMPRESSIONS:
-            raise ValueError(f"compression must be one of {list(COMPRESSIONS)}: got {self.compression!r}.")
         validate_count(self.keep_every, "keep_every")
-        if self.weights_dtype is not None and self.weights_dtype not in STORED_DTYPES.values():
-            raise ValueError(
-                f"weights_dtype must be None or one of {', '.join(STORED_DTYPES)}: got {self.weights_dtype!r}."
-            )
-        if self.thins and self.compression != "none":
-            raise ValueError(
-                f"compression must be 'none' where not every state is kept exactly: got {self.compression!r}. Kept "
-                "states are too far apart for differences to be small."
-            )
 
     @property
     def thins(self) -> bool:
         """Whether the run does not hold every state exactly."""
-        return self.keep_every > 1 or self.weights_dtype is not None
+        return self.keep_every > 1
 
 
 def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -118,13 +97,8 @@ def thinning_header(storage: object, folder: str | os.PathLike[str] | None) -> d
     if not storage.thins:
         return {}
     if folder is None:
-        raise ValueError(
-            "keep_every and weights_dtype must come with folder=, for a run in memory holds every state: got no folder."
-        )
-    return {
-        "keep_every": storage.keep_every,
-        "weights_dtype": str(storage.weights_dtype) if storage.weights_dtype else None,
-    }
+        raise ValueError("keep_every must come with folder=, for a run in memory holds every state: got no folder.")
+    return {"keep_every": storage.keep_every}
 
 
 @dataclass
@@ -178,8 +152,7 @@ class RunWriter:
             OSError: The folder could not be written, and nothing is added; or it was deleted or replaced. The message
                 says whether what was committed before can still be read.
             TypeError: A tensor of a pass has a dtype that cannot be stored.
-            ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run,
-                or the run is of version 2, which holds none.
+            ValueError: The run has as many chunks as a run can have; or passes or statistics are not those of this run.
         """
         number, first, start = len(self.chunks), self.num_states, self.journal_bytes
         if number >= MAX_CHUNKS:
@@ -197,7 +170,7 @@ class RunWriter:
             resume_blake2b=checksum(resume, digest),
             line="",
         )
-        chunk = replace(chunk, line=chain_hash(self.chunks[-1].line if self.chunks else "", chunk))
+        chunk = chunk.model_copy(update={"line": chain_hash(self.chunks[-1].line if self.chunks else "", chunk)})
         line = to_json_line(chunk)
         with explain_os_errors(self.path, self._remains):
             try:
@@ -307,14 +280,8 @@ def create_run_dir(
     folder = Path(path)
     require_empty_dir(folder)
     content = save({name: value.detach().cpu().contiguous() for name, value in data.items()})
-    full = {
-        "format": FORMAT,
-        "version": THINNED_VERSION if "keep_every" in header else FORMAT_VERSION,
-        "data_blake2b": checksum(content),
-        "data_bytes": len(content),
-        **HEADER_DEFAULTS,
-        **header,
-    }
+    own = {"format": FORMAT, "version": FORMAT_VERSION, "data_blake2b": checksum(content), "data_bytes": len(content)}
+    full = complete_header(own | dict(header), str(folder / HEADER))
     with explain_os_errors(folder, lambda _: f"no step is recorded yet. {RESUME}"):
         folder.mkdir(parents=True, exist_ok=True)
         writer = _locked_writer(folder, chunk_schema(full), os.O_CREAT)

@@ -29,7 +29,7 @@ def adagrad(net):
 CASES = {
     "sgd": (sgd, {}),
     "adam": (adam, {}),
-    "adagrad_deltas": (adagrad, {"storage": epk.Storage(compression="deltas")}),
+    "adagrad": (adagrad, {}),
     "momentum": (lambda net: sgd(net, momentum=0.9, nesterov=True, weight_decay=0.1), {}),
     "clipped": (sgd, {"clip": ClipValue(0.02)}),
 }

@@ -80,7 +80,7 @@ def test_what_is_read_after_a_replacement_is_refused(tmp_path, replace):
     assert torch.equal(held, before)  # what was read before stays as it was
 
 
-@pytest.mark.parametrize("storage", [{"compression": "deltas"}, {"keep_every": 2}], ids=["deltas", "keep_every"])
+@pytest.mark.parametrize("storage", [{}, {"keep_every": 2}], ids=["all", "keep_every"])
 def test_packed_and_kept_states_are_refused_too(tmp_path, storage):
     run, other = tmp_path / "run", tmp_path / "other"
     trajectory = record(run, 0, **storage)

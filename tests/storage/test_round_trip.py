@@ -23,7 +23,6 @@ from loops import data, sgd
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compression", ["none", "deltas"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_weights=st.integers(3, 30),
@@ -32,9 +31,7 @@ from loops import data, sgd
     chunk_states=st.integers(1, 4),
     sizes=st.lists(st.floats(0, 1e300), min_size=9, max_size=9),
 )
-def test_what_is_written_is_what_is_read(
-    tmp_path_factory, compression, num_weights, dtype, lengths, chunk_states, sizes
-):
+def test_what_is_written_is_what_is_read(tmp_path_factory, num_weights, dtype, lengths, chunk_states, sizes):
     path = tmp_path_factory.mktemp("property") / "run"
     generator = torch.Generator().manual_seed(len(lengths))
     num_points = 1 << 20
@@ -52,7 +49,7 @@ def test_what_is_written_is_what_is_read(
     kept = {"state": torch.arange(5)}
     about = {"names": ["w", "b"], "shapes": [[num_weights - 1], [1]], "dtype": str(dtype), "num_outputs": 1}
     about |= {"num_points": num_points, "loss": {"kind": "mine"}, "law": {"name": "mine"}, "data_digest": "none"}
-    writer, header = create_run_dir(path, {**about, "compression": compression, "optimizer": []}, tensors)
+    writer, header = create_run_dir(path, {**about, "optimizer": []}, tensors)
     for first in range(0, len(states), chunk_states):
         last = min(first + chunk_states, len(states))
         own = slice(max(first - 1, 0), last - 1)
@@ -103,11 +100,8 @@ def test_what_is_written_is_what_is_read(
     steps=st.integers(1, 5),
     chunk_bytes=st.integers(1, 2000),
     batch_size=st.one_of(st.none(), st.integers(1, 10)),
-    compression=st.sampled_from(["none", "deltas"]),
 )
-def test_a_recorded_run_is_the_run_in_memory(
-    tmp_path_factory, widths, dtype, steps, chunk_bytes, batch_size, compression
-):
+def test_a_recorded_run_is_the_run_in_memory(tmp_path_factory, widths, dtype, steps, chunk_bytes, batch_size):
     def make_net():
         torch.manual_seed(4)
         sizes = [4, *widths, 3]
@@ -117,7 +111,7 @@ def test_a_recorded_run_is_the_run_in_memory(
     def loop(path):
         net, (X, y) = make_net(), data(dtype=dtype)
         optimizer = sgd(net)
-        storage = epk.Storage(chunk_bytes=chunk_bytes, compression=compression)
+        storage = epk.Storage(chunk_bytes=chunk_bytes)
         with epk.Recorder(net, optimizer, X, y, folder=path, storage=storage) as recorder:
             for step in range(steps):
                 batch = None if batch_size is None else (torch.arange(batch_size) + step) % len(X)
