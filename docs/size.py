@@ -57,10 +57,10 @@ CAPABILITIES = {
     "Gram blocks": ("gram/*.py",),
     "sketched features": (
         "gram/*sketch*.py", "gram/hadamard.py", "gram/path_features.py", "gram/random_fourier.py",
-        "autodiff/sketches.py", "kernels/sketched.py",
+        "autodiff/sketches.py",
     ),
     "derivatives of the kernel in its points": (
-        "gram/input_derivatives.py", "gram/pair_*.py", "kernels/derivatives.py", "kernels/gradient_demand.py",
+        "gram/input_derivatives.py", "gram/pair_*.py", "kernels/derivatives.py",
     ),
     "attribution": ("kernel_machine/*.py",),
     "reconstruction and certificates": (
@@ -78,7 +78,7 @@ CAPABILITIES = {
     "the GPyTorch kernel": ("kernels/*.py",),
     "processes on logits": ("gp/*.py",),
     "processes on labels, the classifier": (
-        "gp/class_*.py", "gp/conformal.py", "gp/label_*.py", "gp/saved_*.py", "gp/stacking.py", "gp/uncertain_*.py",
+        "gp/data.py", "gp/label_*.py", "gp/saved_*.py", "gp/stacking.py", "gp/uncertain_*.py",
         "classifier.py",
     ),
     "scores and suspicious labels": (

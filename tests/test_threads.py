@@ -22,7 +22,7 @@ from epk_gp.autodiff.warning_filter import filter_own_warnings
 from epk_gp.core.attention import disable_fused_attention
 from epk_gp.core.certificate import CertificateWarning
 from epk_gp.core.kept_activations import quiet_checkpoints
-from epk_gp.kernels.cache import BlockCache
+from epk_gp.kernels.blocks import BlockCache
 from epk_gp.training import own_random_numbers
 from epk_gp.training.own_random_numbers import draw_from
 from helpers import make_case

@@ -15,7 +15,7 @@ from epk_gp.core.fingerprint import content_key
 from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
 from epk_gp.core.validation import validate_count
-from epk_gp.gp.class_data import (
+from epk_gp.gp.data import (
     class_inputs,
     class_labels,
     class_names,
@@ -25,15 +25,19 @@ from epk_gp.gp.class_data import (
     like_inputs,
     training_labels,
 )
-from epk_gp.gp.class_uncertainty import ClassUncertainty
-from epk_gp.gp.conformal import conformal_sets, conformity_scores
-from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
-from epk_gp.gp.label_process import LabelProcess
+from epk_gp.gp.label_process import InputsKernel, LabelProcess, LabelSettings, fit_labels
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.saved_classifier import SavedClassifier, damage_named, read_classifier, write_classifier
 from epk_gp.gp.softmax import isotropic_softmax_uncertainty
-from epk_gp.gp.stacking import Stacking, most_likely_temperature, stack_logits
-from epk_gp.kernels.cache import BlockCache
+from epk_gp.gp.stacking import (
+    ClassUncertainty,
+    Stacking,
+    conformal_sets,
+    conformity_scores,
+    most_likely_temperature,
+    stack_logits,
+)
+from epk_gp.kernels.blocks import BlockCache
 from epk_gp.quadrature.paths import WeightPath, straight
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
@@ -254,7 +258,7 @@ class UncertainClassifier:
     def predict_set(self, X: object, alpha: float = 0.1) -> Bool[Tensor, "n C"] | Bool[np.ndarray, "n C"]:
         """Return, for each point, which classes a set must hold to be right with probability 1 - alpha.
 
-        Split conformal prediction: see `epk_gp.gp.conformal.conformal_sets` for what is guaranteed, and what is not.
+        Split conformal prediction: see `epk_gp.gp.stacking.conformal_sets` for what is guaranteed, and what is not.
 
         Args:
             X: n points.

@@ -15,8 +15,8 @@ import epk_gp as epk
 from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.core.model import FunctionalModel
 from epk_gp.gram import input_derivatives
+from epk_gp.kernels.derivatives import is_gradient_joint
 from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.gradient_demand import is_gradient_joint
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import make_case
 from kernel_cases import MODES, C, D, assert_close, make_run, mixed

@@ -8,8 +8,7 @@ import pytest
 import torch
 from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 
-from epk_gp.kernels.angular import angular
-from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
+from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel, angular
 
 KERNELS = {"erf": ErfKernel, **{f"order_{n}": (lambda n=n, **k: ArcCosineKernel(n, **k)) for n in (0, 1, 2)}}
 ACTIVATIONS = {
