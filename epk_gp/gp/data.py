@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, ignored_class
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
-from epk_gp.core.validation import (
+from epk_gp.core.checks import (
     as_tensor,
     validate_count,
     validate_labels,

@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from epk_gp.core.display import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
-from epk_gp.core.validation import (
+from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
+from epk_gp.core.checks import (
     validate_count,
     validate_generator,
     validate_labels,

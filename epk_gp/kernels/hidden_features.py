@@ -10,7 +10,7 @@ from jaxtyping import Float, Shaped
 from linear_operator import to_linear_operator
 from torch import Tensor, nn
 
-from epk_gp.core.fingerprint import content_key
+from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.kernels.blocks import BlockCache
 from epk_gp.kernels.tagging import as_points, requires_graph, tag_points

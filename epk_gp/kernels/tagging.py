@@ -7,11 +7,11 @@ import torch.autograd.forward_ad as fwAD
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from epk_gp.core.input_layout import Inputs, pack_inputs
-from epk_gp.core.points import Points
+from epk_gp.core.inputs import Inputs, pack_inputs
+from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.validation import validate_tensor
-from epk_gp.gram.set_pairs import PointSets, SetPairs
+from epk_gp.core.checks import validate_tensor
+from epk_gp.gram.pairs import PointSets, SetPairs
 
 
 def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:
