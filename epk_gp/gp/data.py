@@ -8,9 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.losses import Head
-from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, ignored_class
-from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 from epk_gp.core.checks import (
     as_tensor,
     validate_count,
@@ -19,6 +16,8 @@ from epk_gp.core.checks import (
     validate_tensor,
     validate_texts,
 )
+from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
+from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 
 
 class NodesWithoutData(Trajectory):

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from epk_gp.autodiff.sketches import rbf_features, tensor_sketch
+from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import posterior_points
-from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.data import float_inputs
 from epk_gp.gram.path_features import path_features, trace_sketch
 from epk_gp.gram.sketch import PathSketch
-from epk_gp.autodiff.sketches import rbf_features, tensor_sketch
 
 # Training inputs whose distances give the lengthscale: half a million pairs, whose median has a standard error below
 # 0.2 % of the spread, whatever the number of inputs.

@@ -10,13 +10,13 @@ from jaxtyping import Float, Int, Int64, Shaped
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
+from epk_gp.autodiff.sketches import covering_order
+from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.gp.data import float_inputs
 from epk_gp.gp.label_kernel import InputFeatures, LabelKernel, median_lengthscale
 from epk_gp.gp.output_coupling import NOISE_FLOOR
-from epk_gp.autodiff.sketches import covering_order
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory, validate_path_of_nodes
 from epk_gp.quadrature.paths import WeightPath, straight
 

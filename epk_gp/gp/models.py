@@ -11,12 +11,12 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.checks import validate_count, validate_number, validate_positive, validate_tensor
 from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
-from epk_gp.core.checks import validate_count, validate_number, validate_positive, validate_tensor
 from epk_gp.gp.data import TargetKind, make_targets, parse_train_indices
 from epk_gp.gp.output_coupling import NOISE_FLOOR, Coupling, PriorMean, make_mean, parse_coupling
 from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at

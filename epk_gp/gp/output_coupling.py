@@ -18,8 +18,8 @@ from jaxtyping import Float, Shaped
 from linear_operator.operators import DiagLinearOperator, LinearOperator
 from torch import Tensor
 
-from epk_gp.core.step import content_key
 from epk_gp.core.losses import apply_head
+from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.kernels.blocks import KernelConfig
 from epk_gp.kernels.output_structure import OutputStructure

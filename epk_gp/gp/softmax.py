@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.core.checks import (
     validate_count,
     validate_generator,
@@ -18,6 +17,7 @@ from epk_gp.core.checks import (
     validate_number,
     validate_positive,
 )
+from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.gp.posterior import LogitPosterior, validate_posterior
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod, validate_method
 

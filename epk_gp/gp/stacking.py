@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from scipy.optimize import minimize, minimize_scalar
 from torch import Tensor
 
-from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.core.checks import validate_number
+from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 
 _LOG_RANGE = 10.0  # weights from 4.5e-5 to 2.2e4
 

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from epk_gp.core.checks import validate_count
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.checks import validate_count
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import PathSketch
 from epk_gp.kernels.output_structure import OutputStructure, diagonals

@@ -12,11 +12,11 @@ from jaxtyping import Float, Int, Shaped, UInt8
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.losses import Head
-from epk_gp.core.inputs import Points, validate_points
-from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
 from epk_gp.core.checks import validate_count, validate_positive
+from epk_gp.core.inputs import Points, validate_points
+from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES
 from epk_gp.kernels.blocks import BlockCache, KernelConfig, block, diagonal_blocks

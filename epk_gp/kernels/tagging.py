@@ -7,10 +7,9 @@ import torch.autograd.forward_ad as fwAD
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from epk_gp.core.inputs import Inputs, pack_inputs
-from epk_gp.core.inputs import Points
-from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.checks import validate_tensor
+from epk_gp.core.inputs import Inputs, Points, pack_inputs
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.pairs import PointSets, SetPairs
 
 

@@ -10,12 +10,11 @@ from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOpe
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.sketch import validate_path_of_nodes
-from epk_gp.gram.sketch import PathSketch
+from epk_gp.gram.sketch import PathSketch, validate_path_of_nodes
 from epk_gp.kernels.blocks import KernelConfig, batch_of_blocks, batch_of_diagonals, block, diagonal_blocks
 from epk_gp.kernels.derivatives import is_gradient_dropped, is_gradient_joint, with_derivatives
 from epk_gp.kernels.output_structure import diagonals
