@@ -20,6 +20,20 @@ from epk_gp.gp.output_coupling import NOISE_FLOOR
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory, validate_path_of_nodes
 from epk_gp.quadrature.paths import WeightPath, straight
 
+InputsKernel = Literal["rbf"] | None
+
+# A process is conditioned through the kernel matrix of up to 5000 points, whose eigenvalues take less time than the
+# features of many, if the matrix costs at most so many multiplications: some ten minutes on one core.
+EXACT_POINTS = 5000
+EXACT_MULTIPLICATIONS = 10**13
+NUM_FEATURES = 4096
+MAX_NODES = 256  # by default, for networks of many outputs
+
+# Powers of the kernel, by the likelihood of validation labels (nats lost per label, one seed each). For 2000 images of
+# MNIST and Fashion-MNIST and an MLP or a CNN the square is better than the kernel itself: 0.131 and 0.139, 0.099 and
+# 0.107, 0.440 and 0.444, 0.400 and 0.401. Sketched in 4096 features it is worse (20,000 of MNIST: 0.080 and 0.073).
+EXACT_POWER, SKETCHED_POWER = 2, 1
+
 FEATURE_BLOCK = 4096  # points whose features are turned to float64, and into predictions, at a time
 _MAX_LOG_NOISE = log(1e4)  # labels that the kernel says nothing about
 _LOG_TOLERANCE = 1e-3  # of the logarithm of the noise: the marginal likelihood is flat there
@@ -57,8 +71,8 @@ class Spectrum:
         return 0.5 * (log(2 * pi * self.scale_for(noise)) + 1 + log_determinant / self.num_points)
 
 
-def most_likely_noise(spectrum: Spectrum, rounding: float = 0.0) -> float:
-    """Return the noise variance, relative to the outputscale, at which the targets are most likely.
+def most_likely(spectrum: Spectrum, rounding: float = 0.0) -> dict[str, float]:
+    """Return the noise, relative to the outputscale, the outputscale and the likelihood of the most likely process.
 
     Args:
         spectrum: Of the kernel matrix.
@@ -70,7 +84,9 @@ def most_likely_noise(spectrum: Spectrum, rounding: float = 0.0) -> float:
         return spectrum.negative_log_likelihood(exp(log_noise))
 
     found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _LOG_TOLERANCE})
-    return exp(min([float(found.x), *bounds], key=loss))
+    noise = exp(min([float(found.x), *bounds], key=loss))
+    likelihood = spectrum.negative_log_likelihood(noise)
+    return {"noise": noise, "outputscale": spectrum.scale_for(noise), "negative_log_likelihood": likelihood}
 
 
 def without_rounding(values: Float[Tensor, " n"], rounding: float, what: str) -> Float[Tensor, " n"]:
@@ -277,19 +293,10 @@ def condition_exactly(
     values, vectors = torch.linalg.eigh(kernel.gram(X))
     rounding = len(X) * kernel.rounding(X) * float(values[-1])
     values = without_rounding(values, rounding, "eigenvalues of the kernel matrix")
-    spectrum = Spectrum(values, vectors.T @ targets, 0.0, len(X))
-    noise = most_likely_noise(spectrum, kernel.rounding(X))
-    return ExactLabelProcess(
-        values=spectrum.values,
-        vectors=vectors,
-        weights=spectrum.projections / (spectrum.values + noise)[:, None],
-        noise=noise,
-        outputscale=spectrum.scale_for(noise),
-        negative_log_likelihood=spectrum.negative_log_likelihood(noise),
-        kernel=kernel,
-        inputs=X,
-        targets=targets,
-    )
+    projections = vectors.T @ targets
+    numbers = most_likely(Spectrum(values, projections, 0.0, len(X)), kernel.rounding(X))
+    weights = projections / (values + numbers["noise"])[:, None]
+    return ExactLabelProcess(values, vectors, weights, **numbers, kernel=kernel, inputs=X, targets=targets)
 
 
 def condition_on_features(
@@ -318,34 +325,11 @@ def condition_on_features(
     unexplained = without_rounding(
         (total - projections.square().sum())[None], float(total) * torch.finfo(total.dtype).eps ** 0.5, "remainders"
     )
-    spectrum = Spectrum(values, projections, float(unexplained), N)
-    noise = most_likely_noise(spectrum)
+    numbers = most_likely(Spectrum(values, projections, float(unexplained), N))
+    weights = along / (values + numbers["noise"])[:, None]
     return SketchedLabelProcess(
-        values=values,
-        vectors=vectors,
-        weights=along / (values + noise)[:, None],
-        noise=noise,
-        outputscale=spectrum.scale_for(noise),
-        negative_log_likelihood=spectrum.negative_log_likelihood(noise),
-        features=features,
-        training_features=training_features,
-        targets=targets,
+        values, vectors, weights, **numbers, features=features, training_features=training_features, targets=targets
     )
-
-
-InputsKernel = Literal["rbf"] | None
-
-# A process is conditioned through the kernel matrix of up to 5000 points, whose eigenvalues take less time than the
-# features of many, if the matrix costs at most so many multiplications: some ten minutes on one core.
-EXACT_POINTS = 5000
-EXACT_MULTIPLICATIONS = 10**13
-NUM_FEATURES = 4096
-MAX_NODES = 256  # by default, for networks of many outputs
-
-# Powers of the kernel, by the likelihood of validation labels (nats lost per label, one seed each). For 2000 images of
-# MNIST and Fashion-MNIST and an MLP or a CNN the square is better than the kernel itself: 0.131 and 0.139, 0.099 and
-# 0.107, 0.440 and 0.444, 0.400 and 0.401. Sketched in 4096 features it is worse (20,000 of MNIST: 0.080 and 0.073).
-EXACT_POWER, SKETCHED_POWER = 2, 1
 
 
 @dataclass(frozen=True)

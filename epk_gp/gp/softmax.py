@@ -104,17 +104,15 @@ def softmax_uncertainty(
             rounding.
     """
     validate_posterior(posterior)
-    validate_generator(generator)
-    validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
+    _validate_sampling(num_samples, generator, method)
     validate_positive(temperature, "temperature")
     levels = _parse_levels(quantiles)
-    validate_method(method)
     root, max_clipped = symmetric_root(posterior)
     eps = method.standard_normals(num_samples, posterior.mean.shape[1], generator, posterior.mean)
     mean, root = posterior.mean / temperature, root / temperature
     if max(float(part.abs().max()) for part in (mean, root) if part.numel()) > torch.finfo(mean.dtype).max ** 0.5:
         raise ValueError(f"temperature must be so large that logits divided by it stay finite: got {temperature}.")
-    return _uncertainty((mean, root), eps, method, levels, max_clipped)
+    return _uncertainty(mean, root, eps, method, levels, max_clipped)
 
 
 def isotropic_softmax_uncertainty(
@@ -137,27 +135,22 @@ def isotropic_softmax_uncertainty(
     Raises:
         TypeError, ValueError: As there, or a variance is negative.
     """
-    validate_generator(generator)
-    validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
-    validate_method(method)
+    _validate_sampling(num_samples, generator, method)
     if not (torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all()):
         raise ValueError("means must be finite, and variances finite and not negative: some are not.")
     eps = method.standard_normals(num_samples, mean.shape[1], generator, mean)
-    return _uncertainty((mean, variance.sqrt()[:, None, None]), eps, method, mean.new_zeros(0), 0.0)
+    return _uncertainty(mean, variance.sqrt()[:, None, None], eps, method, mean.new_zeros(0), 0.0)
 
 
 def _uncertainty(
-    mean_and_root: tuple[Tensor, Tensor], eps: Tensor, method: SamplingMethod, levels: Tensor, max_clipped: float
+    mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, levels: Tensor, max_clipped: float
 ) -> SoftmaxUncertainty:
     """Estimate in chunks of points; roots are symmetric matrices (n, C, C) or standard deviations (n, 1, 1)."""
-    mean, root = mean_and_root
-    levels = levels.to(mean)
     size = max(1, CHUNK_BYTES // (ARRAYS_PER_POINT * eps.nbytes))
-    pairs = zip(mean.split(size), root.split(size), strict=True)
-    chunks = [_moments(mu, A, eps, method, levels) for mu, A in pairs]
-    p, std, error, entropy, expected_entropy = (
-        torch.cat(parts) for parts in zip(*(c[:5] for c in chunks), strict=True)
-    )
+    chunks = [
+        _moments(mu, A, eps, method, levels.to(mean)) for mu, A in zip(mean.split(size), root.split(size), strict=True)
+    ]
+    p, std, error, entropy, expected_entropy, quantiles = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return SoftmaxUncertainty(
         mean=p,
         std=std,
@@ -166,8 +159,14 @@ def _uncertainty(
         mutual_information=entropy - expected_entropy,
         standard_error=error,
         max_clipped_eigenvalue=max_clipped,
-        quantiles=torch.cat([c[5] for c in chunks], dim=1),
+        quantiles=quantiles.movedim(1, 0),
     )
+
+
+def _validate_sampling(num_samples: int, generator: torch.Generator | None, method: SamplingMethod) -> None:
+    validate_generator(generator)
+    validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
+    validate_method(method)
 
 
 def _parse_levels(quantiles: object) -> Tensor:
@@ -199,7 +198,7 @@ def _moments(mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, le
         method.standard_error(shift),
         torch.special.entr(p_mean).sum(-1),
         entropy_of_centre + entropy_shift,
-        torch.quantile(p, levels, dim=1) if len(levels) else p.new_zeros(0, *p_mean.shape),
+        torch.quantile(p, levels, dim=1).movedim(0, 1) if len(levels) else p.new_zeros(len(p), 0, p.shape[2]),
     )
 
 

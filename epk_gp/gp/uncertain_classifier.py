@@ -42,9 +42,7 @@ from epk_gp.quadrature.paths import WeightPath, straight
 
 MIN_VALIDATION_POINTS = 20  # half of them weigh two numbers, the other half are ranked
 _CACHE_BYTES = 64 * 2**20  # of predictions: all scores of the same points cost one evaluation
-_PARAMETERS = (
-    *("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "path", "options"),
-)
+_PARAMETERS = ("trajectory", "nodes", "features", "inputs_kernel", "points", "classes", "seed", "power", "path")
 _UNSUPPORTED = ("checkpoint", "accumulate")
 _OPTIONS = ("memory_budget", "progress", "executor")
 
@@ -328,8 +326,7 @@ class UncertainClassifier:
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the arguments that the classifier was made with, as scikit-learn asks for them."""
-        own = {name: getattr(self, name) for name in _PARAMETERS if name != "options"}
-        return own | self.options
+        return {name: getattr(self, name) for name in _PARAMETERS} | self.options
 
     def set_params(self, **params: Any) -> "UncertainClassifier":
         """Change arguments; they take effect in the next `fit`.
