@@ -51,9 +51,9 @@ CAPABILITIES = {
     "quadrature and paths": ("quadrature/*.py",),
     "kinks": ("quadrature/kinks.py",),
     "Gram blocks": ("gram/*.py",),
-    "sketched features": ("gram/sketch.py", "gram/path_features.py", "autodiff/sketches.py", "kernels/sketched.py"),
+    "sketched features": ("gram/sketch.py", "gram/path_features.py", "autodiff/sketches.py"),
     "derivatives of the kernel in its points": (
-        "gram/input_derivatives.py", "gram/pairs.py", "kernels/derivatives.py", "kernels/gradient_demand.py",
+        "gram/input_derivatives.py", "gram/pairs.py", "kernels/derivatives.py",
     ),
     "attribution": ("kernel_machine/*.py",),
     "reconstruction and certificates": ("kernel_machine/reconstruct.py", "kernel_machine/certification.py"),
@@ -67,7 +67,7 @@ CAPABILITIES = {
     "the GPyTorch kernel": ("kernels/*.py",),
     "processes on logits": ("gp/*.py",),
     "processes on labels, the classifier": (
-        "gp/class_*.py", "gp/conformal.py", "gp/label_*.py", "gp/saved_*.py", "gp/stacking.py", "gp/uncertain_*.py",
+        "gp/data.py", "gp/label_*.py", "gp/saved_*.py", "gp/stacking.py", "gp/uncertain_*.py",
         "classifier.py",
     ),
     "scores and suspicious labels": (

@@ -19,7 +19,7 @@ import epk_gp as epk
 from epk_gp.classifier import EPKClassifier, one_hidden_layer
 from epk_gp.gp.sampling import QuasiMonteCarlo
 from epk_gp.gram.path_kernel import gram_block_per_class
-from epk_gp.kernels.precomputed import epk_gram
+from epk_gp.kernels.epk import epk_gram
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import principal_plane
 from epk_gp.analysis.spectrum import gram_spectrum
 from epk_gp.datasets import three_gaussians
-from epk_gp.gp.calibration import calibrated_temperature
-from epk_gp.gp.leave_one_out import leave_one_out
+from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
+from epk_gp.gp.softmax import calibrated_temperature
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
@@ -33,8 +33,8 @@ from epk_gp.kernel_machine.baselines import (
     single_machine,
     tangent_trajectory,
 )
+from epk_gp.kernels.epk import epk_gram
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
-from epk_gp.kernels.precomputed import epk_gram
 from epk_gp.storage.check import check_run
 from epk_gp.storage.export import export_run
 

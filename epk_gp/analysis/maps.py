@@ -106,7 +106,7 @@ def uncertainty_on_plane(
     probability, std, error = (v.gather(1, chosen[:, None])[:, 0] for v in (u.mean, u.std, u.standard_error))
     blocks, _ = point_blocks(gp.kernel.config, test_copy(X[: len(nodes)]))
     scale = blocks.new_full((blocks.shape[1],), 1 / gp.kernel.scale)
-    kernel = gp.coupling.prior_covariances(blocks, scale).diagonal(dim1=-2, dim2=-1).mean(1)
+    kernel = gp.coupling.covariances(scale[:, None, None] * blocks).diagonal(dim1=-2, dim2=-1).mean(1)
     std_nodes, std_near, std_far = std.split([len(nodes), len(near), len(far)])
 
     def shaped(values: Tensor) -> Tensor:

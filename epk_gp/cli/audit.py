@@ -10,7 +10,7 @@ from epk_gp.analysis.label_errors import LabelErrors, label_errors
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, parse_path
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.gp.class_data import training_labels
+from epk_gp.gp.data import training_labels
 from epk_gp.plots.score_figures import draw_suspicious_labels
 from epk_gp.provenance import Stopwatch, write_json
 

@@ -22,7 +22,7 @@ from epk_gp.cli.scores import read_validation
 from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.options import ComputeOptions, SupportsSubmit
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gp.class_data import training_labels
+from epk_gp.gp.data import training_labels
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.kernel_machine.influence import influence as influence_of

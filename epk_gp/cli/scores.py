@@ -16,9 +16,9 @@ from epk_gp.cli.options import Dtype
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, parse_path, require_outside, torch_dtype
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.class_data import count_seen, training_labels
-from epk_gp.gp.class_uncertainty import ClassUncertainty
+from epk_gp.gp.data import count_seen, training_labels
 from epk_gp.gp.label_process import LabelProcess, SketchedLabelProcess
+from epk_gp.gp.stacking import ClassUncertainty
 from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
 from epk_gp.plots.score_figures import ScoredPoints, draw_scores
 from epk_gp.provenance import Stopwatch, write_json, write_npz

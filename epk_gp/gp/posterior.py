@@ -22,8 +22,7 @@ from epk_gp.core.show import (
     progress_bar,
 )
 from epk_gp.gp.output_coupling import OutputCoupling
-from epk_gp.kernels.cache import BlockCache
-from epk_gp.kernels.config import KernelConfig
+from epk_gp.kernels.blocks import BlockCache, KernelConfig
 from epk_gp.kernels.values import normalized_block, point_blocks
 
 _SHOWN_OUTPUTS = 10  # rows of a table
@@ -203,7 +202,7 @@ def posterior_at(
     with torch.no_grad(), progress_bar(len(x), "posterior", unit="point", shown=progress) as bar:
         for number, rows in enumerate(x.split(size)):
             blocks, norms = point_blocks(factorization.config, rows, first=number * size)
-            prior = coupling.prior_covariances(blocks, factorization.scale)
+            prior = coupling.covariances(factorization.scale[:, None, None] * blocks)
             largest_variance = max(largest_variance, float(prior.diagonal(dim1=-2, dim2=-1).max()))
             mean_update, covariance_update = _updates(factorization, rows, norms)
             means.append(prior_mean(rows) + mean_update)

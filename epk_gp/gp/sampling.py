@@ -1,6 +1,5 @@
 """Random samples: standard normals by Monte Carlo or quasi-Monte Carlo, and whole functions of a posterior."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import sqrt
 from typing import final
@@ -27,46 +26,32 @@ ROUNDING_MULTIPLE = 100
 _SOBOL_CELL = 2.0**-30  # width of the grid that torch's Sobol points lie on
 
 
-class SamplingMethod(ABC):
-    """How standard normal vectors are sampled, and what the error of their mean is."""
-
-    @abstractmethod
-    def standard_normals(
-        self, num_samples: int, dimension: int, generator: torch.Generator | None, reference: Shaped[Tensor, "..."]
-    ) -> Float[Tensor, "samples dimension"]:
-        """Sample standard normal vectors.
-
-        Args:
-            num_samples: Number of vectors.
-            dimension: Of a vector.
-            generator: Source of the samples; torch's global one by default.
-            reference: A tensor of the dtype and on the device of the result.
-        """
-
-    @abstractmethod
-    def standard_error(self, samples: Float[Tensor, "*n samples C"]) -> Float[Tensor, "*n C"]:
-        """Estimate the standard error of the mean of samples, in the order of `standard_normals`."""
-
-
 @final
 @dataclass(frozen=True)
-class MonteCarlo(SamplingMethod):
+class MonteCarlo:
     """Independent samples: the error falls as 1 / sqrt(number)."""
 
     def standard_normals(
         self, num_samples: int, dimension: int, generator: torch.Generator | None, reference: Shaped[Tensor, "..."]
     ) -> Float[Tensor, "samples dimension"]:
-        """Sample independent vectors; the generator is on the device of `reference`."""
+        """Sample independent vectors.
+
+        Args:
+            num_samples: Number of vectors.
+            dimension: Of a vector.
+            generator: Source of the samples, on the device of `reference`; torch's global one by default.
+            reference: A tensor of the dtype and on the device of the result.
+        """
         return torch.randn(num_samples, dimension, generator=generator, dtype=reference.dtype, device=reference.device)
 
     def standard_error(self, samples: Float[Tensor, "*n samples C"]) -> Float[Tensor, "*n C"]:
-        """Divide the samples' standard deviation by the square root of their number."""
+        """Estimate the error of the mean: the samples' standard deviation by the square root of their number."""
         return samples.std(dim=-2).div(sqrt(samples.shape[-2]))
 
 
 @final
 @dataclass(frozen=True)
-class QuasiMonteCarlo(SamplingMethod):
+class QuasiMonteCarlo:
     """Sobol points, scrambled independently in every group: unbiased, and the spread of the groups estimates the error.
 
     Owen (1997): for smooth integrands the error falls almost as 1 / number^(3/2) within a group.
@@ -114,6 +99,9 @@ class QuasiMonteCarlo(SamplingMethod):
         """Divide the standard deviation of the groups' means by the square root of the number of groups."""
         means: Tensor = samples.unflatten(-2, (self.groups, -1)).mean(-2)
         return means.std(dim=-2).div(sqrt(self.groups))
+
+
+SamplingMethod = MonteCarlo | QuasiMonteCarlo  # how standard normals are sampled, and what the error of their mean is
 
 
 def validate_method(method: object) -> None:

@@ -1,14 +1,22 @@
-"""Monte Carlo through the softmax: the distribution of class probabilities under a Gaussian over logits."""
+"""Monte Carlo through the softmax: the distribution of class probabilities, and a temperature for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, log
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from epk_gp.core.checks import validate_count, validate_generator, validate_number, validate_positive
+from epk_gp.core.checks import (
+    validate_count,
+    validate_generator,
+    validate_labels,
+    validate_number,
+    validate_positive,
+)
 from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.gp.posterior import LogitPosterior, validate_posterior
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod, validate_method
@@ -96,17 +104,15 @@ def softmax_uncertainty(
             rounding.
     """
     validate_posterior(posterior)
-    validate_generator(generator)
-    validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
+    _validate_sampling(num_samples, generator, method)
     validate_positive(temperature, "temperature")
     levels = _parse_levels(quantiles)
-    validate_method(method)
     root, max_clipped = symmetric_root(posterior)
     eps = method.standard_normals(num_samples, posterior.mean.shape[1], generator, posterior.mean)
     mean, root = posterior.mean / temperature, root / temperature
     if max(float(part.abs().max()) for part in (mean, root) if part.numel()) > torch.finfo(mean.dtype).max ** 0.5:
         raise ValueError(f"temperature must be so large that logits divided by it stay finite: got {temperature}.")
-    return _uncertainty((mean, root), eps, method, levels, max_clipped)
+    return _uncertainty(mean, root, eps, method, levels, max_clipped)
 
 
 def isotropic_softmax_uncertainty(
@@ -129,27 +135,22 @@ def isotropic_softmax_uncertainty(
     Raises:
         TypeError, ValueError: As there, or a variance is negative.
     """
-    validate_generator(generator)
-    validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
-    validate_method(method)
+    _validate_sampling(num_samples, generator, method)
     if not (torch.isfinite(mean).all() and torch.isfinite(variance).all() and (variance >= 0).all()):
         raise ValueError("means must be finite, and variances finite and not negative: some are not.")
     eps = method.standard_normals(num_samples, mean.shape[1], generator, mean)
-    return _uncertainty((mean, variance.sqrt()[:, None, None]), eps, method, mean.new_zeros(0), 0.0)
+    return _uncertainty(mean, variance.sqrt()[:, None, None], eps, method, mean.new_zeros(0), 0.0)
 
 
 def _uncertainty(
-    mean_and_root: tuple[Tensor, Tensor], eps: Tensor, method: SamplingMethod, levels: Tensor, max_clipped: float
+    mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, levels: Tensor, max_clipped: float
 ) -> SoftmaxUncertainty:
     """Estimate in chunks of points; roots are symmetric matrices (n, C, C) or standard deviations (n, 1, 1)."""
-    mean, root = mean_and_root
-    levels = levels.to(mean)
     size = max(1, CHUNK_BYTES // (ARRAYS_PER_POINT * eps.nbytes))
-    pairs = zip(mean.split(size), root.split(size), strict=True)
-    chunks = [_moments(mu, A, eps, method, levels) for mu, A in pairs]
-    p, std, error, entropy, expected_entropy = (
-        torch.cat(parts) for parts in zip(*(c[:5] for c in chunks), strict=True)
-    )
+    chunks = [
+        _moments(mu, A, eps, method, levels.to(mean)) for mu, A in zip(mean.split(size), root.split(size), strict=True)
+    ]
+    p, std, error, entropy, expected_entropy, quantiles = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return SoftmaxUncertainty(
         mean=p,
         std=std,
@@ -158,8 +159,14 @@ def _uncertainty(
         mutual_information=entropy - expected_entropy,
         standard_error=error,
         max_clipped_eigenvalue=max_clipped,
-        quantiles=torch.cat([c[5] for c in chunks], dim=1),
+        quantiles=quantiles.movedim(1, 0),
     )
+
+
+def _validate_sampling(num_samples: int, generator: torch.Generator | None, method: SamplingMethod) -> None:
+    validate_generator(generator)
+    validate_count(num_samples, "num_samples, for a standard deviation,", minimum=2)
+    validate_method(method)
 
 
 def _parse_levels(quantiles: object) -> Tensor:
@@ -191,7 +198,7 @@ def _moments(mean: Tensor, root: Tensor, eps: Tensor, method: SamplingMethod, le
         method.standard_error(shift),
         torch.special.entr(p_mean).sum(-1),
         entropy_of_centre + entropy_shift,
-        torch.quantile(p, levels, dim=1) if len(levels) else p.new_zeros(0, *p_mean.shape),
+        torch.quantile(p, levels, dim=1).movedim(0, 1) if len(levels) else p.new_zeros(len(p), 0, p.shape[2]),
     )
 
 
@@ -228,3 +235,86 @@ def symmetric_root(posterior: LogitPosterior) -> tuple[Float[Tensor, "n C C"], f
         )
     root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
     return root, float((-lowest).clamp_min(0).max()) if len(lowest) else 0.0
+
+
+_LOG_RANGE = 10.0  # temperatures from exp(-10) = 4.5e-5 to exp(10) = 2.2e4
+_LOG_TOLERANCE = 1e-6  # of the logarithm of the temperature: a relative error of 1e-6
+_FLAT = 1e-9  # nats per point by which the best temperature must beat those at the ends of the range
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """The temperature at which held-out labels are most likely.
+
+    Attributes:
+        value: T: logits are divided by it.
+        before: Mean negative log probability of the labels at T = 1, in nats.
+        after: The same at T.
+    """
+
+    value: float
+    before: float
+    after: float
+
+
+def calibrated_temperature(
+    posterior: LogitPosterior,
+    labels: Int[Tensor, " n"],
+    num_samples: int = 1024,
+    generator: torch.Generator | None = None,
+    *,
+    method: SamplingMethod = MonteCarlo(),
+) -> Temperature:
+    """Choose the temperature by the labels of points that the GP is not conditioned on.
+
+        T = argmin  -mean_i log E[softmax((mean_i + covariance_i^(1/2) eps) / T)]_{label_i}
+
+    Take held-out points, or `leave_one_out(gp).posterior` with the labels of the conditioning points. All temperatures
+    use the same samples.
+
+    Args:
+        posterior: At n points.
+        labels: Their classes.
+        num_samples: Samples per point.
+        generator: Source of the samples.
+        method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: There are no points, more or fewer labels than points, labels are out of range, or the likelihood is
+            largest at an end of the range of temperatures (every label is the most likely class, or no better than
+            chance).
+    """
+    validate_posterior(posterior)
+    n, C = posterior.mean.shape
+    if not n:
+        raise ValueError("the posterior must be at at least one point: got none.")
+    validate_labels(labels, n, C)
+    labels = labels.long()
+    validate_count(num_samples, "num_samples")
+    validate_generator(generator)
+    validate_method(method)
+    root, _ = symmetric_root(posterior)
+    eps = method.standard_normals(num_samples, C, generator, posterior.mean)
+    logits = posterior.mean[:, None] + eps @ root  # (n, S, C)
+
+    def loss(log_temperature: float) -> float:
+        return _negative_log_probability(logits / exp(log_temperature), labels)
+
+    bounds = (-_LOG_RANGE, _LOG_RANGE)
+    minimum = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _LOG_TOLERANCE})
+    losses_at_ends = {end: loss(end) for end in bounds}
+    best_end = min(losses_at_ends, key=losses_at_ends.__getitem__)
+    if losses_at_ends[best_end] <= minimum.fun + _FLAT:
+        raise ValueError(
+            "a temperature must exist at which the labels are most likely: the likelihood grows to the end of the "
+            f"range, T = {exp(best_end):.3g}. Use more points, some of which are misclassified."
+        )
+    return Temperature(exp(minimum.x), loss(0.0), float(minimum.fun))
+
+
+def _negative_log_probability(logits: Float[Tensor, "n samples C"], labels: Tensor) -> float:
+    log_p = torch.log_softmax(logits, dim=-1)
+    index = labels.to(logits.device)[:, None, None].expand(-1, logits.shape[1], 1)
+    log_p_label = log_p.gather(-1, index)[..., 0]
+    return log(logits.shape[1]) - float(torch.logsumexp(log_p_label, dim=1).mean())

@@ -9,14 +9,14 @@ import torch
 import epk_gp as epk
 from epk_gp import datasets
 from epk_gp.analysis import calibration, detection, maps, planes, ranks, spectrum
-from epk_gp.gp.calibration import calibrated_temperature
-from epk_gp.gp.leave_one_out import leave_one_out
+from epk_gp.gp.data import dirichlet_targets
 from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
-from epk_gp.gp.targets import dirichlet_targets
+from epk_gp.gp.softmax import calibrated_temperature
 from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.axes import by_step
-from epk_gp.kernels.precomputed import epk_gram
+from epk_gp.kernels.epk import epk_gram
 from loops import data
 from quantities import alignment, boundary, path_geometry, retraining, signal, stationarity
 
@@ -49,7 +49,7 @@ COUNTS = {
     "softmax_samples": (lambda f, n: epk.softmax_uncertainty(POSTERIOR, n), 2, "num_samples"),
     "groups": (lambda f, n: QuasiMonteCarlo(n), 2, "groups|a standard error"),
     "temperature_samples": (lambda f, n: calibrated_temperature(noisy_posterior(), Y, n), 1, "num_samples"),
-    "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "the cache's size"),
+    "cache": (lambda f, n: epk.EPKKernel(f.t, cache_bytes=n), 0, "cache_bytes must be"),
     "class": (lambda f, n: epk.EPKKernel(f.t, n)(T[:2]).to_dense(), 0, "outputs|a class index"),
     "gram_class": (lambda f, n: epk_gram(f.t, epk.Points(X[:2], True), outputs=n), 0, "outputs|a class index"),
     "every": (lambda f, n: thin_path(f.t, n, X[:2]), 1, "every"),

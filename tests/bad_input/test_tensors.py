@@ -5,9 +5,9 @@ import torch
 
 import epk_gp as epk
 from epk_gp.analysis import calibration, planes
-from epk_gp.gp.calibration import calibrated_temperature
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.sampling import sample_functions
+from epk_gp.gp.softmax import calibrated_temperature
 from epk_gp.gram.thinning import thin_path
 from loops import data
 from quantities import alignment, boundary, path_geometry, retraining

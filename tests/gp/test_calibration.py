@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.gp.calibration import calibrated_temperature
 from epk_gp.gp.posterior import LogitPosterior
+from epk_gp.gp.softmax import calibrated_temperature
 from gp_cases import C
 
 

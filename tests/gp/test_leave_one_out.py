@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.gp.leave_one_out import leave_one_out
 from epk_gp.gp.posterior import joint_posterior_at
+from epk_gp.gp.regression import leave_one_out
 from epk_gp.kernels.tagging import train_copy
 from gp_cases import C
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import grid_coordinates, lift, principal_plane
-from epk_gp.gp.leave_one_out import leave_one_out
 from epk_gp.gp.models import LogitGP
+from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.sampling import sample_functions
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gram.path_kernel import PathKernel

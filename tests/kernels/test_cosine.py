@@ -12,8 +12,7 @@ from torch.autograd import gradcheck
 
 import epk_gp as epk
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.kernels.epk import EPKKernel
-from epk_gp.kernels.precomputed import epk_gram
+from epk_gp.kernels.epk import EPKKernel, epk_gram
 from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
 from helpers import make_case
 from kernel_cases import MODES, assert_close, make_run, mixed, path_kernel_block, reduced
