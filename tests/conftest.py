@@ -6,14 +6,14 @@ import torch
 
 matplotlib.use("Agg")
 torch.set_num_threads(1)  # sums in one order, and one core for each pytest worker
-NO_TYPES = "bad_input"  # a folder of wrong types, which must reach the library's own checks
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Mark all cases of a test but the first as slow, where it asks for it, and choose the cases of `make test-types`.
 
-    Shapes and types of arguments are checked in the first quick case of each file and in the cases that are marked.
+    Shapes and types of arguments are checked in the first quick case of each file that can be checked, and in the cases
+    that are marked.
     """
     begun = set[str]()
     files = set[Path]()
@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if name in begun and item.get_closest_marker("mostly_slow"):
             item.add_marker(pytest.mark.slow)
         begun.add(name)
-        if not item.get_closest_marker("slow") and item.path not in files and NO_TYPES not in item.path.parts:
+        can_be_checked = not item.get_closest_marker("slow") and "unchecked" not in item.fixturenames
+        if can_be_checked and item.path not in files:
             item.add_marker(pytest.mark.types)
             files.add(item.path)
 
@@ -40,5 +41,5 @@ def generator(seed: int) -> torch.Generator:
 
 
 @pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch the run-time checks of shapes and types off, so that wrong arguments reach the library's own checks."""
+def unchecked() -> None:
+    """Keep a test out of `make test-types`: its wrong arguments are to reach the library's own checks."""

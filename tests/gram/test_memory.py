@@ -99,13 +99,36 @@ class Work:
 
 WHOLE = "MemoryPlan.adjoint_points = MemoryPlan.influence_points = lambda *args: 1"
 MANY_OUTPUTS = "run, X = many_outputs(torch.optim.AdamW, 1e-3)"
-WORKS = {
+WORKS = {  # those whose control loses its plan come last: it does not come back
     # 6000 points of 400 numbers, 20 MB, times the nodes of the adaptive rule; one panel of points, as a run of many
     # steps has: panels alone would bound the memory of a few steps
     "reconstruct": Work(
         "points, X, run = record(6000, 60, 400); reconstruction.panel_points = lambda count, _: count",
         "epk.reconstruct(run, points, rule=epk.adaptive(1e-9), memory_budget={budget})",
         budget=64, loose=4096, more=48,
+    ),
+    "attribute": Work(
+        "_, X, run = record(1500, 1500, 100)",
+        "parts = epk.attribute(run, X[:300], memory_budget={budget})",
+        budget=32, loose=1024, more=16, result=3 * 300 * 1500 * 8,  # samples, (n, C, M)
+    ),
+    # 60 points of 3 outputs: 77 MB of adjoints and what joins them, as they are counted
+    "influence": Work(
+        "_, X, run = record(500, 500, 100)",
+        "epk.influence(run, X[:60], by=[by_label(run)], memory_budget={budget})",
+        budget=16, loose=1024, more=16,
+    ),
+    "retrain": Work(
+        "_, X, run = record(500, 500, 100); weights = torch.rand(300, len(X), dtype=torch.float64)",
+        "epk.retrain(run, weights, memory_budget={budget})",
+        budget=16, loose=1024, more=16, result=300 * (100 * 32 + 32 + 32 * 3 + 3) * 8,
+    ),
+    # the demo's map in small: the Gram matrix and its factorisation stand beside the budget; 57 MiB more with 4096
+    "map": Work(
+        "_, X, run = record(180, 180, 100); generator = torch.Generator().manual_seed(0)",
+        "gp = epk.LogitGP(run, rule=epk.gauss_legendre(2), memory_budget={budget}); gp.fit(3); "
+        "uncertainty_on_plane(gp, principal_plane(X), size=40, num_samples=64, generator=generator)",
+        budget=32, more=0, result=6 * (3 * 180) ** 2 * 8 - OVERHEAD,
     ),
     # 400 images in one tile, of which no more go through a pass than it may hold
     "images": Work(
@@ -126,11 +149,6 @@ WORKS = {
         "epk.gram_block(run, *sides, head='logits', memory_budget={budget})",
         budget=256, more=64, result=6 * 1000**2 * 4, lost="verification._TRUTH_BYTES = 1 << 30",
     ),
-    "attribute": Work(
-        "_, X, run = record(1500, 1500, 100)",
-        "parts = epk.attribute(run, X[:300], memory_budget={budget})",
-        budget=32, loose=1024, more=16, result=3 * 300 * 1500 * 8,  # samples, (n, C, M)
-    ),
     # two layers of ReLU cut a step at dozens of kinks; the gradients of 300 outputs take 1 MB at each node
     "nodes": Work(
         "run, X = many_outputs(torch.optim.SGD, 5.0)",
@@ -143,24 +161,6 @@ WORKS = {
     ),
     "adjoints of influence": Work(
         MANY_OUTPUTS, "epk.influence(run, X[:1], memory_budget={budget})", budget=32, more=64, lost=WHOLE
-    ),
-    # 60 points of 3 outputs: 77 MB of adjoints and what joins them, as they are counted
-    "influence": Work(
-        "_, X, run = record(500, 500, 100)",
-        "epk.influence(run, X[:60], by=[by_label(run)], memory_budget={budget})",
-        budget=16, loose=1024, more=16,
-    ),
-    "retrain": Work(
-        "_, X, run = record(500, 500, 100); weights = torch.rand(300, len(X), dtype=torch.float64)",
-        "epk.retrain(run, weights, memory_budget={budget})",
-        budget=16, loose=1024, more=16, result=300 * (100 * 32 + 32 + 32 * 3 + 3) * 8,
-    ),
-    # the demo's map in small: the Gram matrix and its factorisation stand beside the budget; 57 MiB more with 4096
-    "map": Work(
-        "_, X, run = record(180, 180, 100); generator = torch.Generator().manual_seed(0)",
-        "gp = epk.LogitGP(run, rule=epk.gauss_legendre(2), memory_budget={budget}); gp.fit(3); "
-        "uncertainty_on_plane(gp, principal_plane(X), size=40, num_samples=64, generator=generator)",
-        budget=32, more=0, result=6 * (3 * 180) ** 2 * 8 - OVERHEAD,
     ),
 }  # fmt: skip
 
