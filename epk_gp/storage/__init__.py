@@ -17,10 +17,10 @@ index), `training_state` (optimizer, schedulers, generators), `locking` (one wri
 computations.
 """
 
-from epk_gp.storage.check import RunSummary, check_run
 from epk_gp.storage.export import export_run
 from epk_gp.storage.run import RunStart, create_run, is_run, load_trajectory, resume_run
 from epk_gp.storage.training_state import Stateful, StatefulObjects, TrainingState
+from epk_gp.storage.verify import RunSummary, check_run
 from epk_gp.storage.writer import RunWriter, Storage
 
 __all__ = [

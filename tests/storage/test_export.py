@@ -120,7 +120,7 @@ def test_an_export_does_not_replace_a_file(run, tmp_path):
 
 
 def test_an_export_into_a_folder_that_does_not_exist_is_explained(run, tmp_path):
-    with pytest.raises(FileNotFoundError, match="must be exported to .*: No such file or directory; no part of it is"):
+    with pytest.raises(FileNotFoundError, match="must be written to .*: No such file or directory; no part of it is"):
         export_run(run, tmp_path / "nowhere" / "run.safetensors")
 
 
@@ -129,9 +129,7 @@ def test_an_export_to_a_full_disk_leaves_nothing_and_says_so(run, tmp_path, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        OSError, match="must be exported to .*: No space left on device; no part of it is left"
-    ) as error:
+    with pytest.raises(OSError, match="must be written to .*: No space left on device; no part of it is left") as error:
         export_run(run, tmp_path / "run.safetensors")
     assert error.value.errno == errno.ENOSPC
     assert not (tmp_path / "run.safetensors").exists()

@@ -1,23 +1,95 @@
-"""Runs that keep every k-th weight state: what is read of them, and the states between."""
+"""Weight states, moving statistics and coefficients of a run on disk, each read when it is indexed; kept states."""
 
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
 from epk_gp.core.recomputation import recomputation_of, recomputed_run
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.chunks import read_state
-from epk_gp.storage.index import Chunk, read_journal, resume_name
+from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.storage.chunks import read_places, read_state, read_update
+from epk_gp.storage.journal import Chunk, read_journal, resume_name
 from epk_gp.storage.schema import ChunkSchema
-from epk_gp.storage.stored import StoredStates, StoredUpdates
 from epk_gp.storage.training_state import WEIGHTS, read_training_state
+
+
+@dataclass(frozen=True)
+class StoredStates:
+    """The weights or the moving statistics of a run's states, each read from its chunk.
+
+    Several threads may read at once.
+
+    Attributes:
+        path: Folder of the run.
+        schema: What its chunks hold.
+        chunks: The committed chunks.
+        name: The tensor that is read: "states" for the weights, "statistics" for the moving statistics.
+    """
+
+    path: Path
+    schema: ChunkSchema
+    chunks: tuple[Chunk, ...]
+    name: str = "states"
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, which is found from any working directory."""
+        return {**self.__dict__, "path": self.path.absolute()}
+
+    def __len__(self) -> int:
+        """Return the number of states, S + 1."""
+        return self.chunks[-1].last + 1
+
+    def __getitem__(self, state: int) -> Float[Tensor, " _"]:
+        """Read one state: P weights, or Q moving statistics.
+
+        Raises:
+            IndexError: The run has no such state.
+        """
+        if not 0 <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
+        chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
+        return read_state(self.path, self.schema, chunk, state, name=self.name)
+
+
+@dataclass(frozen=True)
+class StoredUpdates:
+    """The update coefficients of a run, each read from its chunk. Several threads may read at once."""
+
+    path: Path
+    schema: ChunkSchema
+    chunks: tuple[Chunk, ...]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the pickled form, which is found from any working directory."""
+        return {**self.__dict__, "path": self.path.absolute()}
+
+    def __len__(self) -> int:
+        """Return the number of steps, S."""
+        return self.chunks[-1].last
+
+    def __getitem__(self, step: int) -> UpdateCoefficients:
+        """Read the coefficients of one step.
+
+        Raises:
+            IndexError: The run has no such step.
+        """
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
+        return read_update(self.path, self._chunk(step), step)
+
+    def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
+        """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""
+        return read_places(self.path, self._chunk(step), step) if self.schema.thins else {}
+
+    def _chunk(self, step: int) -> Chunk:
+        return self.chunks[bisect_left(self.chunks, step + 1, key=lambda chunk: chunk.last)]
 
 
 @dataclass(frozen=True)
