@@ -109,9 +109,7 @@ def _keys(tensors: Any) -> list[tuple[str, int]]:
     return sorted((p[1], int(p[2])) for p in parts if len(p) == 3 and p[1] in SIDES and p[2].isdecimal())
 
 
-# The names on disk of the coefficients in `update_rules.FIELDS`.
 GROUPS = "groups"
-STORED_FIELDS = ("direct", "momentum", "keep", "take", "gradient", "decay", "shrink")
 
 
 def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
@@ -213,18 +211,18 @@ def chunk_tensors(
         tensors |= passes
     compact = [_compact(update, schema) for update in updates]
     held_updates, columns = [own.update for own in compact], []
-    for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if held_updates else ():
+    for name in FIELDS if held_updates else ():
         values = [getattr(update, name).cpu() for update in held_updates]
         diagonals = [value for value in values if len(value) != len(schema.sizes)]
         if diagonals:
-            tensors[f"update.{stored_name}"] = torch.stack(
+            tensors[f"update.{name}"] = torch.stack(
                 [broadcast_to_params(value, schema.sizes, diagonals[0]) for value in values]
             )
             values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in held_updates]
         columns.append(torch.stack(values).double())
         if any(name in own.places for own in compact):
             shared = torch.full((len(schema.sizes),), -1)
-            tensors[f"update.{stored_name}.at"] = torch.stack([own.places.get(name, shared) for own in compact])
+            tensors[f"update.{name}.at"] = torch.stack([own.places.get(name, shared) for own in compact])
     tensors |= matrix_tensors(held_updates)
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
@@ -237,69 +235,25 @@ def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) ->
     return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
 
 
-def read_state(
-    path: str | os.PathLike[str],
-    schema: ChunkSchema,
-    chunk: Chunk,
-    state: int,
-    *,
-    name: str = "states",
-) -> Float[Tensor, " _"]:
-    """Read the weights of one state, or its moving statistics.
-
-    Args:
-        path: Folder of the run.
-        schema: What its chunks hold.
-        chunk: The chunk of the state.
-        state: Number of the state.
-        name: "states" for the weights, "statistics" for the moving statistics.
-
-    Raises:
-        FileNotFoundError: The file was removed since the run was opened.
-        ValueError: The file was damaged since the run was opened.
-    """
-    with opened_chunk(path, chunk) as tensors:
-        row = state - chunk.first
-        if schema.thins and name == "states":
-            row = len(schema.kept_between(chunk.first, state)) - 1
-        return _read_row(tensors, name, row)
-
-
-def read_update(path: str | os.PathLike[str], chunk: Chunk, step: int) -> UpdateCoefficients:
-    """Read the coefficients of one step.
-
-    Raises:
-        FileNotFoundError: The file was removed since the run was opened.
-        ValueError: The file was damaged since the run was opened.
-    """
-    row = step - max(chunk.first - 1, 0)
-    values = {}
-    with opened_chunk(path, chunk) as tensors:
-        stored = set(tensors.keys())
-        numbers = tensors.get_slice("update")[row].clone()
-        for number, (name, stored_name) in enumerate(zip(FIELDS, STORED_FIELDS, strict=True)):
-            diagonal = f"update.{stored_name}"
-            values[name] = _read_row(tensors, diagonal, row) if diagonal in stored else numbers[number]
-        matrices: Mapping[str, Any] = read_matrices(tensors, row)
-    return UpdateCoefficients(*(values[name] for name in FIELDS), **matrices)
-
-
-def read_places(path: str | os.PathLike[str], chunk: Chunk, step: int) -> dict[str, Int64[Tensor, " L"]]:
-    """Read of which weight of each parameter a chunk holds the coefficients that a preconditioner scales.
-
-    Raises:
-        FileNotFoundError: The file was removed since the run was opened.
-        ValueError: The file was damaged since the run was opened.
-    """
-    row = step - max(chunk.first - 1, 0)
-    with opened_chunk(path, chunk) as tensors:
-        stored = set(tensors.keys())
-        names = [(name, f"update.{own}.at") for name, own in zip(FIELDS, STORED_FIELDS, strict=True)]
-        places = {name: tensors.get_slice(own)[row] for name, own in names if own in stored}
-        return {name: at for name, at in places.items() if bool((at >= 0).any())}
-
-
-def _read_row(tensors: Any, name: str, row: int) -> Float[Tensor, " P"]:
-    """Copy a row: one that stays mapped would change with a file that is written again in place."""
+def read_row(tensors: Any, name: str, row: int) -> Float[Tensor, " _"]:
+    """Copy a row of a tensor of an open chunk: one that stays mapped would change with a file that is written again."""
     value: Tensor = tensors.get_slice(name)[row].clone()
     return value
+
+
+def read_update(tensors: Any, row: int) -> UpdateCoefficients:
+    """Read the coefficients of one step of an open chunk."""
+    stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
+    values = [
+        read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
+        for number, name in enumerate(FIELDS)
+    ]
+    matrices: Mapping[str, Any] = read_matrices(tensors, row)
+    return UpdateCoefficients(*values, **matrices)
+
+
+def read_places(tensors: Any, row: int) -> dict[str, Int64[Tensor, " L"]]:
+    """Read of which weight of each parameter an open chunk holds the coefficients that a preconditioner scales."""
+    stored = set(tensors.keys())
+    places = {name: read_row(tensors, f"update.{name}.at", row) for name in FIELDS if f"update.{name}.at" in stored}
+    return {name: at for name, at in places.items() if bool((at >= 0).any())}

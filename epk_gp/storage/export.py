@@ -12,7 +12,7 @@ from torch import Tensor
 from epk_gp.core.show import tracked
 from epk_gp.core.step import tensor_bytes
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.chunks import STORED_FIELDS, matrices_of, matrix_name, step_tensors, steps_with_matrices
+from epk_gp.storage.chunks import matrices_of, matrix_name, step_tensors, steps_with_matrices
 from epk_gp.storage.files import SAFETENSORS_DTYPES, atomic_write
 from epk_gp.storage.journal import read_journal
 from epk_gp.storage.passes import pass_tensors
@@ -68,7 +68,7 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     first_of_chunk = [updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last]
     for name, dtype in _fields_per_weight(first_of_chunk, L).items():
         rows = _rows_per_weight(updates, name, schema.sizes, torch.zeros(0, dtype=dtype))
-        tensors[f"update.{STORED_FIELDS[FIELDS.index(name)]}"] = ([S, P], dtype, rows)
+        tensors[f"update.{name}"] = ([S, P], dtype, rows)
     in_memory = step_tensors(steps) | pass_tensors(steps)
     for key, numbers in steps_with_matrices(folder, chunks).items():
         Q = matrices_of(updates[numbers[0]])[key]
@@ -84,7 +84,7 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
         "format": FORMAT,
         "digest": chunks[-1].digest,
         "header": json.dumps(header),
-        "update_fields": json.dumps(STORED_FIELDS),
+        "update_fields": json.dumps(FIELDS),
     }
     text, size = _safetensors_header(tensors, metadata)
     contents = (tensor_bytes(row.to(dtype)) for _, dtype, rows in tensors.values() for row in rows)

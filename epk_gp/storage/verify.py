@@ -14,7 +14,7 @@ from epk_gp.core.checks import is_finite
 from epk_gp.core.show import tracked
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import FIELDS
-from epk_gp.storage.chunks import GROUPS, STORED_FIELDS, expected_matrices, read_groups, validate_steps_of_matrices
+from epk_gp.storage.chunks import GROUPS, expected_matrices, read_groups, validate_steps_of_matrices
 from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, regular_file_size
 from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_file, has_checksum, read_journal, resume_name
 from epk_gp.storage.passes import (
@@ -78,10 +78,10 @@ def _validate_layout(actual: Layout, schema: ChunkSchema, chunk: Chunk, where: s
         expected["update"] = ((j, len(FIELDS), L), "F64")
     required = {"states", "statistics"} if schema.num_statistics else {"states"}
     if schema.thins and j:
-        scaled = [name for name in (f"update.{field}.at" for field in STORED_FIELDS) if name in actual]
+        scaled = [name for name in (f"update.{field}.at" for field in FIELDS) if name in actual]
         expected |= dict.fromkeys(scaled, ((j, L), "I64"))
     counts = {"states": kept} | dict.fromkeys(required - {"states"}, k)
-    for name, rows in (*sorted(counts.items()), *((f"update.{field}", j) for field in STORED_FIELDS)):
+    for name, rows in (*sorted(counts.items()), *((f"update.{field}", j) for field in FIELDS)):
         if name in required or name in actual:
             got = actual.get(name, ((), ""))[1]
             others = {"states": (), "statistics": ("F32", "F64")}.get(name, ("F64",))
