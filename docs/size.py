@@ -39,10 +39,7 @@ CAPABILITIES = {
     "Lightning and Hugging Face": ("recording/lightning.py", "recording/huggingface.py", "callbacks.py"),
     "runs on disk": ("storage/*.py",),
     "hostile and damaged files": (
-        "storage/*verification.py", "storage/check.py", "storage/compatibility.py", "storage/write_errors.py",
-    ),
-    "packing and thinning of runs": (
-        "storage/codec.py", "storage/packing.py", "storage/thinning.py", "storage/disk_space.py",
+        "storage/verify.py", "storage/compatibility.py", "storage/writer.py",
     ),
     "workers": ("distributed/*.py",),
     "cost estimates": ("distributed/cost_*.py", "gram/estimate.py", "kernel_machine/estimate.py", "cli/estimate.py"),

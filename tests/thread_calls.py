@@ -35,8 +35,8 @@ from epk_gp.kernel_machine.baselines import (
 )
 from epk_gp.kernels.epk import epk_gram
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
-from epk_gp.storage.check import check_run
 from epk_gp.storage.export import export_run
+from epk_gp.storage.verify import check_run
 
 
 class Remembers(nn.Module):

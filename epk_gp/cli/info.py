@@ -7,8 +7,8 @@ import typer
 from epk_gp.cli.manifest import read_network_spec
 from epk_gp.cli.parsing import make_folder, require_folder
 from epk_gp.provenance import Stopwatch, write_json
-from epk_gp.storage.check import check_run
 from epk_gp.storage.schema import chunk_schema
+from epk_gp.storage.verify import check_run
 
 
 def info(*, run: Path, out: Path | None, quiet: bool) -> None:

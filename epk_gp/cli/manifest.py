@@ -7,7 +7,7 @@ from typing import Any
 
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.atomic_files import (
+from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,
     checksummed_json,

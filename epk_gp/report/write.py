@@ -24,7 +24,7 @@ from epk_gp.report.divisions import divide
 from epk_gp.report.inputs import Decode
 from epk_gp.report.page import page
 from epk_gp.report.request import ExplainedOutputs, OtherInputs, Process, ReportRequest, ReportSettings, parse_request
-from epk_gp.storage.atomic_files import atomic_write
+from epk_gp.storage.files import atomic_write
 
 MAX_BYTES = 6_000_000  # of the file
 _VIEW_BYTES = 150  # no view is shorter: the names of its entries alone take more

@@ -13,15 +13,103 @@ from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.update_law import CompactUpdate, compact_update
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
-from epk_gp.storage.atomic_files import parse_json
-from epk_gp.storage.index import Chunk, opened_chunk
-from epk_gp.storage.matrices import matrix_tensors, read_matrices
+from epk_gp.storage.files import SAFETENSORS_DTYPES, parse_json
+from epk_gp.storage.journal import Chunk, opened_chunk
 from epk_gp.storage.passes import pass_tables, pass_tensors, validate_tables
-from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema, Count, GroupOptions, Record, validated
+from epk_gp.storage.schema import ChunkSchema, Count, GroupOptions, Record, validated
 
-# The names on disk of the coefficients in `update_rules.FIELDS`.
+SIDES = ("left", "right")
+
+
+def matrices_of(update: UpdateCoefficients) -> dict[tuple[str, int], Tensor]:
+    """Return the matrices of a step by side and position of the parameter."""
+    return {(side, k): Q for side in SIDES for k, Q in sorted(getattr(update, side, {}).items())}
+
+
+def matrix_bytes(update: UpdateCoefficients) -> int:
+    """Return how many bytes the matrices of a step take."""
+    return sum(Q.nbytes for Q in matrices_of(update).values())
+
+
+def matrix_name(side: str, k: int) -> str:
+    """Return the name on disk of the matrices of a parameter."""
+    return f"update.{side}.{k}"
+
+
+def steps_with_matrices(path: str | os.PathLike[str], chunks: Sequence[Chunk]) -> dict[tuple[str, int], list[int]]:
+    """Return the steps of a verified run in which each side of each parameter has a matrix."""
+    steps: dict[tuple[str, int], list[int]] = {}
+    for chunk in chunks:
+        with opened_chunk(path, chunk) as tensors:
+            for key in _keys(tensors):
+                rows = tensors.get_tensor(f"{matrix_name(*key)}.steps")
+                steps.setdefault(key, []).extend((rows + max(chunk.first - 1, 0)).tolist())
+    return dict(sorted(steps.items()))
+
+
+def matrix_tensors(updates: Sequence[UpdateCoefficients]) -> dict[str, Tensor]:
+    """Return the tensors that hold the matrices of consecutive steps, by their names on disk."""
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    for row, update in enumerate(updates):
+        for (side, k), Q in matrices_of(update).items():
+            found.setdefault(matrix_name(side, k), []).append((row, Q))
+    tensors = {}
+    for name, rows in found.items():
+        tensors[name] = torch.stack([Q.detach().cpu() for _, Q in rows])
+        tensors[f"{name}.steps"] = torch.tensor([row for row, _ in rows], dtype=torch.int64)
+    return tensors
+
+
+def read_matrices(tensors: Any, row: int) -> dict[str, dict[int, Tensor]]:
+    """Read the matrices of one step of an open chunk, as the arguments of `UpdateCoefficients`; none if it has none."""
+    found: dict[str, dict[int, Tensor]] = {}
+    for side, k in _keys(tensors):
+        steps = tensors.get_tensor(f"{matrix_name(side, k)}.steps")
+        if len(place := (steps == row).nonzero()):
+            found.setdefault(side, {})[k] = tensors.get_slice(matrix_name(side, k))[int(place[0])].clone()
+    return found
+
+
+def expected_matrices(
+    actual: Mapping[str, tuple[tuple[int, ...], str]], schema: ChunkSchema
+) -> dict[str, tuple[tuple[int, ...] | None, str]]:
+    """Return shape (None for one dimension of any length) and dtype that each tensor of matrices must have.
+
+    A matrix is square, and its side divides its parameter's number of weights. There are as many as `.steps` names.
+    """
+    expected: dict[str, tuple[tuple[int, ...] | None, str]] = {}
+    for k, size in enumerate(schema.sizes):
+        for name in (matrix_name(side, k) for side in SIDES):
+            if not actual.keys() & {name, f"{name}.steps"}:
+                continue
+            shape, dtype = actual.get(name, ((), ""))
+            sides = {r for r in shape[1:] if r and size % r == 0}
+            n, r = (shape[0] if shape else 0), max(sides, default=1)
+            dtype = dtype if dtype in ("F32", "F64") else SAFETENSORS_DTYPES[schema.dtype]
+            expected |= {name: ((n, r, r), dtype), f"{name}.steps": ((n,), "I64")}
+    return expected
+
+
+def validate_steps_of_matrices(tensors: Any, num_steps: int, where: str) -> None:
+    """Raise if the matrices of an open chunk are not those of different steps of it.
+
+    Raises:
+        ValueError: A step is none of the chunk's, or the steps are not in their order.
+    """
+    for key in _keys(tensors):
+        name = f"{matrix_name(*key)}.steps"
+        steps = tensors.get_tensor(name)
+        if not len(steps) or steps.min() < 0 or steps.max() >= num_steps or (steps.diff() <= 0).any():
+            raise ValueError(f"{where} must hold {name!r} in the order of its {num_steps} steps: it does not.")
+
+
+def _keys(tensors: Any) -> list[tuple[str, int]]:
+    """Return side and position of the parameter of each tensor of matrices in an open chunk."""
+    parts = [name.split(".") for name in tensors.keys()]  # noqa: SIM118  # not a mapping
+    return sorted((p[1], int(p[2])) for p in parts if len(p) == 3 and p[1] in SIDES and p[2].isdecimal())
+
+
 GROUPS = "groups"
-STORED_FIELDS = ("direct", "momentum", "keep", "take", "gradient", "decay", "shrink")
 
 
 def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
@@ -123,18 +211,18 @@ def chunk_tensors(
         tensors |= passes
     compact = [_compact(update, schema) for update in updates]
     held_updates, columns = [own.update for own in compact], []
-    for name, stored_name in zip(FIELDS, STORED_FIELDS, strict=True) if held_updates else ():
+    for name in FIELDS if held_updates else ():
         values = [getattr(update, name).cpu() for update in held_updates]
         diagonals = [value for value in values if len(value) != len(schema.sizes)]
         if diagonals:
-            tensors[f"update.{stored_name}"] = torch.stack(
+            tensors[f"update.{name}"] = torch.stack(
                 [broadcast_to_params(value, schema.sizes, diagonals[0]) for value in values]
             )
             values = [torch.zeros(len(schema.sizes), dtype=torch.float64) for _ in held_updates]
         columns.append(torch.stack(values).double())
         if any(name in own.places for own in compact):
             shared = torch.full((len(schema.sizes),), -1)
-            tensors[f"update.{stored_name}.at"] = torch.stack([own.places.get(name, shared) for own in compact])
+            tensors[f"update.{name}.at"] = torch.stack([own.places.get(name, shared) for own in compact])
     tensors |= matrix_tensors(held_updates)
     if columns:
         tensors["update"] = torch.stack(columns, dim=1)
@@ -147,69 +235,25 @@ def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) ->
     return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
 
 
-def read_state(
-    path: str | os.PathLike[str],
-    schema: ChunkSchema,
-    chunk: Chunk,
-    state: int,
-    *,
-    name: str = "states",
-) -> Float[Tensor, " _"]:
-    """Read the weights of one state, or its moving statistics.
-
-    Args:
-        path: Folder of the run.
-        schema: What its chunks hold.
-        chunk: The chunk of the state.
-        state: Number of the state.
-        name: "states" for the weights, "statistics" for the moving statistics.
-
-    Raises:
-        FileNotFoundError: The file was removed since the run was opened.
-        ValueError: The file was damaged since the run was opened.
-    """
-    with opened_chunk(path, chunk) as tensors:
-        row = state - chunk.first
-        if schema.thins and name == "states":
-            row = len(schema.kept_between(chunk.first, state)) - 1
-        return _read_row(tensors, name, row)
-
-
-def read_update(path: str | os.PathLike[str], chunk: Chunk, step: int) -> UpdateCoefficients:
-    """Read the coefficients of one step.
-
-    Raises:
-        FileNotFoundError: The file was removed since the run was opened.
-        ValueError: The file was damaged since the run was opened.
-    """
-    row = step - max(chunk.first - 1, 0)
-    values = {}
-    with opened_chunk(path, chunk) as tensors:
-        stored = set(tensors.keys())
-        numbers = tensors.get_slice("update")[row].clone()
-        for number, (name, stored_name) in enumerate(zip(FIELDS, STORED_FIELDS, strict=True)):
-            diagonal = f"update.{stored_name}"
-            values[name] = _read_row(tensors, diagonal, row) if diagonal in stored else numbers[number]
-        matrices: Mapping[str, Any] = read_matrices(tensors, row)
-    return UpdateCoefficients(*(values[name] for name in FIELDS), **matrices)
-
-
-def read_places(path: str | os.PathLike[str], chunk: Chunk, step: int) -> dict[str, Int64[Tensor, " L"]]:
-    """Read of which weight of each parameter a chunk holds the coefficients that a preconditioner scales.
-
-    Raises:
-        FileNotFoundError: The file was removed since the run was opened.
-        ValueError: The file was damaged since the run was opened.
-    """
-    row = step - max(chunk.first - 1, 0)
-    with opened_chunk(path, chunk) as tensors:
-        stored = set(tensors.keys())
-        names = [(name, f"update.{own}.at") for name, own in zip(FIELDS, STORED_FIELDS, strict=True)]
-        places = {name: tensors.get_slice(own)[row] for name, own in names if own in stored}
-        return {name: at for name, at in places.items() if bool((at >= 0).any())}
-
-
-def _read_row(tensors: Any, name: str, row: int) -> Float[Tensor, " P"]:
-    """Copy a row: one that stays mapped would change with a file that is written again in place."""
+def read_row(tensors: Any, name: str, row: int) -> Float[Tensor, " _"]:
+    """Copy a row of a tensor of an open chunk: one that stays mapped would change with a file that is written again."""
     value: Tensor = tensors.get_slice(name)[row].clone()
     return value
+
+
+def read_update(tensors: Any, row: int) -> UpdateCoefficients:
+    """Read the coefficients of one step of an open chunk."""
+    stored, numbers = set(tensors.keys()), read_row(tensors, "update", row)
+    values = [
+        read_row(tensors, f"update.{name}", row) if f"update.{name}" in stored else numbers[number]
+        for number, name in enumerate(FIELDS)
+    ]
+    matrices: Mapping[str, Any] = read_matrices(tensors, row)
+    return UpdateCoefficients(*values, **matrices)
+
+
+def read_places(tensors: Any, row: int) -> dict[str, Int64[Tensor, " L"]]:
+    """Read of which weight of each parameter an open chunk holds the coefficients that a preconditioner scales."""
+    stored = set(tensors.keys())
+    places = {name: read_row(tensors, f"update.{name}.at", row) for name in FIELDS if f"update.{name}.at" in stored}
+    return {name: at for name, at in places.items() if bool((at >= 0).any())}

@@ -14,8 +14,9 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from epk_gp.core.step import ForwardPass, Passes, SeenRows, Step, tensor_bytes
-from epk_gp.storage.index import Chunk, chunk_file, opened_chunk
-from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema
+from epk_gp.storage.files import SAFETENSORS_DTYPES
+from epk_gp.storage.journal import Chunk, chunk_file, opened_chunk
+from epk_gp.storage.schema import ChunkSchema
 
 # The parts of a pass that are tensors.
 _VECTORS = {

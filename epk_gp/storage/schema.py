@@ -17,7 +17,7 @@ from epk_gp.core.update_law import scaled_fields
 from epk_gp.optimizers.preconditioners import fits_scale
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import Clip
-from epk_gp.storage.atomic_files import (
+from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     checksum_file,
     load_tensors,
@@ -30,19 +30,6 @@ from epk_gp.storage.atomic_files import (
 FORMAT = "epk_gp run"
 FORMAT_VERSION = 1
 HEADER, DATA = "run.json", "data.safetensors"
-# The name that a safetensors header gives to each dtype.
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 # The dtypes that weights can have, by their name in the run's header.
 WEIGHT_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 

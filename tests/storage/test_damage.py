@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.storage.index import Chunk, chain_hash, read_journal, to_json_line
+from epk_gp.storage.journal import Chunk, chain_hash, read_journal, to_json_line
 from loops import data, mlp, sgd
 from stored_runs import HEADER, JOURNAL, chunk_files, flip, record, refused
 

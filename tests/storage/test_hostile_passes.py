@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save
 
 import epk_gp as epk
 from epk_gp.core.step import ForwardPass, SeenRows
-from epk_gp.storage.check import check_run
+from epk_gp.storage.files import SAFETENSORS_DTYPES
 from epk_gp.storage.passes import PARTS
-from epk_gp.storage.schema import SAFETENSORS_DTYPES
+from epk_gp.storage.verify import check_run
 from loops import mlp
 from stored_runs import add, begin, finish, norm_net, replace_chunk, replace_header
 

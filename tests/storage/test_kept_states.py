@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.recomputation import recomputation_of
-from epk_gp.storage.check import check_run
 from epk_gp.storage.export import export_run
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import check_run
 from loops import data, file_hashes, mlp, sgd
 from stored_runs import KEPT_STEPS as STEPS
 from stored_runs import chunk_files, refused, replace_chunk
@@ -30,8 +30,8 @@ def test_chunks_hold_every_third_state_and_one_coefficient_per_parameter(run):
     chunks = [load_file(file) for file in chunk_files(run)]
     assert [len(chunk["states"]) for chunk in chunks] == [1, 0, 1, 1, 0]
     assert torch.equal(chunks[2]["states"][0], whole.states[3])
-    assert not any("update.momentum" in chunk for chunk in chunks)
-    at = torch.cat([chunk["update.momentum.at"] for chunk in chunks[1:]])
+    assert not any("update.momentum_lr" in chunk for chunk in chunks)
+    at = torch.cat([chunk["update.momentum_lr.at"] for chunk in chunks[1:]])
     held = torch.cat([chunk["update"] for chunk in chunks[1:]])[:, 1]
     for s in range(STEPS):
         parts = whole.updates[s].momentum_lr.split(list(whole.model.sizes))
@@ -113,9 +113,9 @@ def test_a_run_without_its_last_state_is_refused(run):
 def test_a_place_that_is_no_weight_is_refused(run):
     chunk = load_file(run / "chunk-000001.safetensors")
     (run / "finished.json").unlink()
-    chunk["update.momentum.at"][0, 0] = 24
+    chunk["update.momentum_lr.at"][0, 0] = 24
     replace_chunk(run, save(chunk))
-    refused(run, ValueError, "must hold 'update.momentum.at' of -1 or a weight of its parameter")
+    refused(run, ValueError, "must hold 'update.momentum_lr.at' of -1 or a weight of its parameter")
 
 
 def test_a_state_too_many_is_refused(run):

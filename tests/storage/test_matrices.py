@@ -8,8 +8,8 @@ import epk_gp as epk
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage import export_run
-from epk_gp.storage.check import check_run
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import check_run
 from epk_gp.storage.writer import open_for_writing
 from loops import mlp
 from stored_runs import refused, replace_chunk, resumed

@@ -19,9 +19,9 @@ from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.recording.history import RunHistory
 from epk_gp.storage import export_run
 from epk_gp.storage import passes as passes_module
-from epk_gp.storage.check import check_run
 from epk_gp.storage.passes import PARTS, StoredPasses, part_of, validate_pass
 from epk_gp.storage.schema import read_header
+from epk_gp.storage.verify import check_run
 from loops import data
 from stored_runs import (
     add,

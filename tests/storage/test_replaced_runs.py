@@ -129,5 +129,5 @@ def test_a_copy_of_the_same_run_is_read(tmp_path):
 
 def test_unchanged_files_are_not_hashed_again(tmp_path, monkeypatch):
     trajectory = record(tmp_path / "run", 0)
-    monkeypatch.setattr("epk_gp.storage.index.checksum_file", pytest.fail)
+    monkeypatch.setattr("epk_gp.storage.journal.checksum_file", pytest.fail)
     epk.attribute(trajectory, trajectory.inputs[:2])

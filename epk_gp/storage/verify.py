@@ -1,8 +1,9 @@
-"""Verification of a chunk before anything in it is used: checksum, names, shapes, dtypes, and finite numbers."""
+"""Verification of a run before anything in it is used: each chunk when it is opened, and every file by `check_run`."""
 
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,22 @@ import torch
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
+from epk_gp.core.show import tracked
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import FIELDS
-from epk_gp.storage.atomic_files import open_tensors
-from epk_gp.storage.chunks import GROUPS, STORED_FIELDS, read_groups
-from epk_gp.storage.index import Chunk, chunk_file, has_checksum
-from epk_gp.storage.matrices import expected_matrices, validate_steps_of_matrices
-from epk_gp.storage.passes import Layout, expected_pass_tensors, read_tables, validate_tables, with_stored_passes
-from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema
+from epk_gp.storage.chunks import GROUPS, expected_matrices, read_groups, validate_steps_of_matrices
+from epk_gp.storage.files import SAFETENSORS_DTYPES, open_tensors, regular_file_size
+from epk_gp.storage.journal import FINISHED, JOURNAL, Chunk, chunk_file, has_checksum, read_journal, resume_name
+from epk_gp.storage.passes import (
+    Layout,
+    expected_pass_tensors,
+    pass_bytes,
+    read_tables,
+    validate_tables,
+    with_stored_passes,
+)
+from epk_gp.storage.schema import DATA, HEADER, ChunkSchema, chunk_schema, read_data, read_header
+from epk_gp.storage.training_state import read_training_state
 
 _STEP_TENSORS = {"sizes", "lengths", "weighted", "batches", "sample_weights"}
 _BLOCK_ELEMENTS = 1 << 22  # numbers tested at a time: 32 MiB of float64, so that a large chunk is not read as a whole
@@ -69,10 +78,10 @@ def _validate_layout(actual: Layout, schema: ChunkSchema, chunk: Chunk, where: s
         expected["update"] = ((j, len(FIELDS), L), "F64")
     required = {"states", "statistics"} if schema.num_statistics else {"states"}
     if schema.thins and j:
-        scaled = [name for name in (f"update.{field}.at" for field in STORED_FIELDS) if name in actual]
+        scaled = [name for name in (f"update.{field}.at" for field in FIELDS) if name in actual]
         expected |= dict.fromkeys(scaled, ((j, L), "I64"))
     counts = {"states": kept} | dict.fromkeys(required - {"states"}, k)
-    for name, rows in (*sorted(counts.items()), *((f"update.{field}", j) for field in STORED_FIELDS)):
+    for name, rows in (*sorted(counts.items()), *((f"update.{field}", j) for field in FIELDS)):
         if name in required or name in actual:
             got = actual.get(name, ((), ""))[1]
             others = {"states": (), "statistics": ("F32", "F64")}.get(name, ("F64",))
@@ -139,3 +148,77 @@ def _parse_steps(tensors: Mapping[str, Tensor], schema: ChunkSchema, chunk: Chun
         )
         for k in range(len(lengths))
     ]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of a run whose files were all checked.
+
+    Attributes:
+        header: The run's header.
+        chunks: Its committed chunks.
+        finished: Whether the recording came to its end.
+        learning_rates: Learning rate of each step.
+        batch_sizes: Number of points of each step.
+        num_passes: Number of recorded forward passes of all steps.
+        pass_bytes: Bytes that they take in memory.
+        data_shapes: Shapes of inputs, targets, frozen state and fingerprint outputs.
+        files: Number of files that were checked.
+        bytes: Their total size.
+    """
+
+    header: dict[str, Any]
+    chunks: tuple[Chunk, ...]
+    finished: bool
+    learning_rates: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
+    num_passes: int
+    pass_bytes: int
+    data_shapes: dict[str, tuple[int, ...]]
+    files: int
+    bytes: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number S of steps."""
+        return len(self.learning_rates)
+
+
+def check_run(folder: str | os.PathLike[str], *, progress: bool = False) -> RunSummary:
+    """Read every file of a run and check it against what was committed.
+
+    Raises:
+        FileNotFoundError: The folder holds no run, or a file is missing.
+        ValueError: A file is damaged; the message names it and the states it held.
+    """
+    place = Path(folder)
+    header = read_header(folder)
+    schema = chunk_schema(header)
+    data = read_data(folder, header)
+    journal = read_journal(folder)
+    steps, num_bytes = list[Step](), 0
+    for chunk in tracked(journal.chunks, "checking", unit="chunk", shown=progress):
+        own = read_steps(folder, schema, chunk)
+        num_bytes += sum(pass_bytes(step.passes) for step in own)  # each is read and checked
+        steps.extend(own)
+    number, chunk = len(journal.chunks) - 1, journal.chunks[-1]
+    try:
+        read_training_state(folder, number, chunk)
+    except FileNotFoundError:
+        if read_journal(folder).bytes == journal.bytes:  # a writer that committed another chunk would have removed it
+            raise
+    names = [HEADER, DATA, JOURNAL, resume_name(number), *(chunk.file for chunk in journal.chunks)]
+    names += [FINISHED] if journal.finished else []
+    sizes = [regular_file_size(place / name, name) for name in names]
+    return RunSummary(
+        header=header,
+        chunks=journal.chunks,
+        finished=journal.finished,
+        learning_rates=tuple(step.lr for step in steps),
+        batch_sizes=tuple(schema.num_points if step.batch is None else len(step.batch) for step in steps),
+        num_passes=sum(len(step.passes) for step in steps),
+        pass_bytes=num_bytes,
+        data_shapes={name: tuple(value.shape) for name, value in data.items()},
+        files=len(names),
+        bytes=sum(size or 0 for size in sizes),
+    )

@@ -1,48 +1,85 @@
-"""Runs that keep every k-th weight state: what is read of them, and the states between."""
+"""Weight states, moving statistics and coefficients of a run on disk, each read when it is indexed; kept states."""
 
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.checks import is_finite
 from epk_gp.core.recomputation import recomputation_of, recomputed_run
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.chunks import read_state
-from epk_gp.storage.index import Chunk, read_journal, resume_name
+from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.storage.chunks import read_places, read_row, read_update
+from epk_gp.storage.journal import Chunk, opened_chunk, read_journal, resume_name
 from epk_gp.storage.schema import ChunkSchema
-from epk_gp.storage.stored import StoredStates, StoredUpdates
 from epk_gp.storage.training_state import WEIGHTS, read_training_state
 
 
 @dataclass(frozen=True)
-class StoredKeptStates:
-    """The kept weight states of a run on disk: every k-th one from its chunks, and the last. Several threads may read.
+class _Stored:
+    """Tensors of a run on disk, read from its chunks by several threads at once.
 
     Attributes:
         path: Folder of the run.
         schema: What its chunks hold.
         chunks: The committed chunks.
-        last: The last state, exactly.
     """
 
     path: Path
     schema: ChunkSchema
     chunks: tuple[Chunk, ...]
-    last: Float[Tensor, " P"]
 
     def __getstate__(self) -> dict[str, object]:
         """Return the pickled form, which is found from any working directory."""
         return {**self.__dict__, "path": self.path.absolute()}
 
     def __len__(self) -> int:
-        """Return the number of all states, S + 1."""
+        """Return the number of states, S + 1."""
         return self.chunks[-1].last + 1
+
+    def _chunk(self, state: int) -> Chunk:
+        return self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
+
+
+@dataclass(frozen=True)
+class StoredStates(_Stored):
+    """The weights or the moving statistics of a run's states.
+
+    Attributes:
+        name: The tensor that is read: "states" for the weights, "statistics" for the moving statistics.
+    """
+
+    name: str = "states"
+
+    def __getitem__(self, state: int) -> Float[Tensor, " _"]:
+        """Read one state: P weights, or Q moving statistics.
+
+        Raises:
+            IndexError: The run has no such state.
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened.
+        """
+        if not 0 <= state < len(self):
+            raise IndexError(f"state must lie in 0..{len(self) - 1}: got {state}.")
+        chunk = self._chunk(state)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_row(tensors, self.name, state - chunk.first)
+
+
+@dataclass(frozen=True)
+class StoredKeptStates(_Stored):
+    """The kept weight states of a run: every k-th one from its chunks, and the last.
+
+    Attributes:
+        last: The last state, exactly.
+    """
+
+    last: Float[Tensor, " P"]
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -60,8 +97,40 @@ class StoredKeptStates:
             return self.last
         if not 0 <= state < len(self) or state not in self.schema.kept_between(state, state):
             raise IndexError(f"state must be a kept one, a multiple of {self.schema.keep_every}: got {state}.")
-        chunk = self.chunks[bisect_left(self.chunks, state, key=lambda chunk: chunk.last)]
-        return read_state(self.path, self.schema, chunk, state)
+        chunk = self._chunk(state)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_row(tensors, "states", len(self.schema.kept_between(chunk.first, state)) - 1)
+
+
+@dataclass(frozen=True)
+class StoredUpdates(_Stored):
+    """The update coefficients of a run."""
+
+    def __len__(self) -> int:
+        """Return the number of steps, S."""
+        return self.chunks[-1].last
+
+    def __getitem__(self, step: int) -> UpdateCoefficients:
+        """Read the coefficients of one step.
+
+        Raises:
+            IndexError: The run has no such step.
+            FileNotFoundError: The file was removed since the run was opened.
+            ValueError: The file was damaged since the run was opened.
+        """
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in 0..{len(self) - 1}: got {step}.")
+        chunk = self._chunk(step + 1)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_update(tensors, step - max(chunk.first - 1, 0))
+
+    def places(self, step: int) -> Mapping[str, Int64[Tensor, " L"]]:
+        """Read of which weight of each parameter a step holds the scaled coefficients (`CompactUpdate`)."""
+        if not self.schema.thins:
+            return {}
+        chunk = self._chunk(step + 1)
+        with opened_chunk(self.path, chunk) as tensors:
+            return read_places(tensors, step - max(chunk.first - 1, 0))
 
 
 def read_chunks(path: str | os.PathLike[str], schema: ChunkSchema) -> tuple[tuple[Chunk, ...], Tensor | None]:

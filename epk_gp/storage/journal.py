@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import StringConstraints
 
-from epk_gp.storage.atomic_files import (
+from epk_gp.storage.files import (
     DAMAGED,
     checksum,
     checksum_file,

@@ -1,18 +1,24 @@
-"""Files of a run: written atomically with checksums, and read without trusting their content."""
+"""Files, written atomically with checksums and read without trusting their content.
+
+JSON, and tensors by name (safetensors).
+"""
 
 import errno
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
+
+from epk_gp.core.step import tensor_bytes
 
 MAX_JSON_BYTES = 1 << 24  # 16 MiB; the header of a network with 100 000 parameter tensors has some 7 MiB
 MAX_TENSOR_HEADER_BYTES = 1 << 24  # 16 MiB; a chunk has some 30 tensors, and 4 per parameter with matrices
@@ -267,7 +273,7 @@ def atomic_write(
             if is_durable:
                 os.fsync(stream.fileno())
         partial.replace(file)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             partial.unlink()  # frees the space on a full disk
         raise
@@ -288,3 +294,41 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# The name that a safetensors header gives to each dtype.
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Give the content of a safetensors file, part by part: the same bytes whenever tensors and metadata are the same.
+
+    A large tensor needs its own memory only once, and metadata are not in a random order, as safetensors writes them.
+
+    Args:
+        tensors: The tensors by their names.
+        metadata: Texts by their names.
+    """
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    names, end = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0  # each at a multiple of its items
+    for name in names:
+        value, start = tensors[name], end
+        end = start + value.numel() * value.itemsize
+        dtype = SAFETENSORS_DTYPES[value.dtype]
+        header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield tensor_bytes(tensors[name])
