@@ -212,29 +212,6 @@ def posterior_at(
     return LogitPosterior(torch.cat(means), torch.cat(covariances), tolerance)
 
 
-def joint_posterior_at(
-    factorization: Factorization, prior_mean: Callable[[Tensor], Tensor], x: Shaped[Tensor, "n columns"]
-) -> tuple[Float[Tensor, "B rows"], Float[Tensor, "K rows rows"]]:
-    """Evaluate the posterior of all outputs at all points together: dense, for small n.
-
-    Args:
-        factorization: The factorised prior.
-        prior_mean: Returns (n, C) at n points.
-        x: Points, usually test copies.
-
-    Returns:
-        Mean and covariance as rows and matrices of the prior: one matrix with n * C rows, C with n rows, or one with n
-        rows for all outputs.
-    """
-    with torch.no_grad():
-        norms = point_blocks(factorization.config, x)[1] if factorization.config.is_cosine else None
-        cross = _cross_covariance(factorization, x, norms)
-        V = torch.linalg.solve_triangular(factorization.factor, cross.mT, upper=False)
-        mean = factorization.coupling.to_rows(prior_mean(x)) + _times_weights(cross, factorization)
-        prior = normalized_block(factorization.config, x, x, (norms, norms)).mul_(factorization.scale[:, None, None])
-        return mean, prior.sub_(V.mT @ V)
-
-
 def _default_block_size(factorization: Factorization) -> int:
     config, factor = factorization.config, factorization.factor
     rows_per_point = config.structure.num_matrices * config.structure.rows_per_point
