@@ -26,7 +26,6 @@ from epk_gp.kernel_machine.baselines import (
     single_machine,
     tangent_trajectory,
 )
-from epk_gp.kernels.epk import epk_gram
 from report_cases import embedded
 
 RULE = epk.gauss_legendre(2)
@@ -98,7 +97,6 @@ DOORS: dict[str, Callable[..., Tensor]] = {
     "gram.path_features.path_features": lambda run, **h: epk.path_features(run, TEST, 16, num_probe=0, **h) + 0,
     "gram.thinning.thin_path": thinning_errors,
     "kernels.epk.EPKKernel": kernel_values,
-    "kernels.epk.epk_gram": lambda run, **h: torch.from_numpy(epk_gram(run, *pair(run), rule=RULE, **h)),
     "kernel_machine.reconstruct.reconstruct": lambda run, **h: epk.reconstruct(run, TEST, rule=RULE, **h).outputs,
     "kernel_machine.attribute.attribute": lambda run, **h: epk.attribute(run, TEST, rule=RULE, **h).samples,
     "kernel_machine.attribute.attribute_by": lambda run, **h: (

@@ -19,6 +19,8 @@ from epk_gp.core.checks import (
 from epk_gp.core.losses import CrossEntropy, Head, NegativeLogLikelihood, ignored_class
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs
 
+TargetKind = Literal["network", "dirichlet", "labels"]
+
 
 class NodesWithoutData(Trajectory):
     """What a classifier that was read from a file has in place of its run: the nodes of the path.
@@ -65,9 +67,6 @@ def parse_train_indices(points: Int[Tensor, " N"] | Sequence[int] | None, trajec
         repeated = len(indices) - len(indices.unique())
         raise ValueError(f"points must not repeat: got {repeated} repeated indices. Use points.unique().")
     return indices
-
-
-TargetKind = Literal["network", "dirichlet", "labels"]
 
 
 def make_targets(

@@ -85,10 +85,6 @@ class OutputCoupling:
         per_output = values.mT.reshape(-1, C, values.shape[-2])
         return per_output[position, torch.arange(C, device=values.device)]
 
-    def to_rows(self, values: Float[Tensor, "n C"]) -> Float[Tensor, "B rows"]:
-        """Arrange values per point and output as rows of the kernel's matrices."""
-        return self.to_gpytorch(values).reshape(self.num_right_sides, -1)
-
     def from_rows(self, rows: Float[Tensor, "*b B rows"]) -> Float[Tensor, "*b n C"]:
         """Arrange rows of the kernel's matrices per point and output."""
         return rows.mT if self.is_batch else rows.reshape(*rows.shape[:-2], -1, self.num_outputs)

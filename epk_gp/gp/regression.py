@@ -43,7 +43,7 @@ def leave_one_out(gp: LogitGP) -> LeaveOneOut:
 
     Returns:
         Predictions and scores, float64. The mean of `log_density` is a score of hyperparameters; the posterior is what
-        `softmax_uncertainty` and `calibrated_temperature` take.
+        `softmax_uncertainty` takes.
 
     Raises:
         TypeError: `gp` is not a `LogitGP`.

@@ -1,25 +1,116 @@
-"""Monte Carlo through the softmax: the distribution of class probabilities, and a temperature for them."""
+"""Monte Carlo through the softmax: the distribution of class probabilities under a Gaussian over logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import sqrt
+from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from scipy.optimize import minimize_scalar
+from jaxtyping import Float, Shaped
 from torch import Tensor
+from torch.quasirandom import SobolEngine
 
 from epk_gp.core.checks import (
     validate_count,
     validate_generator,
-    validate_labels,
+    validate_integer,
     validate_number,
     validate_positive,
 )
 from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
 from epk_gp.gp.posterior import LogitPosterior, validate_posterior
-from epk_gp.gp.sampling import MonteCarlo, SamplingMethod, validate_method
+
+_SOBOL_CELL = 2.0**-30  # width of the grid that torch's Sobol points lie on
+
+
+@final
+@dataclass(frozen=True)
+class MonteCarlo:
+    """Independent samples: the error falls as 1 / sqrt(number)."""
+
+    def standard_normals(
+        self, num_samples: int, dimension: int, generator: torch.Generator | None, reference: Shaped[Tensor, "..."]
+    ) -> Float[Tensor, "samples dimension"]:
+        """Sample independent vectors.
+
+        Args:
+            num_samples: Number of vectors.
+            dimension: Of a vector.
+            generator: Source of the samples, on the device of `reference`; torch's global one by default.
+            reference: A tensor of the dtype and on the device of the result.
+        """
+        return torch.randn(num_samples, dimension, generator=generator, dtype=reference.dtype, device=reference.device)
+
+    def standard_error(self, samples: Float[Tensor, "*n samples C"]) -> Float[Tensor, "*n C"]:
+        """Estimate the error of the mean: the samples' standard deviation by the square root of their number."""
+        return samples.std(dim=-2).div(sqrt(samples.shape[-2]))
+
+
+@final
+@dataclass(frozen=True)
+class QuasiMonteCarlo:
+    """Sobol points, scrambled independently in every group: unbiased, and the spread of the groups estimates the error.
+
+    Owen (1997): for smooth integrands the error falls almost as 1 / number^(3/2) within a group.
+
+    Attributes:
+        groups: Independent scramblings, at least 2. Each has num_samples / groups points, best a power of 2.
+    """
+
+    groups: int = 16
+
+    def __post_init__(self) -> None:
+        """Raise if the groups give no error estimate.
+
+        Raises:
+            TypeError: The number of groups is not a whole number.
+            ValueError: There are fewer than 2 groups.
+        """
+        validate_integer(self.groups, "groups")
+        if self.groups < 2:
+            raise ValueError(f"a standard error needs at least 2 scramblings: got groups={self.groups}.")
+
+    def standard_normals(
+        self, num_samples: int, dimension: int, generator: torch.Generator | None, reference: Shaped[Tensor, "..."]
+    ) -> Float[Tensor, "samples dimension"]:
+        """Map scrambled Sobol points, group after group, to normal quantiles; the generator is on the CPU.
+
+        Raises:
+            ValueError: The groups do not divide the number of samples.
+        """
+        if num_samples % self.groups:
+            raise ValueError(
+                f"the number of samples must be a multiple of the scramblings: got num_samples={num_samples} for "
+                f"groups={self.groups}."
+            )
+        seeds = torch.randint(2**31, (self.groups,), generator=generator).tolist()
+        size = num_samples // self.groups
+        points = torch.cat(
+            [SobolEngine(dimension, scramble=True, seed=seed).draw(size, dtype=torch.float64) for seed in seeds]
+        )
+        centred = points + _SOBOL_CELL / 2  # the middle of a grid cell: the normal quantile of 0 is minus infinity
+        normals: Tensor = torch.special.ndtri(centred).to(reference)
+        return normals
+
+    def standard_error(self, samples: Float[Tensor, "*n samples C"]) -> Float[Tensor, "*n C"]:
+        """Divide the standard deviation of the groups' means by the square root of the number of groups."""
+        means: Tensor = samples.unflatten(-2, (self.groups, -1)).mean(-2)
+        return means.std(dim=-2).div(sqrt(self.groups))
+
+
+SamplingMethod = MonteCarlo | QuasiMonteCarlo  # how standard normals are sampled, and what the error of their mean is
+
+
+def validate_method(method: object) -> None:
+    """Raise if standard normals cannot be sampled by this.
+
+    Raises:
+        TypeError: `method` is neither `MonteCarlo()` nor `QuasiMonteCarlo(groups)`.
+    """
+    if not isinstance(method, SamplingMethod):
+        raise TypeError(f"method must be MonteCarlo() or QuasiMonteCarlo(groups): got {method!r}.")
+
 
 # Bytes of a chunk of points. Measured for 1024 samples at 4000 points, 3 outputs, float64: 0.50 s in chunks of 64 MB,
 # 0.48 in chunks of 4 MB, 0.61 of 0.25 MB, 0.57 of 1 GB.
@@ -92,7 +183,7 @@ def softmax_uncertainty(
         generator: Source of the samples, on the posterior's device; torch's global one by default.
         method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
         quantiles: Levels in [0, 1] at which quantiles of the probability are returned.
-        temperature: T, see `calibrated_temperature`.
+        temperature: T, which divides the logits.
 
     Returns:
         Moments and entropies with the standard error of the mean.
@@ -235,86 +326,3 @@ def symmetric_root(posterior: LogitPosterior) -> tuple[Float[Tensor, "n C C"], f
         )
     root = (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.mT
     return root, float((-lowest).clamp_min(0).max()) if len(lowest) else 0.0
-
-
-_LOG_RANGE = 10.0  # temperatures from exp(-10) = 4.5e-5 to exp(10) = 2.2e4
-_LOG_TOLERANCE = 1e-6  # of the logarithm of the temperature: a relative error of 1e-6
-_FLAT = 1e-9  # nats per point by which the best temperature must beat those at the ends of the range
-
-
-@dataclass(frozen=True)
-class Temperature:
-    """The temperature at which held-out labels are most likely.
-
-    Attributes:
-        value: T: logits are divided by it.
-        before: Mean negative log probability of the labels at T = 1, in nats.
-        after: The same at T.
-    """
-
-    value: float
-    before: float
-    after: float
-
-
-def calibrated_temperature(
-    posterior: LogitPosterior,
-    labels: Int[Tensor, " n"],
-    num_samples: int = 1024,
-    generator: torch.Generator | None = None,
-    *,
-    method: SamplingMethod = MonteCarlo(),
-) -> Temperature:
-    """Choose the temperature by the labels of points that the GP is not conditioned on.
-
-        T = argmin  -mean_i log E[softmax((mean_i + covariance_i^(1/2) eps) / T)]_{label_i}
-
-    Take held-out points, or `leave_one_out(gp).posterior` with the labels of the conditioning points. All temperatures
-    use the same samples.
-
-    Args:
-        posterior: At n points.
-        labels: Their classes.
-        num_samples: Samples per point.
-        generator: Source of the samples.
-        method: `MonteCarlo()`, or `QuasiMonteCarlo(groups)` for Sobol points.
-
-    Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: There are no points, more or fewer labels than points, labels are out of range, or the likelihood is
-            largest at an end of the range of temperatures (every label is the most likely class, or no better than
-            chance).
-    """
-    validate_posterior(posterior)
-    n, C = posterior.mean.shape
-    if not n:
-        raise ValueError("the posterior must be at at least one point: got none.")
-    validate_labels(labels, n, C)
-    labels = labels.long()
-    validate_count(num_samples, "num_samples")
-    validate_generator(generator)
-    validate_method(method)
-    root, _ = symmetric_root(posterior)
-    eps = method.standard_normals(num_samples, C, generator, posterior.mean)
-    logits = posterior.mean[:, None] + eps @ root  # (n, S, C)
-
-    def loss(log_temperature: float) -> float:
-        return _negative_log_probability(logits / exp(log_temperature), labels)
-
-    bounds = (-_LOG_RANGE, _LOG_RANGE)
-    minimum = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": _LOG_TOLERANCE})
-    losses_at_ends = {end: loss(end) for end in bounds}
-    best_end = min(losses_at_ends, key=losses_at_ends.__getitem__)
-    if losses_at_ends[best_end] <= minimum.fun + _FLAT:
-        raise ValueError(
-            "a temperature must exist at which the labels are most likely: the likelihood grows to the end of the "
-            f"range, T = {exp(best_end):.3g}. Use more points, some of which are misclassified."
-        )
-    return Temperature(exp(minimum.x), loss(0.0), float(minimum.fun))
-
-
-def _negative_log_probability(logits: Float[Tensor, "n samples C"], labels: Tensor) -> float:
-    log_p = torch.log_softmax(logits, dim=-1)
-    index = labels.to(logits.device)[:, None, None].expand(-1, logits.shape[1], 1)
-    log_p_label = log_p.gather(-1, index)[..., 0]
-    return log(logits.shape[1]) - float(torch.logsumexp(log_p_label, dim=1).mean())

@@ -1,4 +1,4 @@
-"""The exact path kernel as a GPyTorch kernel, and as arrays for libraries that take a precomputed one."""
+"""The exact path kernel as a GPyTorch kernel."""
 
 from collections.abc import Iterator, Sequence
 from numbers import Real
@@ -13,10 +13,9 @@ from linear_operator import LinearOperator
 from torch import Tensor
 
 from epk_gp.core.checks import validate_count, validate_positive
-from epk_gp.core.inputs import Points, validate_points
 from epk_gp.core.losses import Head
 from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
+from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES
 from epk_gp.kernels.blocks import BlockCache, KernelConfig, block, diagonal_blocks
@@ -353,62 +352,3 @@ def _parse_active_dims(active_dims: object, trajectory: Trajectory) -> tuple[int
             f"column, or {D} without it: got {len(columns)}."
         )
     return tuple(int(column) for column in columns)
-
-
-def epk_gram(
-    trajectory: Trajectory,
-    a: Points,
-    b: Points | None = None,
-    *,
-    outputs: Literal["trace", "sum"] | int = "trace",
-    head: Head | None = None,
-    rule: QuadratureRule = gauss_legendre(4),
-    normalize: Normalization = None,
-    **options: Unpack[ComputeSettings],
-) -> Float[np.ndarray, "N M"]:
-    """Evaluate the exact path kernel as one number per pair of points.
-
-    For scikit-learn's `SVC(kernel="precomputed")`, which is fitted with the matrix of the training points and predicts
-    from the matrix between test and training points:
-
-        train, test = Points(X, is_train=True), Points(X_test, is_train=False)
-        svc.fit(epk_gram(trajectory, train), y)
-        svc.predict(epk_gram(trajectory, test, train))
-
-    Args:
-        trajectory: Training run with C outputs.
-        a: N points.
-        b: M points; a by default.
-        outputs: "trace", "sum" or a class index, as in `EPKKernel`.
-        head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
-        rule: Quadrature rule.
-        normalize: As in `EPKKernel`.
-        options: `memory_budget`, see `ComputeOptions`.
-
-    Returns:
-        An array in the dtype of the points.
-
-    Raises:
-        TypeError: The points are of a kind that the network cannot take, or an option is not known.
-        ValueError: The points have a shape or values that the network cannot take, or `outputs` gives more than one
-            number per pair.
-    """
-    if outputs in ("full", "independent"):
-        raise ValueError(f"outputs must be 'trace', 'sum' or a class index, one number per pair: got {outputs!r}.")
-    for name, points in {"a": a, "b": a if b is None else b}.items():
-        validate_points(points, name)
-        validate_points_layout(trajectory, points, f"{name}.X")
-        parse_inputs(trajectory, points.X, f"{name}.X")
-    parse_options("epk_gram", UNSUPPORTED_OPTIONS, **options)
-    kernel = EPKKernel(trajectory, outputs, head, rule, normalize, cache_bytes=0, **options)
-    x = _rows(a)
-    with torch.no_grad():
-        values: Tensor = kernel.forward(x, x if b is None else _rows(b))
-    return values.cpu().numpy()
-
-
-def _rows(points: Points) -> Tensor:
-    X = points.X.reshape(len(points), -1)
-    X = X if X.is_floating_point() else X.double()
-    column = torch.as_tensor(points.is_train, device=X.device).to(X).expand(len(X))
-    return torch.cat([X, column[:, None]], dim=1)
