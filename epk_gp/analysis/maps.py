@@ -61,7 +61,7 @@ class UncertaintyMap:
     standard_error: float
     distance_correlation: float | None
     share_std_decreasing: float
-    plane: Plane | None = None
+    plane: Plane
 
 
 def uncertainty_on_plane(
