@@ -221,7 +221,7 @@ def _dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _range(values: Sequence[float]) -> str:
+def _range(values: Sequence[int] | Sequence[float]) -> str:
     low, high = min(values, default=math.nan), max(values, default=math.nan)
     if math.isnan(low):
         return "none"
