@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 import epk_gp as epk
 from drawings import reconstruction_scatter
-from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.plots.style import new_figure, styled
 from epk_gp.plots.summaries import reconstruction_errors
 from harness import Experiment, main, uncertified_results

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 import epk_gp as epk
 from drawings import error_against_evaluations
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.plots.common import short
 from epk_gp.plots.style import EXACT, GREY, SMALL, new_figure, styled
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule

@@ -13,7 +13,7 @@ from torch import Tensor
 from epk_gp.analysis.label_errors import label_errors
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import principal_plane
-from epk_gp.autodiff.warning_filter import filter_own_warnings
+from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.labelled import LabelledPoints, read_labelled
 from epk_gp.cli.manifest import open_run
@@ -21,8 +21,8 @@ from epk_gp.cli.options import PathOptions
 from epk_gp.cli.parsing import PARTIAL, memory_bytes, parse_path, parse_rule, torch_dtype
 from epk_gp.cli.scores import read_validation
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.certificate import CertificateWarning
-from epk_gp.core.executors import SupportsSubmit
+from epk_gp.core.show import CertificateWarning
+from epk_gp.core.options import SupportsSubmit
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.class_data import training_labels
 from epk_gp.gp.models import LogitGP

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 
 Numbers: TypeAlias = Tensor | np.ndarray
 

@@ -14,9 +14,9 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from epk_gp.analysis.breakdown import PredictionBreakdown
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.influence import Influence
 from epk_gp.plots.common import (
     Numbers,
     as_images,

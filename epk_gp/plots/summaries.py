@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.kernel_machine.reconstruct import Reconstruction
 from epk_gp.plots.common import OUTPUT_NAMES, Numbers, as_numpy, plain, require_shape, short
 from epk_gp.plots.style import (

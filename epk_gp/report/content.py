@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from epk_gp.analysis.label_errors import LabelErrors
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.influence import Influence
 from epk_gp.provenance import versions
 from epk_gp.report.certificate import describe_certificate
 from epk_gp.report.explanations import Divisions, Explanations, is_margin, shorten, significant

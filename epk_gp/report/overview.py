@@ -20,11 +20,11 @@ from epk_gp.analysis.label_errors import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.analysis.planes import grid_coordinates, lift
 from epk_gp.analysis.spectrum import gram_spectrum
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.points import Points
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.inputs import Points
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
+from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
 from epk_gp.plots.maps import map_handles, shades_of, uncertainty_map
 from epk_gp.plots.scores import score_histogram
 from epk_gp.plots.style import INK, figure_style, new_figure, styled

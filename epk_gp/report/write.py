@@ -16,14 +16,14 @@ from torch import Tensor
 
 from epk_gp.analysis.label_errors import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.display import count
-from epk_gp.core.head import Head
-from epk_gp.core.input_layout import Inputs
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.show import count
+from epk_gp.core.losses import Head
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.trajectory import Trajectory, parse_inputs
-from epk_gp.core.validation import validate_count
+from epk_gp.core.checks import validate_count
 from epk_gp.kernel_machine.certification import warn_if_uncertified
-from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.influence import Influence
 from epk_gp.quadrature.paths import (
     ChordPath,
     LayerwisePath,
