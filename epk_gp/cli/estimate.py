@@ -10,7 +10,7 @@ from epk_gp.analysis.breakdown import step_ranges
 from epk_gp.cli.kernel_requests import ExplanationRequest, read_block, read_predictions
 from epk_gp.cli.options import EstimatedCommand, EstimatedOptions, ExplainedOutputs
 from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, require_folder
-from epk_gp.core.compute_options import ComputeSettings
+from epk_gp.core.options import ComputeSettings
 from epk_gp.distributed.cost_estimate import CostEstimate
 from epk_gp.gram.estimate import estimate_gram
 from epk_gp.kernel_machine.estimate import estimate_attribution

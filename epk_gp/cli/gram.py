@@ -14,8 +14,8 @@ from epk_gp.cli.kernel_requests import read_block
 from epk_gp.cli.options import BlockOptions
 from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.points import Points
+from epk_gp.core.inputs import Points
+from epk_gp.core.options import ComputeOptions
 from epk_gp.gram.block_parts import Share, StepInterval
 from epk_gp.gram.part_files import write_gram_part
 from epk_gp.gram.path_kernel import PathKernel

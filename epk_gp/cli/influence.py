@@ -15,9 +15,8 @@ from epk_gp.cli.options import ExplainedOutputs, PredictionOptions
 from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes
 from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.show import CertificateWarning
+from epk_gp.kernel_machine.influence import Influence, Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
-from epk_gp.kernel_machine.influence import Influence
-from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.plots.contributions import influence_figure
 from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json

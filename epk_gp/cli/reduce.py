@@ -4,7 +4,7 @@ from pathlib import Path
 
 from epk_gp.cli.gram import PART_FILES, write_block
 from epk_gp.cli.parsing import make_folder
-from epk_gp.core.progress import tracked
+from epk_gp.core.show import tracked
 from epk_gp.gram.block_parts import reduce_gram_parts
 from epk_gp.gram.part_files import read_gram_part
 from epk_gp.provenance import Stopwatch

@@ -20,8 +20,8 @@ from epk_gp.analysis.label_errors import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.analysis.planes import grid_coordinates, lift
 from epk_gp.analysis.spectrum import gram_spectrum
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.inputs import Points
+from epk_gp.core.options import ComputeOptions
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory

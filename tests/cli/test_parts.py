@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.manifest import open_run
-from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram.block_parts import Share, StepInterval, reduce_gram_parts
 from epk_gp.gram.part_files import read_gram_part, write_gram_part
 from epk_gp.gram.path_kernel import PathKernel, gram_block_part
-from epk_gp.gram.tile_parts import GramPieces
+from epk_gp.gram.tiles import GramPieces
 
 SIDES = ("--num-rows", 4, "--num-columns", 5, "--rule", "gauss-legendre:2", "--quiet")
 
