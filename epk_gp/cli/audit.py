@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import LabelErrors, label_errors
+from epk_gp.analysis.labels import LabelErrors, label_errors
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, parse_path
 from epk_gp.cli.workers import open_executor, require_one_executor

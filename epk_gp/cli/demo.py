@@ -9,8 +9,7 @@ import typer
 from torch import Tensor
 
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import coordinate_plane
+from epk_gp.analysis.maps import coordinate_plane, uncertainty_on_plane
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.cli.options import Dtype

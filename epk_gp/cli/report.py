@@ -10,9 +10,8 @@ import typer
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import label_errors
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
+from epk_gp.analysis.labels import label_errors
+from epk_gp.analysis.maps import UncertaintyMap, principal_plane, uncertainty_on_plane
 from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.labelled import LabelledPoints, read_labelled

@@ -9,7 +9,7 @@ import typer
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from epk_gp.analysis.detection import error_detection
+from epk_gp.analysis.measures import error_detection
 from epk_gp.cli.labelled import LabelledPoints, halves, read_labelled, without_labels
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype

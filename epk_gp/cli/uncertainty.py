@@ -6,8 +6,7 @@ import torch
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import Plane, coordinate_plane, principal_plane
+from epk_gp.analysis.maps import Plane, UncertaintyMap, coordinate_plane, principal_plane, uncertainty_on_plane
 from epk_gp.cli.data import PointSource, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import LabelErrors
+from epk_gp.analysis.labels import LabelErrors
 from epk_gp.plots.common import Numbers, as_images, as_numpy, plain, short
 from epk_gp.plots.contributions import training_image
 from epk_gp.plots.style import (

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import LabelErrors
+from epk_gp.analysis.labels import LabelErrors
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.influence import Influence
@@ -34,6 +34,7 @@ def report_content(
     found: Explanations,
     sure: Certainty,
     look: Appearance,
+    *,
     overview: dict[str, Any],
     influence: Influence | None,
     suspects: LabelErrors | None,

@@ -97,6 +97,7 @@ def explain(
     request: ReportRequest,
     divisions: Divisions,
     influence: Sequence[Float[Tensor, " M"] | None],
+    *,
     rule: Rule,
     path: WeightPath,
     top: int,

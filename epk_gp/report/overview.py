@@ -14,12 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from epk_gp.analysis.calibration import calibration, reliability_bins
-from epk_gp.analysis.detection import ood_metrics, roc_curve
-from epk_gp.analysis.label_errors import LabelErrors
-from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.analysis.planes import grid_coordinates, lift
-from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.analysis.labels import LabelErrors
+from epk_gp.analysis.maps import UncertaintyMap, grid_coordinates, lift
+from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics, reliability_bins, roc_curve
 from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
@@ -55,6 +52,7 @@ _DRAWING = threading.RLock()
 def overview(
     request: ReportRequest,
     sure: Certainty,
+    *,
     posterior: Process | None,
     outside: OtherInputs | None,
     suspects: LabelErrors | None,

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import LabelErrors
+from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.core.checks import validate_count, validate_integer, validate_labels
 from epk_gp.core.inputs import Graph, Inputs

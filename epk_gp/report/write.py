@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import LabelErrors
+from epk_gp.analysis.labels import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.core.checks import validate_count
 from epk_gp.core.inputs import Inputs
@@ -152,9 +152,18 @@ def write_report(
     effects = influence_on(request, influence)
     require_room(request, 1 + len(divisions.layers) + len(divisions.ranges), MAX_BYTES)
 
-    found = explain(request, divisions, effects, rule, path, top, parsed)
+    found = explain(request, divisions, effects, rule=rule, path=path, top=top, options=parsed)
     sure = certainty(request, posterior)
-    of_all = overview(request, sure, posterior, outside, suspects, uncertainty_map, kernel_points, parsed)
+    of_all = overview(
+        request,
+        sure,
+        posterior=posterior,
+        outside=outside,
+        suspects=suspects,
+        uncertainty_map=uncertainty_map,
+        kernel_points=kernel_points,
+        options=parsed,
+    )
     number = f"{len(request.points)} of {len(request.X)} points, {len(found.outputs)} outputs"
     how = [
         ("explained", number),
@@ -169,7 +178,9 @@ def write_report(
     missing, cut = reason_without_kernel(request, kernel_points), look.describe_cut()
     how += [] if missing is None else [("matrix of the path kernel", f"left out: {missing}")]
     how += [] if cut is None else [("shown of an input", cut)]
-    content = report_content(request, title, divisions, found, sure, look, of_all, influence, suspects, how)
+    content = report_content(
+        request, title, divisions, found, sure, look, overview=of_all, influence=influence, suspects=suspects, how=how
+    )
     atomic_write(place, document(content, top, MAX_BYTES).encode())
     warn_if_uncertified("the report", found.certificate)
     return place

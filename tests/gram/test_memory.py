@@ -17,7 +17,7 @@ SETUP = """
     import json, pathlib, torch
     import epk_gp as epk
     from epk_gp.analysis.maps import uncertainty_on_plane
-    from epk_gp.analysis.planes import principal_plane
+    from epk_gp.analysis.maps import principal_plane
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

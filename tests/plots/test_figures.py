@@ -9,8 +9,7 @@ from matplotlib.text import Text
 
 import epk_gp as epk
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
-from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.analysis.planes import coordinate_plane
+from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane
 from epk_gp.cli.summaries import describe_plane
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
