@@ -34,20 +34,24 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import epk_gp as epk
-from epk_gp.analysis.calibration import calibration, reliability_bins
 from epk_gp.analysis.counterfactual import datamodeling_score, leave_one_out, random_subsets
-from epk_gp.analysis.detection import error_detection, ood_metrics, precision_at_k, roc_curve
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
-from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
+from epk_gp.analysis.measures import (
+    calibration,
+    error_detection,
+    gram_spectrum,
+    ood_metrics,
+    precision_at_k,
+    reliability_bins,
+    roc_curve,
+)
 from epk_gp.classifier import EPKClassifier
 from epk_gp.cli import main
 from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
 from epk_gp.datasets import three_gaussians
-from epk_gp.gp.calibration import calibrated_temperature
-from epk_gp.gp.conformal import conformal_sets, conformity_scores
-from epk_gp.gp.leave_one_out import leave_one_out as process_without_one
-from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
+from epk_gp.gp.regression import leave_one_out as process_without_one
+from epk_gp.gp.softmax import QuasiMonteCarlo
+from epk_gp.gp.stacking import conformal_sets, conformity_scores
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_sample, by_step
@@ -259,8 +263,6 @@ def sampled() -> object:
     return [
         epk.softmax_uncertainty(predicted, 64, seeded(), quantiles=(0.1, 0.9)),
         epk.softmax_uncertainty(predicted, 64, seeded(), method=QuasiMonteCarlo(4)),
-        calibrated_temperature(gp.logit_posterior(X), y, 64, seeded()),
-        sample_functions(gp, test, 2, seeded()),
     ]
 
 

@@ -68,10 +68,9 @@ CAPABILITIES = {
         "classifier.py",
     ),
     "scores and suspicious labels": (
-        "analysis/c*.py", "analysis/detection.py", "analysis/label_errors.py", "analysis/next_to_label.py",
-        "analysis/ranks.py",
+        "analysis/counterfactual.py", "analysis/explainer.py", "analysis/labels.py", "analysis/measures.py",
     ),
-    "numbers of a run: maps, planes, spectra": ("analysis/*.py",),
+    "numbers of a run: maps, contributions": ("analysis/*.py",),
     "pictures": ("plots/*.py",),
     "the report": ("report/*.py", "cli/report.py"),
     "the command line": ("cli/*.py",),

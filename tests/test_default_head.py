@@ -122,9 +122,9 @@ OTHER_DOORS = {
     "gram.estimate.estimate_gram",  # seconds and bytes
     "kernel_machine.estimate.estimate_attribution",
     # names on pictures: None stands for outputs of an unknown kind
-    *(f"plots.figures.{name}" for name in ("attribution_figure", "draw_attributions")),
-    *(f"plots.figures.{name}" for name in ("reconstruction_figure", "draw_reconstruction")),
-    *(f"plots.influences.{name}" for name in ("influence_figure", "draw_influences")),
+    "plots.contributions.attribution_figure",
+    "plots.contributions.influence_figure",
+    "plots.summaries.reconstruction_figure",
     "autodiff.cotangents.Cotangents",  # internal: None stands for other outputs than a head's
 }
 # What they compute has logits in its definition: the network's own outputs, a GP on logits, two machines of the logits.

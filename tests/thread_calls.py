@@ -13,11 +13,8 @@ from torch import Tensor, nn
 import epk_gp as epk
 import helpers
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
-from epk_gp.analysis.calibration import calibration
-from epk_gp.analysis.detection import ood_metrics
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
-from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
+from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
 from epk_gp.gp.regression import leave_one_out
 from epk_gp.gp.softmax import QuasiMonteCarlo

@@ -18,8 +18,8 @@ from matplotlib.text import Text
 
 from epk_gp.core.show import CertificateWarning
 from epk_gp.plots import attribution_bars, new_figure, save_figure
-from epk_gp.plots.figures import reconstruction_figure
 from epk_gp.plots.style import COLORMAP, EXACT, GREY, INK, PALETTE, styled
+from epk_gp.plots.summaries import reconstruction_figure
 
 HERE = Path(__file__).parent
 README = HERE.parents[1] / "README.md"
