@@ -258,7 +258,7 @@ def posterior(*mode: Any, **options: Any) -> object:
 
 
 def sampled() -> object:
-    gp, (_, X, y, test) = process(), wider()
+    gp, test = process(), wider()[3]
     predicted = gp.logit_posterior(test)
     return [
         epk.softmax_uncertainty(predicted, 64, seeded(), quantiles=(0.1, 0.9)),
