@@ -243,7 +243,9 @@ def reliability_bins(
     places = confidence.clamp(max=1.0).numpy()  # rounding may put one above 1
     count = binned_statistic(places, places, "count", bins=int(bins), range=(0, 1)).statistic
     means = binned_statistic(places, both.numpy(), "mean", bins=int(bins), range=(0, 1)).statistic
-    return ReliabilityBins(torch.from_numpy(count).long(), *torch.from_numpy(means))
+    return ReliabilityBins(
+        torch.from_numpy(count).long().to(probability.device), *torch.from_numpy(means).to(probability)
+    )
 
 
 def calibration(probability: Float[Tensor, "n C"], labels: Int64[Tensor, " n"], *, bins: int = 15) -> Calibration:
