@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.step import Step, tensor_bytes
@@ -233,7 +233,7 @@ def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) ->
     return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
 
 
-def read_row(tensors: Any, name: str, row: int) -> Float[Tensor, " _"]:
+def read_row(tensors: Any, name: str, row: int) -> Shaped[Tensor, "..."]:
     """Copy a row of a tensor of an open chunk: one that stays mapped would change with a file that is written again."""
     value: Tensor = tensors.get_slice(name)[row].clone()
     return value
