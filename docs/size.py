@@ -49,7 +49,7 @@ CAPABILITIES = {
         "storage/codec.py", "storage/packing.py", "storage/thinning.py", "storage/disk_space.py",
     ),
     "workers": ("distributed/*.py",),
-    "cost estimates": ("distributed/cost_*.py", "gram/estimate.py", "kernel_machine/estimate.py", "cli/estimate.py"),
+    "cost estimates": ("kernel_machine/plan.py", "cli/estimate.py"),
     "layer Jacobians": ("autodiff/*.py",),
     "averages along lines (layerwise)": ("autodiff/line_*.py", "autodiff/secant*.py"),
     "quadrature and paths": ("quadrature/*.py",),

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 
 from epk_gp.cli.options import Dtype
-from epk_gp.gram.block_parts import Share, StepInterval
 from epk_gp.quadrature.paths import WeightPath, chords, layerwise, manhattan, straight
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
 from epk_gp.storage.run import is_run
@@ -92,29 +91,6 @@ def parse_features(text: str | None) -> int | Literal["exact"] | None:
     if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) < 1:
         raise ValueError(f"--features must be exact, or a whole number from 1 to 9999999: got {text[:40]!r}.")
     return int(text)
-
-
-def parse_part(steps: str | None, part: str | None) -> StepInterval | Share | None:
-    """Return the part of a block that --steps or --part names; None for the whole block.
-
-    Raises:
-        ValueError: Both are given, or one is not written as it must be.
-    """
-    if steps is not None and part is not None:
-        raise ValueError(f"--steps and --part must not stand together: got {steps} and {part}. Pass one of them.")
-    number = rf"([0-9]{{1,{_MAX_DIGITS}}})"
-    if steps is not None:
-        if not (match := re.fullmatch(f"{number}:{number}", steps, re.ASCII)):
-            raise ValueError(f"--steps must be A:B, two whole numbers, as in 0:64: got {steps[:40]!r}.")
-        return StepInterval(int(match[1]), int(match[2]))
-    if part is not None:
-        if not (match := re.fullmatch(f"{number}/{number}", part, re.ASCII)):
-            raise ValueError(f"--part must be K/N, two whole numbers, as in 3/16: got {part[:40]!r}.")
-        try:
-            return Share(int(match[1]), int(match[2]))
-        except ValueError as error:
-            raise ValueError(f"--part {part[:60]}: {error}") from error
-    return None
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

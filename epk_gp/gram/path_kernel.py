@@ -15,7 +15,6 @@ from epk_gp.core.head import Head, resolve_head
 from epk_gp.core.input_layout import Inputs
 from epk_gp.core.points import Points, validate_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
-from epk_gp.gram.block_parts import GramPart, Share, StepInterval, gram_part
 from epk_gp.gram.context import ExecutionContext, require_gradients_of_rows
 from epk_gp.gram.diagonal import gram_diagonal
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
@@ -95,12 +94,6 @@ class PathKernel:
             options: How to compute.
         """
         return self._evaluate(a, b, options, is_per_class=True, is_traced=True)[0]
-
-    def block_part(
-        self, a: Points, b: Points, which: StepInterval | Share, options: ComputeOptions = ComputeOptions()
-    ) -> GramPart:
-        """Compute a part of what `block` computes; see `gram_block_part`."""
-        return self.with_context(a, b, options, lambda context: gram_part(context, a, b, which))
 
     def diagonal_blocks(self, a: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "N C C"]:
         """Compute each point's C x C kernel with itself; see `gram_diagonal_blocks`."""
@@ -305,43 +298,6 @@ def gram_block(
     """
     kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
     return kernel.block(a, b, parse_options("gram_block", **options))
-
-
-def gram_block_part(
-    trajectory: Trajectory,
-    a: Points,
-    b: Points,
-    which: StepInterval | Share,
-    *,
-    head: Head | None = None,
-    rule: Rule = gauss_legendre(4),
-    step_weights: Float[Tensor, " S"] | None = None,
-    path: WeightPath = straight(),
-    **options: Unpack[ComputeSettings],
-) -> GramPart:
-    """Compute a part of what `gram_block` computes.
-
-    Several processes, on machines that share nothing, compute one part each and write it to a file (`write_gram_part`
-    of `epk_gp.gram.part_files`). `epk_gp.gram.block_parts.reduce_gram_parts` adds all of them, to the bytes that
-    `gram_block` returns with the same number of threads.
-
-    Args:
-        trajectory: Training run with S steps.
-        a: N points, each a training or a test copy.
-        b: M points.
-        which: The steps of the part, `StepInterval(0, 64)`, or its share of the work, `Share(3, 16)`.
-        head: As of `gram_block`, and the same for all parts. So are the arguments that follow.
-        rule: See `PathKernel`.
-        step_weights: eta_s >= 0; the learning rates (of the first parameter group) by default.
-        path: As of `gram_block`.
-        options: As of `gram_block`. With a checkpoint, a call that was killed resumes.
-
-    Raises:
-        TypeError, ValueError: As of `gram_block`; or the steps do not begin and end where ranges of steps do, or there
-            are more shares than pieces.
-    """
-    kernel = PathKernel(trajectory, head, rule, step_weights=step_weights, path=path)
-    return kernel.block_part(a, b, which, parse_options("gram_block_part", **options))
 
 
 def gram_block_per_class(

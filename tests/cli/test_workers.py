@@ -81,22 +81,6 @@ def test_processes_compute_the_bytes_of_one_process(recorded, by_one, tmp_path, 
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.slow
-def test_a_dask_scheduler_s_workers_compute_a_part(recorded, by_one, tmp_path):
-    distributed = pytest.importorskip("distributed")
-    with (
-        distributed.LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=None
-        ) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        client.write_scheduler_file(str(tmp_path / "scheduler.json"))
-        where = ("--scheduler", tmp_path / "scheduler.json")
-        assert run("gram", recorded, "--out", tmp_path / "part", *ASKED["gram"], *where, "--part", "1/1") == 0
-    assert run("reduce", tmp_path / "part", "--out", tmp_path / "reduced", "--quiet") == 0
-    assert (tmp_path / "reduced" / "gram.safetensors").read_bytes() == by_one("gram").read_bytes()
-
-
 def test_the_pool_is_spawned_and_closed():
     with workers.open_executor(1, None) as executor:
         assert isinstance(executor, ProcessPoolExecutor)

@@ -16,10 +16,8 @@ from epk_gp.core.memory_plan import MemoryPlan
 from epk_gp.gram import nodes, tile_parts
 from epk_gp.gram import tiles as gram_tiles
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.block_parts import Share, StepInterval, reduce_gram_parts
-from epk_gp.gram.estimate import estimate_gram
 from epk_gp.gram.kept_sums import KeptSums
-from epk_gp.gram.path_kernel import gram_block_part, gram_block_per_class, gram_diagonal_blocks
+from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.gram.step_average import StepAverage
 from helpers import assert_close, make_case
@@ -199,7 +197,7 @@ def test_test_copies_are_evaluated_once_for_each_chord(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [epk.chords(3), epk.manhattan()], ids=["chords", "manhattan"])
-def test_workers_parts_and_checkpoints_give_the_same_bytes(path, tmp_path):
+def test_workers_and_checkpoints_give_the_same_bytes(path, tmp_path):
     run = recorded("relu_sgd", steps=40)
     points = mixed_points(run)
     asked = {"rule": RULE, "path": path}
@@ -207,15 +205,8 @@ def test_workers_parts_and_checkpoints_give_the_same_bytes(path, tmp_path):
     assert torch.equal(epk.gram_block(run, points, points, executor=Shuffled(), **asked), whole)
     assert torch.equal(epk.gram_block(run, points, points, checkpoint=tmp_path, **asked), whole)
     assert torch.equal(epk.gram_block(run, points, points, checkpoint=tmp_path, **asked), whole)
-    parts = [gram_block_part(run, points, points, Share(k, 3), **asked) for k in (1, 2, 3)]
-    assert torch.equal(reduce_gram_parts(parts), whole)
-    bound = parts[0].layout.bounds[1]
-    assert bound % path.every == 0
     diagonal = gram_diagonal_blocks(run, points, **asked)
     assert torch.equal(gram_diagonal_blocks(run, points, executor=Shuffled(), **asked), diagonal)
-    first = gram_block_part(run, points, points, StepInterval(0, bound), **asked)
-    rest = gram_block_part(run, points, points, StepInterval(bound, 40), **asked)
-    assert torch.equal(reduce_gram_parts([rest, first]), whole)
 
 
 @pytest.mark.mostly_slow
@@ -228,16 +219,6 @@ def test_partial_sums_belong_to_their_path(path, tmp_path):
         call(run, *sides, rule=RULE, path=path, checkpoint=tmp_path / str(number))
         with pytest.raises(ValueError, match="must be of this very computation"):
             call(run, *sides, rule=RULE, checkpoint=tmp_path / str(number))
-
-
-def test_parts_of_other_paths_are_not_reduced():
-    run = recorded("relu_sgd")
-    points = mixed_points(run)
-    straight = gram_block_part(run, points, points, Share(1, 2), rule=RULE)
-    chords = gram_block_part(run, points, points, Share(2, 2), rule=RULE, path=epk.chords(2))
-    for parts in ([straight, chords], [chords, straight]):
-        with pytest.raises(ValueError, match=r"the path is (StraightPath\(\)|ChordPath\(every=2\)) in a part, and"):
-            reduce_gram_parts(parts)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -377,17 +358,3 @@ def test_nodes_and_features_refuse_paths_that_no_single_state_lies_on():
         epk.path_features(nodes_run, queries(2), 8, nodes=None, path=epk.chords(2))
     with pytest.raises(TypeError, match="path must be a path such as .*: got 4"):
         epk.path_features(run, queries(2), 8, path=4)
-    with pytest.raises(TypeError, match="path must be a path such as .*: got None"):
-        estimate_gram(run, mixed_points(run), mixed_points(run), path=None)
-
-
-@pytest.mark.parametrize("path", [epk.chords(2), epk.manhattan()], ids=["chords", "manhattan"])
-def test_the_cost_of_a_block_along_a_path_is_estimated(path):
-    """Pieces and bytes are those of the call; chords are measured as a whole."""
-    run = recorded("relu_sgd", steps=7)
-    sides, number = (mixed_points(run), mixed_points(run)), iter(range(10**6))
-    found = estimate_gram(run, *sides, rule=RULE, path=path, seconds=1e-3, clock=lambda: float(next(number)))
-    part = gram_block_part(run, *sides, Share(1, 1), rule=RULE, path=path)
-    assert found.num_pieces == len(part.layout.places)
-    assert found.disk.result == epk.gram_block(run, *sides, rule=RULE, path=path).nbytes
-    assert all(cost.kind.unit % path.every == 0 for cost in found.costs.kinds)

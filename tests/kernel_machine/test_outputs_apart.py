@@ -16,7 +16,7 @@ from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_pass import AttributionPass, AttributionPieces
 from epk_gp.kernel_machine.attribution_results import GroupedAttribution
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
-from epk_gp.kernel_machine.estimate import estimate_attribution
+from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.quadrature.paths import WeightPath
 from helpers import assert_close
 
@@ -128,7 +128,7 @@ def test_a_pass_that_was_interrupted_goes_on_there(
 def test_the_estimate_counts_such_pieces(outputs_apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
     run, X = recorded("tanh_momentum"), queries(3)
     outputs_apart()
-    found = estimate_attribution(run, X, [[by_sample(run)]], rule=RULE, workers=2, seconds=0.05)
+    found = plan_attribution(epk.PathKernel(run, rule=RULE), X, [[by_sample(run)]], seconds=0.05)
     sizes, compute = list[int](), AttributionPieces.piece
 
     def noted(self: AttributionPieces, place: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -138,6 +138,5 @@ def test_the_estimate_counts_such_pieces(outputs_apart: Apart, monkeypatch: pyte
 
     monkeypatch.setattr(AttributionPieces, "piece", noted)
     attribute_many(run, X, [[by_sample(run)]], rule=RULE, executor=Shuffled())
-    assert found.num_pieces == len(sizes) == 5
-    assert (found.disk.piece, found.disk.result) == (max(sizes), sum(sizes))
-    assert "blocks of up to 2 of the 3 outputs of each of 3 points" in found.description
+    assert found.pieces == len(sizes) == 5
+    assert (found.piece_bytes, found.result_bytes) == (max(sizes), sum(sizes))

@@ -6,13 +6,11 @@ from path_runs import RUNS, STEPS, jacobian, mlp, path_average, queries, recorde
 from path_shares import shares
 
 import epk_gp as epk
-from distributed_cases import Shuffled, inputs
-from distributed_cases import recorded as training_run
+from distributed_cases import Shuffled
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine import adjoint, estimate, stretch_average, vanilla_gd
+from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.estimate import estimate_attribution
 from epk_gp.kernel_machine.single_machine import single_machine
 from helpers import assert_close
 
@@ -281,29 +279,3 @@ def test_a_single_machine_refuses_what_is_no_path():
     run = recorded("tanh_sgd")
     with pytest.raises(TypeError, match="path must be a path such as .*: got 'manhattan'"):
         single_machine(run, queries(), path="manhattan")
-
-
-@pytest.mark.parametrize("path", [epk.chords(4), epk.chords(100)], ids=["chords", "one"])
-@pytest.mark.parametrize("name", ["plain", "tanh_momentum"])
-def test_the_cost_of_an_attribution_along_chords_is_estimated(name, path, monkeypatch):
-    """Known costs of chords are found, whether the last one is shorter or not."""
-    kind = name == "plain"
-    run, X, now = training_run("plain", 14) if kind else recorded(name, steps=14), queries(3), [0.0]
-    if kind:
-        X = inputs(3)
-    module = vanilla_gd if kind else stretch_average
-    real = module.integrate_stretch
-
-    def costly(problem, steps, rows, max_nodes):
-        now[0] += len(rows)
-        return real(problem, steps, rows, max_nodes)
-
-    monkeypatch.setattr(module, "integrate_stretch", costly)
-    monkeypatch.setattr(estimate, "replayed_steps", lambda *arguments: iter(()))
-    options = {"rule": epk.left_endpoint(), "path": path, "clock": lambda: now[0]}
-    total = 3.0 * len(range(0, 14, path.every))
-    exact = estimate_attribution(run, X, [[by_sample(run)]], seconds=1e6, **options)
-    assert exact.costs.is_exact
-    assert exact.work_seconds == total
-    sampled = estimate_attribution(run, X, [[by_sample(run)]], seconds=1e-3, **options)
-    assert sampled.work_seconds == pytest.approx(total, rel=0.5)
