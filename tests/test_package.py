@@ -24,7 +24,7 @@ PUBLIC = {
     "softmax_uncertainty", "split_copy", "test_copy", "train", "train_copy",
     "UncertainClassifier", "influence",
     "label_errors", "next_to_label", "path_features", "write_report",
-    "chords", "layerwise", "manhattan", "straight",
+    "chords", "layerwise", "straight",
 }  # fmt: skip
 
 

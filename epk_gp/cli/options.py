@@ -238,10 +238,10 @@ RuleOption = Annotated[
 PathOption = Annotated[
     str,
     typer.Option(
-        metavar="straight|chords:K|layerwise[:K]|manhattan",
+        metavar="straight|chords:K|layerwise[:K]",
         help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
-        "steps at a time, which takes fewer evaluations; with derivatives averaged operation by operation over K "
-        "steps, which takes two (attributions and reports only); or module by module.",
+        "steps at a time, which takes fewer evaluations; or with derivatives averaged operation by operation over "
+        "K steps, which takes two (attributions and reports only).",
     ),
 ]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]

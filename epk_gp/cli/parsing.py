@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from epk_gp.cli.options import Dtype
-from epk_gp.quadrature.paths import WeightPath, chords, layerwise, manhattan, straight
+from epk_gp.quadrature.paths import WeightPath, chords, layerwise, straight
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
 from epk_gp.storage.run import is_run
 from epk_gp.storage.schema import HEADER
@@ -52,8 +52,8 @@ def parse_path(text: str) -> WeightPath:
         ValueError: There is no path of this name, or its number is missing or wrong.
     """
     name, colon, number = text.partition(":")
-    if not colon and name in ("straight", "manhattan"):
-        return straight() if name == "straight" else manhattan()
+    if name == "straight" and not colon:
+        return straight()
     if name == "layerwise" and not colon:
         return layerwise()
     if name in ("chords", "layerwise") and colon:
@@ -62,7 +62,7 @@ def parse_path(text: str) -> WeightPath:
                 f"--path {text[:60]}: K must be a whole number of steps from 1, as in {name}:20: got {number[:40]!r}."
             )
         return (chords if name == "chords" else layerwise)(int(number))
-    raise ValueError(f"--path must be straight, chords:K, layerwise[:K] or manhattan: got {text[:60]!r}.")
+    raise ValueError(f"--path must be straight, chords:K or layerwise[:K]: got {text[:60]!r}.")
 
 
 def parse_bytes(text: str, option: str) -> int:

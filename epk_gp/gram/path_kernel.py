@@ -20,7 +20,7 @@ from epk_gp.gram.diagonal import gram_diagonal
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
 from epk_gp.gram.set_pairs import SetPairs
 from epk_gp.gram.tiles import gram_tiles
-from epk_gp.quadrature.paths import ManhattanPath, WeightPath, require_integrable, straight, validate_path
+from epk_gp.quadrature.paths import WeightPath, require_integrable, straight, validate_path
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule
 
 T = TypeVar("T")
@@ -239,18 +239,11 @@ class PathKernel:
             raise TypeError(
                 f"derivatives need the same nodes at all points, as in gauss_legendre(4): got {self.rule!r}."
             )
-        if isinstance(self.path, ManhattanPath):
-            raise ValueError("derivatives in the points need the path straight() or chords(): got manhattan().")
 
     def _context(
         self, net: PlannedModel, options: ComputeOptions, *, is_per_class: bool, is_traced: bool = False
     ) -> ExecutionContext:
         require_integrable(self.path, "the path kernel")
-        if isinstance(self.path, ManhattanPath) and not isinstance(self.rule, QuadratureRule):
-            raise ValueError(
-                "a Gram block along manhattan() needs the same nodes at all points, as in gauss_legendre(4): got "
-                f"{self.rule!r}."
-            )
         etas = _parse_step_weights(self.trajectory, self.step_weights)
         return ExecutionContext(
             self.trajectory, net, self.head, self.rule, etas, is_per_class, options, is_traced, self.path

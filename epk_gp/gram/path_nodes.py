@@ -14,7 +14,6 @@ from epk_gp.core.update_rules import LinearStep, stack_coefficients
 from epk_gp.core.validation import validate_count
 from epk_gp.quadrature.paths import (
     LayerwisePath,
-    ManhattanPath,
     WeightPath,
     path_identity,
     straight,
@@ -52,7 +51,7 @@ def nodes_trajectory(
     Raises:
         TypeError: `trajectory` is no recorded run, `nodes` is not a whole number, or `path` is no path.
         ValueError: `nodes` is below 1, the steps have no length, the run is a path of averaged weights, or the path is
-            a Manhattan path, or one of chords over nodes.
+            one of chords over nodes.
     """
     validate_trajectory(trajectory)
     validate_count(nodes, "nodes")
@@ -101,14 +100,13 @@ def validate_path_of_nodes(path: WeightPath) -> None:
 
     Raises:
         TypeError: It is no path.
-        ValueError: It is a Manhattan or a layerwise path.
+        ValueError: It is a layerwise path.
     """
     validate_path(path)
-    if isinstance(path, ManhattanPath | LayerwisePath):
-        got = "manhattan()" if isinstance(path, ManhattanPath) else f"layerwise(every={path.every})"
+    if isinstance(path, LayerwisePath):
         raise ValueError(
-            f"a node is one state of all weights, on straight() steps or on chords(every=k): got {got}, along which "
-            "modules or operations move apart."
+            f"a node is one state of all weights, on straight() steps or on chords(every=k): got "
+            f"layerwise(every={path.every}), along which operations move apart."
         )
 
 

@@ -106,7 +106,7 @@ def adjoint_pass(
                         problem, steps, rows, options.points_per_block, splits_statistics=options.splits_statistics
                     )
                     # a pass that resumes within a chord has counted it
-                    uncounted = stretch.integrals if step.index == steps[-1] else ()
+                    uncounted = (stretch.integral,) if step.index == steps[-1] else ()
                 Phi = stretch.of_weights
                 w = flat_weights(trajectory.trained, step.index, problem.X)
                 u = step_coefficients(trajectory, step.index, problem.X)

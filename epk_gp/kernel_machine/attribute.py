@@ -48,7 +48,7 @@ def attribute(
         rule: How each step's integral is taken, or each chord's.
         path: Along which the points are integrated. Other paths give other contributions with the same sum, as exactly:
             `chords(every=k)` at fewer evaluations, `layerwise(every=k)` at two for k steps, without an integral (`rule`
-            then sets the tolerance of the certificate alone), and `manhattan()`.
+            then sets the tolerance of the certificate alone).
         classes: One output per input, at a C-th of the cost: C is then 1 in the result. All C outputs by default; where
             the adjoints of all of a point do not fit into `memory_budget`, outputs go through the run apart, some at a
             time, and a larger budget is faster.

@@ -30,7 +30,7 @@ from epk_gp.kernel_machine.problem import AttributionProblem, make_problem
 from epk_gp.kernel_machine.progress import PassProgress
 from epk_gp.kernel_machine.step_residuals import StepResiduals, leaves_residuals
 from epk_gp.kernel_machine.vanilla_gd import parts_of_layers, vanilla_gd_pass, vanilla_gd_points
-from epk_gp.quadrature.paths import ChordPath, StraightPath, num_segments, path_identity
+from epk_gp.quadrature.paths import ChordPath, StraightPath, path_identity, stretches_of
 from epk_gp.storage.partial_sums import PartialSums
 
 _BEGUN = "-begun"  # ends the name of a sum that is not whole yet
@@ -137,7 +137,7 @@ class AttributionPass:
     def new_record(self) -> IntegrationRecord:
         """Where the integrals are counted."""
         kernel, steps = self.problem.kernel, self.problem.trajectory.num_steps
-        return IntegrationRecord(kernel.rule, num_segments(kernel.path, self.problem.net.model, steps))
+        return IntegrationRecord(kernel.rule, len(stretches_of(kernel.path, steps)))
 
     def residuals(self, initial: Float[Tensor, "n K"]) -> StepResiduals:
         """Replay the run, and compare its steps with the recorded ones."""

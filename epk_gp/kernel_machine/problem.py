@@ -21,7 +21,7 @@ from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.step_average import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
-from epk_gp.quadrature.paths import LayerwisePath, lines_of_stretch, num_segments
+from epk_gp.quadrature.paths import LayerwisePath, stretches_of
 from epk_gp.quadrature.status import QuadratureStatus
 
 
@@ -137,7 +137,6 @@ class IntegratedLine:
         problem: The predictions.
         rows: Which N of the points.
         segment: The line.
-        part: Which part of the state moves along it.
         integral: The nodes of each point, and what they sum up to.
         max_rows: Nodes evaluated at a time.
     """
@@ -145,14 +144,8 @@ class IntegratedLine:
     problem: AttributionProblem
     rows: Int64[Tensor, " N"]
     segment: WeightSegment
-    part: slice
     integral: Integral
     max_rows: int
-
-    @property
-    def moves_weights(self) -> bool:
-        """Whether any weights move along it."""
-        return bool(self.part.start < self.problem.net.model.num_weights)
 
     def node_batches(self) -> Iterator[NodeBatch]:
         """Compute the output gradients at the nodes, some nodes at a time; each call computes them anew."""
@@ -169,8 +162,8 @@ class IntegratedLine:
 
 def integrate_stretch(
     problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int
-) -> Iterator[IntegratedLine]:
-    """Choose the nodes of some points on a stretch of the path, line by line.
+) -> IntegratedLine:
+    """Choose the nodes of some points on a stretch of the path.
 
     Args:
         problem: The predictions.
@@ -181,19 +174,16 @@ def integrate_stretch(
     """
     X, net, kernel = problem.X[rows], problem.net, problem.kernel
     w, end = (flat_state(problem.trajectory, s, X) for s in (steps.start, steps.stop))
-    share = num_segments(kernel.path, net.model, problem.trajectory.num_steps)
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
-    for part, start, direction in lines_of_stretch(kernel.path, net.model, w, end - w):
-        segment = WeightSegment(net, start, direction, kernel.head, problem.options.memory_budget)
-        if isinstance(kernel.path, LayerwisePath):
-            yield _layerwise_line(problem, segment, part, rows, max(2, size - size % 2))
-        else:
-            integral = integrate(segment, X, kernel.rule, share)
-            yield IntegratedLine(problem, rows, segment, part, integral, size)
+    segment = WeightSegment(net, w, end - w, kernel.head, problem.options.memory_budget)
+    if isinstance(kernel.path, LayerwisePath):
+        return _layerwise_line(problem, segment, rows, max(2, size - size % 2))
+    integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, problem.trajectory.num_steps)))
+    return IntegratedLine(problem, rows, segment, integral, size)
 
 
 def _layerwise_line(
-    problem: AttributionProblem, segment: WeightSegment, part: slice, rows: Int64[Tensor, " N"], max_rows: int
+    problem: AttributionProblem, segment: WeightSegment, rows: Int64[Tensor, " N"], max_rows: int
 ) -> IntegratedLine:
     """Evaluate some points at both ends of a stretch, every operation with its mean derivative between them.
 
@@ -226,7 +216,7 @@ def _layerwise_line(
         num_intervals=ones,
         status=ones * QuadratureStatus.CONVERGED,
     )
-    return IntegratedLine(problem, rows, segment, part, integral, max_rows)
+    return IntegratedLine(problem, rows, segment, integral, max_rows)
 
 
 def averaged_statistics_jacobian(
@@ -234,7 +224,7 @@ def averaged_statistics_jacobian(
 ) -> Float[Tensor, "K N Q"]:
     """Average the outputs' gradients in the moving statistics over a line, at the nodes of those in the weights.
 
-    With Phi the gradients in the weights, averaged over the same nodes, of a line on which all of them move,
+    With Phi the gradients in the weights, averaged over the same nodes,
 
         <Phi, w_{s+1} - w_s> + <Phi^b, b_{s+1} - b_s> = line.integral.total.
 

@@ -123,8 +123,8 @@ def reconstruct(
         X: n inputs, of the structure of the training inputs.
         head: "logits" or "log_softmax"; None follows the loss: "log_softmax" for cross entropy, else "logits".
         rule: How each step's integral is taken, or each chord's.
-        path: Along which the points are integrated. The sum is as exact for `chords(every=k)`, at fewer evaluations,
-            and for `manhattan()`. `layerwise()` is for attributions: without their samples there is nothing to sum.
+        path: Along which the points are integrated. The sum is as exact for `chords(every=k)`, at fewer evaluations.
+            `layerwise()` is for attributions: without their samples there is nothing to sum.
         options: `memory_budget` (beside it, one gradient of the training data), `progress`, `checkpoint` and
             `executor`; see `ComputeOptions`.
 

@@ -24,7 +24,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tile_parts import step_ranges
 from epk_gp.kernel_machine.certification import IntegrationRecord, StepMismatches, coarsest_dtype
 from epk_gp.quadrature.adaptive import integrate
-from epk_gp.quadrature.paths import lines_of_stretch, num_segments, path_identity, stretch_of
+from epk_gp.quadrature.paths import path_identity, stretch_of, stretches_of
 
 
 class ReconstructionSums:
@@ -153,15 +153,14 @@ class ReconstructionPieces(PlannedPieces):
     ) -> None:
         """Add what one stretch of the path adds at the points of each panel."""
         kernel, net, half = self.kernel, self.net, self.options.memory_budget // 2  # the other half is the panel's
-        for _, w, d in lines_of_stretch(kernel.path, net.model, start, change):
-            segment = WeightSegment(net, w, d, kernel.head, half)
-            for sums, rows in zip(found, panels, strict=True):
-                integral = integrate(segment, self.X[rows], kernel.rule, self._num_segments)
-                sums.total += integral.total
-                sums.residuals += integral.residual
-                sums.sizes += integral.total.abs()
-                sums.record.add(integral)
-                sums.evaluations += float(integral.evaluations.sum())
+        segment = WeightSegment(net, start, change, kernel.head, half)
+        for sums, rows in zip(found, panels, strict=True):
+            integral = integrate(segment, self.X[rows], kernel.rule, self._num_segments)
+            sums.total += integral.total
+            sums.residuals += integral.residual
+            sums.sizes += integral.total.abs()
+            sums.record.add(integral)
+            sums.evaluations += float(integral.evaluations.sum())
 
     @cached_property
     def panels(self) -> list[Int64[Tensor, " rows"]]:
@@ -193,7 +192,7 @@ class ReconstructionPieces(PlannedPieces):
     @cached_property
     def _num_segments(self) -> int:
         """Straight lines of the path, which share the rule's tolerance."""
-        return num_segments(self.kernel.path, self.net.model, self.kernel.trajectory.num_steps)
+        return len(stretches_of(self.kernel.path, self.kernel.trajectory.num_steps))
 
     @property
     def _outputs(self) -> Float[Tensor, "0 C"]:

@@ -15,7 +15,7 @@ from epk_gp.kernel_machine.problem import (
     integrate_stretch,
 )
 from epk_gp.quadrature.adaptive import Integral
-from epk_gp.quadrature.paths import LayerwisePath, num_segments
+from epk_gp.quadrature.paths import LayerwisePath, stretches_of
 from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.quadrature.status import OPEN, QuadratureStatus, fixed_status, residual_status, rounding_of
 
@@ -31,26 +31,19 @@ class StretchAverage:
         steps: The steps that the stretch stands for.
         of_weights: Phi, the averaged gradients in the weights.
         of_statistics: Phi^b, those in the moving statistics, if they were asked for.
-        integrals: Of each straight line of the stretch.
+        integral: Along the stretch.
     """
 
     steps: range
     of_weights: Float[Tensor, "K N P"]
     of_statistics: Float[Tensor, "K N Q"] | None
-    integrals: tuple[Integral, ...]
-
-    @property
-    def is_one_line_of_a_step(self) -> bool:
-        """Whether the integral of the one line is the change of the outputs in one step."""
-        return len(self.steps) == len(self.integrals) == 1
+    integral: Integral
 
 
 def average_over(
     problem: AttributionProblem, steps: range, rows: Int64[Tensor, " N"], max_nodes: int, *, splits_statistics: bool
 ) -> StretchAverage:
     """Average the gradients of some points over a stretch.
-
-    On a Manhattan path each weight has the average over the line on which it moves.
 
     Args:
         problem: The predictions.
@@ -59,25 +52,16 @@ def average_over(
         max_nodes: Nodes evaluated at a time.
         splits_statistics: The averages in the moving statistics are wanted even where their sum is known without.
     """
-    P, K = problem.net.model.num_weights, problem.num_outputs
-    Phi, of_statistics, integrals = None, None, list[Integral]()
-    for line in integrate_stretch(problem, steps, rows, max_nodes):
-        integrals.append(line.integral)
-        if _wants_statistics(problem, steps, line, splits_statistics=splits_statistics):
-            of_statistics = averaged_statistics_jacobian(problem, line, rows)
-        if not line.moves_weights:
-            continue
-        average = averaged_jacobian(line.node_batches(), problem.columns)
-        if line.part.stop - line.part.start >= P:
-            Phi = average
-            continue
-        Phi = average.new_zeros(K, len(rows), P) if Phi is None else Phi
-        Phi[:, :, line.part] = average[:, :, line.part]
-    if Phi is None:
-        raise RuntimeError("a stretch of the path must move weights: this is a bug in epk_gp.")
-    if isinstance(problem.kernel.path, LayerwisePath):
-        integrals = [_measured(problem, rows, line, Phi, of_statistics)]
-    return StretchAverage(steps, Phi, of_statistics, tuple(integrals))
+    line = integrate_stretch(problem, steps, rows, max_nodes)
+    is_layerwise = isinstance(problem.kernel.path, LayerwisePath)
+    of_statistics = None
+    # a layerwise integral is not known without; that of one step is, but for how it is split
+    wants_statistics = is_layerwise or splits_statistics or len(steps) > 1
+    if wants_statistics and problem.trajectory.statistics is not None:
+        of_statistics = averaged_statistics_jacobian(problem, line, rows)
+    Phi = averaged_jacobian(line.node_batches(), problem.columns)
+    integral = _measured(problem, rows, line, Phi, of_statistics) if is_layerwise else line.integral
+    return StretchAverage(steps, Phi, of_statistics, integral)
 
 
 def _measured(
@@ -100,7 +84,7 @@ def _measured(
     total = change if problem.classes is None else integral.total.scatter(1, problem.classes[rows][:, None], change)
     rule = problem.kernel.rule
     if isinstance(rule, AdaptiveRule):
-        share = num_segments(problem.kernel.path, problem.net.model, problem.trajectory.num_steps)
+        share = len(stretches_of(problem.kernel.path, problem.trajectory.num_steps))
         of_outputs = rounding_of(integral.start, integral.end)
         status = residual_status(error, torch.maximum(of_outputs, rounding), rule.tol / share)
         status = torch.where(status == OPEN, QuadratureStatus.INCONSISTENT_DERIVATIVE, status)
@@ -126,19 +110,8 @@ def statistics_change(
         rows: Which N of the points.
         of_weights: What its weights add.
     """
-    if average.is_one_line_of_a_step:
-        return problem.select_outputs(average.integrals[0].total, rows) - of_weights
+    if len(average.steps) == 1:
+        return problem.select_outputs(average.integral.total, rows) - of_weights
     before, after = (flat_state(problem.trajectory, s, problem.X) for s in (step, step + 1))
     change = (after - before)[problem.net.model.num_weights :]
     return torch.einsum("knq,q->nk", average.of_statistics, change)
-
-
-def _wants_statistics(
-    problem: AttributionProblem, steps: range, line: IntegratedLine, *, splits_statistics: bool
-) -> bool:
-    model = problem.net.model
-    if problem.trajectory.statistics is None or line.part.stop <= model.num_weights:
-        return False
-    if isinstance(problem.kernel.path, LayerwisePath):  # the integral is not known without
-        return True
-    return splits_statistics or len(steps) > 1 or line.part.start > 0

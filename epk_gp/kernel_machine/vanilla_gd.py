@@ -112,7 +112,7 @@ def vanilla_gd_pass(
         [layer for layer, part in enumerate(layer_parts) if part == number] for number in range(max(layer_parts) + 1)
     ]
     for stretch in stretches_of(problem.kernel.path, trajectory.num_steps, steps)[progress.done :]:
-        (line,) = integrate_stretch(problem, stretch, rows, points_per_block)
+        line = integrate_stretch(problem, stretch, rows, points_per_block)
         total = problem.select_outputs(line.integral.total, rows)
         changes = total.new_zeros(len(stretch), *total.shape)
         for term in _sample_terms(line, stretch, layers_of_parts, points_per_block):

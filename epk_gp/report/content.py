@@ -7,7 +7,7 @@ from typing import Any
 
 from epk_gp.core.display import count
 from epk_gp.core.head import Head
-from epk_gp.quadrature.paths import ChordPath, LayerwisePath, ManhattanPath, StraightPath
+from epk_gp.quadrature.paths import ChordPath, LayerwisePath, StraightPath
 from epk_gp.report.card import run_card
 from epk_gp.report.certainty import Certainty, band, certainty, scores_of
 from epk_gp.report.certificate import describe_certificate
@@ -25,7 +25,6 @@ _OUTPUT_NAMES: dict[Head, str] = {"logits": "output", "log_softmax": "log-probab
 _PATHS = {
     StraightPath: "straight steps",
     ChordPath: "straight lines, each over {steps}",
-    ManhattanPath: "one module after another, in each step",
     LayerwisePath: "derivatives averaged operation by operation, each over {steps}",
 }
 

@@ -22,7 +22,7 @@ from epk_gp.gram.path_nodes import nodes_trajectory
 from epk_gp.gram.step_average import StepAverage
 from helpers import assert_close, make_case
 
-PATHS = {"chords_2": epk.chords(2), "manhattan": epk.manhattan(), "one_chord": epk.chords(100)}
+PATHS = {"chords_2": epk.chords(2), "one_chord": epk.chords(100)}
 every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 RULE = epk.gauss_legendre(2)
 KERNEL_RUNS = [name for name in RUNS if name != "average"]
@@ -196,11 +196,10 @@ def test_test_copies_are_evaluated_once_for_each_chord(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [epk.chords(3), epk.manhattan()], ids=["chords", "manhattan"])
-def test_workers_and_checkpoints_give_the_same_bytes(path, tmp_path):
+def test_workers_and_checkpoints_give_the_same_bytes(tmp_path):
     run = recorded("relu_sgd", steps=40)
     points = mixed_points(run)
-    asked = {"rule": RULE, "path": path}
+    asked = {"rule": RULE, "path": epk.chords(3)}
     whole = epk.gram_block(run, points, points, **asked)
     assert torch.equal(epk.gram_block(run, points, points, executor=Shuffled(), **asked), whole)
     assert torch.equal(epk.gram_block(run, points, points, checkpoint=tmp_path, **asked), whole)
@@ -225,15 +224,12 @@ def test_partial_sums_belong_to_their_path(path, tmp_path):
 def test_what_a_block_cannot_follow_is_refused():
     run = recorded("relu_sgd")
     points = mixed_points(run)
-    with pytest.raises(ValueError, match=r"along manhattan\(\) needs the same nodes at all points"):
-        epk.gram_block(run, points, points, rule=epk.adaptive(), path=epk.manhattan())
     with pytest.raises(TypeError, match="path must be a path such as .*: got 'chords'"):
         epk.gram_block(run, points, points, path="chords")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [epk.chords(7), epk.manhattan()], ids=["chords", "manhattan"])
-def test_states_on_disk_give_the_same_bytes(path, tmp_path):
+def test_states_on_disk_give_the_same_bytes(tmp_path):
     """They are read ahead in the order of the steps; chords ask for both of their ends."""
     torch.manual_seed(0)
     X, y = torch.randn(10, 4, dtype=torch.float64), torch.arange(10) % 3
@@ -247,10 +243,10 @@ def test_states_on_disk_give_the_same_bytes(path, tmp_path):
         run = epk.train(net, X, y, optimizer=optimizer, steps=20, folder=folder, storage=storage)
         results.append(
             [
-                epk.gram_block(run, points, points, rule=RULE, path=path),
-                gram_diagonal_blocks(run, points, rule=RULE, path=path),
-                epk.attribute(run, X[:2], path=path).samples,
-                epk.reconstruct(run, X[:2], path=path).outputs,
+                epk.gram_block(run, points, points, rule=RULE, path=epk.chords(7)),
+                gram_diagonal_blocks(run, points, rule=RULE, path=epk.chords(7)),
+                epk.attribute(run, X[:2], path=epk.chords(7)).samples,
+                epk.reconstruct(run, X[:2], path=epk.chords(7)).outputs,
             ]
         )
     for in_memory, on_disk in zip(*results, strict=True):
@@ -348,10 +344,10 @@ def test_features_along_chords_are_those_of_their_nodes(mask):
 def test_nodes_and_features_refuse_paths_that_no_single_state_lies_on():
     run = recorded("relu_sgd")
     nodes_run = nodes_trajectory(run, 4)
-    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got manhattan\(\)"):
-        nodes_trajectory(run, 4, path=epk.manhattan())
-    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got manhattan\(\)"):
-        epk.path_features(run, queries(2), 8, path=epk.manhattan())
+    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got layerwise\(every=2\)"):
+        nodes_trajectory(run, 4, path=epk.layerwise(2))
+    with pytest.raises(ValueError, match=r"a node is one state of all weights.*got layerwise\(every=1\)"):
+        epk.path_features(run, queries(2), 8, path=epk.layerwise())
     with pytest.raises(ValueError, match="this run is 4 nodes of another one already"):
         nodes_trajectory(nodes_run, 4, path=epk.chords(2))
     with pytest.raises(ValueError, match="nodes must be a number with path=ChordPath.*got None"):
