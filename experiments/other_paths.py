@@ -14,12 +14,12 @@ from epk_gp.analysis.ranks import rank_correlation
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.datasets import digits
-from epk_gp.gram.step_average import averaged_jacobian
+from epk_gp.gram.accumulator import averaged_jacobian
 from epk_gp.kernel_machine import adjoint
+from epk_gp.kernel_machine.adjoint import StretchAverage, average_over
 from epk_gp.kernel_machine.attribute import attribute_by
 from epk_gp.kernel_machine.axes import by_sample
-from epk_gp.kernel_machine.problem import AttributionProblem, IntegratedLine
-from epk_gp.kernel_machine.stretch_average import StretchAverage, average_over
+from epk_gp.kernel_machine.terms import AttributionProblem, IntegratedLine
 from epk_gp.plots.style import GREY, PALETTE, new_figure, styled
 from epk_gp.quadrature.adaptive import integrate
 from harness import Experiment, main, uncertified_results

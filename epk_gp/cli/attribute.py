@@ -12,9 +12,8 @@ from epk_gp.cli.kernel_requests import read_predictions
 from epk_gp.cli.options import ExplainedOptions, ExplainedOutputs
 from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.certificate import CertificateWarning
-from epk_gp.kernel_machine.attribute import attribute_many
-from epk_gp.kernel_machine.attribution_results import GroupedAttribution
+from epk_gp.core.show import CertificateWarning
+from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.certification import describe_findings
 from epk_gp.plots.figures import draw_attributions
 from epk_gp.provenance import Stopwatch, write_arrays, write_json

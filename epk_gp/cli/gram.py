@@ -12,7 +12,7 @@ from epk_gp.cli.kernel_requests import read_block
 from epk_gp.cli.options import BlockOptions
 from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.options import ComputeOptions
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 

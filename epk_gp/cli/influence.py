@@ -14,10 +14,9 @@ from epk_gp.cli.kernel_requests import ExplanationRequest, read_predictions
 from epk_gp.cli.options import ExplainedOutputs, PredictionOptions
 from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.show import CertificateWarning
+from epk_gp.kernel_machine.influence import Influence, Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
-from epk_gp.kernel_machine.influence_results import Influence
-from epk_gp.kernel_machine.smoothing import Smoothing
 from epk_gp.plots.influences import draw_influences
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 

@@ -13,8 +13,8 @@ from epk_gp.cli.data import ChosenPoints, PointSource, cast_points, draw_rows, r
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import BlockOptions, ExplainedOutputs, PredictionOptions, RunOptions, Side
 from epk_gp.cli.parsing import parse_path, parse_rule, torch_dtype
-from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.points import Points
+from epk_gp.core.inputs import Points
+from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.kernel_machine.axes import Axis, by_sample
 from epk_gp.quadrature.paths import WeightPath

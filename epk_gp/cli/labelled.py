@@ -10,8 +10,8 @@ from torch import Tensor
 from epk_gp.cli.data import HELD_OUT, cast_points, describe, read_arrays, require_array, validate_checksum
 from epk_gp.cli.data import validate_inputs as validate_real_inputs
 from epk_gp.cli.manifest import held_out_checksum
+from epk_gp.core.checks import validate_finite
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.validation import validate_finite
 from epk_gp.datasets import mnist_folder
 
 HELD_OUT_POINTS = "held-out"  # as a source: those of the run

@@ -17,17 +17,17 @@ from epk_gp.cli.options import CompressionName, Dtype, LossName, OptimizerName, 
 from epk_gp.cli.parsing import parse_bytes, torch_dtype
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import functionalize, zero_final_layer
-from epk_gp.core.optimizers import optimizer_groups
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
+from epk_gp.optimizers.torch_rules import optimizer_groups
 from epk_gp.provenance import Stopwatch
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.setup import ClipNorm
+from epk_gp.recording.train import train
 from epk_gp.storage.disk_space import RunDimensions, fitting_keep_every, run_bytes, run_dimensions
 from epk_gp.storage.run import is_run
 from epk_gp.storage.schema import STORED_DTYPES
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
-from epk_gp.training.clipping import ClipNorm
-from epk_gp.training.diagnosis import StepMismatchError
-from epk_gp.training.train import train
 
 _BLOCK = 1000  # inputs per forward pass when the accuracy is computed
 

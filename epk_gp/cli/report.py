@@ -20,8 +20,7 @@ from epk_gp.cli.options import PathOptions
 from epk_gp.cli.parsing import PARTIAL, memory_bytes, parse_path, parse_rule, torch_dtype
 from epk_gp.cli.scores import read_validation
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.executors import SupportsSubmit
+from epk_gp.core.options import ComputeOptions, SupportsSubmit
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.class_data import training_labels
 from epk_gp.gp.models import LogitGP

@@ -10,21 +10,19 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.planning import with_plan
-from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.input_layout import Inputs
-from epk_gp.core.points import Points
-from epk_gp.core.validation import validate_positive
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.checks import validate_positive
+from epk_gp.core.inputs import Inputs, Points
+from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.distributed.job import Place
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tile_parts import GramPieces, block_tiles, ranges_of, sum_dtype
-from epk_gp.gram.tiles import WHOLE_TILES
+from epk_gp.gram.tiles import WHOLE_TILES, GramPieces, block_tiles, ranges_of, sum_dtype
 from epk_gp.kernel_machine.attribute import parse_groupings
 from epk_gp.kernel_machine.attribution_pass import AttributionPass, AttributionPieces, TermSums
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.problem import make_problem, parse_problem
+from epk_gp.kernel_machine.terms import make_problem, parse_problem
 
 SECONDS = 10.0  # for measuring, by default
 

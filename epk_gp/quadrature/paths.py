@@ -6,7 +6,7 @@ terms of a prediction differ, their sum does not (docs/theory.md, section 11).
 
 from dataclasses import dataclass
 
-from epk_gp.core.validation import validate_count
+from epk_gp.core.checks import validate_count
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def test_maps_are_those_of_the_path_and_its_nodes(recorded, tmp_path, options):
         ("verify", ("--path", "straight:2"), "chords:K or layerwise[:K]: got 'straight:2'."),
         ("estimate", ("--path", "zigzag"), "chords:K or layerwise[:K]: got 'zigzag'."),
         ("uncertainty", ("--nodes", 4, "--rule", "midpoint:2"), "leaves a rule no part: got nodes=4"),
-        ("uncertainty", ("--nodes", 4, "--path", "layerwise"), "integrates along a path of the weights"),
+        ("uncertainty", ("--nodes", 4, "--path", "layerwise"), "on chords(every=k): got layerwise(every=1)"),
         ("uncertainty", ("--path", "chords:-1"), "K must be a whole number of steps from 1"),
     ],
     ids=str,

@@ -11,7 +11,7 @@ from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_sample, by_step
-from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.kernel_machine.baselines import single_machine
 from helpers import assert_close
 
 PATHS = {"chords_2": epk.chords(2), "one_chord": epk.chords(100)}

@@ -8,7 +8,7 @@ import torch
 import epk_gp as epk
 from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed
 from distributed_cases import recorded as training_run
-from epk_gp.gram.tile_parts import GramPieces
+from epk_gp.gram.tiles import GramPieces
 from epk_gp.kernel_machine import plan
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
