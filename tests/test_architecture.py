@@ -17,6 +17,7 @@ RANK = {
     "datasets": 2,
     "provenance": 3,
     "distributed": 3,
+    "work": 3,
     "recording": 3,
     "callbacks": 4,
     "quadrature": 3,

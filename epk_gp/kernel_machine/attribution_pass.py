@@ -22,7 +22,7 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis, parameter_parts
-from epk_gp.kernel_machine.certification import IntegrationRecord, PassProgress
+from epk_gp.kernel_machine.certification import OldRecord, PassProgress
 from epk_gp.kernel_machine.terms import (
     AttributionProblem,
     Collector,
@@ -137,10 +137,10 @@ class AttributionPass:
         return step_ranges(steps, most, self.problem.kernel.path.every)
 
     @property
-    def new_record(self) -> IntegrationRecord:
+    def new_record(self) -> OldRecord:
         """Where the integrals are counted."""
         kernel, steps = self.problem.kernel, self.problem.trajectory.num_steps
-        return IntegrationRecord(kernel.rule, len(stretches_of(kernel.path, steps)))
+        return OldRecord(kernel.rule, len(stretches_of(kernel.path, steps)))
 
     def residuals(self, initial: Float[Tensor, "n K"]) -> StepResiduals:
         """Replay the run, and compare its steps with the recorded ones."""

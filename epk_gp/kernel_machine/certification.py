@@ -20,6 +20,7 @@ from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work.sums import Sums
 
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one
 
@@ -35,7 +36,7 @@ _KEPT_ROUNDING = 1e-5  # relative rounding of kept states from which on it is sa
 
 
 @dataclass
-class IntegrationRecord:
+class OldRecord:
     """What the integrals of a run left, over all points and steps.
 
     Attributes:
@@ -67,7 +68,7 @@ class IntegrationRecord:
         counts = torch.bincount(integral.status, minlength=len(QuadratureStatus)).tolist()
         self.statuses.update({status: counts[status] for status in QuadratureStatus if counts[status]})
 
-    def merge(self, other: "IntegrationRecord") -> None:
+    def merge(self, other: "OldRecord") -> None:
         """Add what the integrals of other points left."""
         self.max_residual = larger(self.max_residual, other.max_residual)
         self.residual_ratio = larger(self.residual_ratio, other.residual_ratio)
@@ -82,6 +83,51 @@ class IntegrationRecord:
         """Continue from the record of a checkpoint."""
         self.max_residual, self.residual_ratio, *counts = state["integration"].tolist()
         self.statuses = Counter({status: int(counts[status]) for status in QuadratureStatus if counts[status]})
+
+
+def integral_sums(integral: Integral, rule: Rule, num_steps: int) -> Sums:
+    """Return what integrals of some points over one stretch leave: residuals, statuses and numbers of evaluations.
+
+    Args:
+        integral: The integrals.
+        rule: How they were taken; a fixed rule is measured by the adaptive one's default tolerance.
+        num_steps: Stretches that share the rule's tolerance.
+    """
+    size = torch.maximum(integral.start.abs(), integral.end.abs()).amax(dim=1).clamp(min=1.0)
+    rounding = _INTERVAL_ROUNDING * torch.finfo(size.dtype).eps * size
+    if integral.rounding is not None:
+        rounding = torch.maximum(rounding, integral.rounding)
+    allowed = integral.num_intervals * rounding.clamp(min=_TOLERANCES * _tolerance(rule) / max(1, num_steps))
+    largest = torch.stack([integral.residual.max(), (integral.residual / allowed).max()])
+    counts = torch.bincount(integral.status, minlength=len(QuadratureStatus))
+    added = {"statuses": counts, "evaluations": integral.evaluations.sum().double()}
+    return Sums(added, {"integration": largest.double()})
+
+
+@dataclass(frozen=True)
+class IntegrationRecord:
+    """What the integrals of a run left, over all points and steps.
+
+    Attributes:
+        max_residual: Largest residual of a (point, step); NaN stays.
+        residual_ratio: Largest ratio of a residual to what the rule's tolerance or rounding allows; NaN stays.
+        statuses: Number of (point, step) pairs by the reason why their refinement ended.
+        evaluations: Gradients evaluated, over all points and steps.
+    """
+
+    max_residual: float
+    residual_ratio: float
+    statuses: dict[QuadratureStatus, int]
+    evaluations: float
+
+    @classmethod
+    def of(cls, sums: Sums) -> "IntegrationRecord":
+        """Read the record from sums that hold `integral_sums`, or none of a run without steps."""
+        if "integration" not in sums.largest:
+            return cls(0.0, 0.0, {}, 0.0)
+        counts = sums.added["statuses"].tolist()
+        statuses = {status: counts[status] for status in QuadratureStatus if counts[status]}
+        return cls(*sums.largest["integration"].tolist(), statuses, float(sums.added["evaluations"]))
 
 
 @dataclass
@@ -355,7 +401,7 @@ class PassProgress:
         self,
         checkpoint: PartialSums | None,
         sums: Sequence[Tensor],
-        record: IntegrationRecord,
+        record: OldRecord,
         name: str = "sums",
         bar: ProgressBar | None = None,
     ) -> None:

@@ -33,7 +33,7 @@ from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_fold
 from epk_gp.gram.path_kernel import DiagonalPieces
 from epk_gp.gram.tiles import GramPieces
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
-from epk_gp.kernel_machine.reconstruct import ReconstructionPieces
+from epk_gp.kernel_machine.reconstruct import ReconstructionWork
 from epk_gp.storage import atomic_files
 from epk_gp.storage.partial_sums import PartialSums
 
@@ -269,8 +269,10 @@ def test_success_and_a_reader_that_stops_remove_a_temporary_folder():
 @pytest.mark.parametrize("then", ["none", "shuffled"])
 def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, monkeypatch):
     call, computed = CALLS[name], []
-    for kind in (GramPieces, DiagonalPieces, AttributionPieces, ReconstructionPieces):
+    for kind in (GramPieces, DiagonalPieces, AttributionPieces):
         count_calls(kind, computed, monkeypatch)
+    for work in (ReconstructionWork,):
+        count_pieces(work, computed, monkeypatch)
     with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
         call(run_of(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
     assert f"kept in {str(tmp_path / 'pieces')!r}: pass it as checkpoint=" in stopped.value.__notes__[0]
@@ -289,6 +291,16 @@ def count_calls(kind, computed, monkeypatch):
         return piece(self, place)
 
     monkeypatch.setattr(kind, "piece", counted)
+
+
+def count_pieces(kind, computed, monkeypatch):
+    compute = kind.compute
+
+    def counted(self, place, saved):
+        computed.append(place)
+        yield from compute(self, place, saved)
+
+    monkeypatch.setattr(kind, "compute", counted)
 
 
 @EVERY
