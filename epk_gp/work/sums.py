@@ -129,7 +129,7 @@ def computed(work: Work, piece: Piece, stored: PartialSums | None) -> Iterator[S
     saved = Sums() if stored is None else Sums.load(*stored.load(begun), work.device)
     for sums in work.compute(piece.place, saved):
         yield sums
-        if stored is not None and stored.should_save:
+        if stored is not None and sums.added and stored.should_save:
             with suppress(OSError):  # a full disk ends the computation when the piece is whole, not here
                 stored.save(begun, sums.state(is_whole=False), sums.steps)
 

@@ -31,6 +31,7 @@ from distributed_cases import (
 from epk_gp.distributed import job
 from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder
 from epk_gp.gram.path_kernel import DiagonalPieces
+from epk_gp.gram.sketch import FeatureWork
 from epk_gp.gram.tiles import GramPieces
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
 from epk_gp.kernel_machine.reconstruct import ReconstructionWork
@@ -271,7 +272,7 @@ def test_a_job_that_was_stopped_is_gone_on_with(name, where, then, tmp_path, mon
     call, computed = CALLS[name], []
     for kind in (GramPieces, DiagonalPieces, AttributionPieces):
         count_calls(kind, computed, monkeypatch)
-    for work in (ReconstructionWork,):
+    for work in (ReconstructionWork, FeatureWork):
         count_pieces(work, computed, monkeypatch)
     with pytest.raises((StopError, RuntimeError), match=f"stopped in {where}") as stopped:
         call(run_of(name), executor=Stopping(2, where), checkpoint=tmp_path / "pieces")
