@@ -4,6 +4,7 @@ A normalisation in training mode moves its statistics by b' - b = m (stat - b), 
 the rows: stat = sum_i stat_i. Row i adds m (stat_i - b / n), centred, so that nothing remains.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +14,9 @@ from torch import Tensor, nn
 
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.replay import PassData, TrainingReplay, passes_of
-from epk_gp.core.show import progress_bar
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.gram.accumulator import averaged_jacobian
-from epk_gp.kernel_machine.certification import PassProgress
 from epk_gp.kernel_machine.loss_products import LossProducts, is_rounding
 from epk_gp.kernel_machine.terms import (
     AttributionProblem,
@@ -306,10 +305,13 @@ def adjoint_pass(
     problem: AttributionProblem,
     groups: Int64[Tensor, " L"],
     emit: Emit,
-    progress: PassProgress,
     options: PassOptions,
-) -> None:
+    done: int = 0,
+    adjoint_state: Tensor | None = None,
+) -> Iterator[tuple[Integral | None, Tensor | None]]:
     """Go through the run from its last step to its first and emit every contribution.
+
+    Yields when a step is done: the integral, if a stretch has begun with it, and what the step before receives.
 
     With H_s the adjoint of h (`propagate`), sample i adds -<H_s, grad_scale_s c_i grad loss_i(w_s)>.
 
@@ -317,48 +319,42 @@ def adjoint_pass(
         problem: The predictions.
         groups: Group of each of the L parameters.
         emit: Called with every contribution; weight decay that is zero is left out.
-        progress: How far the pass is; what is done is left out.
-        options: Points at a time, what the steps leave unexplained, and whether statistics are split over samples.
+        options: Nodes at a time, what the steps leave unexplained, and whether statistics are split over samples.
+        done: Number of steps, from the last one, that are left out.
+        adjoint_state: What the last one of them left, which is overwritten.
     """
     trajectory, sizes = problem.trajectory, problem.net.model.sizes
-    blocks = torch.arange(len(problem.X), device=problem.X.device).split(options.points_per_block)
-    S = trajectory.num_steps
-    work_items = len(blocks) * S
+    rows, S = torch.arange(len(problem.X), device=problem.X.device), trajectory.num_steps
     products = LossProducts(problem, RunReplay(trajectory.trained, problem.net.model, problem.X))
-    shown, advice = problem.options.progress, progress.advice
-    with progress_bar(work_items, "attribution", unit="step", initial=progress.done, shown=shown, advice=advice) as bar:
-        for number, rows in enumerate(blocks):
-            stretch: StretchAverage | None = None
-            for position in range(max(0, progress.done - number * S), S):
-                step = trajectory.steps[S - 1 - position]
-                adjoint_state = progress.adjoint_state if position else None  # beta_{s+1} M_{s+1}
-                uncounted: tuple[Integral, ...] = ()
-                if stretch is None or step.index not in stretch.steps:
-                    steps, stretch = stretch_of(problem.kernel.path, step.index, S), None
-                    stretch = average_over(
-                        problem, steps, rows, options.points_per_block, splits_statistics=options.splits_statistics
-                    )
-                    # a pass that resumes within a chord has counted it
-                    uncounted = (stretch.integral,) if step.index == steps[-1] else ()
-                Phi = stretch.of_weights
-                w = flat_weights(trajectory.trained, step.index, problem.X)
-                u = step_coefficients(trajectory, step.index, problem.X)
-                change = flat_weights(trajectory, step.index + 1, problem.X)
-                of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
-                emit(WeightsContribution(step.index, rows, of_weights))
-                if trajectory.average is not None and len(stretch.steps) > 1:
-                    Phi = Phi.clone()  # it is overwritten
-                E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
-                adjoints = _StepAdjoints(step, rows, w, u, E, H)
-                _emit_weight_decay(problem, adjoints, groups, emit)
-                _emit_samples(problem, products, adjoints, groups, emit)
-                _emit_unexplained(problem, adjoints, groups, emit, options)
-                if trajectory.statistics is not None:
-                    total = statistics_change(problem, stretch, step.index, rows, of_weights)
-                    of_statistics = stretch.of_statistics if options.splits_statistics else None
-                    emit(_statistics_term(products, step, rows, total, of_statistics))
-                progress.advance(uncounted, adjoint_state, is_last=progress.done + 1 == work_items)
-                bar.update()
+    stretch: StretchAverage | None = None
+    for position in range(done, S):
+        step = trajectory.steps[S - 1 - position]
+        uncounted = None
+        if stretch is None or step.index not in stretch.steps:
+            steps, stretch = stretch_of(problem.kernel.path, step.index, S), None
+            stretch = average_over(
+                problem, steps, rows, options.points_per_block, splits_statistics=options.splits_statistics
+            )
+            # a pass that resumes within a chord has counted it
+            uncounted = stretch.integral if step.index == steps[-1] else None
+        Phi = stretch.of_weights
+        w = flat_weights(trajectory.trained, step.index, problem.X)
+        u = step_coefficients(trajectory, step.index, problem.X)
+        change = flat_weights(trajectory, step.index + 1, problem.X)
+        of_weights = (Phi @ (change - flat_weights(trajectory, step.index, problem.X))).T  # N K
+        emit(WeightsContribution(step.index, rows, of_weights))
+        if trajectory.average is not None and len(stretch.steps) > 1:
+            Phi = Phi.clone()  # it is overwritten
+        E, H, adjoint_state = propagate_step(trajectory, step, sizes, Phi, adjoint_state)
+        adjoints = _StepAdjoints(step, rows, w, u, E, H)
+        _emit_weight_decay(problem, adjoints, groups, emit)
+        _emit_samples(problem, products, adjoints, groups, emit)
+        _emit_unexplained(problem, adjoints, groups, emit, options)
+        if trajectory.statistics is not None:
+            total = statistics_change(problem, stretch, step.index, rows, of_weights)
+            of_statistics = stretch.of_statistics if options.splits_statistics else None
+            emit(_statistics_term(products, step, rows, total, of_statistics))
+        yield uncounted, adjoint_state
 
 
 def _emit_weight_decay(

@@ -83,8 +83,8 @@ class Smoothing:
         """Yield the weights of the samples of each run."""
         generator = torch.Generator().manual_seed(self.seed)
         share = torch.ones(num_samples, dtype=torch.float64)
-        for number in range(self.num_runs):
-            is_mirrored = number % 2 == 1
+        for draw in range(self.num_runs):
+            is_mirrored = draw % 2 == 1
             share = 1 - share if is_mirrored else torch.rand(num_samples, generator=generator, dtype=torch.float64)
             yield self.low + (self.high - self.low) * share.clamp(min=_SMALLEST)
 

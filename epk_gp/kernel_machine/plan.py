@@ -1,12 +1,11 @@
 """What a Gram block or an attribution costs before it is computed: its pieces and bytes, and seconds."""
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Unpack
 
-import torch
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -20,9 +19,8 @@ from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import WHOLE_TILES, GramPieces, block_tiles, ranges_of, sum_dtype
 from epk_gp.kernel_machine.attribute import parse_groupings
-from epk_gp.kernel_machine.attribution_pass import AttributionPass, AttributionPieces, TermSums
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.terms import make_problem, parse_problem
+from epk_gp.kernel_machine.terms import parse_problem
 
 SECONDS = 10.0  # for measuring, by default
 
@@ -106,44 +104,45 @@ def plan_attribution(
     axes, packed = parse_groupings(kernel.trajectory, groupings), parse_problem(kernel, X, classes)
 
     def measured(net: PlannedModel) -> Plan:
-        work = AttributionPass(make_problem(net, kernel, packed, classes, parsed), axes, splits_statistics=True)
-        kinds: dict[Hashable, list[tuple[Place, int]]] = {}
-        for block, rows in enumerate(work.blocks):
-            steps = [
-                ((block, number), len(range(kernel.trajectory.num_steps)[r])) for number, r in enumerate(work.ranges)
-            ]
-            kinds.setdefault(len(rows), []).extend(steps)
-
-        def num_bytes(rows: int) -> int:
-            like = torch.empty(rows, work.outputs_per_row, dtype=net.model.spec.dtype, device="meta")
-            return sum(total.nbytes for total in TermSums.of(work.problem, axes, like).tensors)
-
-        return Plan(
-            pieces=len(work.blocks) * len(work.ranges),
-            result_bytes=num_bytes(work.num_rows),
-            piece_bytes=num_bytes(min(work.num_rows, work.rows_per_block)),
-            seconds=_seconds_of_all(AttributionPieces.of(work).piece, kinds, seconds),
-        )
+        budget = parsed.memory_budget
+        work = AttributionWork(kernel, packed, classes, budget, axes, splits_statistics=True, plan=net.plan)
+        kinds = [len(work.blocks[piece.place[0]]) for piece in work.pieces]
+        return _measured(work, kinds, work.num_bytes(work.num_rows), seconds)
 
     return with_plan(kernel.trajectory, kernel.trajectory.model_for(packed), measured)
 
 
-def _seconds_of_all(
-    compute: Callable[[Place], Mapping[str, Tensor]],
-    kinds: Mapping[Hashable, Sequence[tuple[Place, int]]],
-    seconds: float,
-) -> float:
-    """Compute pieces, each with its number of steps, one of every kind and more until the time is over; extrapolate."""
-    begin, measured = time.perf_counter(), dict.fromkeys(kinds, (0.0, 0))
-    for number, pieces in enumerate(zip_longest(*kinds.values())):
-        for kind, piece in zip(kinds, pieces, strict=True):
+def _measured(work: Work, kinds: Sequence[Hashable], result_bytes: int, seconds: float) -> Plan:
+    """Compute pieces, one of every kind and more until the time is over, and extrapolate their seconds.
+
+    Args:
+        work: The computation.
+        kinds: The kind of each piece: those of one kind differ in their steps only.
+        result_bytes: Of the result.
+        seconds: Time for measuring. A piece that takes longer is measured at its first steps.
+    """
+    begin, measured, queues = time.perf_counter(), dict[Hashable, tuple[float, int]](), dict[Hashable, list[Piece]]()
+    for piece, kind in zip(work.pieces, kinds, strict=True):
+        queues.setdefault(kind, []).append(piece)
+    for number, pieces in enumerate(zip_longest(*queues.values())):
+        for kind, piece in zip(queues, pieces, strict=True):
             if piece is None or (number and time.perf_counter() - begin > seconds):
                 continue
-            start = time.perf_counter()
-            for total in compute(piece[0]).values():
+            start, steps = time.perf_counter(), 0
+            for sums in work.compute(piece.place, Sums()):
+                steps = sums.steps
+                if steps and time.perf_counter() - start > seconds:
+                    break
+            for total in sums.added.values():
                 total.cpu()  # a GPU computes behind the calls
-            spent, steps = measured[kind]
-            measured[kind] = spent + time.perf_counter() - start, steps + piece[1]
-    return sum(
-        spent * sum(steps for _, steps in kinds[kind]) / max(1, counted) for kind, (spent, counted) in measured.items()
+            spent, counted = measured.get(kind, (0.0, 0))
+            measured[kind] = spent + time.perf_counter() - start, counted + steps
+    return Plan(
+        pieces=len(kinds),
+        result_bytes=result_bytes,
+        piece_bytes=work.piece_bytes,
+        seconds=sum(
+            spent * sum(piece.steps for piece in queues[kind]) / max(1, counted)
+            for kind, (spent, counted) in measured.items()
+        ),
     )

@@ -13,7 +13,6 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import ContractionCost, NodeWeights
 from epk_gp.core.gradients import replayed_steps
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import MemoryPlan, rows_of_weights, rows_per_pass, weight_rows
 from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
@@ -124,7 +123,7 @@ class AttributionProblem:
         kernel: The run's path kernel: trajectory, head, and how each step's integral is taken.
         X: n inputs.
         classes: One output per input, or None for all C.
-        options: How to compute.
+        memory_budget: Bytes.
         net: The network in the computation's dtype, with its plan.
         cost: Decides the representations of layer Jacobians.
         columns: Place in the flat weights of each entry of dense layer Jacobians, (P,).
@@ -133,7 +132,7 @@ class AttributionProblem:
     kernel: PathKernel
     X: Shaped[Tensor, "n ..."]
     classes: Int64[Tensor, " n"] | None
-    options: ComputeOptions
+    memory_budget: int
     net: PlannedModel
     cost: ContractionCost
     columns: Int64[Tensor, " P"]
@@ -151,7 +150,7 @@ class AttributionProblem:
     @property
     def memory(self) -> MemoryPlan:
         """Turns the budget into block sizes."""
-        return self.net.memory_plan(self.options.memory_budget)
+        return self.net.memory_plan(self.memory_budget)
 
     @property
     def advice(self) -> str:
@@ -206,7 +205,7 @@ def make_problem(
     kernel: PathKernel,
     X: Shaped[Tensor, "n ..."],
     classes: Int64[Tensor, " n"] | None,
-    options: ComputeOptions,
+    memory_budget: int,
 ) -> AttributionProblem:
     """Prepare an attribution; the arguments were validated by `parse_problem`."""
     cost = ContractionCost(
@@ -217,7 +216,7 @@ def make_problem(
     )
     columns = flat_columns(net, all_dense=cost.all_dense).to(X.device)
     classes = None if classes is None else classes.to(X.device)
-    return AttributionProblem(kernel, X.detach(), classes, options, net, cost, columns)
+    return AttributionProblem(kernel, X.detach(), classes, memory_budget, net, cost, columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +265,7 @@ def integrate_stretch(
     X, net, kernel = problem.X[rows], problem.net, problem.kernel
     w, end = (flat_state(problem.trajectory, s, X) for s in (steps.start, steps.stop))
     size = min(max_nodes, rows_per_pass(net.plan, net.itemsize, problem.num_outputs))
-    segment = WeightSegment(net, w, end - w, kernel.head, problem.options.memory_budget)
+    segment = WeightSegment(net, w, end - w, kernel.head, problem.memory_budget)
     if isinstance(kernel.path, LayerwisePath):
         return _layerwise_line(problem, segment, rows, max(2, size - size % 2))
     integral = integrate(segment, X, kernel.rule, len(stretches_of(kernel.path, problem.trajectory.num_steps)))
@@ -508,7 +507,7 @@ class StepResiduals:
         recomputation, S = recomputation_of(trajectory), trajectory.num_steps
         ends = range(1, S + 1) if recomputation is None else recomputation.kept.numbers[1:]
         places = {state - 1: place for place, state in enumerate(ends)}
-        max_rows = weight_rows(problem.options.memory_budget, outputs.element_size(), model.num_weights)
+        max_rows = weight_rows(problem.memory_budget, outputs.element_size(), model.num_weights)
         self._rows: dict[int, Tensor] = {}
         rows: Tensor | None = None
         keeps_all = keeps and leaves_residuals(trajectory, outputs)

@@ -75,7 +75,7 @@ def test_the_two_ways_to_accumulate_agree():
     case, rule = make_case("cnn"), epk.gauss_legendre(2)
     net = plan_for(case.trajectory, case.trajectory.model_for(case.test))
     kernel = epk.PathKernel(case.trajectory, rule=rule)
-    problem = make_problem(net, kernel, case.test, None, epk.ComputeOptions(memory_budget=1 << 28))
+    problem = make_problem(net, kernel, case.test, None, 1 << 28)
     total = torch.zeros(len(case.test), 3, case.trajectory.num_points, dtype=torch.float64)
 
     def emit(term) -> None:

@@ -145,7 +145,7 @@ def products(request):
     trajectory = recorder.trajectory
     kernel = PathKernel(trajectory, "logits", gauss_legendre(2))
     model = plan_for(trajectory, trajectory.model_for(X))
-    problem = make_problem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), ComputeOptions())
+    problem = make_problem(model, kernel, X[:3], torch.zeros(3, dtype=torch.int64), 1 << 30)
     return LossProducts(problem, RunReplay(trajectory.trained, model.model, X))
 
 

@@ -13,7 +13,7 @@ from distributed_cases import Shuffled
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine import adjoint
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
-from epk_gp.kernel_machine.attribution_pass import AttributionPass, AttributionPieces
+from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.quadrature.paths import WeightPath
@@ -77,9 +77,9 @@ def test_a_small_budget_brings_it_about(momentum: float, monkeypatch: pytest.Mon
     net = nn.Sequential(nn.Linear(4, 700), nn.Tanh(), nn.Linear(700, 3)).double()
     run = epk.train(net, X, y, optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum), steps=2)
     X, whole = X[:2], epk.attribute(run, X[:2])
-    of_block = AttributionPass.of_block
+    of_block = AttributionWork.of_block
     monkeypatch.setattr(
-        AttributionPass, "of_block", lambda work, k: seen.append(work.splits_outputs) or of_block(work, k)
+        AttributionWork, "of_block", lambda work, k: seen.append(work.splits_outputs) or of_block(work, k)
     )
     small = epk.attribute(run, X, memory_budget=1 << 20)
     assert_close(small.samples, whole.samples, rounding=1e5)
