@@ -44,7 +44,7 @@ CAPABILITIES = {
     "packing and thinning of runs": (
         "storage/codec.py", "storage/packing.py", "storage/thinning.py", "storage/disk_space.py",
     ),
-    "workers": ("distributed/*.py",),
+    "workers": ("work/*.py",),
     "cost estimates": ("kernel_machine/plan.py", "cli/estimate.py"),
     "layer Jacobians": ("autodiff/*.py",),
     "averages along lines (layerwise)": ("autodiff/secants.py",),

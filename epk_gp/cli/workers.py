@@ -11,7 +11,6 @@ from typing import Any
 import typer
 
 from epk_gp.core.options import SupportsSubmit
-from epk_gp.distributed import pieces
 from epk_gp.storage.atomic_files import MAX_JSON_BYTES, parse_json, read_bytes
 
 TIMEOUT = 30  # seconds in which a scheduler must answer
@@ -125,4 +124,8 @@ def _is_of_workers(error: Exception) -> bool:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return isinstance(error, RuntimeError) and last is not None and last.tb_frame.f_globals is vars(pieces)
+    return (
+        isinstance(error, RuntimeError)
+        and last is not None
+        and last.tb_frame.f_globals["__name__"] == "epk_gp.work.workers"
+    )

@@ -28,7 +28,7 @@ from epk_gp.autodiff.representations import (
 )
 from epk_gp.core.plans import MAX_STEP_BATCH
 from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage
-from epk_gp.gram.context import ExecutionContext
+from epk_gp.gram.context import ExecutionContext, integral_counts
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
 from epk_gp.quadrature.paths import stretches_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule
@@ -117,7 +117,7 @@ def _adaptive_nodes(
 
 def _integrate(context: ExecutionContext, segment: WeightSegment, X: Tensor, rule: AdaptiveRule) -> Integral:
     integral = integrate(segment, X, rule, len(stretches_of(context.path, context.trajectory.num_steps)))
-    context.integrations.add(integral)
+    context.integrations.merge(integral_counts(integral))
     return integral
 
 

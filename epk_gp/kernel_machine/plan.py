@@ -14,13 +14,14 @@ from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.checks import validate_positive
 from epk_gp.core.inputs import Inputs, Points
 from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.distributed.job import Place
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tiles import WHOLE_TILES, GramPieces, block_tiles, ranges_of, sum_dtype
+from epk_gp.gram.tiles import GramWork, sum_dtype
 from epk_gp.kernel_machine.attribute import parse_groupings
+from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.terms import parse_problem
+from epk_gp.work.sums import Piece, Sums, Work
 
 SECONDS = 10.0  # for measuring, by default
 
@@ -51,7 +52,7 @@ def plan_gram(
         kernel: The kernel.
         a: N points, each a training or a test copy.
         b: M points.
-        seconds: Time for measuring; exceeded where one piece of each kind of tiles takes longer.
+        seconds: Time for measuring, which each kind of tiles may take once.
         options: `memory_budget` and `accumulate`; see `ComputeOptions`.
 
     Raises:
@@ -60,19 +61,11 @@ def plan_gram(
     validate_positive(seconds, "seconds")
 
     def measured(context: ExecutionContext) -> Plan:
-        tiles, ranges, pieces = block_tiles(context, a, b), ranges_of(context), GramPieces.of(context, a, b)
-        kinds: dict[Hashable, list[tuple[Place, int]]] = {}
-        for tile in tiles:
-            kind = (tile.x_is_train, tile.y_is_train, tile.is_symmetric, len(tile.rows), len(tile.columns))
-            steps = [((*tile.place, number), len(context.steps[steps])) for number, steps in enumerate(ranges)]
-            kinds.setdefault(kind, []).extend(steps)
-        itemsize, largest = context.num_sums * context.reference.itemsize, [len(t.rows) * len(t.columns) for t in tiles]
-        return Plan(
-            pieces=len(tiles) * (1 if len(tiles) >= WHOLE_TILES else len(ranges)),
-            result_bytes=len(a) * len(b) * context.num_sums * sum_dtype(context).itemsize,
-            piece_bytes=max(largest, default=0) * itemsize,
-            seconds=_seconds_of_all(pieces.piece, kinds, seconds),
-        )
+        work = GramWork.of(context, a, b)
+        tiles = (work.tiles[piece.place[:-1]] for piece in work.pieces)
+        kinds = [(t.x_is_train, t.y_is_train, t.is_symmetric, len(t.rows), len(t.columns)) for t in tiles]
+        result_bytes = len(a) * len(b) * context.num_sums * sum_dtype(context).itemsize
+        return _measured(work, kinds, result_bytes, seconds)
 
     return kernel.with_context(a, b, parse_options("plan_gram", ("checkpoint", "executor"), **options), measured)
 
@@ -93,7 +86,7 @@ def plan_attribution(
         X: n inputs, taken as test copies.
         groupings: As of `attribute_many`; `[[by_sample(run)]]` stands for `attribute`.
         classes: One output per input.
-        seconds: Time for measuring; exceeded where one block of points takes longer.
+        seconds: Time for measuring. Of a block of points that takes longer, some steps are measured.
         options: `memory_budget`; see `ComputeOptions`.
 
     Raises:

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrizations
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.model import functionalize
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.trajectory import flat_state, network_outputs
 from epk_gp.gram.accumulator import averaged_jacobian

@@ -1,6 +1,6 @@
 """Where the adjoints of all outputs of a point do not fit into the budget, outputs go through the run apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.plan import plan_attribution
 from epk_gp.quadrature.paths import WeightPath
+from epk_gp.work.sums import Sums
 from helpers import assert_close
 
 RULE = epk.gauss_legendre(3)
@@ -128,14 +129,14 @@ def test_the_estimate_counts_such_pieces(outputs_apart: Apart, monkeypatch: pyte
     run, X = recorded("tanh_momentum"), queries(3)
     outputs_apart()
     found = plan_attribution(epk.PathKernel(run, rule=RULE), X, [[by_sample(run)]], seconds=0.05)
-    sizes, compute = list[int](), AttributionPieces.piece
+    sizes, compute = list[int](), AttributionWork.compute
 
-    def noted(self: AttributionPieces, place: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        result = compute(self, place)
-        sizes.append(sum(value.nbytes for name, value in result.items() if name.startswith("sum.")))
-        return result
+    def noted(self: AttributionWork, place: tuple[int, ...], saved: Sums) -> Iterator[Sums]:
+        for sums in compute(self, place, saved):
+            yield sums
+        sizes.append(sum(value.nbytes for name, value in sums.added.items() if name.startswith("sum.")))
 
-    monkeypatch.setattr(AttributionPieces, "piece", noted)
+    monkeypatch.setattr(AttributionWork, "compute", noted)
     attribute_many(run, X, [[by_sample(run)]], rule=RULE, executor=Shuffled())
     assert found.pieces == len(sizes) == 5
     assert (found.piece_bytes, found.result_bytes) == (max(sizes), sum(sizes))

@@ -1,5 +1,7 @@
 """What a computation costs before it starts: pieces and bytes are those of workers, seconds are of measured pieces."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -8,26 +10,28 @@ import torch
 import epk_gp as epk
 from distributed_cases import RULE, SMALL, Shuffled, inputs, mixed
 from distributed_cases import recorded as training_run
-from epk_gp.gram.tiles import GramPieces
+from epk_gp.gram.tiles import GramWork
 from epk_gp.kernel_machine import plan
 from epk_gp.kernel_machine.attribute import attribute_many
-from epk_gp.kernel_machine.attribution_pass import AttributionPieces
+from epk_gp.kernel_machine.attribution_pass import AttributionWork
 from epk_gp.kernel_machine.axes import by_label, by_sample
 from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
+from epk_gp.work.sums import Piece, Sums
 
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of the sums of each piece that is computed."""
     found = list[int]()
-    for pieces in (GramPieces, AttributionPieces):
+    for work in (GramWork, AttributionWork):
 
-        def noted(self: Any, place: tuple[int, ...], compute: Any = pieces.piece) -> dict[str, torch.Tensor]:
-            result = compute(self, place)
-            found.append(sum(total.nbytes for name, total in result.items() if name.startswith(("sum.", "total"))))
-            return result
+        def noted(self: Any, place: tuple[int, ...], saved: Sums, compute: Any = work.compute) -> Iterator[Sums]:
+            for sums in compute(self, place, saved):
+                yield sums
+            added = sums.added.items()
+            found.append(sum(value.nbytes for name, value in added if name.startswith(("sum.", "total"))))
 
-        monkeypatch.setattr(pieces, "piece", noted)
+        monkeypatch.setattr(work, "compute", noted)
     return found
 
 
@@ -70,20 +74,35 @@ class Clock:
         return self.now
 
 
+@dataclass
+class Known:
+    """Pieces of two kinds: a step of the first costs 1 s, one of the second 3 s."""
+
+    clock: Clock
+    places: list[tuple[int, ...]] = field(default_factory=list)
+    piece_bytes: int = 8
+
+    @property
+    def pieces(self) -> list[Piece]:
+        steps = [(0, 4), (0, 2), (0, 1), *[(1, 3)] * 5]
+        return [Piece(f"{n}", (*place, n), place[1]) for n, place in enumerate(steps)]
+
+    def compute(self, place: tuple[int, ...], saved: Sums) -> Iterator[Sums]:
+        self.places.append(place)
+        for step in range(1, place[1] + 1):
+            self.clock.now += (1.0, 3.0)[place[0]]
+            yield Sums({"total": torch.zeros(1)}, steps=step)
+
+
 @pytest.mark.parametrize(("seconds", "computed"), [(1e-9, 2), (100.0, 8)])
 def test_seconds_are_extrapolated_kind_by_kind(monkeypatch, seconds, computed):
-    """Pieces of one kind cost 1 s a step, of the other 3 s: one piece of each tells, or all are computed."""
-    clock, places = Clock(), list[tuple[int, ...]]()
+    """One piece of each kind tells, or all are computed; of long pieces the first steps tell."""
+    clock = Clock()
+    work = Known(clock)
     monkeypatch.setattr(plan, "time", clock)
-
-    def compute(place: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        places.append(place)
-        clock.now += (1.0, 3.0)[place[0]] * place[1]
-        return {"total": torch.zeros(1)}
-
-    kinds = {"a": [((0, 4), 4), ((0, 2), 2), ((0, 1), 1)], "b": [((1, 3), 3)] * 5}
-    assert plan._seconds_of_all(compute, kinds, seconds) == 7.0 + 45.0
-    assert len(places) == computed
+    found = plan._measured(work, [piece.place[0] for piece in work.pieces], 5, seconds)
+    assert found == plan.Plan(8, 5, 8, 7.0 + 45.0)
+    assert len(work.places) == computed
 
 
 def test_wrong_arguments_are_refused():
