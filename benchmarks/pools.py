@@ -31,7 +31,7 @@ class Empty:
 
     count: int
     piece_bytes: int = 1
-    device: torch.device = torch.device("cpu")
+    device: Any = "cpu"
 
     @property
     def pieces(self) -> list[Piece]:

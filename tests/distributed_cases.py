@@ -269,7 +269,7 @@ class Squares:
     fault: Callable[[int], None] | None = field(default=None)
     count: int = COUNT
     piece_bytes: int = 8
-    device: torch.device = torch.device("cpu")
+    device: Any = "cpu"
 
     @property
     def pieces(self) -> list[Piece]:
