@@ -9,7 +9,6 @@ from epk_gp.cli.app import command
 from epk_gp.cli.options import (
     CheckEvery,
     CommitSeconds,
-    CompressionName,
     Dtype,
     Explained,
     ExplainedOutputs,
@@ -30,7 +29,6 @@ from epk_gp.cli.options import (
     Seed,
     SeedOfPoints,
     SmoothingRuns,
-    StoredDtype,
     TopListed,
     VerifiedHeads,
     Workers,
@@ -118,28 +116,13 @@ def record(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run in --out, with the options it was started with.")
     ] = False,
-    compression: Annotated[
-        CompressionName, typer.Option(help="none, or deltas: smaller files, slower to write and read.")
-    ] = CompressionName.none,
     keep_every: Annotated[
-        int | None,
+        int,
         typer.Option(
-            help="Keep every so many-th weight state; those between are computed again when they are read. 1 by "
-            "default: all.",
+            help="Keep every so many-th weight state; those between are computed again when they are read.",
             callback=count(),
         ),
-    ] = None,
-    disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Space for the run, such as 2GB or 500MB: --keep-every is the smallest number with which it fits.",
-        ),
-    ] = None,
-    weights_dtype: Annotated[
-        StoredDtype | None,
-        typer.Option(help="Type of the kept weight states on disk; by default that of the weights."),
-    ] = None,
+    ] = 1,
     commit_seconds: CommitSeconds = 60.0,
     check_every: CheckEvery = 1,
     seed: Seed = 0,
@@ -191,30 +174,13 @@ def verify(
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
 
 
-@command("Write a run to one file, or with fewer weight states.")
+@command("Write a run to one file.")
 def export(
     run: RunFolder,
-    out: Annotated[
-        Path,
-        typer.Option(help="New file, its name ending in .safetensors; a new folder for fewer states."),
-    ] = Path("run.safetensors"),
-    keep_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Write a run that keeps every so many-th weight state; those between are computed again when they are "
-            "read.",
-            callback=count(),
-        ),
-    ] = None,
-    weights_dtype: Annotated[
-        StoredDtype | None, typer.Option(help="Write a run with its weight states in this type.")
-    ] = None,
+    out: Annotated[Path, typer.Option(help="New file, its name ending in .safetensors.")] = Path("run.safetensors"),
     quiet: Quiet = False,
 ) -> None:
-    """Write a recorded run, after checking its files, to one safetensors file for other tools.
-
-    With --keep-every, or --weights-dtype, write a copy of the run with fewer weight states to a new folder.
-    """
+    """Write a recorded run, after checking its files, to one safetensors file for other tools."""
 
 
 @command("Write the contribution of each training point.")

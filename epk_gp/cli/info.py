@@ -7,8 +7,8 @@ import typer
 from epk_gp.cli.manifest import read_network_spec
 from epk_gp.cli.parsing import make_folder, require_folder
 from epk_gp.provenance import Stopwatch, write_json
-from epk_gp.storage.check import check_run
 from epk_gp.storage.schema import chunk_schema
+from epk_gp.storage.verify import check_run
 
 
 def info(*, run: Path, out: Path | None, quiet: bool) -> None:
@@ -30,19 +30,16 @@ def info(*, run: Path, out: Path | None, quiet: bool) -> None:
         "training points": f"{summary.data_shapes['inputs'][0]} of shape {summary.data_shapes['inputs'][1:]}",
         "loss": f"{header['loss']['kind']}, {header['loss'].get('reduction')}",
         "update rule": header["law"]["name"],
-        "gradients": f"{_checked(header.get('check_every'))} recomputed while recording",
+        "gradients": f"{_checked(header['check_every'])} recomputed while recording",
         "digest": summary.chunks[-1].digest,
         "data digest": header["data_digest"],
         "chunks": len(summary.chunks),
-        "compression": header["compression"],
         "size on disk": f"{size / 1e6:.2f} MB",
         "recording": "finished" if summary.finished else "not finished: record --resume resumes it",
         "files": f"all {summary.files} verified against their checksums",
     }
-    if header.get("keep_every", 1) > 1:
+    if header["keep_every"] > 1:
         lines["weight states"] = f"one in {header['keep_every']} is kept, the others are computed when read"
-    if header.get("weights_dtype") is not None:
-        lines["kept in"] = header["weights_dtype"].removeprefix("torch.")
     if header["statistics"]:
         count = chunk_schema(header).num_statistics
         lines["moving statistics"] = f"{count} in {len(header['statistics'])} tensors"

@@ -7,7 +7,7 @@ from typing import Any
 
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.atomic_files import (
+from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,
     checksummed_json,
@@ -17,7 +17,6 @@ from epk_gp.storage.atomic_files import (
 )
 from epk_gp.storage.run import load_trajectory
 from epk_gp.storage.schema import read_data, read_header
-from epk_gp.storage.writer import MANIFEST_FILES
 
 MANIFEST = "network.json"
 
@@ -26,21 +25,6 @@ def write_manifest(run: Path, spec: NetworkSpec, config: Mapping[str, object], h
     """Write how the network is made, the options of the recording, and the checksum of the held-out points."""
     content = {"network": asdict(spec), "recorded_with": dict(config), "held_out_blake2b": held_out}
     atomic_write(run / MANIFEST, checksummed_json(content))
-
-
-def copy_manifest(run: Path, copy: Path, options: Mapping[str, object]) -> None:
-    """Copy the manifest and the held-out points of a run beside a copy of it that was made with other options."""
-    manifest = _read_manifest(run)
-    if manifest is None:
-        return
-    held_out = run / MANIFEST_FILES[1]
-    if held_out.exists():
-        atomic_write(copy / held_out.name, held_out.read_bytes())
-    recorded = manifest.get("recorded_with")
-    if isinstance(recorded, dict):
-        manifest["recorded_with"] = recorded | dict(options) | {"compression": "none"}
-    content = {key: value for key, value in manifest.items() if key != "blake2b"}
-    atomic_write(copy / MANIFEST, checksummed_json(content))
 
 
 def read_network_spec(run: Path) -> NetworkSpec | None:

@@ -51,20 +51,6 @@ class OptimizerName(StrEnum):
     adagrad = "adagrad"
 
 
-class StoredDtype(StrEnum):
-    """Types in which kept weight states are stored."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class CompressionName(StrEnum):
-    """How weights are stored."""
-
-    none = "none"
-    deltas = "deltas"
-
-
 class ExplainedOutputs(StrEnum):
     """The outputs whose contributions are computed."""
 

@@ -65,21 +65,6 @@ def parse_path(text: str) -> WeightPath:
     raise ValueError(f"--path must be straight, chords:K or layerwise[:K]: got {text[:60]!r}.")
 
 
-def parse_bytes(text: str, option: str) -> int:
-    """Return an amount of memory in bytes: a number and a unit, B, kB, MB, GB, TB, KiB, MiB, GiB or TiB.
-
-    Raises:
-        ValueError: It is no positive number with such a unit.
-    """
-    powers = {unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))}
-    powers |= {unit: 1024**power for power, unit in enumerate(("kib", "mib", "gib", "tib"), start=1)}
-    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]{1,3})\s*", text)
-    size = 0 if match is None else int(float(match[1]) * powers.get(match[2].lower(), 0))
-    if size < 1:
-        raise ValueError(f"{option} must be a number with a unit, such as 2GB, 500MB or 1.5GiB: got {text[:40]!r}.")
-    return size
-
-
 def parse_features(text: str | None) -> int | Literal["exact"] | None:
     """Return what --features asks for: a number of sketched features, none of them, or the choice by the run's size.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -13,20 +13,17 @@ from torch.nn import functional as F
 from epk_gp.cli.data import SplitOptions, load_split, validate_held_out, write_held_out
 from epk_gp.cli.manifest import read_network_spec, write_manifest
 from epk_gp.cli.networks import NetworkSpec, build_network, network_spec, validate_network
-from epk_gp.cli.options import CompressionName, Dtype, LossName, OptimizerName, StoredDtype
-from epk_gp.cli.parsing import parse_bytes, torch_dtype
+from epk_gp.cli.options import Dtype, LossName, OptimizerName
+from epk_gp.cli.parsing import torch_dtype
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
-from epk_gp.core.model import functionalize, zero_final_layer
+from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import Dataset
-from epk_gp.optimizers.torch_rules import optimizer_groups
 from epk_gp.provenance import Stopwatch
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import ClipNorm
 from epk_gp.recording.train import train
-from epk_gp.storage.disk_space import RunDimensions, fitting_keep_every, run_bytes, run_dimensions
 from epk_gp.storage.run import is_run
-from epk_gp.storage.schema import STORED_DTYPES
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
 
 _BLOCK = 1000  # inputs per forward pass when the accuracy is computed
@@ -55,10 +52,7 @@ def record(
     loss: LossName,
     dtype: Dtype,
     resume: bool,
-    compression: CompressionName,
-    keep_every: int | None,
-    disk: str | None,
-    weights_dtype: StoredDtype | None,
+    keep_every: int,
     commit_seconds: float,
     check_every: int,
     seed: int,
@@ -82,24 +76,13 @@ def record(
     num_outputs = validate_network(net, X, split.train.num_classes)
     y = y if loss is LossName.cross_entropy else F.one_hot(y, num_outputs).to(torch_dtype(dtype))
     made = make_optimizer(net, optimizer, rates)
-    stored = None if weights_dtype is None else STORED_DTYPES[f"torch.{weights_dtype}"]
-    storage = Storage(seconds=commit_seconds, compression=compression.value, weights_dtype=stored)
-    dimensions = run_dimensions(
-        functionalize(net), optimizer_groups(made, None, net), {"X": X, "y": y}, steps, batch_size or len(X)
-    )
-    is_resumed = resume and is_run(out)
-    storage, why = _chosen(storage, dimensions, keep_every, None if is_resumed else disk)
-    if is_resumed and disk is not None:
-        raise ValueError(f"--disk must be given for a new run: the one in {out} has its states. Leave it out.")
-    typer.echo(f"on disk: about {run_bytes(dimensions, storage) / 1e6:.1f} MB, {why}")
     config: dict[str, object] = {"data": data, "data_dir": None if data_dir is None else str(data_dir)}
     config |= {"num_train": len(split.train), "num_test": num_test, "num_classes": num_classes, "dtype": str(dtype)}
     config |= {"steps": steps, "batch_size": batch_size, "loss": str(loss), "seed": seed, "clip_norm": clip_norm}
     config |= {"optimizer": str(optimizer)} | asdict(rates)
-    config |= {"zero_final_layer": zero_final, "compression": str(compression), "check_every": check_every}
-    config |= {"keep_every": storage.keep_every, "weights_dtype": None if stored is None else str(weights_dtype)}
+    config |= {"zero_final_layer": zero_final, "check_every": check_every, "keep_every": keep_every}
     description = _Description(out, spec, config, split.held_out)
-    with _resumed(description) if is_resumed else _created(description):
+    with _resumed(description) if resume and is_run(out) else _created(description):
         trajectory = train(
             net,
             X,
@@ -112,7 +95,7 @@ def record(
             clip=None if clip_norm is None else ClipNorm(clip_norm),
             folder=out,
             resume=resume,
-            storage=storage,
+            storage=Storage(seconds=commit_seconds, keep_every=keep_every),
             check_every=check_every,
             progress=not quiet,
         )
@@ -127,29 +110,6 @@ def record(
     if not len(split.held_out):
         typer.echo("no held-out points: all points were trained on (--num-test N holds some out)")
     typer.echo(f"recorded in {out} ({timer.total:.1f} s)")
-
-
-def _chosen(storage: Storage, run: RunDimensions, keep_every: int | None, disk: str | None) -> tuple[Storage, str]:
-    """Return how the states are kept, and what is to be said of it.
-
-    Raises:
-        ValueError: The run does not fit into the space.
-    """
-    if disk is None:
-        chosen = replace(storage, keep_every=keep_every or 1)
-    else:
-        room = parse_bytes(disk, "--disk")
-        chosen = replace(storage, keep_every=keep_every or fitting_keep_every(run, storage, room))
-        if run_bytes(run, chosen) > room:
-            raise ValueError(
-                f"--disk must hold the run: with --keep-every {keep_every} it takes about "
-                f"{run_bytes(run, chosen) / 1e6:.1f} MB, got {disk}. Leave --keep-every out to have it chosen."
-            )
-    k = chosen.keep_every
-    kept = "with every weight state" if k == 1 else f"with one weight state in {k}, the others computed when read"
-    return chosen, kept + (
-        f" (--keep-every {k}, the smallest that fits)" if disk is not None and not keep_every else ""
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from epk_gp.cli.data import is_data_file
 from epk_gp.cli.manifest import MANIFEST, read_options
-from epk_gp.cli.options import CompressionName, Dtype, LossName, OptimizerName, StoredDtype
+from epk_gp.cli.options import Dtype, LossName, OptimizerName
 from epk_gp.storage.run import is_run
 
 # The options that say what a run is made of, by parameter, and the kinds of their values. --out, --steps,
@@ -30,9 +30,7 @@ _KINDS: dict[str, type] = {
     "batch_size": int,
     "loss": LossName,
     "dtype": Dtype,
-    "compression": CompressionName,
     "keep_every": int,
-    "weights_dtype": StoredDtype,
     "check_every": int,
     "seed": int,
 }
@@ -45,8 +43,6 @@ _REQUIRED = frozenset(_KINDS) - {
     "activation",
     "clip_norm",
     "batch_size",
-    "keep_every",
-    "weights_dtype",
 }
 
 

@@ -18,7 +18,7 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
-from epk_gp.storage.check import check_run
+from epk_gp.storage.verify import check_run
 
 _HEADS: dict[str, list[Head]] = {
     "both": ["logits", "log_softmax"],

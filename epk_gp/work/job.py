@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import epk_gp
-from epk_gp.storage.atomic_files import atomic_write, checksum
+from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work.sums import Piece, Place, Sums, Work, computed, save_piece
 

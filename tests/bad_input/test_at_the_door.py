@@ -12,7 +12,7 @@ from torch import nn
 import epk_gp as epk
 from distributed_cases import Shuffled
 from epk_gp.classifier import EPKClassifier
-from epk_gp.gp.class_data import count_seen
+from epk_gp.gp.data import count_seen
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.storage.partial_sums import PartialSums
 from epk_gp.work import job

@@ -11,7 +11,7 @@ from commands import SMALL, refused, run, write_data
 from epk_gp.cli.manifest import write_manifest
 from epk_gp.cli.networks import NetworkSpec
 from epk_gp.recording.observer import StepObserver
-from epk_gp.storage.index import read_journal
+from epk_gp.storage.journal import read_journal
 
 OPTIONS = ("--batch-size", 7, "--momentum", 0.5, "--clip-norm", 2.5, "--activation", "tanh")
 
@@ -70,10 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
             ("--dtype", "float32"),
             "--dtype must be the recorded one to resume the run at {}: it has float64, got float32.",
         ),
-        (
-            ("--compression", "deltas"),
-            "--compression must be the recorded one to resume the run at {}: it has none, got deltas.",
-        ),
+        (("--keep-every", 2), "--keep-every must be the recorded one to resume the run at {}: it has 1, got 2."),
         (("--check-every", 2), "--check-every must be the recorded one to resume the run at {}: it has 1, got 2."),
         (("--num-classes", 3), "--num-classes must be the recorded one to resume the run at {}: it has none, got 3."),
     ],
