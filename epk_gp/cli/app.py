@@ -23,7 +23,7 @@ from epk_gp import __version__
 _UsageError: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _INTERRUPTED = 130  # 128 + SIGINT
 _ORDER = (
-    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "influence", "report", "gram", "reduce"),
+    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "influence", "report", "gram"),
     *("uncertainty", "audit"),
 )
 

@@ -26,9 +26,7 @@ from epk_gp.cli.options import (
     RunFolder,
     Scheduler,
     SeedOfPoints,
-    ShareOfParts,
     Side,
-    StepsOfPart,
     Workers,
 )
 
@@ -41,8 +39,6 @@ def gram(
     columns: ColumnsSide = Side.train,
     num_rows: NumRows = None,
     num_columns: NumColumns = None,
-    steps: StepsOfPart = None,
-    part: ShareOfParts = None,
     head: HeadOption = None,
     rule: RuleOption = "gauss-legendre:4",
     path: PathOption = "straight",
@@ -57,8 +53,7 @@ def gram(
 ) -> None:
     """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
 
-    A command that was killed resumes from its partial sums when it is run again. With --part, or --steps, several
-    commands on as many machines compute a part each, and epk-gp reduce adds the parts.
+    A command that was killed resumes from its partial sums when it is run again.
     """
 
 
@@ -77,24 +72,8 @@ def estimate(
     *,
     rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
 ) -> None:
-    """Say how long gram or attribute will take with the same options, and how much memory and disk.
+    """Say into how many pieces gram or attribute divide with the same options, their bytes, and the seconds they take.
 
-    A few of its pieces are computed, spread over the run, and the rest is extrapolated, with an interval. Nothing else
-    is computed, and nothing is written but estimate.json if --out is given.
+    The first pieces are computed, and the time of the others is extrapolated. Nothing is written but estimate.json if
+    --out is given.
     """
-
-
-@command("Add the parts of a block that epk-gp gram wrote.")
-def reduce(
-    parts: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PARTS...",
-            help="The files that epk-gp gram --part or --steps wrote, or the folders that hold them.",
-            show_default=False,
-        ),
-    ],
-    out: Out = Path("gram"),
-    quiet: Quiet = False,
-) -> None:
-    """Add all parts of a block of the kernel, and write what epk-gp gram writes in one go, to the same bytes."""

@@ -12,11 +12,10 @@ from epk_gp.analysis.breakdown import step_ranges
 from epk_gp.cli.data import ChosenPoints, PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import BlockOptions, ExplainedOutputs, PredictionOptions, RunOptions, Side
-from epk_gp.cli.parsing import parse_part, parse_path, parse_rule, torch_dtype
+from epk_gp.cli.parsing import parse_path, parse_rule, torch_dtype
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gram.block_parts import Share, StepInterval
 from epk_gp.kernel_machine.axes import Axis, by_sample
 from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
@@ -24,14 +23,13 @@ from epk_gp.quadrature.rules import Rule
 
 @dataclass(frozen=True, eq=False)
 class BlockRequest:
-    """A block of the kernel, or a part of it.
+    """A block of the kernel.
 
     Attributes:
         trajectory: The run.
         head: Its outputs' head.
         rule: The quadrature rule.
         path: Along which test copies move.
-        which: The part; None for the whole block.
         a: The points along the rows.
         b: Those along the columns.
         a_is: What the points along the rows are, in words.
@@ -42,7 +40,6 @@ class BlockRequest:
     head: Head
     rule: Rule
     path: WeightPath
-    which: StepInterval | Share | None
     a: Points
     b: Points
     a_is: str
@@ -61,7 +58,6 @@ def read_block(options: BlockOptions) -> BlockRequest:
         ValueError, TypeError, OSError: An option is wrong, or a file cannot be read.
     """
     rule, path = parse_rule(options["rule"]), parse_path(options["path"])
-    which = parse_part(options["steps"], options["part"])
     rows, columns = options["rows"], options["columns"]
     _require_test_side(options["points"], rows, columns)
     trajectory, head = _open(options)
@@ -70,7 +66,7 @@ def read_block(options: BlockOptions) -> BlockRequest:
         _points_of_side(source, trajectory, *side)
         for side in ((rows, options["num_rows"]), (columns, options["num_columns"]))
     )
-    return BlockRequest(trajectory, head, rule, path, which, a, b, a_is, b_is)
+    return BlockRequest(trajectory, head, rule, path, a, b, a_is, b_is)
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,14 +115,12 @@ class PathOptions(RunOptions):
 
 
 class BlockOptions(PathOptions):
-    """Options that say which block of the kernel, and which part of it."""
+    """Options that say which block of the kernel."""
 
     rows: Side
     columns: Side
     num_rows: int | None
     num_columns: int | None
-    steps: str | None
-    part: str | None
 
 
 class PredictionOptions(RunOptions):
@@ -226,10 +224,10 @@ RuleOption = Annotated[
 PathOption = Annotated[
     str,
     typer.Option(
-        metavar="straight|chords:K|layerwise[:K]|manhattan",
+        metavar="straight|chords:K|layerwise[:K]",
         help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
-        "steps at a time, which takes fewer evaluations; with derivatives averaged operation by operation over K "
-        "steps, which takes two (attributions and reports only); or module by module.",
+        "steps at a time, which takes fewer evaluations; or with derivatives averaged operation by operation over "
+        "K steps, which takes two (attributions and reports only).",
     ),
 ]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
@@ -246,18 +244,6 @@ RowsSide = Annotated[
 ColumnsSide = Annotated[Side, typer.Option(help="The same for the columns.")]
 NumRows = Annotated[int | None, typer.Option(help="Largest number of points along the rows.", callback=count())]
 NumColumns = Annotated[int | None, typer.Option(help="Largest number of points along the columns.", callback=count())]
-StepsOfPart = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A:B",
-        help="Write the part of the sum over the steps A <= s < B only, for epk-gp reduce; A and B are 0, the "
-        "number of steps, or where a range of steps begins.",
-    ),
-]
-ShareOfParts = Annotated[
-    str | None,
-    typer.Option(metavar="K/N", help="Write the K-th of N parts only, K from 1, for epk-gp reduce."),
-]
 NumExplained = Annotated[
     int, typer.Option(help="Largest number of points that are explained; the first 6 are drawn.", callback=count())
 ]
@@ -286,8 +272,7 @@ MissRate = Annotated[
 MeasuringSeconds = Annotated[
     float,
     typer.Option(
-        help="Time for measuring; the interval is narrower the longer it is. A little more where three parts of pieces "
-        "take longer.",
+        help="Time for measuring. A little more where one piece of each kind takes longer.",
         callback=number(0.1, below=1e5),
     ),
 ]

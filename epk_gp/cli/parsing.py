@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 
 from epk_gp.cli.options import Dtype
-from epk_gp.gram.block_parts import Share, StepInterval
-from epk_gp.quadrature.paths import WeightPath, chords, layerwise, manhattan, straight
+from epk_gp.quadrature.paths import WeightPath, chords, layerwise, straight
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
 from epk_gp.storage.run import is_run
 from epk_gp.storage.schema import HEADER
@@ -53,8 +52,8 @@ def parse_path(text: str) -> WeightPath:
         ValueError: There is no path of this name, or its number is missing or wrong.
     """
     name, colon, number = text.partition(":")
-    if not colon and name in ("straight", "manhattan"):
-        return straight() if name == "straight" else manhattan()
+    if name == "straight" and not colon:
+        return straight()
     if name == "layerwise" and not colon:
         return layerwise()
     if name in ("chords", "layerwise") and colon:
@@ -63,7 +62,7 @@ def parse_path(text: str) -> WeightPath:
                 f"--path {text[:60]}: K must be a whole number of steps from 1, as in {name}:20: got {number[:40]!r}."
             )
         return (chords if name == "chords" else layerwise)(int(number))
-    raise ValueError(f"--path must be straight, chords:K, layerwise[:K] or manhattan: got {text[:60]!r}.")
+    raise ValueError(f"--path must be straight, chords:K or layerwise[:K]: got {text[:60]!r}.")
 
 
 def parse_features(text: str | None) -> int | Literal["exact"] | None:
@@ -77,29 +76,6 @@ def parse_features(text: str | None) -> int | Literal["exact"] | None:
     if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) < 1:
         raise ValueError(f"--features must be exact, or a whole number from 1 to 9999999: got {text[:40]!r}.")
     return int(text)
-
-
-def parse_part(steps: str | None, part: str | None) -> StepInterval | Share | None:
-    """Return the part of a block that --steps or --part names; None for the whole block.
-
-    Raises:
-        ValueError: Both are given, or one is not written as it must be.
-    """
-    if steps is not None and part is not None:
-        raise ValueError(f"--steps and --part must not stand together: got {steps} and {part}. Pass one of them.")
-    number = rf"([0-9]{{1,{_MAX_DIGITS}}})"
-    if steps is not None:
-        if not (match := re.fullmatch(f"{number}:{number}", steps, re.ASCII)):
-            raise ValueError(f"--steps must be A:B, two whole numbers, as in 0:64: got {steps[:40]!r}.")
-        return StepInterval(int(match[1]), int(match[2]))
-    if part is not None:
-        if not (match := re.fullmatch(f"{number}/{number}", part, re.ASCII)):
-            raise ValueError(f"--part must be K/N, two whole numbers, as in 3/16: got {part[:40]!r}.")
-        try:
-            return Share(int(match[1]), int(match[2]))
-        except ValueError as error:
-            raise ValueError(f"--part {part[:60]}: {error}") from error
-    return None
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -14,13 +14,13 @@ from commands import refused, run
 from epk_gp.cli.parsing import parse_rule
 
 COMMANDS = (
-    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "report", "gram", "reduce"),
+    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "report", "gram"),
     *("uncertainty", "audit"),
 )
 
 
 # they compute nothing and draw nothing
-NOT_MEANT = {(command, option) for command in ("info", "export", "reduce") for option in ("--seed", "--dtype")}
+NOT_MEANT = {(command, option) for command in ("info", "export") for option in ("--seed", "--dtype")}
 NOT_MEANT |= {("audit", "--dtype")}  # its table is text
 
 
