@@ -1,102 +1,132 @@
 """`epk-gp estimate`: what another command costs, before it starts."""
 
-from collections.abc import Set
 from pathlib import Path
-from typing import Unpack
+from typing import Annotated, Any, Literal
 
 import typer
 
 from epk_gp.analysis.breakdown import step_ranges
-from epk_gp.cli.kernel_requests import ExplanationRequest, read_block, read_predictions
-from epk_gp.cli.options import EstimatedCommand, EstimatedOptions, ExplainedOutputs
-from epk_gp.cli.parsing import PARTIAL, make_folder, memory_bytes, require_folder
+from epk_gp.cli.attribute import Explained, NumExplained
+from epk_gp.cli.data import read_points
+from epk_gp.cli.gram import ColumnsSide, NumColumns, NumRows, RowsSide, read_side, require_test_side
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.options import (
+    DTYPES,
+    PARTIAL,
+    HeadOption,
+    Memory,
+    Network,
+    PathOption,
+    PointsFile,
+    Quiet,
+    RunDtype,
+    RunFolder,
+    SeedOfPoints,
+    Workers,
+    given_options,
+    make_folder,
+    memory_bytes,
+    number,
+    parse_path,
+    parse_rule,
+    require_folder,
+    validate_run,
+)
 from epk_gp.core.compute_options import ComputeSettings
+from epk_gp.core.head import resolve_head
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.distributed.cost_estimate import CostEstimate
 from epk_gp.gram.estimate import estimate_gram
+from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.estimate import estimate_attribution
 from epk_gp.provenance import Stopwatch, write_json
 
-_RULES = {EstimatedCommand.gram: "gauss-legendre:4", EstimatedCommand.attribute: "adaptive"}  # the commands' own
-_OF_ONE = {
-    EstimatedCommand.gram: ("rows", "columns", "num_rows", "num_columns", "steps", "part"),
-    EstimatedCommand.attribute: ("num_points", "outputs"),
-}
-
-# What is held beside the result while its file is written, in multiples of it: a block is brought into the order of
-# its axes; the sums of a part are written from where they lie.
-_COPIES_OF_BLOCK, _COPIES_OF_PART = 1, 0
-
+_RULES = {"gram": "gauss-legendre:4", "attribute": "adaptive"}  # the commands' own
+_OF_ONE = {"gram": ("rows", "columns", "num_rows", "num_columns"), "attribute": ("num_points", "outputs")}
 _DAY, _HOUR, _MINUTE = 86400, 3600, 60
 
 
-def complete_options(options: dict[str, object], given: Set[str]) -> dict[str, object]:
-    """Return the options with the command's own rule.
+def estimate(
+    ctx: typer.Context,
+    run: RunFolder,
+    what: Annotated[Literal["gram", "attribute"], typer.Option(help="The command that is meant.")] = "gram",
+    out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            help="Time for measuring; the interval is narrower the longer it is. A little more where three parts of "
+            "pieces take longer.",
+            callback=number(0.1, below=1e5),
+        ),
+    ] = 10.0,
+    rows: RowsSide = "test",
+    columns: ColumnsSide = "train",
+    num_rows: NumRows = None,
+    num_columns: NumColumns = None,
+    num_points: NumExplained = 6,
+    outputs: Explained = "all",
+    head: HeadOption = None,
+    rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
+    path: PathOption = "straight",
+    memory: Memory = 1.0,
+    points: PointsFile = None,
+    network: Network = None,
+    dtype: RunDtype = None,
+    seed: SeedOfPoints = None,
+    workers: Workers = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say how long gram or attribute will take with the same options, and how much memory and disk.
 
-    Raises:
-        ValueError: An option is that of another command, and would be ignored.
+    A few of its pieces are computed, spread over the run, and the rest is extrapolated, with an interval. Nothing else
+    is computed, and nothing is written but estimate.json if --out is given.
     """
-    what = EstimatedCommand(str(options["what"]))
+    validate_run(run, out)
     for other, names in _OF_ONE.items():
-        for name in names:
-            if other is not what and name in given:
-                option = f"--{name.replace('_', '-')}"
+        for name, option in given_options(ctx).items():
+            if other != what and name in names:
                 raise ValueError(
                     f"{option} must stand beside --what {other}: got --what {what}. Leave one of them out."
                 )
-    return options if "rule" in given else {**options, "rule": _RULES[what]}
-
-
-def estimate(
-    *,
-    what: EstimatedCommand,
-    out: Path | None,
-    seconds: float,
-    **options: Unpack[EstimatedOptions],
-) -> None:
-    """Say how long gram or attribute will take with the same options, and how much memory and disk."""
-    timer, workers = Stopwatch(), options["workers"]
+    rule = rule or _RULES[what]
+    timer, quadrature, along = Stopwatch(), parse_rule(rule), parse_path(path)
     if out is not None:
         require_folder(out)
-    config: dict[str, object] = {"run": options["run"], "what": what.value, "rule": options["rule"]}
-    config |= {"path": options["path"], "memory": options["memory"], "workers": workers}
-    computing = ComputeSettings(
-        memory_budget=memory_bytes(options["memory"]), progress=not options["quiet"], checkpoint=PARTIAL
-    )
-    if what is EstimatedCommand.gram:
-        asked = read_block(options)
-        asked.show_sides()
-        config |= {"row_points": asked.a_is, "column_points": asked.b_is}
-        config |= {"steps": options["steps"], "part": options["part"]}
-        found = estimate_gram(
-            asked.trajectory, asked.a, asked.b, head=asked.head, rule=asked.rule, path=asked.path, which=asked.which,
-            workers=workers, seconds=seconds, **computing,
-        )  # fmt: skip
-        written = found.disk.result + sum(side.X.nbytes + len(side) for side in (asked.a, asked.b))
-        copies = _COPIES_OF_BLOCK if asked.which is None else _COPIES_OF_PART
+    config: dict[str, object] = {"run": run, "what": what, "rule": rule, "path": path}
+    config |= {"memory": memory, "workers": workers}
+    computing = ComputeSettings(memory_budget=memory_bytes(memory), progress=not quiet, checkpoint=PARTIAL)
+    if what == "gram":
+        require_test_side(points, rows, columns)
+    trajectory = open_run(run, network)
+    asked: Any = {"head": resolve_head(head, trajectory.loss, trajectory.num_outputs), "rule": quadrature}
+    asked |= {"path": along, "workers": workers, "seconds": seconds, **computing}
+    if what == "gram":
+        (a, rows_are), (b, columns_are) = (
+            read_side(trajectory, run, points, side, size, DTYPES.get(dtype), seed)
+            for side, size in ((rows, num_rows), (columns, num_columns))
+        )
+        typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
+        config |= {"row_points": rows_are, "column_points": columns_are}
+        found = estimate_gram(trajectory, a, b, **asked)
+        written = found.disk.result + sum(side.X.nbytes + len(side) for side in (a, b))
     else:
-        explained = read_predictions(options, options["rule"], options["path"])
-        typer.echo(f"explaining {explained.chosen}")
-        config |= {"points": str(explained.chosen), "outputs": explained.outputs.value}
-        found = estimate_attribution(
-            explained.trajectory, explained.chosen.X, explained.groupings, head=explained.head, rule=explained.rule,
-            path=explained.path, classes=explained.classes, workers=workers, seconds=seconds, **computing,
-        )  # fmt: skip
-        written, copies = _attribution_bytes(explained), _COPIES_OF_BLOCK
-    peak = found.memory.owner + copies * written
+        chosen = read_points(trajectory, run, points, num_points, dtype=DTYPES.get(dtype), seed=seed)
+        X, ranges = chosen.X, step_ranges(trajectory)
+        typer.echo(f"explaining {chosen}")
+        config |= {"points": str(chosen), "outputs": outputs}
+        classes = network_outputs(trajectory, X).argmax(dim=1) if outputs == "predicted" else None
+        found = estimate_attribution(trajectory, X, [[by_sample(trajectory)], [ranges]], classes=classes, **asked)
+        # of an output: samples, ranges; initial, decay, total, network, statistics, unexplained
+        per_output = (trajectory.num_points + len(ranges.names) + 6) * (
+            X.itemsize if X.is_floating_point() else trajectory.dtype.itemsize
+        )
+        num_outputs = trajectory.num_outputs if outputs == "all" else 1
+        written = len(X) * (num_outputs * per_output + 8) + X.nbytes  # 8: the predicted class
+    peak = found.memory.owner + written  # a block is copied into the order of its axes when it is written
     _show(found, written, peak)
     if out is not None:
         write_json(make_folder(out) / "estimate.json", "estimate", config, _numbers(found, written, peak), timer)
         typer.echo(f"written to {out}: estimate.json")
-
-
-def _attribution_bytes(asked: ExplanationRequest) -> int:
-    """Count the bytes of the arrays of attribution.safetensors."""
-    trajectory, X = asked.trajectory, asked.chosen.X
-    samples, ranges = trajectory.num_points, len(step_ranges(trajectory).names)
-    per_output = samples + ranges + 6  # initial, decay, total, network, statistics, unexplained
-    itemsize = X.itemsize if X.is_floating_point() else trajectory.dtype.itemsize
-    K = trajectory.num_outputs if asked.outputs is ExplainedOutputs.every else 1
-    return len(X) * (K * per_output * itemsize + 8) + X.nbytes  # 8: the predicted class
 
 
 def _show(found: CostEstimate, written: int, peak: int) -> None:

@@ -46,17 +46,6 @@ def test_the_estimate_says_what_the_command_writes(recorded, tmp_path, monkeypat
     assert said["pieces"] == 1
 
 
-def test_a_part_s_estimate_is_that_of_its_file(recorded, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = (*ASKED["gram"], "--part", "1/1", "--quiet")
-    assert run("estimate", recorded, "--out", "said", *options, "--seconds", 0.1) == 0
-    assert run("gram", recorded, "--out", "done", *options) == 0
-    said = json.loads(Path("said/estimate.json").read_text())["results"]
-    tensors = load_file("done/part-1-of-1.safetensors")
-    of_rule = sum(value.nbytes for name, value in tensors.items() if name.startswith("of_rule"))
-    assert said["result_bytes"] == sum(value.nbytes for value in tensors.values()) - of_rule
-
-
 def test_the_rule_is_the_command_s_own(recorded, tmp_path):
     for what, rule in (("gram", "gauss-legendre:4"), ("attribute", "adaptive")):
         out = tmp_path / what
@@ -72,13 +61,10 @@ def test_the_rule_is_the_command_s_own(recorded, tmp_path):
             "--num-points must stand beside --what attribute: got --what gram. Leave",
         ),
         (("--what", "attribute", "--rows", "train"), "--rows must stand beside --what gram: got --what attribute."),
-        (("--what", "attribute", "--part", "1/2"), "--part must stand beside --what gram: got --what attribute."),
         (("--what", "verify"), "verify"),
         (("--seconds", 0), "--seconds must be at least 0.1 and below 100000: got 0"),
         (("--workers", 0), "--workers must be at least 1: got 0."),
         (("--rows", "train", "--points", "points.npz"), "--points must have a side"),
-        (("--part", "9/9"), "the block must have a piece for each of its parts: it has 1"),
-        (("--steps", "0:2"), "must begin and end where ranges of steps do"),
         (("--rule", "left-endpoint:3"), "--rule must be adaptive[:TOL], gauss-legendre:N"),
     ],
     ids=lambda value: "_".join(map(str, value)).replace("/", "_") if isinstance(value, tuple) else "",

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import SMALL, refused, run, write_data
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.networks import NetworkSpec, build_network
+from epk_gp.cli.networks import NetworkSpec, build_network, open_run
 from epk_gp.kernel_machine.attribute import attribute_many
 from report_cases import embedded
 from written_files import described, names

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from commands import SMALL, refused, run, write_data
-from epk_gp.cli.manifest import write_manifest
-from epk_gp.cli.networks import NetworkSpec
+from epk_gp.cli.networks import NetworkSpec, write_manifest
 from epk_gp.storage.index import read_journal
 from epk_gp.training.step_observer import StepObserver
 
@@ -69,10 +68,6 @@ def contents(folder: Path) -> dict[str, bytes]:
         (
             ("--dtype", "float32"),
             "--dtype must be the recorded one to resume the run at {}: it has float64, got float32.",
-        ),
-        (
-            ("--compression", "deltas"),
-            "--compression must be the recorded one to resume the run at {}: it has none, got deltas.",
         ),
         (("--check-every", 2), "--check-every must be the recorded one to resume the run at {}: it has 1, got 2."),
         (("--num-classes", 3), "--num-classes must be the recorded one to resume the run at {}: it has none, got 3."),

@@ -13,8 +13,8 @@ from commands import run
 from written_files import PAGE, described, names, pattern
 
 SIZES: dict[str, int] = {"n": 2, "N": 6, "M": 24, "C": 3, "K": 1, "S": 4, "R": 4, "L": 4, "D": 100, "P": 523}
-OTHERS = {"gram": {"M": 7}, "gram --part": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
-MADE = ("record", "export", "info", "verify", "attribute", "influence", "gram", "gram --part", "estimate",
+OTHERS = {"gram": {"M": 7}, "uncertainty": {"n": 42}, "uncertainty --validation": {"n": 21}}
+MADE = ("record", "export", "info", "verify", "attribute", "influence", "gram", "estimate",
         "uncertainty", "uncertainty --validation", "uncertainty --save-model", "audit", "report")  # fmt: skip
 
 
@@ -72,7 +72,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "attribute": ("--num-points", 2, "--outputs", "predicted"),
         "influence": ("--num-points", 2),
         "gram": ("--num-rows", 6, "--num-columns", 7),
-        "gram --part": ("--num-rows", 6, "--num-columns", 7, "--part", "1/1"),
         "estimate": ("--num-rows", 6, "--num-columns", 7, "--seconds", 1),
         "report": ("--out", made["report"] / "report.html", "--num-points", 1),
         "uncertainty": ("--num-condition", 8, "--grid", 5, "--num-samples", 8, "--fit-steps", 1),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import epk_gp as epk
-from epk_gp.cli.info import info
+from epk_gp.cli.runs import info
 from epk_gp.core.fingerprint import fingerprint_step
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.core.update_rules import LinearStep, stack_coefficients
