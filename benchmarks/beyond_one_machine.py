@@ -27,12 +27,12 @@ from simulated_workers import Costs, SimulatedWorkers, Work
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.options import ComputeOptions
 from epk_gp.distributed import pieces
 from epk_gp.distributed.pieces import Here
 from epk_gp.gram import tiles
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tile_parts import WHOLE, step_ranges
+from epk_gp.gram.tiles import WHOLE, step_ranges
 from epk_gp.storage.partial_sums import PartialSums
 
 app = typer.Typer(help=__doc__, add_completion=False)

@@ -18,29 +18,29 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 # Capability -> patterns of files, relative to the package.
 CAPABILITIES = {
     "the network as a function: inputs, outputs, graphs": (
-        "core/aligned.py", "core/attention.py", "core/forward_fingerprint.py", "core/graph.py", "core/head.py",
-        "core/input_layout.py", "core/model.py", "core/moving_statistics.py", "core/returned.py", "core/signature.py",
+        "core/trajectory.py", "core/torch_overrides.py", "core/model.py", "core/inputs.py", "core/losses.py",
+        "core/inputs.py", "core/model.py", "core/torch_overrides.py", "core/inputs.py", "core/signature.py",
     ),
     "losses and targets": ("core/loss*.py", "core/target*.py"),
     "runs, points, checks of arguments": ("core/*.py",),
-    "replay of training passes": ("core/replay.py", "core/gradients.py", "core/checkpointing.py", "core/kept_*.py"),
+    "replay of training passes": ("core/replay.py", "core/gradients.py", "core/gradients.py", "core/kept_*.py"),
     "optimizers and update rules": (
-        "core/optimizer*.py", "core/preconditioners.py", "core/update_*.py", "core/scaled_*.py",
+        "core/optimizer*.py", "optimizers/preconditioners.py", "core/update_*.py", "core/scaled_*.py",
         "core/recorded_clip*.py",
     ),
-    "averaged weights": ("core/averaging.py",),
-    "states that are computed again": ("core/recomputation.py", "core/computed_states.py", "core/states.py"),
+    "averaged weights": ("core/averages.py",),
+    "states that are computed again": ("core/recomputation.py", "core/trajectory.py", "core/trajectory.py"),
     "memory and options of a computation": (
-        "core/memory_plan.py", "core/compute_options.py", "core/executors.py", "core/huge_pages.py",
+        "core/plans.py", "core/options.py", "core/options.py", "core/plans.py",
         "core/rows_on_*.py",
     ),
-    "how results show themselves": ("core/display.py", "core/progress.py"),
+    "how results show themselves": ("core/show.py", "core/show.py"),
     "recording a loop": ("training/*.py",),
     "checking recorded steps": (
-        "training/*check*.py", "training/diagnosis.py", "training/derivative_probe.py", "core/row_identity.py",
-        "training/step_gradient.py", "training/validation.py", "training/seen_targets.py",
+        "training/*check*.py", "recording/causes.py", "recording/derivative_probe.py", "core/step.py",
+        "recording/check.py", "recording/validation.py", "recording/passes.py",
     ),
-    "Lightning and Hugging Face": ("training/lightning.py", "training/huggingface.py", "callbacks.py"),
+    "Lightning and Hugging Face": ("recording/lightning.py", "recording/huggingface.py", "callbacks.py"),
     "runs on disk": ("storage/*.py",),
     "hostile and damaged files": (
         "storage/*verification.py", "storage/check.py", "storage/compatibility.py", "storage/write_errors.py",
@@ -53,10 +53,10 @@ CAPABILITIES = {
     "layer Jacobians": ("autodiff/*.py",),
     "averages along lines (layerwise)": ("autodiff/line_*.py", "autodiff/secant*.py"),
     "quadrature and paths": ("quadrature/*.py",),
-    "kinks": ("quadrature/*kinks.py", "quadrature/piecewise_ops.py", "autodiff/piecewise.py"),
+    "kinks": ("quadrature/*kinks.py", "quadrature/kinks.py", "autodiff/secants.py"),
     "Gram blocks": ("gram/*.py",),
     "sketched features": (
-        "gram/*sketch*.py", "gram/hadamard.py", "gram/path_features.py", "gram/random_fourier.py",
+        "gram/*sketch*.py", "autodiff/sketches.py", "gram/path_features.py", "autodiff/sketches.py",
         "autodiff/sketches.py", "kernels/sketched.py",
     ),
     "derivatives of the kernel in its points": (
@@ -64,13 +64,13 @@ CAPABILITIES = {
     ),
     "attribution": ("kernel_machine/*.py",),
     "reconstruction and certificates": (
-        "kernel_machine/reconstruct*.py", "kernel_machine/cert*.py", "kernel_machine/step_residuals.py",
-        "kernel_machine/single_machine.py", "core/certificate.py",
+        "kernel_machine/reconstruct*.py", "kernel_machine/cert*.py", "kernel_machine/terms.py",
+        "kernel_machine/baselines.py", "core/show.py",
     ),
     "influence and retraining": (
-        "kernel_machine/influence*.py", "kernel_machine/loss_curvature.py", "kernel_machine/optimizer_adjoint.py",
-        "kernel_machine/retrain*.py", "kernel_machine/smoothing.py", "kernel_machine/stacked_training.py",
-        "kernel_machine/batch_statistics.py",
+        "kernel_machine/influence*.py", "kernel_machine/curvature.py", "kernel_machine/optimizer_adjoint.py",
+        "kernel_machine/retrain*.py", "kernel_machine/influence.py", "kernel_machine/stacked_training.py",
+        "kernel_machine/curvature.py",
     ),
     "other kernel machines": (
         "kernel_machine/baselines.py", "kernel_machine/vanilla_gd.py", "kernels/infinite_width.py",

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from epk_gp.analysis.label_errors import label_errors
     from epk_gp.analysis.next_to_label import next_to_label
-    from epk_gp.core.certificate import CertificateWarning
-    from epk_gp.core.compute_options import ComputeOptions
-    from epk_gp.core.graph import Graph
+    from epk_gp.core.show import CertificateWarning
+    from epk_gp.core.options import ComputeOptions
+    from epk_gp.core.inputs import Graph
     from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
-    from epk_gp.core.points import Points
+    from epk_gp.core.inputs import Points
     from epk_gp.core.trajectory import Trajectory, network_outputs
     from epk_gp.gp.models import LogitGP
     from epk_gp.gp.softmax import softmax_uncertainty
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.influence import influence, self_influence
     from epk_gp.kernel_machine.reconstruct import reconstruct
     from epk_gp.kernel_machine.retrain import retrain
-    from epk_gp.kernel_machine.smoothing import Smoothing
+    from epk_gp.kernel_machine.influence import Smoothing
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
     from epk_gp.quadrature.paths import chords, layerwise, manhattan, straight
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from epk_gp.report.write import write_report
     from epk_gp.storage.run import load_trajectory
     from epk_gp.storage.writer import Storage
-    from epk_gp.training.diagnosis import StepMismatchError
-    from epk_gp.training.recorder import Recorder
-    from epk_gp.training.train import train
+    from epk_gp.recording.causes import StepMismatchError
+    from epk_gp.recording.recorder import Recorder
+    from epk_gp.recording.train import train
 else:
     # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
     # `epk-gp --help` needs neither of them.
     _MODULES = {
-        "CertificateWarning": "core.certificate",
-        "ComputeOptions": "core.compute_options",
+        "CertificateWarning": "core.show",
+        "ComputeOptions": "core.options",
         "CrossEntropy": "core.losses",
         "EPKKernel": "kernels.epk",
-        "Graph": "core.graph",
+        "Graph": "core.inputs",
         "LogitGP": "gp.models",
         "MeanSquaredError": "core.losses",
         "PathKernel": "gram.path_kernel",
         "PerSampleLoss": "core.losses",
-        "Points": "core.points",
-        "Recorder": "training.recorder",
-        "Smoothing": "kernel_machine.smoothing",
-        "StepMismatchError": "training.diagnosis",
+        "Points": "core.inputs",
+        "Recorder": "recording.recorder",
+        "Smoothing": "kernel_machine.influence",
+        "StepMismatchError": "recording.causes",
         "Storage": "storage.writer",
         "Trajectory": "core.trajectory",
         "UncertainClassifier": "gp.uncertain_classifier",
@@ -75,7 +75,7 @@ else:
         "split_copy": "kernels.tagging",
         "straight": "quadrature.paths",
         "test_copy": "kernels.tagging",
-        "train": "training.train",
+        "train": "recording.train",
         "train_copy": "kernels.tagging",
     }
     _DRAWING = {"write_report": "report.write"}  # imported by itself, for it needs matplotlib

@@ -7,7 +7,7 @@
 
 from importlib import import_module
 
-from epk_gp.training.indexed_dataset import IndexedDataset
+from epk_gp.callbacks import IndexedDataset
 
 __all__ = [  # noqa: F822  # callbacks are imported by __getattr__
     "HuggingFaceRecorderCallback",
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute, package = _CALLBACKS[name]
     try:
-        callback: object = getattr(import_module(f"epk_gp.training.{module}"), attribute)
+        callback: object = getattr(import_module(f"epk_gp.recording.{module}"), attribute)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != package:
             raise

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import epk_gp as epk
-from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.plots import new_figure, reconstruction_errors, reconstruction_scatter
 from epk_gp.plots.style import styled
 from harness import Experiment, main, uncertified_results

@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 import epk_gp as epk
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.plots import error_against_evaluations, new_figure
 from epk_gp.plots.common import short
 from epk_gp.plots.style import EXACT, GREY, SMALL, styled

@@ -21,7 +21,7 @@ from matplotlib.text import Text
 from PIL import Image
 from torch import Tensor
 
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.show import CertificateWarning
 from epk_gp.datasets import DATA_VARIABLE
 from epk_gp.plots import save_figure
 from epk_gp.provenance import Stopwatch, provenance

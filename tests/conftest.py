@@ -36,10 +36,10 @@ NOT_CHECKED = {
         "ParameterInterception.__torch_function__",
         "ParameterInterception.pass_through",
     ),
-    "autodiff.line_ops": ("has_rows", "spread_mark", "tensors_in"),
+    "autodiff.interception": ("has_rows", "spread_mark", "tensors_in"),
     "autodiff.secants": ("SecantDerivatives.__torch_function__", "SecantDerivatives._call"),
-    "core.attention": ("_FusedAttention.switch_off", "_FusedAttention.restore", "disable_fused_attention"),
-    "core.kept_activations": ("KeptActivations.__torch_function__",),
+    "core.torch_overrides": ("_FusedAttention.switch_off", "_FusedAttention.restore", "disable_fused_attention"),
+    "core.torch_overrides": ("KeptActivations.__torch_function__",),
     "core.model": (
         "FunctionalModel._layout",
         "FunctionalModel._take_module_of_thread",
@@ -47,8 +47,8 @@ NOT_CHECKED = {
         "FunctionalModel.sizes.fget",
         "_marked",
     ),
-    "core.moving_statistics": ("WrittenOutNormalisation.__torch_function__",),
-    "quadrature.piecewise_ops": ("EventReader.__torch_function__", "PreactivationRecorder.__torch_function__"),
+    "core.torch_overrides": ("WrittenOutNormalisation.__torch_function__",),
+    "quadrature.kinks": ("EventReader.__torch_function__", "PreactivationRecorder.__torch_function__"),
 }
 
 

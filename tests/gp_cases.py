@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.training.train import train
+from epk_gp.recording.train import train
 
 D, C, M, N_TEST = 2, 3, 9, 6
 OUTPUTS = ["full", "independent"]

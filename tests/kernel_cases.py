@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.points import Points
+from epk_gp.core.inputs import Points
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.kernels.tagging import split_copy
-from epk_gp.training.train import train
+from epk_gp.recording.train import train
 
 D, C = 2, 3
 MODES = ["full", "independent", "trace", "sum", 1]

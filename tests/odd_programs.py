@@ -25,10 +25,10 @@ from odd_steps import AVERAGE, Averager, ByHand
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.core.averaging import averaged_trajectory
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.averages import averaged_trajectory
+from epk_gp.core.show import CertificateWarning
 from epk_gp.kernel_machine.axes import by_label, by_step
-from epk_gp.training.clipping import ClipNorm, ClipValue
+from epk_gp.recording.setup import ClipNorm, ClipValue
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}

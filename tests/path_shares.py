@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.core.update_rules import apply_matrices, broadcast_to_params
+from epk_gp.optimizers.update_rules import apply_matrices, broadcast_to_params
 
 
 def shares(run: epk.Trajectory) -> list[Tensor]:

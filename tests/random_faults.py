@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.certificate import CertificateWarning
-from epk_gp.training.clipping import ClipNorm
+from epk_gp.core.show import CertificateWarning
+from epk_gp.recording.setup import ClipNorm
 
 POINTS, INPUTS, CLASSES = 10, 3, 3
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
-from epk_gp.core.display import Displayed
+from epk_gp.core.show import Displayed
 
 HOSTILE = '<script>alert("x")</script>&\x1b[31m\n\u202e'
 

@@ -11,7 +11,7 @@ from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 
 LR = 0.1
 

@@ -18,10 +18,10 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset
 from epk_gp.gp.class_uncertainty import ClassUncertainty
 from epk_gp.gp.posterior import LogitPosterior
-from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerms, GroupedAttribution
+from epk_gp.kernel_machine.attribute import Attribution, CertifiedTerms, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certification import describe_findings
-from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.influence import Influence
 from epk_gp.kernel_machine.reconstruct import Reconstruction
 from epk_gp.kernel_machine.retrain import Retraining
 from loops import data, mlp, sgd

@@ -59,7 +59,7 @@ def test_names_are_there_before_they_are_imported():
         names = {}
         exec("from epk_gp import *", names)
         print(set(epk_gp.__all__) <= set(names))
-        print(names["train"] is epk_gp.training.train.train is vars(epk_gp)["train"])
+        print(names["train"] is epk_gp.recording.train.train is vars(epk_gp)["train"])
     """
     ended = subprocess.run([sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["True"] * 5

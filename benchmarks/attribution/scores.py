@@ -127,7 +127,7 @@ def _influence(**options: object) -> Compute:
 
 def _smoothed(**options: object) -> Compute:
     def compute(trained: Trained) -> Tensor:
-        smoothing = import_module("epk_gp.kernel_machine.smoothing").Smoothing
+        smoothing = import_module("epk_gp.kernel_machine.influence").Smoothing
         return _influence(smoothing=smoothing(**options))(trained)
 
     return compute

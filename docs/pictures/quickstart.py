@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.show import CertificateWarning
 from epk_gp.plots import attribution_bars, new_figure, save_figure
 from epk_gp.plots.figures import reconstruction_figure
 from epk_gp.plots.style import COLORMAP, EXACT, GREY, INK, PALETTE, styled

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.attribution_results import GroupedAttribution
+from epk_gp.kernel_machine.attribute import GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_step
 
 _MAX_RANGES = 100  # ranges of steps that the curve of an output over training is drawn with

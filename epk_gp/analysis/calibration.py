@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.core.validation import validate_count, validate_labels, validate_tensor
+from epk_gp.core.checks import validate_count, validate_labels, validate_tensor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
-from epk_gp.core.validation import validate_count, validate_tensor
+from epk_gp.core.checks import validate_count, validate_tensor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.validation import validate_finite, validate_integer, validate_number, validate_tensor
+from epk_gp.core.checks import validate_finite, validate_integer, validate_number, validate_tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from epk_gp.core.validation import validate_tensor
+from epk_gp.core.checks import validate_tensor
 
 
 def rank_correlation(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float | None:

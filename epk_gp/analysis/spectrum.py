@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.validation import validate_number, validate_tensor
+from epk_gp.core.checks import validate_number, validate_tensor
 
 
 @dataclass(frozen=True, eq=False)

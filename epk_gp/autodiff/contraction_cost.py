@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 
 # What an entry of the block costs beside the multiply-adds of its matrix products, in multiply-adds. Rates measured on
 # two cores with AVX-512, float32: matrix products 265 to 295 GFLOP/s, elementwise passes over 36 MB 42 to 57 GB/s. A

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.core.losses import Loss, loss_derivatives
 
 

@@ -8,9 +8,9 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.representations import DenseJacobian
-from epk_gp.core.attention import disable_fused_attention
+from epk_gp.core.torch_overrides import disable_fused_attention
 
 
 def dense_jacobian(

@@ -12,9 +12,9 @@ from torch.func import jacrev, jvp, vmap
 from epk_gp.autodiff.dense import group_rows
 from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
 from epk_gp.autodiff.interception import InterpolatedWeights
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.head import Head, apply_head
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.losses import Head, apply_head
 from epk_gp.core.model import FunctionalModel
 
 # Up to so many different points of a segment, rows are grouped by their point, one pass for each, instead of being

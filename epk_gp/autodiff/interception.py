@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from epk_gp.autodiff.line_calls import add_multiple, call_with_both
-from epk_gp.autodiff.line_ops import Line, spread_mark, tensors_in
+from epk_gp.autodiff.interception import add_multiple, call_with_both
+from epk_gp.autodiff.interception import Line, spread_mark, tensors_in
 from epk_gp.autodiff.written_out import WRITTEN_OUT, write_out
-from epk_gp.core.moving_statistics import normalise_by_statistics
+from epk_gp.core.torch_overrides import normalise_by_statistics
 
 # Functions that are linear in (weight, bias) taken together: positions and names of these arguments.
 JOINTLY_LINEAR: dict[Callable[..., Any], dict[int | str, str]] = {

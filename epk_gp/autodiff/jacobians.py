@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.cotangents import Cotangents, all_outputs
+from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.dense import Cotangents, all_outputs
 from epk_gp.autodiff.dense import dense_jacobian, group_rows
 from epk_gp.autodiff.interception import (
     LINEAR,
@@ -26,18 +26,18 @@ from epk_gp.autodiff.interception import (
     StackedWeights,
     UnsupportedParameterUseError,
 )
-from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer
+from epk_gp.autodiff.jacobians import LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
-from epk_gp.autodiff.layer_jacobian import LayerJacobian, append_bias_column, concat_rows
-from epk_gp.autodiff.layer_recorder import LayerIO, LayerIORecorder
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.pooled_convolutions import Users, pool_windows, users_of_nodes
+from epk_gp.autodiff.representations import LayerJacobian, append_bias_column, concat_rows
+from epk_gp.autodiff.layer_builder import LayerIO, LayerIORecorder
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.layer_builder import Users, pool_windows, users_of_nodes
 from epk_gp.autodiff.representations import DenseJacobian
-from epk_gp.autodiff.secant_functions import mean_of_rows
+from epk_gp.autodiff.secants import mean_of_rows
 from epk_gp.autodiff.secants import SecantDerivatives
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.head import Head, apply_head
-from epk_gp.core.memory_plan import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.losses import Head, apply_head
+from epk_gp.core.plans import MemoryPlan, cotangents_per_pass, fits_pass, rows_per_pass
 from epk_gp.core.model import FunctionalModel
 
 

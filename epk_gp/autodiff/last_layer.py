@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.layer_jacobian import (
+from epk_gp.autodiff.representations import (
     LayerJacobian,
     LeftFactor,
     NodeWeights,

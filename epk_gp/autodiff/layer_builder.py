@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.interception import CHANNELS_LAST, CONVOLUTIONS
-from epk_gp.autodiff.layer_jacobian import LayerJacobian, append_bias_column, sum_outer_products
-from epk_gp.autodiff.layer_recorder import LayerIO
-from epk_gp.autodiff.pooled_convolutions import PoolWindows, sum_over_windows
+from epk_gp.autodiff.representations import LayerJacobian, append_bias_column, sum_outer_products
+from epk_gp.autodiff.layer_builder import LayerIO
+from epk_gp.autodiff.layer_builder import PoolWindows, sum_over_windows
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 
 

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.sketches import FeatureSum
-from epk_gp.core.huge_pages import empty_huge_pages
+from epk_gp.core.plans import empty_huge_pages
 
 # Inner dimension from which products of several steps are not joined into one with a longer inner dimension. Measured
 # on one thread (AMD EPYC), blocks of 8 to 1000 points, 16 to 100 steps: joined, layers of 32 and 64 outputs take 0.94

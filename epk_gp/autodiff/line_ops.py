@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epk_gp.autodiff.line_calls import add_multiple
+from epk_gp.autodiff.interception import add_multiple
 from epk_gp.core.model import BATCH_MARK
 
 

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from epk_gp.core.differentiation_plan import DifferentiationPlan
-from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.plans import DifferentiationPlan
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.model import FunctionalModel
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
-from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import build_plan, probe_rows
-from epk_gp.core.attention import outside_autocast
+from epk_gp.core.torch_overrides import outside_autocast
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, flat_state
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from epk_gp.autodiff.layer_recorder import LayerIO
+from epk_gp.autodiff.layer_builder import LayerIO
 
 _POOLS = ("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0")
 _RELU = "ReluBackward0"

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.layer_jacobian import (
+from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.representations import (
     LayerJacobian,
     LeftFactor,
     NodeWeights,

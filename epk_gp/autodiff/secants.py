@@ -19,7 +19,7 @@ from epk_gp.autodiff.interception import (
     NORMALISATIONS,
     InterpolatedWeights,
 )
-from epk_gp.autodiff.line_ops import (
+from epk_gp.autodiff.interception import (
     LINEAR_MAPS,
     PRODUCTS,
     QUOTIENTS,
@@ -30,11 +30,11 @@ from epk_gp.autodiff.line_ops import (
     substituted,
     tensors_in,
 )
-from epk_gp.autodiff.piecewise import POOLS, THRESHOLDS
-from epk_gp.autodiff.secant_functions import ElementwiseSecant, PoolSecant, SegmentSecant, mean_of_rows
+from epk_gp.autodiff.secants import POOLS, THRESHOLDS
+from epk_gp.autodiff.secants import ElementwiseSecant, PoolSecant, SegmentSecant, mean_of_rows
 from epk_gp.autodiff.written_out import WRITTEN_OUT, write_out
 from epk_gp.core.model import BATCH_MARK
-from epk_gp.core.moving_statistics import normalise_by_statistics
+from epk_gp.core.torch_overrides import normalise_by_statistics
 
 PRELU = {F.prelu, torch.prelu, torch.Tensor.prelu}
 

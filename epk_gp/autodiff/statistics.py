@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.cotangents import Cotangents
+from epk_gp.autodiff.dense import Cotangents
 from epk_gp.autodiff.dense import dense_jacobian
 from epk_gp.autodiff.interception import InterpolatedWeights
 from epk_gp.autodiff.jacobians import WeightLocation, logits_row_by_row, outputs_at, secant_derivatives
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.core.attention import disable_fused_attention
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.core.torch_overrides import disable_fused_attention
 
 
 def statistics_jacobian(

@@ -13,8 +13,8 @@ import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.cotangents import Cotangents
+from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.dense import Cotangents
 from epk_gp.autodiff.dense import dense_jacobian
 from epk_gp.autodiff.directional import WeightSegment, jvp_via_double_vjp, mapped_passes
 from epk_gp.autodiff.forward_mode import forward_mode
@@ -27,11 +27,11 @@ from epk_gp.autodiff.interception import (
     StackedWeights,
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.warning_filter import filter_own_warnings
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.differentiation_plan import DifferentiationPlan
-from epk_gp.core.memory_plan import vmap_chunk_size
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.verification import filter_own_warnings
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.plans import DifferentiationPlan
+from epk_gp.core.plans import vmap_chunk_size
 from epk_gp.core.model import FunctionalModel
 
 _NUM_PROBE_ROWS = 6

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.quadrature.paths import WeightPath, chords, layerwise, manhattan, straight
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
 from epk_gp.storage.run import is_run

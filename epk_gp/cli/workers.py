@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from epk_gp.core.executors import SupportsSubmit
+from epk_gp.core.options import SupportsSubmit
 from epk_gp.distributed import pieces
 from epk_gp.storage.atomic_files import MAX_JSON_BYTES, parse_json, read_bytes
 

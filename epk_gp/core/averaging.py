@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from epk_gp.core.computed_states import ComputedStates
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.core.states import States
+from epk_gp.core.trajectory import ComputedStates
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.step import tensor_bytes
+from epk_gp.core.trajectory import States
 from epk_gp.core.trajectory import Trajectory, WeightAverage, flat_weights, validate_trajectory
-from epk_gp.core.validation import validate_count, validate_integer
+from epk_gp.core.checks import validate_count, validate_integer
 
 
 def averaging_coefficients(

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_initial
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.gradients import allclose
-from epk_gp.core.kept_activations import quiet_checkpoints
+from epk_gp.core.torch_overrides import quiet_checkpoints
 from epk_gp.core.model import FunctionalModel
 
 _HOOKS_ARE_OFF = "epk_gp: this forward pass must set no hooks."

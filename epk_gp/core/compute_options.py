@@ -6,8 +6,8 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from epk_gp.core.executors import SupportsSubmit, validate_executor
-from epk_gp.core.validation import validate_memory_budget, validate_new_folder
+from epk_gp.core.options import SupportsSubmit, validate_executor
+from epk_gp.core.checks import validate_memory_budget, validate_new_folder
 
 MEMORY_BUDGET = 1 << 30
 

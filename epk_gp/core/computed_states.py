@@ -5,8 +5,8 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.core.plans import TensorSpec
+from epk_gp.optimizers.update_rules import UpdateCoefficients
 
 
 @runtime_checkable

@@ -42,7 +42,7 @@ class DifferentiationPlan:
         calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
             weights, by loops and copies, so that neither is mapped.
         supports_pool_windows: Gradients of convolutions may end at the max-pool that alone sees them
-            (`autodiff.pooled_convolutions`).
+            (`autodiff.layer_builder`).
         supports_vmap: `torch.func.vmap` over samples works.
         vmap_chunk_size: Number of samples that one `vmap` call takes.
         activations_per_sample: Numbers that a forward pass computes per sample.

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.plans import TensorSpec
 
 SHOWN_ROWS = 10  # of a list
 SHOWN_POINTS = 3  # columns of a table: with them a table is narrower than 100 characters

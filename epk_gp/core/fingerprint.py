@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.optimizers.update_rules import UpdateCoefficients
 
 _DIGEST_BYTES = 16  # 128 bits: two different inputs agree by chance with probability 3e-39
 

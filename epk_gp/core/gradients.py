@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.loss_terms import loss_terms
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.losses import loss_terms
 from epk_gp.core.losses import Loss
-from epk_gp.core.memory_plan import batch_gradient_rows
+from epk_gp.core.plans import batch_gradient_rows
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.replay import PassData, TrainingData, TrainingReplay, passes_of
 from epk_gp.core.step import Step
@@ -25,7 +25,7 @@ from epk_gp.core.trajectory import (
     step_coefficients,
 )
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.core.update_rules import predict_step
+from epk_gp.optimizers.update_rules import predict_step
 
 # How many times larger than the rounding of a gradient its difference from another computation of it may be, where
 # sums cancel. Measured in float32 on converged regressions whose gradients were accumulated over 2 to 200 batches
@@ -322,7 +322,7 @@ def relative_rounding(dtype: torch.dtype) -> float:
 
     In float64 it is the square root of eps, 1.5e-8. In float32 that would be 3.5e-4 and hide a weight decay or a
     gradient scaled by 0.9998; it is 64 eps = 7.6e-6, and a larger difference is compared with the gradient in float64
-    (`consistent_up_to_rounding` in `epk_gp.training.step_check`).
+    (`consistent_up_to_rounding` in `epk_gp.recording.check`).
     """
     eps = float(torch.finfo(dtype).eps)
     return eps**0.5 if dtype == torch.float64 else 64 * eps

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.returned import select_rows
-from epk_gp.core.validation import validate_has_values
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.inputs import select_rows
+from epk_gp.core.checks import validate_has_values
 
 
 @dataclass(frozen=True, eq=False, init=False)

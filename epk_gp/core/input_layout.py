@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.graph import Graph
-from epk_gp.core.validation import validate_finite, validate_has_values
+from epk_gp.core.inputs import Graph
+from epk_gp.core.checks import validate_finite, validate_has_values
 
 # Inputs of n points: one tensor, or several with one first dimension, as the network takes them: net(*X), net(**X).
 # The nodes of a graph are points too: the graph stands for all of them.

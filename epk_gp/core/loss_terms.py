@@ -19,7 +19,7 @@ from epk_gp.core.losses import (
     per_sample_losses,
     sample_weights,
 )
-from epk_gp.core.returned import select_rows, tensors_of
+from epk_gp.core.inputs import select_rows, tensors_of
 from epk_gp.core.signature import Signature
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from epk_gp.core.returned import select_rows, tensors_of
+from epk_gp.core.inputs import select_rows, tensors_of
 
 Reduction = Literal["mean", "sum"]
 

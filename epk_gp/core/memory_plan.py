@@ -6,7 +6,7 @@ derives what is counted. Sizes are in bytes unless a name says otherwise.
 
 from dataclasses import dataclass
 
-from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.core.plans import DifferentiationPlan
 
 # Bytes of activations and gradients that a forward and backward pass may make before its memory is fetched anew instead
 # of being used again. Measured on two convolutions and MNIST images, float64: one Gram block takes 296 ms with 100

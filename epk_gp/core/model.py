@@ -12,15 +12,15 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.differentiation_plan import ModelCache, TensorSpec
-from epk_gp.core.kept_activations import KeptActivations, quiet_checkpoints
-from epk_gp.core.moving_statistics import WrittenOutNormalisation
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.plans import ModelCache, TensorSpec
+from epk_gp.core.torch_overrides import KeptActivations, quiet_checkpoints
+from epk_gp.core.torch_overrides import WrittenOutNormalisation
 from epk_gp.core.signature import ONE_TENSOR, Signature
-from epk_gp.core.validation import validate_texts
+from epk_gp.core.checks import validate_texts
 
 # The batch of inputs carries this attribute in a forward pass, so that what is computed from it can be told from
-# parameters and constants, whatever their sizes (`autodiff.line_ops`).
+# parameters and constants, whatever their sizes (`autodiff.interception`).
 BATCH_MARK = "_epk_gp_batch"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from epk_gp.core.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
+from epk_gp.optimizers.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
 
 
 def _sign(group: Options) -> float:

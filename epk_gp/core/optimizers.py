@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.optimizer_rules import REFUSED, RULES
-from epk_gp.core.preconditioners import scale_options
-from epk_gp.core.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
+from epk_gp.optimizers.torch_rules import REFUSED, RULES
+from epk_gp.optimizers.preconditioners import scale_options
+from epk_gp.optimizers.update_rules import WEIGHTS, LinearStep, Options, UpdateRule
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Rules = UpdateRule | Sequence[UpdateRule | None] | None
@@ -165,7 +165,7 @@ def _known_rule(optimizer: Optimizer) -> UpdateRule:
     raise ValueError(
         f"the optimizer's update rule must be known: that of "
         f"{kind.__module__}.{kind.__name__} is not. Use one of torch.optim's {known}, "
-        "or pass the rule as update_rule=epk_gp.core.update_rules.UpdateRule(...)."
+        "or pass the rule as update_rule=epk_gp.optimizers.update_rules.UpdateRule(...)."
     )
 
 

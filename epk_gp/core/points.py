@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from epk_gp.core.input_layout import InputLayout, Inputs, pack_inputs
+from epk_gp.core.inputs import InputLayout, Inputs, pack_inputs
 
 
 @dataclass(frozen=True, eq=False, init=False)

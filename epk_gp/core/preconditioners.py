@@ -1,6 +1,6 @@
 """How the preconditioners of torch's optimizers follow from the gradients so far.
 
-An update rule (`epk_gp.core.update_rules`) holds the coefficients of a step as they were recorded. Under Adam and its
+An update rule (`epk_gp.optimizers.update_rules`) holds the coefficients of a step as they were recorded. Under Adam and its
 relatives some of them are proportional to a scale that the optimizer derives from the gradients: 1 / (sqrt(v) + eps)
 with v a moving average of squares. Here are these scales, as functions of what the optimizer keeps and of
 

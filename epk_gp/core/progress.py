@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_che
 from tqdm.auto import tqdm as auto_tqdm
 from tqdm.std import tqdm as std_tqdm
 
-from epk_gp.core.certificate import warn_caller
+from epk_gp.core.show import warn_caller
 
 Item = TypeVar("Item")
 

@@ -23,14 +23,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.core.aligned import aligned
-from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.trajectory import aligned
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.gradients import RunReplay, has_momentum
-from epk_gp.core.rows_on_disk import rows_of_weights
-from epk_gp.core.scaled_coefficients import CompactUpdate, restore_update, scaled_fields
+from epk_gp.core.plans import rows_of_weights
+from epk_gp.core.update_law import CompactUpdate, restore_update, scaled_fields
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.update_law import OptimizerMemory, UpdateLaw
-from epk_gp.core.update_rules import UpdateCoefficients, predict_step
+from epk_gp.optimizers.update_rules import UpdateCoefficients, predict_step
 
 # Bytes of computed states that are held for the next reader, beside the stretch that is read; and bytes of what
 # optimizers keep at the beginning of all stretches, from which on they lie in a temporary file. A choice.

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.optimizers.update_rules import UpdateCoefficients
 
 EPSILON = 1e-6  # torch adds it to the norm of a gradient that it clips
 CLIP_ROUNDING = (1e-4, 1e-7)  # relative rounding of a clipped gradient, in float32 and in float64

@@ -18,10 +18,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.kept_activations import KeptActivations, quiet_checkpoints
-from epk_gp.core.loss_terms import loss_input, loss_terms
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.torch_overrides import KeptActivations, quiet_checkpoints
+from epk_gp.core.losses import loss_input, loss_terms
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,

@@ -1,7 +1,7 @@
 """Coefficients that a preconditioner scales, held as one number per parameter.
 
 Under Adam and its relatives a coefficient of a parameter's weights is proportional to a scale that follows from the
-gradients (`epk_gp.core.preconditioners`). One of its values therefore says all of them, once the scale is computed
+gradients (`epk_gp.optimizers.preconditioners`). One of its values therefore says all of them, once the scale is computed
 again:
 
     coefficient[i] = coefficient[r] * scale[i] / scale[r],    r the weight with the smallest coefficient
@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.preconditioners import COUPLED, PRECONDITIONERS, Part
-from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
+from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.optimizers.preconditioners import COUPLED, PRECONDITIONERS, Part
+from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 
 # Its coefficients are zero where the gradient is, which the scale does not say.
 _MASKED = frozenset({"SparseAdam"})

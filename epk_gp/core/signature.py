@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.graph import Graph, RecordedGraph
-from epk_gp.core.input_layout import (
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.inputs import Graph, RecordedGraph
+from epk_gp.core.inputs import (
     DTYPES,
     InputLayout,
     Inputs,

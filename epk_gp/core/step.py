@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped, UInt8
 from torch import Tensor
 
-from epk_gp.core.optimizers import OptimizerGroup
+from epk_gp.optimizers.torch_rules import OptimizerGroup
 
 
 @dataclass(frozen=True, eq=False)

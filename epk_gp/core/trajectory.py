@@ -9,25 +9,25 @@ from jaxtyping import Float, Float64, Shaped
 from torch import Tensor
 
 from epk_gp.core import losses
-from epk_gp.core.aligned import aligned
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.computed_states import ComputedStates, ComputedUpdates
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.display import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.head import Head, apply_head, resolve_head
-from epk_gp.core.input_layout import Inputs, validate_packed, validate_same_layout
-from epk_gp.core.loss_terms import takes_outputs
+from epk_gp.core.trajectory import aligned
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.trajectory import ComputedStates, ComputedUpdates
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
+from epk_gp.core.losses import Head, apply_head, resolve_head
+from epk_gp.core.inputs import Inputs, validate_packed, validate_same_layout
+from epk_gp.core.losses import takes_outputs
 from epk_gp.core.losses import Loss, PerSampleLoss
-from epk_gp.core.memory_plan import EVALUATED_ROWS
+from epk_gp.core.plans import EVALUATED_ROWS
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.points import Points
-from epk_gp.core.recorded_clipping import Clip
-from epk_gp.core.row_identity import identity_finding
-from epk_gp.core.states import States, Updates
+from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.core.inputs import Points
+from epk_gp.optimizers.update_rules import Clip
+from epk_gp.core.step import identity_finding
+from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.step import Step, describe_steps
-from epk_gp.core.update_rules import UpdateCoefficients
-from epk_gp.core.validation import validate_count, validate_finite, validate_has_values, validate_integer
+from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.core.checks import validate_count, validate_finite, validate_has_values, validate_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +168,7 @@ class Trajectory(Displayed):
     def identity_finding(self) -> str | None:
         """Why samples may not be those whose names they have; None if the recorded rows and targets confirm them.
 
-        Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.row_identity`).
+        Found out from the rows that the network saw, where they are unlike X (`epk_gp.core.step`).
         """
         return identity_finding(self.inputs, self.targets, self.loss, self.trained.steps)
 

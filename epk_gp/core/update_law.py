@@ -1,6 +1,6 @@
 """The steps of a recorded run as functions of weights, gradients and what the optimizer keeps.
 
-With the coefficients of `epk_gp.core.update_rules` and the scales of `epk_gp.core.preconditioners`, one step is
+With the coefficients of `epk_gp.optimizers.update_rules` and the scales of `epk_gp.optimizers.preconditioners`, one step is
 
     h = grad_scale * g + weight_decay * w
     scale, kept' = preconditioner(kept, h)
@@ -22,11 +22,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.preconditioners import LINEAR_RULES, Memory, Part, part_of, with_eps
-from epk_gp.core.recorded_clipping import Clip, is_clipped, step_clip
+from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.optimizers.preconditioners import LINEAR_RULES, Memory, Part, part_of, with_eps
+from epk_gp.optimizers.update_rules import Clip, is_clipped, step_clip
 from epk_gp.core.trajectory import Trajectory, held_coefficients, step_coefficients
-from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params, predict_step
+from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params, predict_step
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ is
     step = -left (momentum_lr * m' + lr * h) right - decoupled_decay * w
 
 with one coefficient per parameter tensor, or one per weight (a diagonal preconditioner). `left` and `right` are the
-matrices of a matrix preconditioner; for nearly all optimizers there are none. `epk_gp.core.optimizer_rules` reads the
+matrices of a matrix preconditioner; for nearly all optimizers there are none. `epk_gp.optimizers.torch_rules` reads the
 coefficients of torch's optimizers.
 """
 

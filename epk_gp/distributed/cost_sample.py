@@ -12,7 +12,7 @@ from typing import Protocol, final, runtime_checkable
 
 from scipy.special import stdtrit
 
-from epk_gp.core.progress import ProgressBar, progress_bar
+from epk_gp.core.show import ProgressBar, progress_bar
 from epk_gp.distributed.job import Place
 
 Clock = Callable[[], float]

@@ -7,9 +7,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.differentiation_plan import DifferentiationPlan
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.plans import DifferentiationPlan
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of

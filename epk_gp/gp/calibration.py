@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from epk_gp.core.validation import validate_count, validate_generator, validate_labels
+from epk_gp.core.checks import validate_count, validate_generator, validate_labels
 from epk_gp.gp.posterior import LogitPosterior, validate_posterior
 from epk_gp.gp.sampling import MonteCarlo, SamplingMethod, validate_method
 from epk_gp.gp.softmax import symmetric_root

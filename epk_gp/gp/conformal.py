@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from epk_gp.core.validation import validate_number
+from epk_gp.core.checks import validate_number
 
 
 def conformity_scores(probability: Float[Tensor, "n C"], labels: Int[Tensor, " n"]) -> Float[Tensor, " n"]:

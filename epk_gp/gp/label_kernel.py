@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.memory_plan import posterior_points
-from epk_gp.core.points import Points
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.plans import posterior_points
+from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_features import trace_sketch
-from epk_gp.gram.path_sketch import PathSketch
+from epk_gp.gram.sketch import PathSketch
 
 # Training inputs whose distances give the lengthscale: half a million pairs, whose median has a standard error below
 # 0.2 % of the spread, whatever the number of inputs.

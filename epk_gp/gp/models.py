@@ -10,12 +10,12 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.input_layout import Inputs
-from epk_gp.core.progress import tracked
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
-from epk_gp.core.validation import validate_count, validate_number, validate_positive, validate_tensor
+from epk_gp.core.checks import validate_count, validate_number, validate_positive, validate_tensor
 from epk_gp.gp.likelihoods import NOISE_FLOOR
 from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_likelihood, spectrum_of
 from epk_gp.gp.means import PriorMean, make_mean
@@ -23,7 +23,7 @@ from epk_gp.gp.output_coupling import Coupling, parse_coupling
 from epk_gp.gp.posterior import Factorization, LogitPosterior, factorize, posterior_at
 from epk_gp.gp.targets import TargetKind, make_targets
 from epk_gp.gp.train_indices import parse_train_indices
-from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernels.epk import CACHE_BYTES, UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.normalization import NORMALIZATION_POINTS, gram_scale
 from epk_gp.kernels.tagged_points import tag_points, validate_batches
@@ -68,7 +68,7 @@ class LogitGP(gpytorch.models.ExactGP):  # type: ignore[misc]  # gpytorch ships 
         rule: Quadrature rule.
         path: Along which test points move (`EPKKernel`). `chords(every=k)` evaluates them once for k steps.
         nodes: Nodes of the whole path that stand for all its steps in the kernel, of training and test points alike
-            (`epk_gp.gram.path_nodes.nodes_trajectory`), with one evaluation at each: what makes maps of many points
+            (`epk_gp.gram.sketch.nodes_trajectory`), with one evaluation at each: what makes maps of many points
             cheap. None for all steps, by the rule; with nodes there is no other rule.
         normalize: "mean_diagonal", or "cosine" (`EPKKernel`).
         noise: A number - initial noise variance, relative to the kernel's mean diagonal, to be learned; or (N, C) known

@@ -12,13 +12,13 @@ from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.fingerprint import fingerprint_data
-from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.step import fingerprint_data
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, fingerprint_outputs
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.gp.label_features import InputFeatures
 from epk_gp.gp.label_fit import LabelSettings
 from epk_gp.gp.label_kernel import LabelKernel

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.validation import as_tensor
+from epk_gp.core.checks import as_tensor
 
 
 class NodesWithoutData(Trajectory):

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.fingerprint import content_key
-from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.step import content_key
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
-from epk_gp.core.validation import validate_count
+from epk_gp.core.checks import validate_count
 from epk_gp.gp.class_data import (
     class_inputs,
     class_labels,
@@ -93,7 +93,7 @@ class UncertainClassifier:
 
     Args:
         trajectory: Run of a classifier with C outputs, trained on class labels with cross entropy.
-        nodes: Nodes of the path that stand for all its steps (`epk_gp.gram.path_nodes.nodes_trajectory`), at best no
+        nodes: Nodes of the path that stand for all its steps (`epk_gp.gram.sketch.nodes_trajectory`), at best no
             fewer than outputs; None for 20, or for as many as there are outputs, up to 256.
         features: Sketched features of each point; "exact" for none; None decides as said above.
         inputs_kernel: "rbf" or None. It is left out for integers as inputs: they have no distances.

@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.memory_plan import MAX_STEP_BATCH
+from epk_gp.core.plans import MAX_STEP_BATCH
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.chord_sums import Steps, add_chords
+from epk_gp.gram.sums import Steps, add_chords
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.nodes import feature_bytes, jacobians_at_nodes, nodes_of_points, shared_nodes
-from epk_gp.gram.step_average import StepAverage
+from epk_gp.gram.sums import feature_bytes, jacobians_at_nodes, nodes_of_points, shared_nodes
+from epk_gp.gram.accumulator import StepAverage
 from epk_gp.quadrature.rules import AdaptiveRule
 
 T = TypeVar("T")

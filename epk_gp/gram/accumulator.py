@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.layer_jacobian import InputProducts, LeftFactor, is_short
-from epk_gp.core.huge_pages import empty_huge_pages
-from epk_gp.core.memory_plan import positions_per_block
+from epk_gp.autodiff.representations import InputProducts, LeftFactor, is_short
+from epk_gp.core.plans import empty_huge_pages
+from epk_gp.core.plans import positions_per_block
 
 # A symmetric tile is computed in blocks of rows up to its diagonal: at least so many rows each, at most so many blocks.
 # Its products then cost (1 + 1 / 8) / 2 of a full tile's.

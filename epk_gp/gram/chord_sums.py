@@ -13,13 +13,13 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from torch import Tensor
 
-from epk_gp.autodiff.layer_jacobian import LayerJacobian, LeftFactor
+from epk_gp.autodiff.representations import LayerJacobian, LeftFactor
 from epk_gp.autodiff.representations import DenseJacobian
-from epk_gp.core.memory_plan import MAX_STEP_BATCH
+from epk_gp.core.plans import MAX_STEP_BATCH
 from epk_gp.gram.accumulator import GramAccumulator
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.nodes import jacobians_at_nodes, nodes_of_points
-from epk_gp.gram.step_average import NodeBatch, StepAverage
+from epk_gp.gram.sums import jacobians_at_nodes, nodes_of_points
+from epk_gp.gram.accumulator import NodeBatch, StepAverage
 
 Steps = list[tuple[int, float]]
 Averages = dict[int, LeftFactor]  # by number of the layer

@@ -7,16 +7,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.head import Head
-from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.losses import Head
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.integration_check import IntegrationCheck
-from epk_gp.gram.kept_sums import KeptSums
-from epk_gp.gram.prefetch import WeightPrefetcher
+from epk_gp.gram.context import IntegrationCheck
+from epk_gp.gram.context import KeptSums
+from epk_gp.gram.context import WeightPrefetcher
 from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 

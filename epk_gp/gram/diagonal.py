@@ -6,15 +6,15 @@ from functools import cached_property
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.points import Points
-from epk_gp.core.progress import progress_bar
+from epk_gp.core.step import fingerprint
+from epk_gp.core.inputs import Points
+from epk_gp.core.show import progress_bar
 from epk_gp.distributed.job import Place
-from epk_gp.gram.accumulation import step_batches, test_nodes
-from epk_gp.gram.chord_sums import Steps
+from epk_gp.gram.sums import step_batches, test_nodes
+from epk_gp.gram.sums import Steps
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.nodes import jacobians_at_nodes
-from epk_gp.gram.tile_parts import GramPieces, ranges_of, tile_points
+from epk_gp.gram.sums import jacobians_at_nodes
+from epk_gp.gram.tiles import GramPieces, ranges_of, tile_points
 from epk_gp.quadrature.paths import path_identity
 
 

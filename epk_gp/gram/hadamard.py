@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Int8
 from torch import Tensor
 
-from epk_gp.core.validation import validate_count
+from epk_gp.core.checks import validate_count
 
 
 def hadamard_order(num_outputs: int, num_nodes: int) -> int:

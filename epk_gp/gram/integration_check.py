@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from epk_gp.core.certificate import warn_uncertified
+from epk_gp.core.show import warn_uncertified
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.status import QuadratureStatus
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 
-from epk_gp.autodiff.layer_jacobian import LeftFactor
+from epk_gp.autodiff.representations import LeftFactor
 
 Sums = dict[int, LeftFactor]  # by number of the layer
 

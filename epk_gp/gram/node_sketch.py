@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.cotangents import combined_outputs
+from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.dense import combined_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.layer_jacobian import LayerJacobian
-from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.representations import LayerJacobian
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.sketches import FeatureSum, seeded_generator
-from epk_gp.core.head import Head
-from epk_gp.core.memory_plan import rows_per_pass, sketched_rows
+from epk_gp.core.losses import Head
+from epk_gp.core.plans import rows_per_pass, sketched_rows
 from epk_gp.gram.accumulator import GramAccumulator
 
 _PRODUCTS = ContractionCost(1, 1)

@@ -6,14 +6,14 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
+from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians_at_weights, layer_jacobians_blocked
-from epk_gp.autodiff.layer_jacobian import LayerJacobian, NodeWeights, to_flat_order
-from epk_gp.autodiff.planned_model import flat_columns
+from epk_gp.autodiff.representations import LayerJacobian, NodeWeights, to_flat_order
+from epk_gp.autodiff.dense import flat_columns
 from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.step_average import NodeBatch
+from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
 from epk_gp.quadrature.paths import ManhattanPath, moved_parts, stretches_of
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule

@@ -6,10 +6,10 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.step import tensor_bytes
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state
-from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 
 
 def tangent_trajectory(trajectory: Trajectory, state: int = -1) -> Trajectory:

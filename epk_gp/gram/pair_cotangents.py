@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.gram.pair_products import (
+from epk_gp.gram.pairs import (
     PairSide,
     SetFactors,
     arrange_by_pairs,

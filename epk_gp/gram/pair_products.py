@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.layer_jacobian import LayerJacobian
+from epk_gp.autodiff.representations import LayerJacobian
 from epk_gp.autodiff.representations import OuterProductJacobian
 
 

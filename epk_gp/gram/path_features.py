@@ -6,15 +6,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.input_layout import Inputs
-from epk_gp.core.points import Points
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
-from epk_gp.core.validation import validate_count, validate_integer
-from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory, validate_path_of_nodes
-from epk_gp.gram.path_sketch import PathSketch, trace_coefficients
-from epk_gp.gram.sketch_error import SketchError, measure_sketch_error
+from epk_gp.core.checks import validate_count, validate_integer
+from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory, validate_path_of_nodes
+from epk_gp.gram.sketch import PathSketch, trace_coefficients
+from epk_gp.gram.path_features import SketchError, measure_sketch_error
 from epk_gp.quadrature.paths import WeightPath, path_identity, straight
 
 NUM_FEATURES = 4096

@@ -8,18 +8,18 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.planning import with_plan
-from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.input_layout import Inputs
-from epk_gp.core.points import Points, validate_points
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.inputs import Points, validate_points
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout, validate_trajectory
 from epk_gp.gram.block_parts import GramPart, Share, StepInterval, gram_part
 from epk_gp.gram.context import ExecutionContext, require_gradients_of_rows
-from epk_gp.gram.diagonal import gram_diagonal
+from epk_gp.gram.path_kernel import gram_diagonal
 from epk_gp.gram.input_derivatives import pairs_block, pairs_input_gradients
-from epk_gp.gram.set_pairs import SetPairs
+from epk_gp.gram.pairs import SetPairs
 from epk_gp.gram.tiles import gram_tiles
 from epk_gp.quadrature.paths import ManhattanPath, WeightPath, require_integrable, straight, validate_path
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, validate_rule

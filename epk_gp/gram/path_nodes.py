@@ -10,8 +10,8 @@ from torch import Tensor
 
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
-from epk_gp.core.update_rules import LinearStep, stack_coefficients
-from epk_gp.core.validation import validate_count
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.core.checks import validate_count
 from epk_gp.quadrature.paths import (
     LayerwisePath,
     ManhattanPath,

@@ -10,21 +10,21 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.planning import with_plan
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.autodiff.sketches import draw_signs, seeded_generator
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.head import Head
-from epk_gp.core.points import Points
-from epk_gp.core.progress import progress_bar, tracked
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.step import fingerprint
+from epk_gp.core.losses import Head
+from epk_gp.core.inputs import Points
+from epk_gp.core.show import progress_bar, tracked
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.context import require_gradients_of_rows
-from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
-from epk_gp.gram.node_sketch import PIECE_BLOCKS, NodeSketch, node_products
-from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.autodiff.sketches import hadamard_matrix, hadamard_order
+from epk_gp.gram.sketch import PIECE_BLOCKS, NodeSketch, node_products
+from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.quadrature.paths import WeightPath, straight
 
 

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.autodiff.sketches import FeatureSum, seeded_generator
-from epk_gp.core.validation import validate_count, validate_finite, validate_integer, validate_positive, validate_tensor
+from epk_gp.core.checks import validate_count, validate_finite, validate_integer, validate_positive, validate_tensor
 
 # Rows whose features are computed at a time; the same for all calls, so that bytes do not depend on their number.
 _ROWS = 256

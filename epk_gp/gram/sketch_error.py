@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.points import Points
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.inputs import Points
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.path_nodes import nodes_trajectory
-from epk_gp.gram.path_sketch import PathSketch
+from epk_gp.gram.sketch import nodes_trajectory
+from epk_gp.gram.sketch import PathSketch
 from epk_gp.quadrature.paths import path_identity
 from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
 

@@ -12,7 +12,7 @@ from typing import cast
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.layer_jacobian import LayerJacobian, LeftFactor, NodeWeights, to_flat_order
+from epk_gp.autodiff.representations import LayerJacobian, LeftFactor, NodeWeights, to_flat_order
 from epk_gp.autodiff.representations import DenseJacobian
 from epk_gp.gram.accumulator import GramAccumulator
 

@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.core.aligned import aligned
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.head import Head
-from epk_gp.core.memory_plan import MAX_STEP_BATCH
-from epk_gp.core.points import Points
+from epk_gp.core.trajectory import aligned
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.losses import Head
+from epk_gp.core.plans import MAX_STEP_BATCH
+from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.planned_pieces import PlannedPieces
-from epk_gp.gram.accumulation import CopyBatch, add_steps, step_batches
+from epk_gp.gram.sums import CopyBatch, add_steps, step_batches
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.chord_sums import Steps
+from epk_gp.gram.sums import Steps
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.nodes import feature_bytes
+from epk_gp.gram.sums import feature_bytes
 from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
 from epk_gp.storage.partial_sums import PartialSums

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.executors import SupportsSubmit
-from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.huge_pages import empty_huge_pages
-from epk_gp.core.points import Points
-from epk_gp.core.progress import progress_bar
+from epk_gp.core.options import SupportsSubmit
+from epk_gp.core.step import fingerprint
+from epk_gp.core.plans import empty_huge_pages
+from epk_gp.core.inputs import Points
+from epk_gp.core.show import progress_bar
 from epk_gp.distributed.pieces import Piece, computed_pieces, scratch_folder, threads_of_workers
 from epk_gp.gram.accumulator import scatter_block, transpose_block
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.tile_parts import (
+from epk_gp.gram.tiles import (
     FEW_PIECES,
     MAX_RANGES,
     SMALL_TILE,

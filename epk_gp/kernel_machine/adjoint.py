@@ -7,13 +7,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.progress import progress_bar
+from epk_gp.core.show import progress_bar
 from epk_gp.core.replay import passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state, flat_weights, step_coefficients
-from epk_gp.core.update_rules import UpdateCoefficients, broadcast_to_params
-from epk_gp.kernel_machine.adjoint_recursion import propagate_step
-from epk_gp.kernel_machine.contributions import (
+from epk_gp.optimizers.update_rules import UpdateCoefficients, broadcast_to_params
+from epk_gp.kernel_machine.adjoint import propagate_step
+from epk_gp.kernel_machine.terms import (
     Emit,
     SampleContributions,
     StatisticsContribution,
@@ -23,11 +23,11 @@ from epk_gp.kernel_machine.contributions import (
     grouped_products,
 )
 from epk_gp.kernel_machine.loss_products import LossProducts, is_rounding
-from epk_gp.kernel_machine.problem import AttributionProblem
-from epk_gp.kernel_machine.progress import PassProgress
-from epk_gp.kernel_machine.statistics_terms import statistics_increments
-from epk_gp.kernel_machine.step_residuals import StepResiduals
-from epk_gp.kernel_machine.stretch_average import StretchAverage, average_over, statistics_change
+from epk_gp.kernel_machine.terms import AttributionProblem
+from epk_gp.kernel_machine.certification import PassProgress
+from epk_gp.kernel_machine.adjoint import statistics_increments
+from epk_gp.kernel_machine.terms import StepResiduals
+from epk_gp.kernel_machine.adjoint import StretchAverage, average_over, statistics_change
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.paths import stretch_of
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, step_coefficients
-from epk_gp.core.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
+from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices, broadcast_to_params
 
 
 def propagate_step(

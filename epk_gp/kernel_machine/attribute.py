@@ -7,17 +7,17 @@ from typing import Unpack
 from jaxtyping import Int64
 from torch import Tensor
 
-from epk_gp.autodiff.planning import with_plan
-from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.head import Head
-from epk_gp.core.input_layout import Inputs
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.losses import Head
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.attribution_pass import AttributionPass, Groupings, run_pass
-from epk_gp.kernel_machine.attribution_results import Attribution, CertifiedTerms, GroupedAttribution
+from epk_gp.kernel_machine.attribute import Attribution, CertifiedTerms, GroupedAttribution
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import run_findings, sum_tolerance, warn_if_uncertified
-from epk_gp.kernel_machine.problem import AttributionProblem, make_problem, parse_problem
+from epk_gp.kernel_machine.terms import AttributionProblem, make_problem, parse_problem
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 

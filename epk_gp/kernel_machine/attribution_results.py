@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.display import Displayed, Entry, Summary, count, kind_of, number
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of, number
 from epk_gp.kernel_machine.axes import Axis
 from epk_gp.kernel_machine.certification import certificate_entries, describe_findings
-from epk_gp.kernel_machine.term_tables import (
+from epk_gp.kernel_machine.axes import (
     describe_axes,
     group_namer,
     largest_rows,

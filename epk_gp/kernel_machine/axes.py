@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.validation import validate_integer
+from epk_gp.core.checks import validate_integer
 
 Kind = Literal["sample", "step", "parameter"]
 

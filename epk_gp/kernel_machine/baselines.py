@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.input_layout import Inputs
+from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, loss_derivatives, soft_targets
-from epk_gp.core.points import Points
-from epk_gp.core.progress import tracked
+from epk_gp.core.inputs import Points
+from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, network_outputs, parse_inputs
-from epk_gp.gram.ntk import ntk_at
+from epk_gp.kernel_machine.baselines import ntk_at
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.vanilla_gd import validate_loss_takes_outputs, validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, Rule, gauss_legendre, left_endpoint

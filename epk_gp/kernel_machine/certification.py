@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.certificate import warn_uncertified
-from epk_gp.core.display import Entry, certificate_entry, number
+from epk_gp.core.show import warn_uncertified
+from epk_gp.core.show import Entry, certificate_entry, number
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, relative_rounding, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of

@@ -5,7 +5,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.contributions import (
+from epk_gp.kernel_machine.terms import (
     Contribution,
     SampleContributions,
     StatisticsContribution,
@@ -13,7 +13,7 @@ from epk_gp.kernel_machine.contributions import (
     WeightDecayContribution,
     WeightsContribution,
 )
-from epk_gp.kernel_machine.problem import AttributionProblem
+from epk_gp.kernel_machine.terms import AttributionProblem
 
 
 class Collector:

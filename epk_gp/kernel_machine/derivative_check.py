@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.replay import PassData, TrainingReplay
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state
-from epk_gp.kernel_machine.loss_curvature import LossCurvature
+from epk_gp.kernel_machine.curvature import LossCurvature
 
 # Pairs of differences, relative to the weights, that are compared with each other; and by how much torch may differ
 # from them. At the fine ones even networks of many ReLUs seldom meet a kink; where a network computes in float32

@@ -10,26 +10,26 @@ import torch
 from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.cotangents import all_outputs, chosen_outputs
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.planning import with_plan
-from epk_gp.core.certificate import warn_uncertified
-from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.head import Head, apply_head, resolve_head
-from epk_gp.core.input_layout import Inputs
+from epk_gp.autodiff.dense import all_outputs, chosen_outputs
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.show import warn_uncertified
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.losses import Head, apply_head, resolve_head
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import per_sample_losses
 from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.core.validation import validate_count
+from epk_gp.core.checks import validate_count
 from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
 from epk_gp.kernel_machine.certification import run_findings, step_mismatches
-from epk_gp.kernel_machine.derivative_check import curvature_error
+from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
-from epk_gp.kernel_machine.influence_results import Influence
-from epk_gp.kernel_machine.problem import validate_classes
+from epk_gp.kernel_machine.influence import Influence
+from epk_gp.kernel_machine.terms import validate_classes
 from epk_gp.kernel_machine.retrain import require_replays
-from epk_gp.kernel_machine.retrained_run import retrained_run
-from epk_gp.kernel_machine.smoothing import Smoothing
+from epk_gp.kernel_machine.retrain import retrained_run
+from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTraining
 
 Function = Callable[[Tensor], Tensor]

@@ -9,24 +9,24 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.cotangents import Cotangents
+from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.dense import Cotangents
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.layer_jacobian import to_flat_order
-from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
-from epk_gp.autodiff.statistics import statistics_jacobian
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.differentiation_plan import DifferentiationPlan
-from epk_gp.core.fingerprint import fingerprint
+from epk_gp.autodiff.representations import to_flat_order
+from epk_gp.autodiff.dense import PlannedModel, flat_columns
+from epk_gp.autodiff.directional import statistics_jacobian
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.plans import DifferentiationPlan
+from epk_gp.core.step import fingerprint
 from epk_gp.core.gradients import RunReplay
-from epk_gp.core.progress import ProgressBar, progress_bar
+from epk_gp.core.show import ProgressBar, progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.loss_curvature import LossCurvature
+from epk_gp.kernel_machine.curvature import LossCurvature
 from epk_gp.kernel_machine.optimizer_adjoint import MemoryTrace, OptimizerJacobian
 from epk_gp.storage.partial_sums import PartialSums
 

@@ -15,16 +15,16 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.second_derivatives import needing_second_derivatives, require_second_derivatives
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.forward_mode import needing_second_derivatives, require_second_derivatives
 from epk_gp.core.gradients import RunReplay, UnseenMove
-from epk_gp.core.memory_plan import MemoryPlan
-from epk_gp.core.moving_statistics import WrittenOutNormalisation
+from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.torch_overrides import WrittenOutNormalisation
 from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
 from epk_gp.core.replay import PassData, passes_of
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine.batch_statistics import SeenBatches, fixed_statistics, shares_of_batches
+from epk_gp.kernel_machine.curvature import SeenBatches, fixed_statistics, shares_of_batches
 
 # Relative difference of an adjoint's products, computed alone and together with others, that is rounding.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}

@@ -7,19 +7,19 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.cotangents import Cotangents, all_outputs, chosen_outputs
+from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.dense import Cotangents, all_outputs, chosen_outputs
 from epk_gp.autodiff.directional import WeightSegment, values
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.layer_jacobian import NodeWeights
-from epk_gp.autodiff.planned_model import PlannedModel, flat_columns
-from epk_gp.autodiff.statistics import statistics_jacobian
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.input_layout import Inputs
-from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass
+from epk_gp.autodiff.representations import NodeWeights
+from epk_gp.autodiff.dense import PlannedModel, flat_columns
+from epk_gp.autodiff.directional import statistics_jacobian
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.plans import MemoryPlan, rows_per_pass
 from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.step_average import NodeBatch
+from epk_gp.gram.accumulator import NodeBatch
 from epk_gp.quadrature.adaptive import Integral, integrate
 from epk_gp.quadrature.paths import LayerwisePath, lines_of_stretch, num_segments
 from epk_gp.quadrature.status import QuadratureStatus

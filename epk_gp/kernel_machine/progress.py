@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epk_gp.core.progress import ProgressBar
+from epk_gp.core.show import ProgressBar
 from epk_gp.kernel_machine.certification import IntegrationRecord
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.storage.partial_sums import PartialSums

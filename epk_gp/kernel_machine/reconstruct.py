@@ -7,12 +7,12 @@ from typing import Unpack
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.autodiff.planning import with_plan
-from epk_gp.core.compute_options import ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.display import Displayed, Entry, Summary, count, kind_of
-from epk_gp.core.head import Head
-from epk_gp.core.input_layout import Inputs
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.options import ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.show import Displayed, Entry, Summary, count, kind_of
+from epk_gp.core.losses import Head
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import (
@@ -22,8 +22,8 @@ from epk_gp.kernel_machine.certification import (
     sum_tolerance,
     warn_if_uncertified,
 )
-from epk_gp.kernel_machine.reconstruction_pass import sum_over_steps
-from epk_gp.kernel_machine.term_tables import number_row, place_table, shown_places
+from epk_gp.kernel_machine.reconstruct import sum_over_steps
+from epk_gp.kernel_machine.axes import number_row, place_table, shown_places
 from epk_gp.quadrature.paths import WeightPath, require_integrable, straight
 from epk_gp.quadrature.rules import Rule, adaptive
 from epk_gp.quadrature.status import QuadratureStatus

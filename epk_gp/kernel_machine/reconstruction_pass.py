@@ -10,18 +10,18 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.directional import WeightSegment
-from epk_gp.autodiff.planned_model import PlannedModel
-from epk_gp.core.averaging import PredictedPath
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.fingerprint import fingerprint
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.core.averages import PredictedPath
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.step import fingerprint
 from epk_gp.core.gradients import ReplayedStep, has_memory, replayed_steps
-from epk_gp.core.memory_plan import integration_points, panel_points
-from epk_gp.core.progress import ProgressBar, progress_bar
+from epk_gp.core.plans import integration_points, panel_points
+from epk_gp.core.show import ProgressBar, progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, leaves_unexplained
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.planned_pieces import PlannedPieces
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tile_parts import step_ranges
+from epk_gp.gram.tiles import step_ranges
 from epk_gp.kernel_machine.certification import IntegrationRecord, StepMismatches, coarsest_dtype
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.paths import lines_of_stretch, num_segments, path_identity, stretch_of

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.planning import plan_for
-from epk_gp.core.attention import disable_fused_attention, outside_autocast
-from epk_gp.core.certificate import warn_uncertified
-from epk_gp.core.compute_options import MEMORY_BUDGET, ComputeOptions, ComputeSettings, parse_options
-from epk_gp.core.display import (
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.torch_overrides import disable_fused_attention, outside_autocast
+from epk_gp.core.show import warn_uncertified
+from epk_gp.core.options import MEMORY_BUDGET, ComputeOptions, ComputeSettings, parse_options
+from epk_gp.core.show import (
     SHOWN_POINTS,
     Displayed,
     Entry,
@@ -26,18 +26,18 @@ from epk_gp.core.display import (
     kind_of,
     number,
 )
-from epk_gp.core.fingerprint import fingerprint
-from epk_gp.core.head import Head, apply_head, resolve_head
-from epk_gp.core.input_layout import Inputs
-from epk_gp.core.memory_plan import EVALUATED_ROWS
-from epk_gp.core.progress import progress_bar
+from epk_gp.core.step import fingerprint
+from epk_gp.core.losses import Head, apply_head, resolve_head
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.plans import EVALUATED_ROWS
+from epk_gp.core.show import progress_bar
 from epk_gp.core.trajectory import Trajectory, flat_weights, parse_inputs, validate_trajectory
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.core.validation import validate_finite, validate_integer
+from epk_gp.core.checks import validate_finite, validate_integer
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.kernel_machine.certification import step_mismatches
-from epk_gp.kernel_machine.retrained_run import retrained_run
+from epk_gp.kernel_machine.retrain import retrained_run
 from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTraining
 from epk_gp.storage.kept import require_same_run
 from epk_gp.storage.partial_sums import PartialSums

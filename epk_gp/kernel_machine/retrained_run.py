@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.averaging import averaged_trajectory
-from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.core.memory_plan import weight_rows
+from epk_gp.core.averages import averaged_trajectory
+from epk_gp.core.step import tensor_bytes
+from epk_gp.core.plans import weight_rows
 from epk_gp.core.replay import passes_of
-from epk_gp.core.rows_on_disk import rows_of_weights
+from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, flat_state, step_coefficients
-from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.kernel_machine.stacked_training import StackedStep, StackedTraining
 
 

@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.certificate import warn_uncertified
-from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.head import Head, resolve_head
-from epk_gp.core.input_layout import Inputs
+from epk_gp.core.show import warn_uncertified
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, sample_weights, soft_targets
-from epk_gp.core.memory_plan import single_machine_samples
-from epk_gp.core.points import Points
+from epk_gp.core.plans import single_machine_samples
+from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory, held_coefficients, network_outputs, parse_inputs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.certification import coarsest_dtype, sum_tolerance

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from epk_gp.core.validation import validate_count, validate_integer
+from epk_gp.core.checks import validate_count, validate_integer
 
 _SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
 

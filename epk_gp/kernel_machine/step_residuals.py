@@ -5,12 +5,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import replayed_steps
-from epk_gp.core.memory_plan import weight_rows
+from epk_gp.core.plans import weight_rows
 from epk_gp.core.recomputation import recomputation_of
-from epk_gp.core.rows_on_disk import rows_of_weights
+from epk_gp.core.plans import rows_of_weights
 from epk_gp.core.trajectory import Trajectory, flat_weights, leaves_unexplained
 from epk_gp.kernel_machine.certification import StepMismatches, coarsest_dtype
-from epk_gp.kernel_machine.problem import AttributionProblem
+from epk_gp.kernel_machine.terms import AttributionProblem
 
 
 class StepResiduals:

@@ -7,8 +7,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.trajectory import flat_state
-from epk_gp.gram.step_average import averaged_jacobian
-from epk_gp.kernel_machine.problem import (
+from epk_gp.gram.accumulator import averaged_jacobian
+from epk_gp.kernel_machine.terms import (
     AttributionProblem,
     IntegratedLine,
     averaged_statistics_jacobian,

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.display import NAME_LENGTH, SHOWN_POINTS, Table, columns_note, count, number, shortened
+from epk_gp.core.show import NAME_LENGTH, SHOWN_POINTS, Table, columns_note, count, number, shortened
 from epk_gp.kernel_machine.axes import Axis
 
 _LARGEST = 3  # parts that are named for a point

@@ -9,22 +9,22 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.cotangents import Cotangents, all_outputs, weighted_loss
+from epk_gp.autodiff.dense import Cotangents, all_outputs, weighted_loss
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.layer_jacobian import LeftFactor
+from epk_gp.autodiff.representations import LeftFactor
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.step_average import NodeBatch, StepAverage, add_to_averages
-from epk_gp.kernel_machine.contributions import (
+from epk_gp.gram.accumulator import NodeBatch, StepAverage, add_to_averages
+from epk_gp.kernel_machine.terms import (
     Emit,
     SampleContributions,
     UnexplainedContribution,
     WeightsContribution,
 )
-from epk_gp.kernel_machine.problem import AttributionProblem, IntegratedLine, integrate_stretch
-from epk_gp.kernel_machine.progress import PassProgress
-from epk_gp.kernel_machine.step_residuals import leaves_residuals
+from epk_gp.kernel_machine.terms import AttributionProblem, IntegratedLine, integrate_stretch
+from epk_gp.kernel_machine.certification import PassProgress
+from epk_gp.kernel_machine.terms import leaves_residuals
 from epk_gp.quadrature.paths import stretches_of
 
 

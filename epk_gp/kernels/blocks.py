@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.fingerprint import content_key
+from epk_gp.core.step import content_key
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.tagged_points import as_points, as_set_pairs, same_points
 

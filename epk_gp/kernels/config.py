@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.core.options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.path_sketch import PathSketch
+from epk_gp.gram.sketch import PathSketch
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.output_structure import OutputStructure
 

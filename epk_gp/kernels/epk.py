@@ -11,12 +11,12 @@ from jaxtyping import Float, Shaped, UInt8
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from epk_gp.core.compute_options import ComputeSettings, parse_options
-from epk_gp.core.head import Head
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
-from epk_gp.core.validation import validate_count
+from epk_gp.core.checks import validate_count
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.path_nodes import NUM_NODES
+from epk_gp.gram.sketch import NUM_NODES
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.normalization import Normalization, is_cosine, normalization_scale

@@ -7,9 +7,9 @@ import torch.autograd.forward_ad as fwAD
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.points import Points
+from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.set_pairs import PointSets, SetPairs
+from epk_gp.gram.pairs import PointSets, SetPairs
 from epk_gp.kernels.tagging import split_copy, validate_entries
 
 # of torch itself, which has no public names for them; without them a transformed tensor gets an error of torch's

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epk_gp.analysis.breakdown import PredictionBreakdown
 from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction
 from epk_gp.plots import (

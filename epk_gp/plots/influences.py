@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from epk_gp.core.head import Head
+from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.influence import Influence
 from epk_gp.plots.attributions import attribution_bars
 from epk_gp.plots.common import Numbers, as_numpy, short
 from epk_gp.plots.figures import class_labels, output_name

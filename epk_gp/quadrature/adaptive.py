@@ -17,11 +17,11 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.directional import WeightSegment, directional_derivatives, values
-from epk_gp.core.validation import validate_finite
+from epk_gp.core.checks import validate_finite
 from epk_gp.quadrature.intervals import Integrated, Intervals, nodes_of, stage_table
 from epk_gp.quadrature.kinks import values_at_ends
-from epk_gp.quadrature.nested import fixed_stages, rising_stages
-from epk_gp.quadrature.refinement import first_intervals, refine
+from epk_gp.quadrature.intervals import fixed_stages, rising_stages
+from epk_gp.quadrature.adaptive import first_intervals, refine
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule, gauss_legendre
 from epk_gp.quadrature.status import OPEN, Lineage, Parents, fixed_status, rounding_of
 

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from epk_gp.autodiff.dense import group_rows
 from epk_gp.autodiff.directional import WeightSegment
-from epk_gp.autodiff.piecewise import THRESHOLDS
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.head import apply_head
+from epk_gp.autodiff.secants import THRESHOLDS
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.losses import apply_head
 from epk_gp.quadrature.kinks import MAX_ITERATIONS, Kinks
 
 # Difference of a unit's value in the middle of an interval from the mean of its ends that is rounding, relative to

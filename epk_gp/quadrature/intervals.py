@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.quadrature.nested import Stage, Stages
-from epk_gp.quadrature.resolution import NUM_TERMS, legendre_errors, spectrum
+from epk_gp.quadrature.intervals import Stage, Stages
+from epk_gp.quadrature.intervals import NUM_TERMS, legendre_errors, spectrum
 from epk_gp.quadrature.status import Parents
 
 

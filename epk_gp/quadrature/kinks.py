@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.directional import WeightSegment, values
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.head import apply_head
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.losses import apply_head
 from epk_gp.core.model import StopForwardError
-from epk_gp.quadrature.piecewise_ops import EventReader, PreactivationRecorder, Preactivations
+from epk_gp.quadrature.kinks import EventReader, PreactivationRecorder, Preactivations
 
 # Bound on the iterations of the Illinois method. Events that are linear in t end after one; the others converge
 # superlinearly (order 1.44), and a position that is not exact only costs another split.

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.validation import validate_count
+from epk_gp.core.checks import validate_count
 
 
 @dataclass(frozen=True)

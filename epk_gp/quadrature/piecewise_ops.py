@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from epk_gp.autodiff.piecewise import EXTREMES, POOLS, THRESHOLDS
+from epk_gp.autodiff.secants import EXTREMES, POOLS, THRESHOLDS
 from epk_gp.core.model import StopForwardError
 
 WATCHED = {*THRESHOLDS, *POOLS, *EXTREMES}

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from epk_gp.autodiff.directional import WeightSegment, values
-from epk_gp.quadrature.graph_kinks import locate_graph_kinks
+from epk_gp.quadrature.kinks import locate_graph_kinks
 from epk_gp.quadrature.intervals import (
     Integrated,
     Intervals,
@@ -17,7 +17,7 @@ from epk_gp.quadrature.intervals import (
     spectrum_of,
 )
 from epk_gp.quadrature.kinks import locate_kinks, may_switch
-from epk_gp.quadrature.resolution import extrapolated_errors, predicted_errors
+from epk_gp.quadrature.intervals import extrapolated_errors, predicted_errors
 from epk_gp.quadrature.rules import AdaptiveRule
 from epk_gp.quadrature.status import (
     NOISE_LEVELS,

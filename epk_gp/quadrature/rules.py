@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from epk_gp.core.validation import validate_count, validate_positive
+from epk_gp.core.checks import validate_count, validate_positive
 
 # Measured with NumPy 2.4 on one core: 0.06 s and an error of 2e-11 for 1000 Gauss-Legendre nodes, 0.5 s for 2000, and
 # 80 GB for 100,000, as NumPy takes the eigenvalues of a matrix with a row per node.

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from epk_gp.kernel_machine.attribution_results import CertifiedTerms
+from epk_gp.kernel_machine.attribute import CertifiedTerms
 from epk_gp.kernel_machine.certification import describe_findings, larger
-from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.influence import Influence
 from epk_gp.quadrature.status import QuadratureStatus
 
 

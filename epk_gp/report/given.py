@@ -12,7 +12,7 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
-from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.influence import Influence
 
 # An influence is of the explained outputs where its outputs are theirs to so many eps of the largest one: it may have
 # been computed in other blocks of points.

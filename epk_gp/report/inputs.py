@@ -12,7 +12,7 @@ from jaxtyping import Float, Shaped
 from PIL import Image
 from torch import Tensor
 
-from epk_gp.core.input_layout import Inputs
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.plots.figures import as_images
 from epk_gp.report.fixed_point import significant

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from epk_gp.analysis.spectrum import gram_spectrum
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.points import Points
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
+from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
 from epk_gp.plots.style import new_figure, styled
 from epk_gp.plots.summaries import kernel_matrix, spectrum
 from epk_gp.quadrature.rules import left_endpoint

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 
 from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.analysis.planes import Plane, grid_coordinates, lift
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.points import Points
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.inputs import Points
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.path_nodes import NUM_NODES, nodes_trajectory
+from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
 from epk_gp.plots.maps import map_handles, shades_of, uncertainty_map
 from epk_gp.plots.style import new_figure, styled
 from epk_gp.quadrature.rules import left_endpoint

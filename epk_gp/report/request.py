@@ -10,17 +10,17 @@ from torch import Tensor
 
 from epk_gp.analysis.label_errors import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.core.compute_options import ComputeOptions
-from epk_gp.core.graph import Graph
-from epk_gp.core.head import Head, apply_head, resolve_head
-from epk_gp.core.input_layout import Inputs
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.inputs import Graph
+from epk_gp.core.losses import Head, apply_head, resolve_head
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory, network_outputs, parse_inputs, validate_trajectory
-from epk_gp.core.validation import validate_count, validate_integer, validate_labels
+from epk_gp.core.checks import validate_count, validate_integer, validate_labels
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
-from epk_gp.kernel_machine.influence_results import Influence
+from epk_gp.kernel_machine.influence import Influence
 from epk_gp.plots.common import class_name
 from epk_gp.quadrature.paths import WeightPath, validate_path
 from epk_gp.quadrature.rules import Rule, validate_rule

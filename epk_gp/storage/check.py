@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epk_gp.core.progress import tracked
+from epk_gp.core.show import tracked
 from epk_gp.core.step import Step
 from epk_gp.storage.atomic_files import regular_file_size
 from epk_gp.storage.chunk_verification import read_steps

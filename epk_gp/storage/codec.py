@@ -8,7 +8,7 @@ from jaxtyping import Float, Int64, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
-from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.step import tensor_bytes
 
 # zlib's fastest level. Measured on 200 states of a CNN of 9098 weights (SGD, batches of 64): level 6 makes them 2 to
 # 3 % smaller in 1.5 to 2 times the time, level 9 makes them 3 to 4 % smaller in 11 to 14 times the time.

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.scaled_coefficients import scaled_fields
-from epk_gp.core.update_rules import FIELDS
+from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.core.update_law import scaled_fields
+from epk_gp.optimizers.update_rules import FIELDS
 from epk_gp.storage.writer import Storage
 
 # Bytes of a chunk's and a resume file's headers, of a line of the journal, and of a state of torch's random numbers,

@@ -11,10 +11,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.core.progress import tracked
+from epk_gp.core.step import tensor_bytes
+from epk_gp.core.show import tracked
 from epk_gp.core.step import Step
-from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
+from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.chunks import STORED_FIELDS, step_tensors
 from epk_gp.storage.index import Chunk, read_journal

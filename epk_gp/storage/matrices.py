@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.schema import SAFETENSORS_DTYPES, ChunkSchema
 

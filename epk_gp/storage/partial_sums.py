@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import epk_gp
-from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.step import tensor_bytes
 from epk_gp.storage.atomic_files import atomic_write, checksum, open_tensors, parse_json, read_bytes
 from epk_gp.storage.tensor_files import tensor_file
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.core.step import Step
-from epk_gp.core.update_rules import FIELDS, UpdateCoefficients
+from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients
 from epk_gp.storage.chunks import RowReader, read_places, read_state, read_update
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.pass_verification import read_tables

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.step import tensor_bytes
 from epk_gp.storage.schema import SAFETENSORS_DTYPES
 
 

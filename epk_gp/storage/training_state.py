@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from epk_gp.core.fingerprint import tensor_bytes
-from epk_gp.core.optimizers import OptimizerGroup
+from epk_gp.core.step import tensor_bytes
+from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.storage.atomic_files import DAMAGED, checksum, load_tensors, parse_json, read_bytes, regular_file_size
 from epk_gp.storage.index import Chunk, resume_name
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epk_gp.core.losses import Loss, sample_weights
 from epk_gp.core.step import ForwardPass, Step
-from epk_gp.training.capture import CapturedForward
+from epk_gp.recording.observer import CapturedForward
 
 
 @dataclass(eq=False)

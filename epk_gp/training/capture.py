@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
 from epk_gp.core.model import FunctionalModel
-from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.recording.causes import StepMismatchError
 
 # Forward passes that are kept until a batch is announced: those of an attack on the inputs, or of an evaluation with
 # gradients switched on, are dropped in favour of later ones.

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import largest_entry
-from epk_gp.core.recorded_clipping import CLIP_ROUNDING, EPSILON, Clip, ClipNorm, ClipValue, rounded_bound
+from epk_gp.optimizers.update_rules import CLIP_ROUNDING, EPSILON, Clip, ClipNorm, ClipValue, rounded_bound
 
 __all__ = ["Clip", "ClipNorm", "ClipValue", "inferred_clip", "looks_clipped", "validate_clip"]
 
@@ -52,6 +52,6 @@ def validate_clip(clip: object) -> None:
     if clip is None:
         return
     if not isinstance(clip, Clip):
-        raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.training.clipping, or None: got {clip!r}.")
+        raise TypeError(f"clip must be ClipNorm or ClipValue of epk_gp.recording.setup, or None: got {clip!r}.")
     if not 0 < clip.bound < float("inf"):
         raise ValueError(f"the bound of gradient clipping must be positive and finite: got {clip.bound}.")

@@ -4,15 +4,15 @@ import time
 
 from torch import Tensor
 
-from epk_gp.core.scaled_coefficients import CompactUpdate
-from epk_gp.core.states import States, Updates
+from epk_gp.core.update_law import CompactUpdate
+from epk_gp.core.trajectory import States, Updates
 from epk_gp.storage.kept import read_chunks, stored_run
 from epk_gp.storage.matrices import matrix_bytes
 from epk_gp.storage.passes import packed_bytes
 from epk_gp.storage.stored import StoredStates, stored_steps
 from epk_gp.storage.training_state import WEIGHTS, TrainingState
 from epk_gp.storage.writer import RunWriter, Storage
-from epk_gp.training.history import RunHistory
+from epk_gp.recording.history import RunHistory
 
 
 class CommitSchedule:

@@ -11,15 +11,15 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.certificate import warn_uncertified
-from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.show import warn_uncertified
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.gradients import move_by_rounding
 from epk_gp.core.model import FunctionalModel, random_state_kept
-from epk_gp.training.check_schedule import CheckSchedule
-from epk_gp.training.setup import TrainingSetup
-from epk_gp.training.step_check import ObservedStep
-from epk_gp.training.validation import evenly_spread
+from epk_gp.recording.check import CheckSchedule
+from epk_gp.recording.setup import TrainingSetup
+from epk_gp.recording.check import ObservedStep
+from epk_gp.recording.validation import evenly_spread
 
 _NUM_ROWS = 16  # rows of the batch that are looked at
 _NUM_COMBINATIONS = 3  # random combinations of rows and outputs whose derivatives are compared

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from epk_gp.core.gradients import allclose, batch_gradient
-from epk_gp.core.kept_activations import quiet_checkpoints
-from epk_gp.core.loss_terms import loss_input
+from epk_gp.core.torch_overrides import quiet_checkpoints
+from epk_gp.core.losses import loss_input
 from epk_gp.core.losses import (
     ELEMENTWISE,
     ClassLoss,
@@ -28,7 +28,7 @@ from epk_gp.core.losses import (
 )
 from epk_gp.core.model import FunctionalModel, random_state_kept
 from epk_gp.core.step import Step
-from epk_gp.core.target_validation import validate_targets
+from epk_gp.recording.causes import validate_targets
 
 _SETTINGS = (bool, int, float, str)  # kinds of attributes of modules that are compared
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from epk_gp.core.graph import RecordedGraph
+from epk_gp.core.inputs import RecordedGraph
 from epk_gp.core.signature import arguments_of_call
-from epk_gp.training.capture import CapturedForward
-from epk_gp.training.diagnosis import StepMismatchError
+from epk_gp.recording.observer import CapturedForward
+from epk_gp.recording.causes import StepMismatchError
 
 
 @dataclass(eq=False)

@@ -8,14 +8,14 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.fingerprint import fingerprint_step
-from epk_gp.core.scaled_coefficients import CompactUpdate, compact_update
+from epk_gp.core.step import fingerprint_step
+from epk_gp.core.update_law import CompactUpdate, compact_update
 from epk_gp.core.step import SeenRows, Step
-from epk_gp.core.update_rules import UpdateCoefficients
+from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.pass_tables import PassTables
 from epk_gp.storage.passes import ContentInMemory, PackedPasses, pack_passes, packed_steps, validate_pass
 from epk_gp.storage.schema import ChunkSchema
-from epk_gp.training.tensor_arena import TensorArena
+from epk_gp.recording.history import TensorArena
 
 # Bytes of a step from which on it is hashed and packed in a thread of its own, beside the next step of the training:
 # 1 ms for each MB that is hashed, 5 ms for each that is packed. Fewer are not worth the change of threads.

@@ -10,13 +10,13 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from epk_gp.core.loss_terms import loss_terms
+from epk_gp.core.losses import loss_terms
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss, sample_weights
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_rules import UpdateRule
+from epk_gp.optimizers.update_rules import UpdateRule
 from epk_gp.storage.writer import Storage
-from epk_gp.training.clipping import ClipNorm
-from epk_gp.training.recorder import Recorder
+from epk_gp.recording.setup import ClipNorm
+from epk_gp.recording.recorder import Recorder
 
 INDEX_KEY = "index"
 

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from epk_gp.core.losses import CrossEntropy, Loss
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_rules import UpdateRule
+from epk_gp.optimizers.update_rules import UpdateRule
 from epk_gp.storage.writer import Storage
-from epk_gp.training.clipping import Clip, ClipNorm, ClipValue
-from epk_gp.training.recorder import Recorder
+from epk_gp.recording.setup import Clip, ClipNorm, ClipValue
+from epk_gp.recording.recorder import Recorder
 
 
 def first_entry(batch: Any) -> Any:

@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.forward_fingerprint import perturbed_initial
-from epk_gp.core.kept_activations import quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.model import perturbed_initial
+from epk_gp.core.torch_overrides import quiet_checkpoints
 from epk_gp.core.model import FunctionalModel, random_state_kept
-from epk_gp.training.own_random_numbers import draws_random_numbers
+from epk_gp.recording.mode_check import draws_random_numbers
 
 # What a network raises on inputs that it cannot take; the validation of its outputs reports that.
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)

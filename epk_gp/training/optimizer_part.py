@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.optimizers import learning_rate
-from epk_gp.core.update_rules import NO_UPDATE, WEIGHTS, LinearStep
-from epk_gp.training.diagnosis import StepMismatchError
-from epk_gp.training.optimizer_state import StatesBefore
-from epk_gp.training.setup import TrainingSetup
+from epk_gp.optimizers.torch_rules import learning_rate
+from epk_gp.optimizers.update_rules import NO_UPDATE, WEIGHTS, LinearStep
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.optimizer import StatesBefore
+from epk_gp.recording.setup import TrainingSetup
 
 
 @dataclass(frozen=True, eq=False)

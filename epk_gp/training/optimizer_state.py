@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.optimizers import GivenRules, OptimizerGroup, Optimizers, as_optimizers, groups_of
+from epk_gp.optimizers.torch_rules import GivenRules, OptimizerGroup, Optimizers, as_optimizers, groups_of
 from epk_gp.core.step import Step
 
 StatesBefore = Mapping[str, Mapping[str, Any]]

@@ -7,17 +7,17 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.fingerprint import tensor_bytes
+from epk_gp.core.step import tensor_bytes
 from epk_gp.core.losses import PerSampleLoss
 from epk_gp.core.replay import TrainingData
 from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.training.announced_batch import AnnouncedBatch, join_batches, stated_weights
-from epk_gp.training.capture import CapturedForward
-from epk_gp.training.diagnosis import StepMismatchError
-from epk_gp.training.graph_calls import of_nodes
-from epk_gp.training.mode_check import ModeCheck
-from epk_gp.training.seen_targets import OutputGradient, seen_positions, seen_targets
-from epk_gp.training.setup import TrainingSetup
+from epk_gp.recording.observer import AnnouncedBatch, join_batches, stated_weights
+from epk_gp.recording.observer import CapturedForward
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.observer import of_nodes
+from epk_gp.recording.mode_check import ModeCheck
+from epk_gp.recording.passes import OutputGradient, seen_positions, seen_targets
+from epk_gp.recording.setup import TrainingSetup
 
 
 @dataclass(eq=False)

@@ -11,37 +11,37 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.certificate import warn_caller, warn_uncertified
-from epk_gp.core.input_layout import Inputs
+from epk_gp.core.show import warn_caller, warn_uncertified
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, Loss, as_loss
-from epk_gp.core.optimizers import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
-from epk_gp.core.row_identity import RowIdentity
-from epk_gp.core.states import States, Updates
+from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.core.step import RowIdentity
+from epk_gp.core.trajectory import States, Updates
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.validation import is_finite, validate_count
+from epk_gp.core.checks import is_finite, validate_count
 from epk_gp.storage.kept import with_computed_states
 from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
 from epk_gp.storage.writer import Storage, thinning_header
-from epk_gp.training.check_schedule import CheckSchedule
-from epk_gp.training.clipping import Clip
-from epk_gp.training.commits import CommitSchedule
-from epk_gp.training.derivative_probe import DerivativeProbe
-from epk_gp.training.diagnosis import StepMismatchError
-from epk_gp.training.history import RunHistory
-from epk_gp.training.optimizer_state import GroupWatch
-from epk_gp.training.pass_record import PassRecords
-from epk_gp.training.run_folder import open_folder
-from epk_gp.training.setup import make_setup, parse_step_rules, validate_end
-from epk_gp.training.step_check import (
+from epk_gp.recording.check import CheckSchedule
+from epk_gp.recording.setup import Clip
+from epk_gp.recording.history import CommitSchedule
+from epk_gp.recording.derivative_probe import DerivativeProbe
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.history import RunHistory
+from epk_gp.recording.optimizer import GroupWatch
+from epk_gp.recording.passes import PassRecords
+from epk_gp.recording.recorder import open_folder
+from epk_gp.recording.setup import make_setup, parse_step_rules, validate_end
+from epk_gp.recording.check import (
     ObservedStep,
     check_against_exact_gradient,
     check_against_used_gradient,
     needs_check,
     observe_step,
 )
-from epk_gp.training.step_observer import MadeStep, StepObserver
-from epk_gp.training.validation import parse_batch, parse_batch_weight
+from epk_gp.recording.observer import MadeStep, StepObserver
+from epk_gp.recording.validation import parse_batch, parse_batch_weight
 
 
 class Phase(Enum):

@@ -8,9 +8,9 @@ from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
 from epk_gp.storage.schema import module_names
 from epk_gp.storage.training_state import TrainingState
 from epk_gp.storage.writer import Storage, thinning_header
-from epk_gp.training.commits import CommitSchedule
-from epk_gp.training.history import RunHistory
-from epk_gp.training.setup import TrainingSetup
+from epk_gp.recording.history import CommitSchedule
+from epk_gp.recording.history import RunHistory
+from epk_gp.recording.setup import TrainingSetup
 
 
 def open_folder(

@@ -24,7 +24,7 @@ from epk_gp.core.losses import (
     soft_targets,
 )
 from epk_gp.core.step import SeenRows
-from epk_gp.core.validation import is_finite
+from epk_gp.core.checks import is_finite
 
 # Relative differences of a gradient in the outputs that count as rounding, by the dtype of the outputs.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}

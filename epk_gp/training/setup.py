@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.checkpointing import with_kept_activations
-from epk_gp.core.fingerprint import fingerprint_data, fingerprint_start
-from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, perturbed_initial
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.gradients import with_kept_activations
+from epk_gp.core.step import fingerprint_data, fingerprint_start
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, perturbed_initial
 from epk_gp.core.gradients import move_by_rounding, relative_rounding
-from epk_gp.core.input_layout import Inputs
-from epk_gp.core.loss_terms import loss_input, loss_terms, validate_loss_row_independence
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import loss_input, loss_terms, validate_loss_row_independence
 from epk_gp.core.losses import Loss, PerSampleLoss, sample_weights
 from epk_gp.core.model import FunctionalModel, functionalize, random_state_kept
-from epk_gp.core.optimizers import (
+from epk_gp.optimizers.torch_rules import (
     Optimizers,
     Rules,
     learning_rate,
@@ -29,15 +29,15 @@ from epk_gp.core.optimizers import (
     validate_unexplained,
 )
 from epk_gp.core.replay import TrainingData
-from epk_gp.core.target_validation import validate_output_scale, validate_targets
-from epk_gp.core.update_rules import UpdateRule
-from epk_gp.core.validation import validate_count, validate_finite
+from epk_gp.recording.causes import validate_output_scale, validate_targets
+from epk_gp.optimizers.update_rules import UpdateRule
+from epk_gp.core.checks import validate_count, validate_finite
 from epk_gp.storage.schema import run_header
-from epk_gp.training.clipping import Clip, validate_clip
-from epk_gp.training.diagnosis import StepMismatchError
-from epk_gp.training.history import StepResult
-from epk_gp.training.mode_check import moving_statistics
-from epk_gp.training.validation import (
+from epk_gp.recording.setup import Clip, validate_clip
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.history import StepResult
+from epk_gp.recording.mode_check import moving_statistics
+from epk_gp.recording.validation import (
     evenly_spread,
     parse_data,
     trained_names,

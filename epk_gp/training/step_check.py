@@ -17,18 +17,18 @@ from epk_gp.core.gradients import (
 )
 from epk_gp.core.replay import passes_of
 from epk_gp.core.step import Step
-from epk_gp.core.update_rules import (
+from epk_gp.optimizers.update_rules import (
     NO_UPDATE,
     UpdateCoefficients,
     predict_step,
     scale_gradient,
     stack_coefficients,
 )
-from epk_gp.training.clipping import inferred_clip, looks_clipped
-from epk_gp.training.diagnosis import StepCheck, StepMismatchError, changed_setting, explain_mismatch
-from epk_gp.training.optimizer_part import OptimizerPart
-from epk_gp.training.setup import TrainingSetup
-from epk_gp.training.step_gradient import step_gradient
+from epk_gp.recording.setup import inferred_clip, looks_clipped
+from epk_gp.recording.causes import StepCheck, StepMismatchError, changed_setting, explain_mismatch
+from epk_gp.recording.optimizer import OptimizerPart
+from epk_gp.recording.setup import TrainingSetup
+from epk_gp.recording.check import step_gradient
 
 
 @dataclass(frozen=True, eq=False)

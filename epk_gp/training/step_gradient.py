@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.gradients import batch_gradient, statistics_error
 from epk_gp.core.replay import TrainingReplay, passes_of
 from epk_gp.core.step import Step
-from epk_gp.training.setup import TrainingSetup
+from epk_gp.recording.setup import TrainingSetup
 
 
 def step_gradient(

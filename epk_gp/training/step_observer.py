@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from epk_gp.core.loss_terms import loss_input
-from epk_gp.core.optimizers import OptimizerGroup
-from epk_gp.core.validation import is_finite
-from epk_gp.training.announced_batch import AnnouncedBatch, assign_forwards
-from epk_gp.training.capture import ForwardCapture
-from epk_gp.training.graph_calls import GraphCalls
-from epk_gp.training.optimizer_part import OptimizerPart, optimizer_part
-from epk_gp.training.optimizer_state import GroupWatch, StatesBefore, states_before
-from epk_gp.training.setup import TrainingSetup
+from epk_gp.core.losses import loss_input
+from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.core.checks import is_finite
+from epk_gp.recording.observer import AnnouncedBatch, assign_forwards
+from epk_gp.recording.observer import ForwardCapture
+from epk_gp.recording.observer import GraphCalls
+from epk_gp.recording.optimizer import OptimizerPart, optimizer_part
+from epk_gp.recording.optimizer import GroupWatch, StatesBefore, states_before
+from epk_gp.recording.setup import TrainingSetup
 
 
 @dataclass(frozen=True, eq=False)

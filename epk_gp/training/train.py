@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.graph import Graph
-from epk_gp.core.input_layout import Inputs, pack_inputs
-from epk_gp.core.loss_terms import loss_terms
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.inputs import Graph
+from epk_gp.core.inputs import Inputs, pack_inputs
+from epk_gp.core.losses import loss_terms
 from epk_gp.core.losses import CrossEntropy, Loss, sample_weights
-from epk_gp.core.progress import tracked
+from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_rules import UpdateRule
-from epk_gp.core.validation import validate_count, validate_generator
+from epk_gp.optimizers.update_rules import UpdateRule
+from epk_gp.core.checks import validate_count, validate_generator
 from epk_gp.storage.training_state import Stateful
 from epk_gp.storage.writer import Storage
-from epk_gp.training.clipping import Clip
-from epk_gp.training.epoch_sampler import EpochSampler
-from epk_gp.training.recorder import Recorder
+from epk_gp.recording.setup import Clip
+from epk_gp.recording.train import EpochSampler
+from epk_gp.recording.recorder import Recorder
 
 
 def train(

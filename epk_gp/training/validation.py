@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from epk_gp.core.forward_fingerprint import NUM_FINGERPRINT_POINTS, fingerprint_outputs, perturbed_initial
-from epk_gp.core.graph import Graph
-from epk_gp.core.input_layout import Inputs
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, fingerprint_outputs, perturbed_initial
+from epk_gp.core.inputs import Graph
+from epk_gp.core.inputs import Inputs
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.optimizers import Optimizers, as_optimizers
-from epk_gp.core.returned import tensors_of
+from epk_gp.optimizers.torch_rules import Optimizers, as_optimizers
+from epk_gp.core.inputs import tensors_of
 from epk_gp.core.signature import Signature, parse_graph, parse_signature
-from epk_gp.core.validation import as_tensor, validate_finite, validate_tensor
+from epk_gp.core.checks import as_tensor, validate_finite, validate_tensor
 
 # Rows that are evaluated together and one by one, to see whether the rows of a batch influence each other.
 _NUM_ROWS = 8

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.analysis.ranks import rank_correlation
-from epk_gp.core.validation import validate_labels, validate_number, validate_tensor
+from epk_gp.core.checks import validate_labels, validate_number, validate_tensor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.core.validation import validate_labels, validate_positive, validate_tensor
+from epk_gp.core.checks import validate_labels, validate_positive, validate_tensor
 
 
 @dataclass(frozen=True, eq=False)

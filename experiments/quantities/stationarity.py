@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.validation import validate_tensor
+from epk_gp.core.checks import validate_tensor
 
 Kernel: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (n, D), (m, D) -> (n, m)
 Diagonal: TypeAlias = Callable[[Tensor], Tensor]  # (n, D) -> (n,)

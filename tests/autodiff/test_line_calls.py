@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epk_gp.autodiff.directional import WeightSegment, directional_derivatives, values
 from epk_gp.autodiff.forward_mode import forward_mode, split_dual
-from epk_gp.autodiff.line_calls import add_multiple
-from epk_gp.autodiff.planned_model import PlannedModel
+from epk_gp.autodiff.interception import add_multiple
+from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import build_plan
 from epk_gp.core.model import functionalize
 

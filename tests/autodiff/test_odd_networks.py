@@ -59,7 +59,7 @@ def test_the_size_of_complex_numbers_is_integrated_and_not_averaged() -> None:
         epk.attribute(run, run.inputs[:1], path=epk.layerwise(every=2))
 
 
-@pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.certificate.CertificateWarning")  # of the probe
+@pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.show.CertificateWarning")  # of the probe
 def test_a_number_made_of_a_weight_is_a_clear_error() -> None:
     run = record(Odd(lambda net, h: h * net.a.bias[0].item()))
     with pytest.raises(ValueError, match=r"must compute with tensors: forward\(\) makes a Python number"):

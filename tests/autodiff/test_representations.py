@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer, SoftmaxLastLayerAverage
-from epk_gp.autodiff.layer_jacobian import (
+from epk_gp.autodiff.jacobians import LogitsLastLayer, SoftmaxLastLayer, SoftmaxLastLayerAverage
+from epk_gp.autodiff.representations import (
     LayerJacobian,
     LeftFactor,
     NodeWeights,
@@ -79,7 +79,7 @@ def test_inner_products_are_those_of_the_dense_form(name: str, per_class: bool) 
 def test_a_traced_tile_is_the_sum_of_the_equal_outputs(name: str, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs folded into the inner dimension, and one by one where that is long; in a sum that holds something."""
     if long:
-        monkeypatch.setattr("epk_gp.autodiff.layer_jacobian.LONG_INNER_DIM", 0)
+        monkeypatch.setattr("epk_gp.autodiff.representations.LONG_INNER_DIM", 0)
     tile, expected = GramAccumulator((1, LEFT, RIGHT), normal(0), num_traced=C), torch.zeros(LEFT, RIGHT).double()
     for weight in (0.7, 0.2):
         left, right = MAKE[name](LEFT), MAKE[name](RIGHT)

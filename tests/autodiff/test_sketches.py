@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer
+from epk_gp.autodiff.jacobians import LogitsLastLayer, SoftmaxLastLayer
 from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.autodiff.sketches import FeatureSum, seeded_generator
 from helpers import assert_close

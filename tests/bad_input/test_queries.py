@@ -5,7 +5,7 @@ import torch
 
 import epk_gp as epk
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
-from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.kernel_machine.baselines import single_machine
 from helpers import with_value
 from loops import CASES, data, mlp, sgd, trained
 

@@ -10,7 +10,7 @@ from shown_results import HOSTILE, shown
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.core.display import Entry, Summary, Table, as_html, as_text, shortened
+from epk_gp.core.show import Entry, Summary, Table, as_html, as_text, shortened
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.retrain import Retraining
 from loops import data, mlp, sgd

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.loss_terms import loss_input, loss_terms, takes_outputs, validate_loss_row_independence
+from epk_gp.core.losses import loss_input, loss_terms, takes_outputs, validate_loss_row_independence
 from epk_gp.core.losses import NegativeLogLikelihood, as_loss, per_sample_losses, sample_weights
-from epk_gp.core.returned import select_rows, tensors_of
+from epk_gp.core.inputs import select_rows, tensors_of
 from epk_gp.core.signature import ONE_TENSOR, Signature
-from epk_gp.core.target_validation import validate_output_scale, validate_targets
+from epk_gp.recording.causes import validate_output_scale, validate_targets
 from helpers import assert_close
 
 N, T, V = 6, 4, 3

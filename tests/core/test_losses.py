@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.loss_terms import validate_loss_row_independence
+from epk_gp.core.losses import validate_loss_row_independence
 from epk_gp.core.losses import (
     NegativeLogLikelihood,
     as_loss,

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from epk_gp.core import memory_plan
-from epk_gp.core.differentiation_plan import DifferentiationPlan
-from epk_gp.core.memory_plan import MemoryPlan, rows_per_pass, weight_rows
+from epk_gp.core import plans as memory_plan
+from epk_gp.core.plans import DifferentiationPlan
+from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
 
 PLAN = DifferentiationPlan(
     bias_of={"0.weight": "0.bias"},

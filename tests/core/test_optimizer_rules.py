@@ -9,22 +9,22 @@ from optimizer_cases import CASES, OF_TORCH, OPTIONS, batches, newton_schulz, op
 from torch import nn
 from torch.nn import functional as F
 
-from epk_gp.core.optimizer_rules import REFUSED, RULES, orthogonalising_matrix
-from epk_gp.core.optimizers import (
+from epk_gp.optimizers.torch_rules import REFUSED, RULES, orthogonalising_matrix
+from epk_gp.optimizers.torch_rules import (
     as_optimizers,
     learning_rate,
     rule_for,
     validate_fresh_optimizer,
     validate_unexplained,
 )
-from epk_gp.core.update_rules import (
+from epk_gp.optimizers.update_rules import (
     LinearStep,
     UpdateRule,
     apply_matrices,
     predict_step,
     stack_coefficients,
 )
-from epk_gp.training.optimizer_state import states_before
+from epk_gp.recording.optimizer import states_before
 
 PAGE = Path(__file__).parents[2] / "docs" / "capabilities" / "optimizers.md"
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -74,7 +74,7 @@ def test_the_rule_of_another_optimizer_misses():
     optimizer = optimizer_for("RAdam", {}, net)
     rules = {torch.optim.RAdam: RULES[torch.optim.Adam]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("epk_gp.core.optimizers.RULES", rules)
+        patch.setattr("epk_gp.optimizers.torch_rules.RULES", rules)
         optimizer.param_groups[0]["amsgrad"] = False
         run, gradients = recorded(net, [optimizer], X, y, batches())
     assert largest_relative_error(run, gradients) > 1e-2

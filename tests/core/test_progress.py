@@ -12,8 +12,8 @@ import pytest
 from tqdm.std import tqdm as std_tqdm
 
 import epk_gp
-from epk_gp.core import progress
-from epk_gp.core.progress import LogLines, SlowCallNotice, SlowCallWarning, progress_bar, tracked
+from epk_gp.core import show as progress
+from epk_gp.core.show import LogLines, SlowCallNotice, SlowCallWarning, progress_bar, tracked
 
 ROOT = Path(epk_gp.__file__).parent
 
@@ -168,7 +168,7 @@ def test_every_bar_of_the_package_is_made_here():
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             users |= {file.relative_to(ROOT).as_posix() for name in names if name.split(".")[0] == "tqdm"}
-    assert users == {"core/progress.py"}
+    assert users == {"core/show.py"}
 
 
 def said_of(total, seconds_each, *, first=0.0):

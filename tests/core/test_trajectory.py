@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.differentiation_plan import TensorSpec
-from epk_gp.core.fingerprint import fingerprint_data
+from epk_gp.core.plans import TensorSpec
+from epk_gp.core.step import fingerprint_data
 from epk_gp.core.trajectory import batch_of, flat_weights
 from loops import CASES, by_hand, data, flat, mlp, sgd, trained
 

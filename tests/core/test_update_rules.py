@@ -9,8 +9,8 @@ from torch.nn import functional as F
 import epk_gp as epk
 import reference
 from epk_gp.core.losses import NegativeLogLikelihood
-from epk_gp.kernel_machine.single_machine import single_machine
-from epk_gp.training.clipping import ClipNorm, ClipValue
+from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.recording.setup import ClipNorm, ClipValue
 from helpers import assert_close
 
 SGD, ADAM, ADAMW, RMSPROP, ADAGRAD = (

@@ -30,10 +30,10 @@ from distributed_cases import (
 )
 from epk_gp.distributed import job
 from epk_gp.distributed.pieces import Here, Piece, computed_pieces, scratch_folder
-from epk_gp.gram.diagonal import DiagonalPieces
-from epk_gp.gram.tile_parts import GramPieces
+from epk_gp.gram.path_kernel import DiagonalPieces
+from epk_gp.gram.tiles import GramPieces
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
-from epk_gp.kernel_machine.reconstruction_pass import ReconstructionPieces
+from epk_gp.kernel_machine.reconstruct import ReconstructionPieces
 from epk_gp.storage import atomic_files
 from epk_gp.storage.partial_sums import PartialSums
 

@@ -8,10 +8,11 @@ import torch
 
 import epk_gp as epk
 from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, recorded, same
-from epk_gp.core.aligned import BYTES
+from epk_gp.core.trajectory import BYTES
 from epk_gp.core.trajectory import flat_state
 from epk_gp.distributed import pieces
-from epk_gp.gram import tile_parts, tiles
+from epk_gp.gram import tiles
+from epk_gp.gram import tiles as tile_parts
 from epk_gp.storage.partial_sums import PartialSums
 
 TILES, RANGES = 3, 2  # training x training, training x test, test x test copies

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reference
-from epk_gp.core.points import Points
+from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.posterior import factorize

@@ -12,16 +12,16 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.autodiff import jacobians
-from epk_gp.autodiff.contraction_cost import ContractionCost
-from epk_gp.autodiff.cotangents import all_outputs
+from epk_gp.autodiff.representations import ContractionCost
+from epk_gp.autodiff.dense import all_outputs
 from epk_gp.autodiff.interception import StackedWeights, UnsupportedParameterUseError
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians, layer_jacobians_blocked
-from epk_gp.autodiff.last_layer import LogitsLastLayer, SoftmaxLastLayer
-from epk_gp.autodiff.planning import plan_for
-from epk_gp.core import huge_pages
+from epk_gp.autodiff.jacobians import LogitsLastLayer, SoftmaxLastLayer
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.core import plans as huge_pages
 from epk_gp.core.trajectory import flat_weights
 from epk_gp.gram.path_kernel import gram_block_per_class
-from epk_gp.gram.prefetch import WeightPrefetcher
+from epk_gp.gram.context import WeightPrefetcher
 from epk_gp.storage import chunks
 from helpers import NETWORKS, assert_close, make_case
 
@@ -60,7 +60,7 @@ def test_small_steps_may_be_taken_together(
     for head in case.heads:
         together = epk.gram_block(case.trajectory, a, b, head=head, rule=RULE)
         with monkeypatch.context() as patched:
-            patched.setattr("epk_gp.core.memory_plan.MIN_STACKED", 1 << 40)
+            patched.setattr("epk_gp.core.plans.MIN_STACKED", 1 << 40)
             assert_close(epk.gram_block(case.trajectory, a, b, head=head, rule=RULE), together)
 
 
@@ -71,7 +71,7 @@ def test_products_of_several_steps_may_be_joined(name: str, monkeypatch: pytest.
     for block in (epk.gram_block, gram_block_per_class):
         joined = [block(case.trajectory, a, b, head=head, rule=RULE) for head in case.heads]
         with monkeypatch.context() as patched:
-            patched.setattr("epk_gp.autodiff.layer_jacobian.LONG_INNER_DIM", 0)
+            patched.setattr("epk_gp.autodiff.representations.LONG_INNER_DIM", 0)
             for head, expected in zip(case.heads, joined, strict=True):
                 assert_close(block(case.trajectory, a, b, head=head, rule=RULE), expected)
 
@@ -152,7 +152,7 @@ def test_the_last_layer_may_be_passed_without_a_product(head: str) -> None:
 @pytest.mark.parametrize("name", ["cnn", "conv1d", "conv3d", "wide_conv", "wide", "transformer"])
 def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together, _ = blocks_and_passes(name, monkeypatch)
-    monkeypatch.setattr("epk_gp.core.memory_plan.PASS_BYTES", 1)
+    monkeypatch.setattr("epk_gp.core.plans.PASS_BYTES", 1)
     one_by_one, passes = blocks_and_passes(name, monkeypatch)
     assert set(passes) == {1}
     assert_close(one_by_one, together)
@@ -160,7 +160,7 @@ def test_no_more_outputs_are_taken_back_than_fit(name: str, monkeypatch: pytest.
     elements = plan_for(
         (case := make_case(name)).trajectory, case.trajectory.model_for(case.test)
     ).plan.activations_per_sample
-    monkeypatch.setattr("epk_gp.core.memory_plan.PASS_BYTES", 4 * 8 * elements)
+    monkeypatch.setattr("epk_gp.core.plans.PASS_BYTES", 4 * 8 * elements)
     in_two, passes = blocks_and_passes(name, monkeypatch)
     assert set(passes) == {1, 2}
     assert_close(in_two, together)

@@ -15,7 +15,7 @@ from epk_gp.gram import estimate
 from epk_gp.gram.block_parts import Share, StepInterval
 from epk_gp.gram.estimate import estimate_gram
 from epk_gp.gram.path_kernel import gram_block_part
-from epk_gp.gram.tile_parts import GramPieces
+from epk_gp.gram.tiles import GramPieces
 from epk_gp.storage.partial_sums import PartialSums
 
 BOTH = epk.Points(inputs(86), torch.arange(86) % 2 > 0)  # tiles of 39 and 4 points of either copy

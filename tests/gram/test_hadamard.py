@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epk_gp.gram.hadamard import hadamard_matrix, hadamard_order
+from epk_gp.autodiff.sketches import hadamard_matrix, hadamard_order
 
 ORDERS = [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 44, 48, 60, 64, 68, 72, 80, 84]
 

@@ -139,7 +139,7 @@ def test_output_gradients_at_many_nodes_keep_to_a_budget() -> None:
     )
     sizes = {"points": 40, "train": 20, "dim": 10}
     result = 300 * 20 * 8
-    held = "\n    from epk_gp.core.memory_plan import MemoryPlan\n    MemoryPlan.node_bytes = 1 << 40"
+    held = "\n    from epk_gp.core.plans import MemoryPlan\n    MemoryPlan.node_bytes = 1 << 40"
     bounded, loose = increases(work, held + work, **sizes)
     assert bounded < 32 * MIB + result + OVERHEAD
     assert loose > bounded + 16 * MIB  # the negative control
@@ -156,7 +156,7 @@ def test_adjoints_of_many_outputs_keep_to_a_budget() -> None:
     )
     calls = [f"epk.{call}(run, inputs[:1], memory_budget=32 * (1 << 20))\n" for call in ("attribute", "influence")]
     sizes = {"points": 40, "train": 20, "dim": 10}
-    whole = "from epk_gp.core.memory_plan import MemoryPlan\n"
+    whole = "from epk_gp.core.plans import MemoryPlan\n"
     whole += "MemoryPlan.adjoint_points = MemoryPlan.influence_points = lambda *args: 1\n"
     _, *bounded, attributed, influence = increases(work, *calls, whole + calls[0], calls[1], **sizes)
     assert max(bounded) < 32 * MIB + OVERHEAD

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 import epk_gp as epk
 from epk_gp.core.trajectory import flat_state, network_outputs
-from epk_gp.gram.ntk import tangent_trajectory
+from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
 from epk_gp.kernel_machine.baselines import k_prime_block
 from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint

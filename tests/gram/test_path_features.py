@@ -9,11 +9,12 @@ from graph_runs import make_net, record
 
 import epk_gp as epk
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
-from epk_gp.core import memory_plan
-from epk_gp.gram import node_sketch, path_sketch
+from epk_gp.core import plans as memory_plan
+from epk_gp.gram import sketch as node_sketch
+from epk_gp.gram import sketch as path_sketch
 from epk_gp.gram.path_features import PathFeatures, trace_sketch
-from epk_gp.gram.path_nodes import nodes_trajectory
-from epk_gp.gram.sketch_error import SketchError
+from epk_gp.gram.sketch import nodes_trajectory
+from epk_gp.gram.path_features import SketchError
 from helpers import Case, assert_close, make_case
 
 
@@ -177,7 +178,7 @@ def test_one_point_has_no_error_and_neither_has_a_call_that_asks_for_none(tanh: 
 
 
 def test_a_long_run_is_compared_with_some_nodes(tanh: Case, monkeypatch) -> None:
-    monkeypatch.setattr("epk_gp.gram.sketch_error.MAX_PROBE_STEPS", 2)
+    monkeypatch.setattr("epk_gp.gram.path_features.MAX_PROBE_STEPS", 2)
     assert epk.path_features(tanh.trajectory, tanh.test, K).error.reference == "2 nodes of the path"
 
 

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epk_gp as epk
 import reference
-from epk_gp.autodiff.planning import plan_for
-from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.quadrature.rules import Rule
 from helpers import NETWORKS, Case, assert_close, make_case
@@ -95,7 +95,7 @@ def test_a_trace_has_no_tensor_with_all_outputs_of_all_pairs(
     kinds: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make_case("relu", steps=1)
-    monkeypatch.setattr("epk_gp.autodiff.contraction_cost._SCALE_AND_ADD", 0)  # layers are factored
+    monkeypatch.setattr("epk_gp.autodiff.representations._SCALE_AND_ADD", 0)  # layers are factored
     X = torch.randn(300, 8, dtype=torch.float64)
     a, b = epk.Points(X, kinds[0]), epk.Points(X, kinds[1])
     tiles: list[int] = []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.gram.random_fourier import rbf_features, tensor_sketch
+from epk_gp.autodiff.sketches import rbf_features, tensor_sketch
 from helpers import make_case
 
 N = 6

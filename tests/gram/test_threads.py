@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import epk_gp as epk
-from epk_gp.autodiff.planning import plan_for
-from epk_gp.core.attention import disable_fused_attention
-from epk_gp.core.differentiation_plan import TensorSpec
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.plans import TensorSpec
 from helpers import Case, make_case
 
 THREADS = 8

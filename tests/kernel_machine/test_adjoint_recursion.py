@@ -8,14 +8,14 @@ from torch import Tensor
 
 import epk_gp as epk
 import reference
-from epk_gp.core.update_rules import (
+from epk_gp.optimizers.update_rules import (
     LinearStep,
     UpdateCoefficients,
     apply_matrices,
     predict_step,
     stack_coefficients,
 )
-from epk_gp.kernel_machine.adjoint_recursion import propagate
+from epk_gp.kernel_machine.adjoint import propagate
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 TWO = [("SGD", {"momentum": 0.9, "lr": 0.1}), ("Adam", {"lr": 0.01})]
@@ -57,7 +57,7 @@ def test_the_recursion_is_the_transpose_of_the_steps():
 def test_matrices_that_are_not_transposed_are_found(monkeypatch):
     """The control."""
     monkeypatch.setattr(
-        "epk_gp.kernel_machine.adjoint_recursion.apply_matrices", lambda u, sizes, v, **_: apply_matrices(u, sizes, v)
+        "epk_gp.kernel_machine.adjoint.apply_matrices", lambda u, sizes, v, **_: apply_matrices(u, sizes, v)
     )
     sizes = (9, 6, 5)
     forward, backward = inner_products(random_steps(6, sizes), sizes)

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.autodiff.planned_model import flat_columns
-from epk_gp.autodiff.planning import plan_for
-from epk_gp.core import progress
-from epk_gp.core.progress import SlowCallWarning
+from epk_gp.autodiff.dense import flat_columns
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.core import show as progress
+from epk_gp.core.show import SlowCallWarning
 from epk_gp.kernel_machine import attribution_pass
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.certification import IntegrationRecord
-from epk_gp.kernel_machine.contributions import SampleContributions
-from epk_gp.kernel_machine.problem import make_problem
-from epk_gp.kernel_machine.progress import PassProgress
-from epk_gp.kernel_machine.step_residuals import StepResiduals
+from epk_gp.kernel_machine.terms import SampleContributions
+from epk_gp.kernel_machine.terms import make_problem
+from epk_gp.kernel_machine.certification import PassProgress
+from epk_gp.kernel_machine.terms import StepResiduals
 from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass
 from helpers import NETWORKS, assert_close, make_case
 

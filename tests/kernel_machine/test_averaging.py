@@ -12,9 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import epk_gp as epk
 import reference
-from epk_gp.core.averaging import AveragedStates, averaged_trajectory, averaging_coefficients
-from epk_gp.core.points import Points
-from epk_gp.kernel_machine import stretch_average
+from epk_gp.core.averages import AveragedStates, averaged_trajectory, averaging_coefficients
+from epk_gp.core.inputs import Points
+from epk_gp.kernel_machine import adjoint as stretch_average
 from helpers import assert_close
 
 OPTIMIZERS = {

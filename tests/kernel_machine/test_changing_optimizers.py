@@ -13,9 +13,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from weighted_loops import POINTS, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
-from epk_gp.core.recorded_clipping import Clip
+from epk_gp.optimizers.update_rules import Clip
 from epk_gp.storage.chunks import read_groups
-from epk_gp.training.clipping import ClipNorm, ClipValue
+from epk_gp.recording.setup import ClipNorm, ClipValue
 
 Optimizer = optim.Optimizer
 Make = Callable[[list[nn.Parameter]], Optimizer]

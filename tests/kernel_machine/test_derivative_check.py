@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from weighted_loops import CLASSES, WeightedLoop, mlp
 
 import epk_gp as epk
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.show import CertificateWarning
 
 
 def sgd(p: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -80,7 +80,7 @@ def test_weight_normalisation_is_differentiated_twice(make: Callable[[], nn.Modu
     assert (effect.values[:, :, 3] - expected).abs().max() <= 1e-7 * expected.abs().max()
 
 
-@pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.certificate.CertificateWarning")  # of the probe
+@pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.show.CertificateWarning")  # of the probe
 @pytest.mark.parametrize(
     "make", [StraightThrough, StopGradient, GradientReversal, Scaled, FakeQuantised, FakeQuantisedInFloat32]
 )
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_that_of_no_function_is_said(make: Callable[[], nn.Mo
             call()
 
 
-@pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.certificate.CertificateWarning")  # of the probe
+@pytest.mark.filterwarnings("ignore:step 0:epk_gp.core.show.CertificateWarning")  # of the probe
 def test_a_kernel_of_gradients_that_depend_on_the_other_points_is_refused() -> None:
     torch.manual_seed(0)
     X, y, net = torch.randn(12, 4).double(), torch.arange(12) % CLASSES, Scaled().double()

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.autodiff.secant_functions import ElementwiseSecant, mean_of_rows
+from epk_gp.autodiff.secants import ElementwiseSecant, mean_of_rows
 from epk_gp.core.trajectory import flat_state
-from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
 from epk_gp.quadrature.status import QuadratureStatus

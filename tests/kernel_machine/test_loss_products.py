@@ -7,14 +7,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.autodiff.planning import plan_for
-from epk_gp.core.compute_options import ComputeOptions
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.options import ComputeOptions
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.replay import passes_of
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.loss_products import LossProducts
-from epk_gp.kernel_machine.problem import make_problem
+from epk_gp.kernel_machine.terms import make_problem
 from epk_gp.quadrature.rules import gauss_legendre
 
 

@@ -4,15 +4,15 @@ from torch import Tensor
 
 import epk_gp as epk
 import reference
-from epk_gp.core.certificate import CertificateWarning
-from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.show import CertificateWarning
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.datasets import three_gaussians
-from epk_gp.kernel_machine import problem as problem_module
+from epk_gp.kernel_machine import terms as problem_module
 from epk_gp.kernel_machine import vanilla_gd
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
-from epk_gp.kernel_machine.problem import IntegratedLine
-from epk_gp.kernel_machine.single_machine import single_machine
+from epk_gp.kernel_machine.terms import IntegratedLine
+from epk_gp.kernel_machine.baselines import single_machine
 from epk_gp.quadrature.kinks import Kinks
 from epk_gp.quadrature.paths import WeightPath
 from helpers import NETWORKS, Case, assert_close, make_case
@@ -216,7 +216,7 @@ def test_located_kinks_cost_less_than_bisection(monkeypatch: pytest.MonkeyPatch)
     def no_kinks(line: object, x: Tensor, a: Tensor, b: Tensor) -> Kinks:
         return Kinks(torch.zeros(0, dtype=torch.int64), a[:0], torch.ones_like(a, dtype=torch.bool))
 
-    monkeypatch.setattr("epk_gp.quadrature.refinement.locate_kinks", no_kinks)
+    monkeypatch.setattr("epk_gp.quadrature.adaptive.locate_kinks", no_kinks)
     blind = epk.reconstruct(case.trajectory, case.test, rule=epk.adaptive(1e-13))
     assert located.max_error <= 1e-12
     assert blind.max_error <= 1e-11

@@ -11,8 +11,8 @@ from weighted_loops import POINTS, Encoder, WeightedLoop, convolutions, mlp
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import random_subsets
-from epk_gp.core.memory_plan import MemoryPlan
-from epk_gp.core.preconditioners import COUPLED, PRECONDITIONERS
+from epk_gp.core.plans import MemoryPlan
+from epk_gp.optimizers.preconditioners import COUPLED, PRECONDITIONERS
 
 WEIGHTS = torch.cat(
     [

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from weighted_loops import INPUTS, POINTS, WeightedLoop, mlp
 
 import epk_gp as epk
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.show import CertificateWarning
 
 
 def sgd(p: list[nn.Parameter]) -> torch.optim.Optimizer:

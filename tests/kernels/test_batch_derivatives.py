@@ -12,7 +12,7 @@ from gpytorch.distributions import MultivariateNormal
 from torch.autograd import gradcheck
 
 import epk_gp as epk
-from epk_gp.core.memory_plan import MemoryPlan
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.model import FunctionalModel
 from epk_gp.gram import input_derivatives
 from epk_gp.kernels.epk import EPKKernel

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from epk_gp.core.fingerprint import content_key
+from epk_gp.core.step import content_key
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
-from epk_gp.training.train import train
+from epk_gp.recording.train import train
 
 
 @pytest.fixture

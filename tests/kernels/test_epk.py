@@ -6,12 +6,12 @@ from gpytorch.kernels import RBFKernel
 from torch import Tensor, nn
 
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.points import Points
+from epk_gp.core.inputs import Points
 from epk_gp.gram.path_kernel import PathKernel, gram_block
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy
 from epk_gp.quadrature.rules import gauss_legendre, left_endpoint
-from epk_gp.training.train import train
+from epk_gp.recording.train import train
 from kernel_cases import MODES, C, D, assert_close, mixed, path_kernel_block, reduced
 
 

@@ -7,7 +7,7 @@ import torch
 from path_runs import queries, recorded
 
 import epk_gp as epk
-from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.gram.sketch import nodes_trajectory
 from helpers import assert_close
 
 RULE = epk.gauss_legendre(2)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.autodiff.directional import WeightSegment, directional_derivatives
-from epk_gp.autodiff.planning import plan_for
-from epk_gp.core.head import Head
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.losses import Head
 from epk_gp.datasets import three_gaussians
 from epk_gp.quadrature.adaptive import Integral, integrate, union_mesh
 from epk_gp.quadrature.status import QuadratureStatus

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from epk_gp.quadrature.nested import extend, fixed_stages, rising_stages
+from epk_gp.quadrature.intervals import extend, fixed_stages, rising_stages
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, left_riemann
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.autodiff.directional import WeightSegment
-from epk_gp.autodiff.planning import plan_for
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.show import CertificateWarning
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.quadrature.adaptive import integrate
 from epk_gp.quadrature.rules import AdaptiveRule, QuadratureRule

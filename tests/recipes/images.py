@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
-from epk_gp.training.indexed_dataset import IndexedDataset
+from epk_gp.callbacks import IndexedDataset
 from recipes.problem import C, batches, finish, images
 
 

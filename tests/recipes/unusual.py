@@ -8,7 +8,7 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 import epk_gp as epk
-from epk_gp.training.indexed_dataset import IndexedDataset
+from epk_gp.callbacks import IndexedDataset
 from recipes.problem import C, batches, finish, images, sentences, vectors
 
 

@@ -13,7 +13,7 @@ from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane, grid_coordinates, lift
 from epk_gp.analysis.spectrum import gram_spectrum
 from epk_gp.datasets import three_gaussians
-from epk_gp.gram.path_nodes import nodes_trajectory
+from epk_gp.gram.sketch import nodes_trajectory
 from epk_gp.report.pictures import REPORT_INK
 from report_cases import embedded
 

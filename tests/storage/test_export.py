@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.core.update_rules import FIELDS, LinearStep, UpdateRule, broadcast_to_params
+from epk_gp.optimizers.update_rules import FIELDS, LinearStep, UpdateRule, broadcast_to_params
 from epk_gp.storage import export_run
 from epk_gp.storage.chunks import STORED_FIELDS
-from epk_gp.training.clipping import ClipValue
+from epk_gp.recording.setup import ClipValue
 from loops import data, mlp, sgd
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save
 
 import epk_gp as epk
 from epk_gp.core.step import Step
-from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage import export_run
 from epk_gp.storage.check import check_run
 from epk_gp.storage.schema import read_header

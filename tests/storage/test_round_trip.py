@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.step import Step
-from epk_gp.core.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
+from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.chunks import read_state
 from epk_gp.storage.index import read_journal

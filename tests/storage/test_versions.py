@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save
 import epk_gp as epk
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import ForwardPass, Step
-from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage.atomic_files import checksummed_json, read_checksummed_json
 from epk_gp.storage.check import check_run
 from epk_gp.storage.compatibility import validate_same_header

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import epk_gp as epk
 from epk_gp import callbacks
-from epk_gp.training.clipping import ClipNorm
-from epk_gp.training.indexed_dataset import IndexedDataset
+from epk_gp.recording.setup import ClipNorm
+from epk_gp.callbacks import IndexedDataset
 
 M, C = 23, 3
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -47,7 +47,7 @@ def test_callbacks_are_found_and_others_are_not():
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "epk_gp.training.huggingface", raising=False)
+    monkeypatch.delitem(sys.modules, "epk_gp.recording.huggingface", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"needs the package transformers: .* pip install 'epk-gp\[hugging"):
         _ = callbacks.HuggingFaceRecorderCallback
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from epk_gp.training.check_schedule import CheckSchedule
+from epk_gp.recording.check import CheckSchedule
 
 MS = 1e-3
 

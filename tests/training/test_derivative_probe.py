@@ -8,7 +8,7 @@ from checked_networks import FAULTY, SOUND, Autocast, Base, SingleInside, TopOne
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.show import CertificateWarning
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 OPTIMIZERS = {

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.certificate import CertificateWarning
+from epk_gp.core.show import CertificateWarning
 from loops import data, flat, mlp, sgd
 
 STEPS = 4

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.core.update_rules import LinearStep, stack_coefficients
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.storage.passes import PackedPasses
-from epk_gp.training import history as history_module
-from epk_gp.training.history import RunHistory
+from epk_gp.recording import history as history_module
+from epk_gp.recording.history import RunHistory
 
 P = 3
 

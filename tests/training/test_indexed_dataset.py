@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import epk_gp as epk
-from epk_gp.training.indexed_dataset import IndexedDataset
+from epk_gp.callbacks import IndexedDataset
 
 M, C = 24, 3
 
@@ -111,7 +111,7 @@ def trainer_of(lightning, callback, **options):
     ids=["plain", "clipped", "accumulated"],
 )
 def test_a_lightning_run_is_exact(lightning, data, net, options, steps, tmp_path):
-    from epk_gp.training.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
+    from epk_gp.recording.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
 
     X, y = data
     callback = RecorderCallback(net, X, y, folder=tmp_path / "run")
@@ -129,7 +129,7 @@ def test_a_lightning_run_is_exact(lightning, data, net, options, steps, tmp_path
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default:::pytorch_lightning", "default:::lightning_fabric", "default::FutureWarning")
 def test_another_loss_under_lightning_is_found(lightning, data, net, tmp_path):
-    from epk_gp.training.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
+    from epk_gp.recording.lightning import RecorderCallback  # noqa: PLC0415  needs the extra
 
     X, y = data
     callback = RecorderCallback(net, X, y)

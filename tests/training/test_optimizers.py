@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.training.setup import make_setup, parse_step_rules
-from epk_gp.training.validation import trained_names
+from epk_gp.recording.setup import make_setup, parse_step_rules
+from epk_gp.recording.validation import trained_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 

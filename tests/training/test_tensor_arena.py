@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import epk_gp as epk
-from epk_gp.training import tensor_arena
-from epk_gp.training.tensor_arena import TensorArena
+from epk_gp.recording import history as tensor_arena
+from epk_gp.recording.history import TensorArena
 
 
 def test_what_is_put_is_what_is_kept(monkeypatch):
