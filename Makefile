@@ -62,6 +62,7 @@ lint: $(DEV)
 	$(FORMAT_PAGES) --check
 	$(BIN)/mypy
 	$(BIN)/python docs/size.py
+	$(BIN)/python benchmarks/traces.py
 
 format: $(DEV)
 	$(BIN)/ruff check --fix

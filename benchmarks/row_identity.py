@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from epk_gp.core.losses import CrossEntropy
-from epk_gp.core.step import RowIdentity
-from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.core.step import ForwardPass, RowIdentity, SeenRows, Step
 from epk_gp.datasets import mnist_folder
 
 B, CLASSES = 16, 10

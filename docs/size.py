@@ -1,4 +1,4 @@
-"""Count the code lines of the package, by folder and by capability, so that growth is seen: `make lint` prints them.
+"""Count the code lines of the package, by folder and by capability, and the whole project: `make lint` prints them.
 
 A code line is a line that is not blank, not a comment and not part of a docstring. A file belongs to the capability
 with the longest pattern that fits its name.
@@ -6,39 +6,35 @@ with the longest pattern that fits its name.
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "epk_gp"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "epk_gp"
+MADE = re.compile(r"^<!-- made: .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)  # what docs/expand.py writes
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 # Capability -> patterns of files, relative to the package.
 CAPABILITIES = {
     "the network as a function: inputs, outputs, graphs": (
-        "core/trajectory.py", "core/torch_overrides.py", "core/model.py", "core/inputs.py", "core/losses.py",
-        "core/inputs.py", "core/model.py", "core/torch_overrides.py", "core/inputs.py", "core/signature.py",
+        "core/inputs.py", "core/model.py", "core/signature.py", "core/torch_overrides.py",
     ),
-    "losses and targets": ("core/loss*.py", "core/target*.py"),
-    "runs, points, checks of arguments": ("core/*.py",),
-    "replay of training passes": ("core/replay.py", "core/gradients.py", "core/gradients.py", "core/kept_*.py"),
-    "optimizers and update rules": (
-        "core/optimizer*.py", "optimizers/preconditioners.py", "core/update_*.py", "core/scaled_*.py",
-        "core/recorded_clip*.py",
-    ),
+    "losses and targets": ("core/losses.py",),
+    "runs, steps, checks of arguments": ("core/*.py",),
+    "replay of training passes": ("core/replay.py", "core/gradients.py"),
+    "optimizers and update rules": ("optimizers/*.py", "core/update_law.py"),
     "averaged weights": ("core/averages.py",),
-    "states that are computed again": ("core/recomputation.py", "core/trajectory.py", "core/trajectory.py"),
-    "memory and options of a computation": (
-        "core/plans.py", "core/options.py", "core/options.py", "core/plans.py",
-        "core/rows_on_*.py",
-    ),
-    "how results show themselves": ("core/show.py", "core/show.py"),
-    "recording a loop": ("training/*.py",),
+    "states that are computed again": ("core/recomputation.py",),
+    "plans and options of a computation": ("core/plans.py", "core/options.py"),
+    "how results show themselves": ("core/show.py",),
+    "recording a loop": ("recording/*.py",),
     "checking recorded steps": (
-        "training/*check*.py", "recording/causes.py", "recording/derivative_probe.py", "core/step.py",
-        "recording/check.py", "recording/validation.py", "recording/passes.py",
+        "recording/*check.py", "recording/causes.py", "recording/derivative_probe.py", "recording/validation.py",
+        "recording/passes.py",
     ),
     "Lightning and Hugging Face": ("recording/lightning.py", "recording/huggingface.py", "callbacks.py"),
     "runs on disk": ("storage/*.py",),
@@ -51,26 +47,19 @@ CAPABILITIES = {
     "workers": ("distributed/*.py",),
     "cost estimates": ("distributed/cost_*.py", "gram/estimate.py", "kernel_machine/estimate.py", "cli/estimate.py"),
     "layer Jacobians": ("autodiff/*.py",),
-    "averages along lines (layerwise)": ("autodiff/line_*.py", "autodiff/secant*.py"),
+    "averages along lines (layerwise)": ("autodiff/secants.py",),
     "quadrature and paths": ("quadrature/*.py",),
-    "kinks": ("quadrature/*kinks.py", "quadrature/kinks.py", "autodiff/secants.py"),
+    "kinks": ("quadrature/kinks.py",),
     "Gram blocks": ("gram/*.py",),
-    "sketched features": (
-        "gram/*sketch*.py", "autodiff/sketches.py", "gram/path_features.py", "autodiff/sketches.py",
-        "autodiff/sketches.py", "kernels/sketched.py",
-    ),
+    "sketched features": ("gram/sketch.py", "gram/path_features.py", "autodiff/sketches.py", "kernels/sketched.py"),
     "derivatives of the kernel in its points": (
-        "gram/input_derivatives.py", "gram/pair_*.py", "kernels/derivatives.py", "kernels/gradient_demand.py",
+        "gram/input_derivatives.py", "gram/pairs.py", "kernels/derivatives.py", "kernels/gradient_demand.py",
     ),
     "attribution": ("kernel_machine/*.py",),
-    "reconstruction and certificates": (
-        "kernel_machine/reconstruct*.py", "kernel_machine/cert*.py", "kernel_machine/terms.py",
-        "kernel_machine/baselines.py", "core/show.py",
-    ),
+    "reconstruction and certificates": ("kernel_machine/reconstruct.py", "kernel_machine/certification.py"),
     "influence and retraining": (
         "kernel_machine/influence*.py", "kernel_machine/curvature.py", "kernel_machine/optimizer_adjoint.py",
-        "kernel_machine/retrain*.py", "kernel_machine/influence.py", "kernel_machine/stacked_training.py",
-        "kernel_machine/curvature.py",
+        "kernel_machine/retrain.py", "kernel_machine/stacked_training.py",
     ),
     "other kernel machines": (
         "kernel_machine/baselines.py", "kernel_machine/vanilla_gd.py", "kernels/infinite_width.py",
@@ -130,14 +119,43 @@ def sizes() -> tuple[Mapping[str, tuple[int, int]], Mapping[str, tuple[int, int]
     )
 
 
+def imported_modules(file: Path) -> set[str]:
+    """Return the modules of the package that a file imports."""
+    modules = set[str]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("epk_gp"):
+            modules.add(node.module)
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
+
+
+def house() -> Mapping[str, int]:
+    """Return how large the project is, in the figures that it is to keep small."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    importers = Counter(module for file in files for module in imported_modules(file))
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.name != "__init__.py"]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    return {
+        "code lines of epk_gp": sum(code_lines(file.read_text(encoding="utf-8")) for file in files),
+        "files": len(files),
+        "files in the largest folder": max(Counter(file.parent for file in files).values()),
+        "files that exactly one other file imports": sum(importers[name] == 1 for name in names),
+        "lines of tests": sum(len(file.read_text(encoding="utf-8").splitlines()) for file in tests),
+        "words of README and docs": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
+        "of these, words that are not made by docs/expand.py": sum(
+            len(MADE.sub("", page.read_text(encoding="utf-8")).split()) for page in pages
+        ),
+    }
+
+
 def table() -> str:
     """Return the table as text."""
     folders, capabilities = sizes()
-    rows = []
+    rows = [f"{name:<52}{number:>12,}" for name, number in house().items()]
     for title, part in (("folder", folders), ("capability", capabilities)):
         rows += [f"{title:<52}{'code lines':>12}{'files':>8}"]
         rows += [f"  {name:<50}{lines:>12,}{files:>8,}" for name, (lines, files) in part.items()]
-    rows += [f"{'epk_gp':<52}{sum(n for n, _ in folders.values()):>12,}{sum(n for _, n in folders.values()):>8,}"]
     return "\n".join(rows)
 
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from epk_gp.analysis.label_errors import label_errors
     from epk_gp.analysis.next_to_label import next_to_label
-    from epk_gp.core.show import CertificateWarning
-    from epk_gp.core.options import ComputeOptions
-    from epk_gp.core.inputs import Graph
+    from epk_gp.core.inputs import Graph, Points
     from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
-    from epk_gp.core.inputs import Points
+    from epk_gp.core.options import ComputeOptions
+    from epk_gp.core.show import CertificateWarning
     from epk_gp.core.trajectory import Trajectory, network_outputs
     from epk_gp.gp.models import LogitGP
     from epk_gp.gp.softmax import softmax_uncertainty
@@ -18,20 +17,19 @@ if TYPE_CHECKING:
     from epk_gp.gram.path_features import path_features
     from epk_gp.gram.path_kernel import PathKernel, gram_block
     from epk_gp.kernel_machine.attribute import attribute
-    from epk_gp.kernel_machine.influence import influence, self_influence
+    from epk_gp.kernel_machine.influence import Smoothing, influence, self_influence
     from epk_gp.kernel_machine.reconstruct import reconstruct
     from epk_gp.kernel_machine.retrain import retrain
-    from epk_gp.kernel_machine.influence import Smoothing
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
     from epk_gp.quadrature.paths import chords, layerwise, manhattan, straight
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
-    from epk_gp.report.write import write_report
-    from epk_gp.storage.run import load_trajectory
-    from epk_gp.storage.writer import Storage
     from epk_gp.recording.causes import StepMismatchError
     from epk_gp.recording.recorder import Recorder
     from epk_gp.recording.train import train
+    from epk_gp.report.write import write_report
+    from epk_gp.storage.run import load_trajectory
+    from epk_gp.storage.writer import Storage
 else:
     # The same names, imported when they are first used (PEP 562): PyTorch and GPyTorch take seconds to import, and
     # `epk-gp --help` needs neither of them.

@@ -5,9 +5,72 @@
 `IndexedDataset` gives either the indices of a batch's rows.
 """
 
+from collections.abc import Mapping, Sized
 from importlib import import_module
+from typing import Any, TypeVar, cast
 
-from epk_gp.callbacks import IndexedDataset
+from torch.utils.data import Dataset, Subset
+
+Item = TypeVar("Item")
+
+
+class IndexedDataset(Dataset[Any]):
+    """Pair every item of a dataset with its index, so that a `DataLoader`'s batches can be announced to a recorder.
+
+        for indices, (inputs, labels) in DataLoader(IndexedDataset(dataset), batch_size=100, shuffle=True):
+            ...
+            recorder.batch(indices)
+
+    Item i must be row i of the recorder's X and y, as it is or augmented. Of a `Subset`, as `random_split` returns it,
+    an item has its number in the whole data set, through subsets of subsets too: X and y are then the whole data set's.
+    To record on the subset alone, make it a data set of its own, such as `TensorDataset(X[indices], y[indices])`. With
+    `key` the items must be dictionaries, as Hugging Face's trainer takes them, and hold their index under that key.
+    """
+
+    def __init__(self, dataset: Dataset[Item], *, key: str | None = None) -> None:
+        """Wrap a dataset.
+
+        Args:
+            dataset: A map-style dataset, which has a length and items by index.
+            key: Where a dictionary holds its index; None for pairs (index, item).
+
+        Raises:
+            TypeError: The dataset has no length or no items by index.
+        """
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"dataset must have a length and items by index: got {type(dataset).__name__}. "
+                "Put what it yields into tensors, and use torch.utils.data.TensorDataset."
+            )
+        self.dataset: Any = dataset
+        self.key = key
+
+    def __len__(self) -> int:
+        """Return the number of items, M."""
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return (index, item), or the item with its index under `key`; a negative index counts from the end.
+
+        Raises:
+            TypeError: There is a `key`, and the item is no dictionary.
+            ValueError: The item has an entry of that name already.
+        """
+        row, item, dataset = index % len(self), self.dataset[index], self.dataset
+        while isinstance(dataset, Subset):
+            row, dataset = int(dataset.indices[row]), cast("Any", dataset.dataset)
+            row %= len(dataset)
+        if self.key is None:
+            return row, item
+        if not isinstance(item, Mapping):
+            raise TypeError(
+                f"items must be dictionaries if there is a key: got {type(item).__name__}. Leave key= out for pairs "
+                "(index, item)."
+            )
+        if self.key in item:
+            raise ValueError(f"items must not have an entry {self.key!r} of their own: give key= another name.")
+        return {**item, self.key: row}
+
 
 __all__ = [  # noqa: F822  # callbacks are imported by __getattr__
     "HuggingFaceRecorderCallback",

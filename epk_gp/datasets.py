@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Int64, Num, UInt8
 from torch import Tensor
 
-from epk_gp.core.show import SHOWN_ROWS, Displayed, Entry, Summary, count, kind_of
 from epk_gp.core.checks import validate_count, validate_generator, validate_integer
+from epk_gp.core.show import SHOWN_ROWS, Displayed, Entry, Summary, count, kind_of
 
 DATA_VARIABLE = "EPK_GP_DATA"
 

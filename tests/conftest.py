@@ -35,11 +35,18 @@ NOT_CHECKED = {
         "InterpolatedWeights.__torch_function__",
         "ParameterInterception.__torch_function__",
         "ParameterInterception.pass_through",
+        "has_rows",
+        "spread_mark",
+        "tensors_in",
     ),
-    "autodiff.interception": ("has_rows", "spread_mark", "tensors_in"),
     "autodiff.secants": ("SecantDerivatives.__torch_function__", "SecantDerivatives._call"),
-    "core.torch_overrides": ("_FusedAttention.switch_off", "_FusedAttention.restore", "disable_fused_attention"),
-    "core.torch_overrides": ("KeptActivations.__torch_function__",),
+    "core.torch_overrides": (
+        "_FusedAttention.switch_off",
+        "_FusedAttention.restore",
+        "disable_fused_attention",
+        "KeptActivations.__torch_function__",
+        "WrittenOutNormalisation.__torch_function__",
+    ),
     "core.model": (
         "FunctionalModel._layout",
         "FunctionalModel._take_module_of_thread",
@@ -47,7 +54,6 @@ NOT_CHECKED = {
         "FunctionalModel.sizes.fget",
         "_marked",
     ),
-    "core.torch_overrides": ("WrittenOutNormalisation.__torch_function__",),
     "quadrature.kinks": ("EventReader.__torch_function__", "PreactivationRecorder.__torch_function__"),
 }
 

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.inputs import Points
+from epk_gp.core.losses import CrossEntropy
 from epk_gp.gram.path_kernel import gram_block
 from epk_gp.kernels.tagging import split_copy
 from epk_gp.recording.train import train

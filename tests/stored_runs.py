@@ -10,18 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.step import fingerprint_data, fingerprint_start
-from epk_gp.core.model import fingerprint_outputs
-from epk_gp.core.model import functionalize
-from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.core.model import fingerprint_outputs, functionalize
+from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_data, fingerprint_start
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.recording.history import CommitSchedule, RunHistory
 from epk_gp.storage.atomic_files import checksum, checksummed_json, read_checksummed_json
 from epk_gp.storage.index import Chunk, chain_hash, to_json_line
 from epk_gp.storage.run import RunStart, create_run
 from epk_gp.storage.schema import HEADER_DEFAULTS, module_names, run_header
 from epk_gp.storage.training_state import TrainingState
-from epk_gp.recording.history import CommitSchedule
-from epk_gp.recording.history import RunHistory
 from loops import data, file_hashes, mlp, sgd
 
 JOURNAL, HEADER = "journal.jsonl", "run.json"

@@ -1,4 +1,4 @@
-"""Imports point one way: core, storage, training; autodiff, quadrature, gram, kernel_machine; kernels, gp; the rest."""
+"""Imports point one way: optimizers, core, storage and recording; autodiff to kernel_machine; kernels, gp; the rest."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -10,24 +10,25 @@ import epk_gp
 
 ROOT = Path(epk_gp.__file__).parent
 RANK = {
-    "core": 0,
-    "storage": 1,
-    "autodiff": 1,
-    "datasets": 1,
-    "provenance": 2,
-    "distributed": 2,
-    "training": 2,
-    "callbacks": 3,
-    "quadrature": 2,
-    "gram": 3,
-    "kernel_machine": 4,
-    "kernels": 4,
-    "gp": 5,
-    "analysis": 6,
-    "classifier": 6,
-    "plots": 7,
-    "report": 8,
-    "cli": 9,
+    "optimizers": 0,
+    "core": 1,
+    "storage": 2,
+    "autodiff": 2,
+    "datasets": 2,
+    "provenance": 3,
+    "distributed": 3,
+    "recording": 3,
+    "callbacks": 4,
+    "quadrature": 3,
+    "gram": 4,
+    "kernel_machine": 5,
+    "kernels": 5,
+    "gp": 6,
+    "analysis": 7,
+    "classifier": 7,
+    "plots": 8,
+    "report": 9,
+    "cli": 10,
 }
 FILES = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in sorted(ROOT.rglob("*.py"))}
 

@@ -13,16 +13,19 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.analysis.counterfactual import leave_one_out
-from epk_gp.core.losses import resolve_head
-from epk_gp.core.losses import NegativeLogLikelihood, as_loss
+from epk_gp.core.losses import NegativeLogLikelihood, as_loss, resolve_head
 from epk_gp.gram.block_parts import Share, reduce_gram_parts
-from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.gram.path_kernel import gram_block_part, gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_step
-from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, k_prime_block
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.baselines import (
+    chen_machine,
+    domingos_machine,
+    k_prime_block,
+    single_machine,
+    tangent_trajectory,
+)
 from epk_gp.kernels.precomputed import epk_gram
 from report_cases import embedded
 

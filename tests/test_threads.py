@@ -16,12 +16,9 @@ from torch import Tensor, nn
 
 from epk_gp.autodiff import verification
 from epk_gp.autodiff.forward_mode import _close_level, forward_mode
-from epk_gp.autodiff.verification import plan_for
-from epk_gp.autodiff.verification import passes_check
-from epk_gp.autodiff.verification import filter_own_warnings
-from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.autodiff.verification import filter_own_warnings, passes_check, plan_for
 from epk_gp.core.show import CertificateWarning
-from epk_gp.core.torch_overrides import quiet_checkpoints
+from epk_gp.core.torch_overrides import disable_fused_attention, quiet_checkpoints
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.recording import mode_check as own_random_numbers
 from epk_gp.recording.mode_check import draw_from

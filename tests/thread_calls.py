@@ -22,13 +22,17 @@ from epk_gp.datasets import three_gaussians
 from epk_gp.gp.calibration import calibrated_temperature
 from epk_gp.gp.leave_one_out import leave_one_out
 from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
-from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_label, by_layer, by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, k_prime_block
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.baselines import (
+    chen_machine,
+    domingos_machine,
+    k_prime_block,
+    single_machine,
+    tangent_trajectory,
+)
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
 from epk_gp.kernels.precomputed import epk_gram
 from epk_gp.storage.check import check_run

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from epk_gp.core.checks import as_tensor, validate_count
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.checks import as_tensor, validate_count
 from epk_gp.kernel_machine.attribute import attribute
 from epk_gp.kernel_machine.influence import influence
 

@@ -9,10 +9,10 @@ from jaxtyping import Float, Int, Int64, Shaped
 from scipy.stats import rankdata
 from torch import Tensor
 
+from epk_gp.core.checks import validate_count
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note, count, number
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
-from epk_gp.core.checks import validate_count
 from epk_gp.gp.class_data import labelled_points, training_labels
 from epk_gp.gp.label_fit import InputsKernel, LabelSettings, fit_labels
 from epk_gp.gp.stacking import most_likely_temperature

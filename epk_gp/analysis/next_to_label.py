@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.show import SHOWN_ROWS, Displayed, Summary, Table, columns_note, number
 from epk_gp.core.show import count as counted
-from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.gp.class_data import class_inputs, float_inputs
 from epk_gp.gp.label_process import LabelProcess, without_rounding
 from epk_gp.gp.uncertain_classifier import UncertainClassifier

@@ -1,6 +1,7 @@
-"""Dense Jacobians, sample by sample: for every parameter that is not a plain layer's."""
+"""A network with the plan of how to differentiate it, and its dense Jacobians, sample by sample."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,9 +9,111 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.representations import DenseJacobian
+from epk_gp.core.losses import Head, Loss, loss_derivatives
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.plans import DifferentiationPlan, MemoryPlan
 from epk_gp.core.torch_overrides import disable_fused_attention
+
+
+@dataclass(frozen=True, eq=False)
+class Cotangents:
+    """K cotangents of the logits of every sample.
+
+    Attributes:
+        of_logits: Maps logits (E, C) to the cotangents (K, E, C).
+        are_constant: The cotangents do not depend on the logits.
+        head: The cotangents are those of all C outputs of this head; None for any others.
+    """
+
+    of_logits: Callable[[Float[Tensor, "E C"]], Float[Tensor, "K E C"]]
+    are_constant: bool = False
+    head: Head | None = None
+
+
+def all_outputs(head: Head) -> Cotangents:
+    """Return the C cotangents of the outputs: rows of I, or of I - 1 p^T (docs/theory.md, section 5)."""
+
+    def rows(z: Tensor) -> Tensor:
+        eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)[:, None, :].expand(-1, z.shape[0], -1)
+        return eye if head == "logits" else eye - z.softmax(dim=1)
+
+    return Cotangents(rows, are_constant=head == "logits", head=head)
+
+
+def chosen_outputs(head: Head, classes: Int64[Tensor, " E"]) -> Cotangents:
+    """Return the one cotangent of each sample's own output."""
+    every = all_outputs(head).of_logits
+
+    def rows(z: Tensor) -> Tensor:
+        return every(z)[classes, torch.arange(len(z), device=z.device)][None]
+
+    return Cotangents(rows, are_constant=head == "logits")
+
+
+def summed_outputs(head: Head) -> Cotangents:
+    """Return the one cotangent of the sum of all outputs."""
+    every = all_outputs(head).of_logits
+    return Cotangents(lambda z: every(z).sum(0, keepdim=True), are_constant=head == "logits")
+
+
+def combined_outputs(head: Head, coefficients: Float[Tensor, "K C"]) -> Cotangents:
+    """Return the K cotangents of sums over the outputs of a head, each with coefficients of its own."""
+
+    def rows(z: Tensor) -> Tensor:
+        V = coefficients.to(z)
+        every = V[:, None].expand(-1, len(z), -1)
+        return every if head == "logits" else every - V.sum(1)[:, None, None] * z.softmax(dim=1)
+
+    return Cotangents(rows, are_constant=head == "logits")
+
+
+def weighted_loss(loss: Loss, y: Shaped[Tensor, "B ..."], c: Float[Tensor, " B"]) -> Cotangents:
+    """Return the one cotangent of each sample's weighted loss: c_i times its derivative in the logits."""
+    return Cotangents(lambda z: (c[:, None] * loss_derivatives(loss, z, y))[None])
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedModel:
+    """A network in the computation's dtype and on its device, with its plan.
+
+    Attributes:
+        model: The network as a function of its weights.
+        plan: How to differentiate it.
+    """
+
+    model: FunctionalModel
+    plan: DifferentiationPlan
+
+    def memory_plan(self, budget: int) -> MemoryPlan:
+        """Return what turns a budget of bytes into block sizes for this network."""
+        return MemoryPlan(budget, self.itemsize, self.plan, self.model.num_weights)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return self.model.spec.dtype.itemsize
+
+
+def flat_columns(net: PlannedModel, *, all_dense: bool) -> Int64[Tensor, " P"]:
+    """Return the place in the flat weights of each entry of dense layer Jacobians, in their order.
+
+    Args:
+        net: The network.
+        all_dense: There is one dense Jacobian of all weights (`ContractionCost.all_dense`).
+    """
+    model, plan = net.model, net.plan
+    if all_dense:
+        return torch.arange(model.num_weights)
+    places = dict(zip(model.names, torch.arange(model.num_weights).split(list(model.sizes)), strict=True))
+    columns = []
+    for name, bias in plan.bias_of.items():
+        if bias is None:
+            columns.append(places[name])
+        else:
+            weight = places[name].view(len(places[bias]), -1)
+            columns.append(torch.cat([weight, places[bias][:, None]], dim=1).flatten())
+    return torch.cat([*columns, *(places[name] for name in plan.dense_params)])
 
 
 def dense_jacobian(

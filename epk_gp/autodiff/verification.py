@@ -1,21 +1,23 @@
-"""Find out how a network uses its parameters, and verify each way of differentiating it against plain autograd.
+"""Find out how a network uses its parameters, verify each way to differentiate it against plain autograd, and plan.
 
 Nothing is believed of a module because of its name. A parameter is treated as a layer's only if every use of it is a
 linear, convolution or normalisation call, and only if the Jacobian so obtained equals autograd's on a few inputs;
 everything else is differentiated densely. Every other capability (`DifferentiationPlan`) is tried in the same way.
 """
 
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.autodiff.dense import Cotangents
-from epk_gp.autodiff.dense import dense_jacobian
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, dense_jacobian
 from epk_gp.autodiff.directional import WeightSegment, jvp_via_double_vjp, mapped_passes
 from epk_gp.autodiff.forward_mode import forward_mode
 from epk_gp.autodiff.interception import (
@@ -25,14 +27,51 @@ from epk_gp.autodiff.interception import (
     ParameterUsage,
     ParameterUsageRecorder,
     StackedWeights,
+    UnsupportedParameterUseError,
 )
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.verification import filter_own_warnings
-from epk_gp.core.torch_overrides import disable_fused_attention
-from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.plans import vmap_chunk_size
+from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.plans import DifferentiationPlan, vmap_chunk_size
+from epk_gp.core.torch_overrides import disable_fused_attention, outside_autocast
+from epk_gp.core.trajectory import Trajectory, flat_state
+
+
+class _ThreadCategory(type):
+    """Kind of a warning category to which the warnings of one thread belong, as long as it is active."""
+
+    thread: int
+    kind: type[Warning]
+    is_active: bool
+
+    def __subclasscheck__(cls, category: Any) -> bool:
+        return cls.is_active and threading.get_ident() == cls.thread and issubclass(category, cls.kind)
+
+
+@contextmanager
+def filter_own_warnings(action: Literal["error", "ignore"], kind: type[Warning]) -> Iterator[None]:
+    """Turn this thread's warnings into errors, or ignore them, and leave those of other threads alone.
+
+    `warnings.catch_warnings` replaces the process's list of filters: another thread would get errors in the middle of
+    its work, and two threads that leave in the order in which they came would keep the filters of one for good. Here
+    one more filter stands in that list for a while, which matches nothing in other threads, nor later, should another
+    thread's `catch_warnings` have copied it.
+
+    Args:
+        action: "error" or "ignore".
+        kind: Category of the warnings, with all its subclasses.
+    """
+    names = {"thread": threading.get_ident(), "kind": kind, "is_active": True}
+    category = cast(Any, _ThreadCategory("OwnWarning", (Warning,), names))
+    warnings.simplefilter(action, category)
+    try:
+        yield
+    finally:
+        category.is_active = False
+        for entry in [entry for entry in warnings.filters if entry[2] is category]:
+            with suppress(ValueError):  # another thread has replaced the list
+                cast(Any, warnings.filters).remove(entry)
+
 
 _NUM_PROBE_ROWS = 6
 
@@ -349,3 +388,53 @@ def _agree(pairs: Iterator[Pair]) -> bool:
             sizes.append(expected.abs().max())
             eps = torch.finfo(expected.dtype).eps
     return not errors or bool(torch.stack(errors).max() <= eps**0.65 * (torch.stack(sizes).max() + eps))
+
+
+T = TypeVar("T")
+
+
+def plan_for(trajectory: Trajectory, model: FunctionalModel) -> PlannedModel:
+    """Return a run's network with its plan, which is made once for each dtype and device.
+
+    Args:
+        trajectory: The run. Its training inputs and trained weights are what the plan is tried on.
+        model: The network in the computation's dtype and on its device.
+    """
+    cache = model.cache
+    with cache.lock:
+        key = (model.spec, cache.needs_dense_plan)
+        if key not in cache.plans:
+            X = model.spec.cast(probe_rows(trajectory.inputs))
+            w = flat_state(trajectory, trajectory.num_steps, X)
+            cache.plans[key] = build_plan(model, w, X, all_dense=cache.needs_dense_plan)
+        return PlannedModel(model, cache.plans[key])
+
+
+def with_plan(trajectory: Trajectory, model: FunctionalModel, compute: Callable[[PlannedModel], T]) -> T:
+    """Compute with the network's plan; with the dense one if the inputs use a parameter as the plan did not foresee.
+
+    A network may send each row to another expert: a layer then sees some of the rows, which the rows that the plan was
+    made on need not show. The model's cache keeps that finding for every later computation.
+
+    Args:
+        trajectory: The run.
+        model: The network in the computation's dtype and on its device.
+        compute: What to compute. It must leave nothing behind when it raises.
+    """
+    with outside_autocast():
+        net = plan_for(trajectory, model)
+        try:
+            return compute(net)
+        except UnsupportedParameterUseError:
+            if net.plan is model.cache.plans.get((model.spec, True)):
+                raise
+            model.cache.needs_dense_plan = True
+        except RuntimeError as error:
+            if "calling .item()" not in str(error):
+                raise
+            raise ValueError(
+                "the network must compute with tensors: forward() makes a Python number of a weight or an activation "
+                "(.item(), float(), or an `if` on a tensor), through which nothing is differentiated. Compute with the "
+                "tensor itself, or make the number of a buffer."
+            ) from error
+        return compute(plan_for(trajectory, model))

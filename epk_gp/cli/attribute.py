@@ -39,14 +39,14 @@ from epk_gp.cli.options import (
     validate_run,
 )
 from epk_gp.cli.workers import open_executor
-from epk_gp.core.show import CertificateWarning
 from epk_gp.core.losses import resolve_head
+from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.certification import describe_findings
-from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.kernel_machine.influence import Smoothing
+from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.plots.figures import draw_attributions
 from epk_gp.plots.influences import draw_influences
 from epk_gp.provenance import Stopwatch, write_arrays, write_json

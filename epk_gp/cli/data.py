@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from epk_gp.cli.networks import held_out_checksum
-from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.checks import validate_finite
+from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
 from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file, tensor_file_size
 

@@ -17,9 +17,9 @@ from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.cli.options import DTYPES, DataDtype, Out, Quiet, Seed, make_folder
 from epk_gp.cli.runs import certificate
 from epk_gp.cli.uncertainty import describe_map, describe_plane, fitted_numbers, map_numbers
-from epk_gp.core.show import CertificateWarning
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import zero_final_layer
+from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.datasets import Dataset, three_gaussians
 from epk_gp.gp.models import LogitGP
@@ -29,8 +29,8 @@ from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.plots.figures import draw_attributions, draw_errors, draw_map, draw_reconstruction
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_riemann
-from epk_gp.report.write import write_report
 from epk_gp.recording.train import train
+from epk_gp.report.write import write_report
 
 
 @dataclass(frozen=True)

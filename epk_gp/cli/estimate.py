@@ -32,8 +32,8 @@ from epk_gp.cli.options import (
     require_folder,
     validate_run,
 )
-from epk_gp.core.options import ComputeSettings
 from epk_gp.core.losses import resolve_head
+from epk_gp.core.options import ComputeSettings
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.distributed.cost_estimate import CostEstimate
 from epk_gp.gram.estimate import estimate_gram

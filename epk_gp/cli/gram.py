@@ -33,9 +33,9 @@ from epk_gp.cli.options import (
     validate_run,
 )
 from epk_gp.cli.workers import open_executor
-from epk_gp.core.options import ComputeOptions
-from epk_gp.core.losses import resolve_head
 from epk_gp.core.inputs import Points
+from epk_gp.core.losses import resolve_head
+from epk_gp.core.options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.provenance import Stopwatch, write_arrays, write_json

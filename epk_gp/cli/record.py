@@ -22,15 +22,15 @@ from epk_gp.cli.networks import (
 from epk_gp.cli.options import DTYPES, DataDtype, Dtype, Quiet, Seed, count, given_options, number
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
 from epk_gp.core.model import functionalize, zero_final_layer
-from epk_gp.optimizers.torch_rules import optimizer_groups
 from epk_gp.core.trajectory import network_outputs
+from epk_gp.optimizers.torch_rules import optimizer_groups
 from epk_gp.provenance import Stopwatch
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.setup import ClipNorm
+from epk_gp.recording.train import train
 from epk_gp.storage.disk_space import run_bytes, run_dimensions
 from epk_gp.storage.run import is_run
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
-from epk_gp.recording.setup import ClipNorm
-from epk_gp.recording.causes import StepMismatchError
-from epk_gp.recording.train import train
 
 OptimizerName = Literal["sgd", "adam", "adamw", "rmsprop", "adagrad"]
 LossName = Literal["cross-entropy", "mse"]

@@ -34,8 +34,7 @@ from epk_gp.cli.options import (
 )
 from epk_gp.cli.uncertainty import read_validation
 from epk_gp.cli.workers import open_executor
-from epk_gp.core.options import ComputeOptions
-from epk_gp.core.options import SupportsSubmit
+from epk_gp.core.options import ComputeOptions, SupportsSubmit
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.class_data import training_labels
 from epk_gp.gp.models import LogitGP

@@ -31,8 +31,8 @@ from epk_gp.cli.options import (
     validate_run,
 )
 from epk_gp.cli.workers import open_executor
-from epk_gp.core.show import CertificateWarning
 from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json

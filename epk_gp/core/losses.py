@@ -1,9 +1,9 @@
-"""Losses: the value of each sample, its derivative in the outputs, and the weight of a sample in its batch."""
+"""Losses: the value of each sample and its derivative in the outputs; the output head; the terms of a batch's loss."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Float64, Shaped
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from epk_gp.core.inputs import select_rows, tensors_of
+from epk_gp.core.signature import Signature
 
 Reduction = Literal["mean", "sum"]
 
@@ -356,3 +357,177 @@ def _counts(loss: PerSampleLoss, targets: Tensor) -> Tensor:
     if not bool((torch.isfinite(counts) & (counts >= 0)).all()):
         raise ValueError("counts must return finite numbers >= 0: got others.")
     return counts
+
+
+Head = Literal["logits", "log_softmax"]
+
+
+def resolve_head(head: Head | None, loss: Loss, num_outputs: int) -> Head:
+    """Return the head that is asked for, where None asks for the one that follows the run's loss.
+
+    The outputs of a network that was trained on cross entropy are logits, and the loss depends on their log-softmax.
+    Under any other loss the outputs stand for themselves: values under squared error, log-probabilities under
+    `NegativeLogLikelihood`. So does a single output, whose log-softmax is the constant 0.
+
+    Args:
+        head: "logits", "log_softmax", or None.
+        loss: The run's loss.
+        num_outputs: C.
+
+    Returns:
+        The head itself if one is given; else "log_softmax" for cross entropy with C >= 2, and "logits" otherwise.
+
+    Raises:
+        ValueError: As `validate_head`.
+    """
+    if head is None:
+        return "log_softmax" if isinstance(loss, CrossEntropy) and num_outputs > 1 else "logits"
+    validate_head(head, num_outputs)
+    return head
+
+
+def validate_head(head: str, num_outputs: int) -> None:
+    """Raise if the head does not exist or carries no information.
+
+    Raises:
+        ValueError: The head is unknown, or it is the log-softmax of a single output, which is the constant 0.
+    """
+    if head not in get_args(Head):
+        raise ValueError(f"head must be one of {list(get_args(Head))}: got {head!r}.")
+    if head == "log_softmax" and num_outputs == 1:
+        raise ValueError('head="log_softmax" needs at least 2 outputs: got a network with 1. Use head="logits".')
+
+
+def apply_head(z: Float[Tensor, "*n C"], head: Head) -> Float[Tensor, "*n C"]:
+    """Return the outputs f that belong to the logits z."""
+    return z if head == "logits" else torch.log_softmax(z, dim=-1)
+
+
+def loss_terms(
+    signature: Signature, loss: Loss, returned: Any, targets: Shaped[Tensor, "n ..."]
+) -> Float[Tensor, " n"]:
+    """Return the losses of n samples, not reduced; the batch's loss is their sum, weighted by `losses.sample_weights`.
+
+    Args:
+        signature: The network's signature.
+        loss: The loss.
+        returned: What the network returned for n inputs.
+        targets: Their targets.
+
+    Raises:
+        ValueError: A `PerSampleLoss` returns neither one value per sample nor a scalar.
+    """
+    return per_sample_losses(loss, loss_input(signature, loss, returned, targets), targets)
+
+
+def takes_outputs(signature: Signature, loss: Loss, returned: Any, targets: Shaped[Tensor, "n ..."]) -> bool:
+    """Return whether a loss depends on the network through its outputs f, (n, C), alone.
+
+    Its derivative in them then gives the gradient of every sample's loss. Without `output=` every loss does.
+
+    Args:
+        signature: The network's signature.
+        loss: The loss.
+        returned: What the network returned for a few inputs.
+        targets: Their targets.
+    """
+    return signature.output is None or _own_input(loss, returned, targets) is None
+
+
+def loss_input(signature: Signature, loss: Loss, returned: Any, targets: Shaped[Tensor, "n ..."]) -> Any:
+    """Return what a loss takes of that which a network returned.
+
+    A `PerSampleLoss` around a function of the user takes all of it where `output=` is given, and the outputs (n, C)
+    otherwise. The other losses take the tensor that the network returned, or the tensor `logits` in it, if its shape
+    fits the targets; and else the outputs.
+    """
+    if signature.output is not None:
+        value = _own_input(loss, returned, targets)
+        if value is not None:
+            return value
+    return signature.outputs(returned)
+
+
+def validate_loss_row_independence(
+    loss: Loss, value: Any, targets: Shaped[Tensor, "n ..."], alone: Float[Tensor, " n"] | None = None
+) -> None:
+    """Raise if a loss mixes the rows of a batch, or reduces them by another reduction than it states.
+
+    Args:
+        loss: The loss.
+        value: What it takes of that which the network returned for n inputs.
+        targets: Their targets.
+        alone: The loss of each sample where the network is evaluated on it alone; needed where the loss takes more than
+            the outputs, whose rows are checked by themselves.
+
+    Raises:
+        ValueError: The loss cannot take the outputs and targets, or the losses of n samples evaluated together
+            differ from those of each sample evaluated alone.
+    """
+    n, reduced = len(targets), None
+    if isinstance(loss, PerSampleLoss):
+        together = _call(loss, value, targets)
+        reduced = together if isinstance(together, Tensor) and together.ndim == 0 else None
+    elif alone is None:
+        return
+    batched = per_sample_losses(loss, value, targets)
+    if alone is None:
+        rows = ((select_rows(value, slice(i, i + 1), n), targets[i : i + 1]) for i in range(n))
+        alone = torch.cat([per_sample_losses(loss, z, target) for z, target in rows])
+    rounding = torch.finfo(alone.dtype).eps ** 0.5 * alone.abs().max()
+    if reduced is not None:
+        expected = sample_weights(loss, targets).to(alone) @ alone
+        if not (reduced - expected).abs() <= rounding:
+            raise ValueError(
+                f"the loss function must be the {loss.reduction} of the samples' losses, as "
+                f"reduction={loss.reduction!r} states: it gives {float(reduced):.6g} for {n} samples, their "
+                f"{loss.reduction} is {float(expected):.6g}.{broadcast_hint(value, targets)}"
+            )
+    if not (batched - alone).abs().max() <= rounding:
+        raise ValueError(
+            "a sample's loss must depend on its own row alone: the loss function gives other values for several "
+            "samples together than for each alone. Leave sums, means and normalisation over the batch out of it."
+        )
+
+
+def _call(loss: PerSampleLoss, value: Any, targets: Tensor) -> Any:
+    """Call the function of a loss on the samples together.
+
+    Raises:
+        ValueError: It cannot take the outputs and targets.
+    """
+    y = cast_targets(targets, value)
+    if isinstance(value, Tensor) and isinstance(loss.function, ELEMENTWISE):
+        y = fit_targets(y, value)
+    is_torch_loss = type(loss.function).__module__ == nn.MSELoss.__module__
+    if is_torch_loss and isinstance(value, Tensor) and y.is_floating_point() and y.shape != value.shape:
+        raise ValueError(
+            f"{loss.name} needs targets of the outputs' shape (M, {', '.join(map(str, value.shape[1:]))}): got "
+            f"(M{''.join(f', {size}' for size in targets.shape[1:])})."
+        )
+    try:
+        return loss.function(value, y)
+    except (RuntimeError, TypeError, IndexError, AttributeError, KeyError, ValueError) as error:
+        shapes = ", ".join(f"{tuple(z.shape)} of {z.dtype}" for z in tensors_of(value)) or type(value).__name__
+        raise ValueError(
+            f"the loss must accept the network's outputs and the targets: it fails on shapes {shapes} and "
+            f"{tuple(targets.shape)} of {targets.dtype}: {error}"
+        ) from error
+
+
+def _own_input(loss: Loss, returned: Any, targets: Tensor) -> Any:
+    """Return what a loss takes of that which a network returned, or None where it takes the outputs."""
+    if isinstance(loss, PerSampleLoss) and not isinstance(loss.function, ELEMENTWISE):
+        return returned
+    z = returned if isinstance(returned, Tensor) else _logits(returned)
+    if not isinstance(z, Tensor) or not z.is_floating_point():
+        return None
+    if not isinstance(loss, ClassLoss):
+        return z if fit_targets(targets, z).shape == z.shape else None
+    if targets.is_floating_point():
+        return z if targets.shape == z.shape else None
+    return z if z.ndim > 1 and classes_second(z, targets)[:, 0].shape == targets.shape else None
+
+
+def _logits(returned: Any) -> Any:
+    return returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)

@@ -1,4 +1,4 @@
-"""The network as a function of its trained weights."""
+"""The network as a function of its trained weights, and a fingerprint of that function."""
 
 import copy
 import threading
@@ -12,12 +12,15 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from epk_gp.core.torch_overrides import disable_fused_attention
-from epk_gp.core.plans import ModelCache, TensorSpec
-from epk_gp.core.torch_overrides import KeptActivations, quiet_checkpoints
-from epk_gp.core.torch_overrides import WrittenOutNormalisation
-from epk_gp.core.signature import ONE_TENSOR, Signature
 from epk_gp.core.checks import validate_texts
+from epk_gp.core.plans import ModelCache, TensorSpec
+from epk_gp.core.signature import ONE_TENSOR, Signature
+from epk_gp.core.torch_overrides import (
+    KeptActivations,
+    WrittenOutNormalisation,
+    disable_fused_attention,
+    quiet_checkpoints,
+)
 
 # The batch of inputs carries this attribute in a forward pass, so that what is computed from it can be told from
 # parameters and constants, whatever their sizes (`autodiff.interception`).
@@ -383,3 +386,36 @@ def zero_final_layer(net: nn.Module) -> nn.Module:
         for p in holders[-1].parameters(recurse=False):
             p.zero_()
     return net
+
+
+NUM_FINGERPRINT_POINTS = 4  # inputs whose outputs are stored with a run (part of format version 2)
+
+
+def perturbed_initial(initial: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+    """Return the initial weights moved by 0.1 sin(i), i the index of the weight.
+
+    At the initial weights themselves a last layer of zeros would make the outputs of all networks equal.
+    """
+    wave = torch.arange(initial.numel(), device=initial.device, dtype=torch.float64).sin().to(initial.dtype)
+    return initial + 0.1 * wave
+
+
+def fingerprint_outputs(
+    model: FunctionalModel,
+    initial: Float[Tensor, " P"],
+    inputs: Shaped[Tensor, "M ..."],
+    statistics: Float[Tensor, " Q"] | None = None,
+) -> Float[Tensor, "n C"]:
+    """Return the network's outputs at the first n = min(4, M) inputs, with the initial weights perturbed.
+
+    Args:
+        model: The network.
+        initial: Its initial weights.
+        inputs: The training inputs.
+        statistics: Its initial moving statistics, if it has any; they are not perturbed, for a variance is positive.
+    """
+    state = perturbed_initial(initial)
+    if statistics is not None:
+        state = torch.cat([state, statistics.to(state)])
+    with torch.no_grad():
+        return model(model.unflatten(state), inputs[:NUM_FINGERPRINT_POINTS])

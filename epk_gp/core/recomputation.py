@@ -23,13 +23,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from epk_gp.core.trajectory import aligned
-from epk_gp.core.plans import TensorSpec
 from epk_gp.core.gradients import RunReplay, has_momentum
-from epk_gp.core.plans import rows_of_weights
-from epk_gp.core.update_law import CompactUpdate, restore_update, scaled_fields
-from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.update_law import OptimizerMemory, UpdateLaw
+from epk_gp.core.plans import TensorSpec, rows_of_weights
+from epk_gp.core.trajectory import Trajectory, aligned
+from epk_gp.core.update_law import CompactUpdate, OptimizerMemory, UpdateLaw, restore_update, scaled_fields
 from epk_gp.optimizers.update_rules import UpdateCoefficients, predict_step
 
 # Bytes of computed states that are held for the next reader, beside the stretch that is read; and bytes of what

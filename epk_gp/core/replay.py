@@ -18,21 +18,21 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from epk_gp.core.torch_overrides import disable_fused_attention
-from epk_gp.core.plans import TensorSpec
-from epk_gp.core.torch_overrides import KeptActivations, quiet_checkpoints
-from epk_gp.core.losses import loss_input, loss_terms
 from epk_gp.core.losses import (
     CrossEntropy,
     Loss,
     NegativeLogLikelihood,
     PerSampleLoss,
     fit_targets,
+    loss_input,
+    loss_terms,
     per_sample_losses,
     sample_weights,
 )
 from epk_gp.core.model import FunctionalModel, random_state_kept
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import ForwardPass, SeenRows, Step
+from epk_gp.core.torch_overrides import KeptActivations, disable_fused_attention, quiet_checkpoints
 
 _RANDOM_NUMBERS = threading.RLock()  # torch's default source of random numbers is the process's
 

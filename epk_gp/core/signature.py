@@ -14,18 +14,19 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from epk_gp.core.plans import TensorSpec
-from epk_gp.core.inputs import Graph, RecordedGraph
 from epk_gp.core.inputs import (
     DTYPES,
+    Graph,
     InputLayout,
     Inputs,
     InputTensor,
+    RecordedGraph,
     layout_from_json,
     pack_inputs,
     side_by_side,
     validate_same_layout,
 )
+from epk_gp.core.plans import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from epk_gp.core.step import fingerprint
 from epk_gp.core.checks import validate_count, validate_positive
+from epk_gp.core.step import fingerprint
 from epk_gp.distributed.cost_sample import Clock, MeasurableWork, SampledCosts
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Here, threads_of_workers

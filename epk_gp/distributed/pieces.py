@@ -16,8 +16,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
-from epk_gp.core.options import ComputeOptions
-from epk_gp.core.options import PendingResult, SupportsSubmit
+from epk_gp.core.options import ComputeOptions, PendingResult, SupportsSubmit
 from epk_gp.core.show import write_line
 from epk_gp.distributed.job import JOB, Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
 from epk_gp.storage.partial_sums import PartialSums

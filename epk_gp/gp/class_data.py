@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Int, Int64, Shaped
 from torch import Tensor
 
+from epk_gp.core.checks import as_tensor, validate_labels, validate_texts
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood, ignored_class
 from epk_gp.core.trajectory import Trajectory, parse_inputs
-from epk_gp.core.checks import as_tensor, validate_labels, validate_texts
 from epk_gp.gp.train_indices import parse_train_indices
 
 

@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from epk_gp.autodiff.sketches import rbf_features, tensor_sketch
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.class_data import float_inputs
 from epk_gp.gp.label_kernel import require_direction
 from epk_gp.gram.path_features import path_features
-from epk_gp.autodiff.sketches import rbf_features, tensor_sketch
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
+from epk_gp.autodiff.sketches import covering_order
+from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.gp.class_data import float_inputs
 from epk_gp.gp.label_features import InputFeatures
 from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale
 from epk_gp.gp.label_process import LabelProcess, centred_labels, condition_exactly, condition_on_features
-from epk_gp.autodiff.sketches import covering_order
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory, validate_path_of_nodes
 from epk_gp.quadrature.paths import WeightPath, straight
 

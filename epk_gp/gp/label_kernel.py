@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import posterior_points
-from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_features import trace_sketch
 from epk_gp.gram.sketch import PathSketch

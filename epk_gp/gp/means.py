@@ -6,8 +6,8 @@ from gpytorch.means import ConstantMean, Mean, ZeroMean
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.step import content_key
 from epk_gp.core.losses import apply_head
+from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.gp.output_coupling import OutputCoupling
 from epk_gp.kernels.config import KernelConfig

@@ -10,12 +10,12 @@ from gpytorch.distributions import MultivariateNormal
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.checks import validate_count, validate_number, validate_positive, validate_tensor
 from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import Head, resolve_head
+from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_trajectory
-from epk_gp.core.checks import validate_count, validate_number, validate_positive, validate_tensor
 from epk_gp.gp.likelihoods import NOISE_FLOOR
 from epk_gp.gp.marginal_likelihood import GramSpectrum, negative_log_marginal_likelihood, spectrum_of
 from epk_gp.gp.means import PriorMean, make_mean

@@ -7,10 +7,20 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.show import SHOWN_POINTS, Displayed, Entry, Summary, Table, columns_note, count, kind_of, number
-from epk_gp.core.plans import posterior_points
-from epk_gp.core.show import progress_bar
 from epk_gp.core.checks import validate_count, validate_number, validate_tensor
+from epk_gp.core.plans import posterior_points
+from epk_gp.core.show import (
+    SHOWN_POINTS,
+    Displayed,
+    Entry,
+    Summary,
+    Table,
+    columns_note,
+    count,
+    kind_of,
+    number,
+    progress_bar,
+)
 from epk_gp.gp.output_coupling import OutputCoupling
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.config import KernelConfig

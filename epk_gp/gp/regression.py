@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from epk_gp.core.inputs import Inputs
 from epk_gp.core.checks import validate_number
+from epk_gp.core.inputs import Inputs
 from epk_gp.gp.leave_one_out import leave_one_out
 from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.posterior import LogitPosterior

@@ -10,9 +10,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
+from epk_gp.core.checks import validate_count, validate_generator, validate_integer
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.trajectory import parse_inputs
-from epk_gp.core.checks import validate_count, validate_generator, validate_integer
 from epk_gp.gp.models import LogitGP, validate_gp
 from epk_gp.gp.posterior import joint_posterior_at
 from epk_gp.kernels.tagging import test_copy

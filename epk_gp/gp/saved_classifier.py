@@ -12,19 +12,17 @@ from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, fingerprint_outputs
 from epk_gp.core.options import ComputeOptions
-from epk_gp.core.step import fingerprint_data
-from epk_gp.core.model import NUM_FINGERPRINT_POINTS, fingerprint_outputs
-from epk_gp.core.model import FunctionalModel
-from epk_gp.core.step import Step
+from epk_gp.core.step import Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.gp.label_features import InputFeatures
 from epk_gp.gp.label_fit import LabelSettings
 from epk_gp.gp.label_kernel import LabelKernel
 from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, SketchedLabelProcess
 from epk_gp.gp.stacking import Stacking
 from epk_gp.gp.train_indices import NodesWithoutData
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.paths import chords, straight
 from epk_gp.storage.atomic_files import (
     MAX_JSON_BYTES,

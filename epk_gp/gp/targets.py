@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from epk_gp.core.checks import validate_count, validate_labels, validate_positive, validate_tensor
 from epk_gp.core.losses import Head
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.core.checks import validate_count, validate_labels, validate_positive, validate_tensor
 
 TargetKind = Literal["network", "dirichlet", "labels"]
 

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from epk_gp.core.trajectory import Trajectory
 from epk_gp.core.checks import as_tensor
+from epk_gp.core.trajectory import Trajectory
 
 
 class NodesWithoutData(Trajectory):

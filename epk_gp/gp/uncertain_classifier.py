@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor, nn
 
+from epk_gp.core.checks import validate_count
+from epk_gp.core.model import NUM_FINGERPRINT_POINTS
 from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.step import content_key
-from epk_gp.core.model import NUM_FINGERPRINT_POINTS
 from epk_gp.core.trajectory import Trajectory, network_outputs, validate_trajectory
-from epk_gp.core.checks import validate_count
 from epk_gp.gp.class_data import (
     class_inputs,
     class_labels,

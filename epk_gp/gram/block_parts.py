@@ -12,17 +12,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 import epk_gp
-from epk_gp.core.step import fingerprint, fingerprint_tensors
+from epk_gp.core.checks import validate_count
 from epk_gp.core.inputs import Points
 from epk_gp.core.show import progress_bar
-from epk_gp.core.checks import validate_count
+from epk_gp.core.step import fingerprint, fingerprint_tensors
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import threads_of_workers
 from epk_gp.gram.accumulator import transpose_block
-from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.context import IntegrationCheck
-from epk_gp.gram.tiles import GramPieces, Tile, block_tiles, ranges_of, sum_dtype, tile_points, tiles_of
-from epk_gp.gram.tiles import assembled
+from epk_gp.gram.context import ExecutionContext, IntegrationCheck
+from epk_gp.gram.tiles import GramPieces, Tile, assembled, block_tiles, ranges_of, sum_dtype, tile_points, tiles_of
 from epk_gp.quadrature.paths import path_identity
 from epk_gp.storage.atomic_files import checksum
 

@@ -1,24 +1,164 @@
 """A path kernel while it is being evaluated: what all tiles of a Gram block share."""
 
+from collections.abc import Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.core.options import ComputeOptions
+from epk_gp.autodiff.representations import ContractionCost, LeftFactor
 from epk_gp.core.losses import Head
-from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.model import FunctionalModel
-from epk_gp.core.trajectory import Trajectory
-from epk_gp.gram.context import IntegrationCheck
-from epk_gp.gram.context import KeptSums
-from epk_gp.gram.context import WeightPrefetcher
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.show import warn_uncertified
+from epk_gp.core.trajectory import Trajectory, flat_state
+from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
+from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.storage.stored import StoredStates
+
+_PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
+
+
+class WeightPrefetcher:
+    """Flat weights of a run, and its moving statistics behind them, for a pass from its first step to its last.
+
+    States in memory are returned as they are. Others are read by a thread of their own, two before they are asked for,
+    and kept for a while: states on disk (a packed state is the difference from the one before: to read one again is to
+    unpack all before it), and states that go to another device.
+
+    Args:
+        trajectory: The run.
+        reference: Gives dtype and device.
+    """
+
+    def __init__(self, trajectory: Trajectory, reference: Float[Tensor, "..."]) -> None:
+        self.trajectory, self.reference = trajectory, reference
+        reads = isinstance(trajectory.states, StoredStates) or reference.device != trajectory.device
+        self._reader = ThreadPoolExecutor(1) if reads else None
+        self._stream = torch.cuda.current_stream(reference.device) if reference.is_cuda else None
+        self._requested: dict[int, Future[Tensor]] = {}
+
+    def get(self, state: int, keep: int) -> Float[Tensor, " PQ"]:
+        """Return a state.
+
+        Args:
+            state: s in 0 .. S.
+            keep: How many states before it may be asked for again.
+        """
+        if self._reader is None:
+            return flat_state(self.trajectory, state, self.reference)
+        if state not in self._requested and self._requested and state < min(self._requested):
+            self._requested.clear()  # another pass
+        for number in range(state, min(state + _PREFETCH, self.trajectory.num_steps) + 1):
+            if number not in self._requested:
+                self._requested[number] = self._reader.submit(self._fetch, number)
+        for number in [number for number in self._requested if number < state - keep]:
+            del self._requested[number]
+        return self._requested[state].result()
+
+    def _fetch(self, state: int) -> Tensor:
+        """Read a state; copy it to a GPU behind the work that is queued there, without waiting for that."""
+        if self._stream is None or self.trajectory.device.type != "cpu":
+            return flat_state(self.trajectory, state, self.reference)
+        row = flat_state(self.trajectory, state, self.reference.new_empty(0, device="cpu"))
+        with torch.cuda.stream(self._stream):
+            return row.pin_memory().to(self.reference.device, non_blocking=True)
+
+
+@final
+@dataclass(eq=False)
+class IntegrationCheck:
+    """Count integrals over a step whose status says that they are not the change of the outputs.
+
+    Gram blocks have no certificate of their own: their nodes are those on which the adaptive rule integrated the
+    network's outputs. Sums stay on the device until `warn` reads them.
+    """
+
+    total: int = 0
+    _found: dict[QuadratureStatus, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def add(self, integral: Integral) -> None:
+        """Count one step's integrals."""
+        self.total += len(integral.status)
+        for status in QuadratureStatus:
+            if status.is_supported:
+                continue
+            has_it = integral.status == status
+            count, residual = has_it.sum(), (integral.residual * has_it).nan_to_num(0.0).amax()
+            if status in self._found:
+                count, residual = count + self._found[status][0], residual.maximum(self._found[status][1])
+            self._found[status] = (count, residual)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the counts as tensors: numbers of integrals, and of each status its number and largest residual."""
+        rows = [(int(count), float(residual)) for count, residual in self._found.values()]
+        return {
+            "integrals": torch.tensor(self.total, dtype=torch.int64),
+            "integrals.status": torch.tensor([int(status) for status in self._found], dtype=torch.int64),
+            "integrals.count": torch.tensor([count for count, _ in rows], dtype=torch.int64),
+            "integrals.residual": torch.tensor([residual for _, residual in rows], dtype=torch.float64),
+        }
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add the counts of a piece that was computed elsewhere (`state`)."""
+        self.total += int(state["integrals"])
+        found = (state[f"integrals.{name}"] for name in ("status", "count", "residual"))
+        for number, count, residual in zip(*found, strict=True):
+            status = QuadratureStatus(int(number))
+            if status in self._found:
+                before = self._found[status]
+                count, residual = count.to(before[0]) + before[0], residual.to(before[1]).maximum(before[1])
+            self._found[status] = (count, residual)
+
+    def warn(self) -> None:
+        """Emit one `CertificateWarning` if there is something to say."""
+        found = [(status, int(count), float(residual)) for status, (count, residual) in self._found.items()]
+        found = [entry for entry in found if entry[1]]
+        if not found:
+            return
+        reasons = ", ".join(f"{count} {status.name}" for status, count, _ in found)
+        message = (
+            f"the adaptive rule must integrate the outputs' change over each step: {sum(entry[1] for entry in found)} "
+            f"of {self.total} integrals of a point over a step did not ({reasons}; largest residual "
+            f"{max(entry[2] for entry in found):.2g}), so that nodes, and kernel values, are not exact. See "
+            "QuadratureStatus, and epk_gp.reconstruct for the certificate."
+        )
+        warn_uncertified(message)
+
+
+Sums = dict[int, LeftFactor]  # by number of the layer
+
+
+class KeptSums:
+    """Keeps sums while they fit into some memory; those that do not are computed again by each tile.
+
+    Attributes:
+        max_bytes: Limit of what is kept; 0, nothing, until a block with several tiles sets one.
+    """
+
+    def __init__(self) -> None:
+        self.max_bytes = 0
+        self._num_bytes = 0
+        self._sums: dict[Hashable, Sums] = {}
+
+    def get(self, key: Hashable) -> Sums | None:
+        """Return the sums that are kept under a key, if there are any."""
+        return self._sums.get(key)
+
+    def put(self, key: Hashable, sums: Sums) -> None:
+        """Keep sums if they fit."""
+        num_bytes = sum(factor.nbytes for factor in sums.values())
+        if self._num_bytes + num_bytes <= self.max_bytes:
+            self._num_bytes += num_bytes
+            self._sums[key] = sums
 
 
 def require_gradients_of_rows(model: FunctionalModel) -> None:

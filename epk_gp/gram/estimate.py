@@ -9,9 +9,9 @@ from typing import Unpack
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.losses import Head
 from epk_gp.core.inputs import Points
+from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.cost_estimate import (
     CostEstimate,
@@ -24,13 +24,11 @@ from epk_gp.distributed.cost_estimate import (
 from epk_gp.distributed.cost_sample import Clock, PieceKind, SampledCosts, Tick, sample_costs
 from epk_gp.distributed.job import Place, pickled
 from epk_gp.distributed.pieces import num_ahead
-from epk_gp.gram.sums import step_batches
 from epk_gp.gram.block_parts import PieceLayout, Share, StepInterval, piece_layout
-from epk_gp.gram.sums import Steps
 from epk_gp.gram.context import ExecutionContext
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.tiles import WHOLE, GramPieces, Tile, ranges_of, sum_dtype, sum_range, tile_points
-from epk_gp.gram.tiles import WHOLE_TILES
+from epk_gp.gram.sums import Steps, step_batches
+from epk_gp.gram.tiles import WHOLE, WHOLE_TILES, GramPieces, Tile, ranges_of, sum_dtype, sum_range, tile_points
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, gauss_legendre
 

@@ -12,18 +12,25 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.autodiff.dense import Cotangents, all_outputs, chosen_outputs, summed_outputs
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, all_outputs, chosen_outputs, summed_outputs
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.representations import LayerJacobian
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
+from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, LayerJacobian, OuterProductJacobian
 from epk_gp.autodiff.verification import allclose
 from epk_gp.core.trajectory import flat_state
 from epk_gp.gram.context import ExecutionContext
-from epk_gp.gram.pairs import FixedInputs, PairWeights, pair_cotangents
-from epk_gp.gram.pairs import PairSide, SetFactors, pair_products, set_factors
-from epk_gp.gram.pairs import PairBlock, PointSets, SetPairs, pair_blocks
+from epk_gp.gram.pairs import (
+    FixedInputs,
+    PairBlock,
+    PairSide,
+    PairWeights,
+    PointSets,
+    SetFactors,
+    SetPairs,
+    pair_blocks,
+    pair_cotangents,
+    pair_products,
+    set_factors,
+)
 from epk_gp.quadrature.rules import QuadratureRule
 
 # Rounding errors up to which weights count as symmetric, relative to the largest one: those that reach K(Z, Z) through

@@ -9,8 +9,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.step import fingerprint_tensors
 from epk_gp.core.inputs import Points
+from epk_gp.core.step import fingerprint_tensors
 from epk_gp.distributed.job import Place
 from epk_gp.gram.block_parts import GramPart, Share
 from epk_gp.storage.atomic_files import atomic_write, checksum, open_tensors

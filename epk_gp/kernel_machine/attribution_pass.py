@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.options import ComputeOptions
-from epk_gp.core.options import SupportsSubmit
-from epk_gp.core.step import fingerprint
-from epk_gp.core.show import ProgressBar, progress_bar
+from epk_gp.core.options import ComputeOptions, SupportsSubmit
 from epk_gp.core.recomputation import recomputation_of
+from epk_gp.core.show import ProgressBar, progress_bar
+from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, network_outputs
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Here, Piece, results_of, threads_of_workers
@@ -23,12 +22,16 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.tiles import MAX_RANGES, step_ranges
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.axes import Axis, parameter_parts
-from epk_gp.kernel_machine.certification import IntegrationRecord
-from epk_gp.kernel_machine.terms import Collector, TermSizes
-from epk_gp.kernel_machine.terms import Contribution
-from epk_gp.kernel_machine.terms import AttributionProblem, make_problem
-from epk_gp.kernel_machine.certification import PassProgress
-from epk_gp.kernel_machine.terms import StepResiduals, leaves_residuals
+from epk_gp.kernel_machine.certification import IntegrationRecord, PassProgress
+from epk_gp.kernel_machine.terms import (
+    AttributionProblem,
+    Collector,
+    Contribution,
+    StepResiduals,
+    TermSizes,
+    leaves_residuals,
+    make_problem,
+)
 from epk_gp.kernel_machine.vanilla_gd import parts_of_layers, vanilla_gd_pass, vanilla_gd_points
 from epk_gp.quadrature.paths import ChordPath, StraightPath, num_segments, path_identity
 from epk_gp.storage.partial_sums import PartialSums

@@ -1,25 +1,25 @@
-"""Certificates: what quadrature and rounding may leave of a sum over the run, and what is said where more is left."""
+"""Certificates: what quadrature and rounding may leave of a sum over the run, and how far a pass is."""
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.show import warn_uncertified
-from epk_gp.core.show import Entry, certificate_entry, number
 from epk_gp.core.gradients import ReplayedStep, mismatch_ratio, relative_rounding, replay_rounding, replayed_steps
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
+from epk_gp.core.show import Entry, ProgressBar, certificate_entry, number, warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_weights
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus
+from epk_gp.storage.partial_sums import PartialSums
 
 _FIXED_RULE_TOLERANCE = 1e-12  # what a fixed rule is measured by: the default of the adaptive one
 
@@ -332,3 +332,85 @@ def warn_if_uncertified(name: str, result: Certified) -> None:
     findings = describe_findings(result)
     if findings:
         warn_uncertified(f"{name} is not certified: {'; '.join(findings)}.")
+
+
+class PassProgress:
+    """The state of a pass, resumed from where partial sums have it.
+
+    Args:
+        checkpoint: Where the state is kept; nowhere if None.
+        sums: What the pass adds to; filled with what the checkpoint holds.
+        record: What the integrals left; continued from the checkpoint.
+        name: Name of the sums on disk; it must tell ways of dividing the work apart.
+        bar: A progress bar of steps.
+
+    Attributes:
+        done: Number of work items that the sums hold.
+        adjoint_state: The adjoint that the next work item needs.
+        evaluations: Gradient evaluations so far.
+        advice: How a call is made faster, for one that finds out that it will be long; None where it says nothing.
+    """
+
+    def __init__(
+        self,
+        checkpoint: PartialSums | None,
+        sums: Sequence[Tensor],
+        record: IntegrationRecord,
+        name: str = "sums",
+        bar: ProgressBar | None = None,
+    ) -> None:
+        self.checkpoint, self.sums, self.name, self.bar = checkpoint, sums, name, bar
+        self.adjoint_state: Tensor | None = None
+        self.advice: str | None = None
+        self.record, self.evaluations = record, 0.0
+        stored, self.done = ({}, 0) if checkpoint is None else checkpoint.load(name)
+        if not stored:
+            return
+        for i, total in enumerate(sums):
+            total.copy_(stored[f"sum.{i}"])
+        self.record.load(stored)
+        self.evaluations = float(stored["evaluations"])
+        self.adjoint_state = stored["carried"].to(sums[0]) if "carried" in stored else None
+
+    def advance(
+        self, integrals: Sequence[Integral], adjoint_state: Tensor | None, *, is_last: bool, num_steps: int = 1
+    ) -> None:
+        """Count one more work item, and save if it is time or the last one.
+
+        Args:
+            integrals: Those that were taken for it, and have not been counted.
+            adjoint_state: The adjoint that the next work item needs.
+            is_last: There is no work item after it.
+            num_steps: Steps of the run that it stands for.
+        """
+        self.done += 1
+        self.adjoint_state = adjoint_state
+        for integral in integrals:
+            self.record.add(integral)
+            self.evaluations += float(integral.evaluations.sum())
+        if self.bar is not None:
+            self.bar.update(num_steps)
+        if self.checkpoint is None or not (is_last or self.checkpoint.should_save):
+            return
+        state = self.state()
+        if adjoint_state is not None:
+            state["carried"] = adjoint_state
+        self.checkpoint.save(self.name, state, self.done)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return sums and certificate as tensors."""
+        state = {f"sum.{number}": total for number, total in enumerate(self.sums)}
+        return state | self.record.state() | {"evaluations": torch.tensor(self.evaluations, dtype=torch.float64)}
+
+    def add(self, state: Mapping[str, Tensor]) -> None:
+        """Add what other steps add to the same sums, and its certificate (`state`)."""
+        for i, total in enumerate(self.sums):
+            total += state[f"sum.{i}"].to(total)
+        self.merge(state)
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add the certificate and the evaluations of points that another pass went through (`state`)."""
+        other = replace(self.record, statuses=Counter())
+        other.load(state)
+        self.record.merge(other)
+        self.evaluations += float(state["evaluations"])

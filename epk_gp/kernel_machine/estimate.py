@@ -14,10 +14,10 @@ from torch import Tensor
 
 from epk_gp.autodiff.dense import PlannedModel
 from epk_gp.autodiff.verification import with_plan
-from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.gradients import replayed_steps
-from epk_gp.core.losses import Head
 from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.plans import weight_rows
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.cost_estimate import (
@@ -36,10 +36,8 @@ from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.attribute import parse_groupings
 from epk_gp.kernel_machine.attribution_pass import AttributionPass, AttributionPieces, TermSums
 from epk_gp.kernel_machine.axes import Axis
-from epk_gp.kernel_machine.certification import IntegrationRecord, StepMismatches, coarsest_dtype
-from epk_gp.kernel_machine.terms import make_problem, parse_problem
-from epk_gp.kernel_machine.certification import PassProgress
-from epk_gp.kernel_machine.terms import StepResiduals, leaves_residuals
+from epk_gp.kernel_machine.certification import IntegrationRecord, PassProgress, StepMismatches, coarsest_dtype
+from epk_gp.kernel_machine.terms import StepResiduals, leaves_residuals, make_problem, parse_problem
 from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.paths import WeightPath, straight
 from epk_gp.quadrature.rules import Rule, adaptive

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Unpack
 
@@ -10,27 +11,235 @@ import torch
 from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.dense import all_outputs, chosen_outputs
-from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.dense import PlannedModel, all_outputs, chosen_outputs
 from epk_gp.autodiff.verification import with_plan
-from epk_gp.core.show import warn_uncertified
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.losses import Head, apply_head, resolve_head
+from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.inputs import Inputs
-from epk_gp.core.losses import per_sample_losses
+from epk_gp.core.losses import Head, apply_head, per_sample_losses, resolve_head
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.show import Displayed, Entry, Summary, certificate_entry, count, kind_of, number, warn_uncertified
 from epk_gp.core.trajectory import Trajectory, flat_weights, network_outputs, parse_inputs
 from epk_gp.core.update_law import UpdateLaw
-from epk_gp.core.checks import validate_count
-from epk_gp.kernel_machine.axes import Axis, by_sample, validate_axes
-from epk_gp.kernel_machine.certification import run_findings, step_mismatches
+from epk_gp.kernel_machine.axes import (
+    Axis,
+    by_sample,
+    describe_axes,
+    group_namer,
+    largest_rows,
+    number_row,
+    place_table,
+    shown_places,
+    validate_axes,
+)
+from epk_gp.kernel_machine.certification import mismatch_finding, run_findings, step_mismatches
 from epk_gp.kernel_machine.curvature import curvature_error
 from epk_gp.kernel_machine.influence_pass import InfluencePass, InfluenceProblem, run_pass
-from epk_gp.kernel_machine.influence import Influence
-from epk_gp.kernel_machine.terms import validate_classes
-from epk_gp.kernel_machine.retrain import require_replays
-from epk_gp.kernel_machine.retrain import retrained_run
-from epk_gp.kernel_machine.influence import Smoothing
+from epk_gp.kernel_machine.retrain import require_replays, retrained_run
 from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedTraining
+from epk_gp.kernel_machine.terms import validate_classes
+
+_SMALLEST = 1e-6  # of drawn weights, relative to the range: the derivative in a weight needs its sample
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Averaging of the derivative over runs whose samples have random weights.
+
+    The derivative at the recorded weights is that of one point: where ReLUs switch, or training amplifies small
+    changes, it says little of larger ones. The average of the derivatives of runs with other weights is that of a
+    smooth function, the mean over the weights. Every second run has the weights mirrored, low + high - weights. Of
+    three runs and more the mean is trimmed, entry by entry: an eighth of the runs, and one at least, is left out on
+    either side, for the derivative under Adam is huge where a small gradient is about to change its sign.
+
+    Gradients are clipped to the bound that the recorder was told (`clip=`), or that a recorded step reached. One that
+    is neither stated nor reached is not known, and runs with large weights may go beyond it.
+
+    Attributes:
+        num_runs: Number of runs, each of which is trained again and costs what `influence` costs.
+        low: Smallest weight.
+        high: Largest weight. Weights from 0 to 2 predict small changes, those from 0 to 1 leaving out half.
+        seed: Seed of the weights.
+    """
+
+    num_runs: int = 8
+    low: float = 0.0
+    high: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise if no weights can be drawn.
+
+        Raises:
+            TypeError: A number is of another kind.
+            ValueError: There is no run, or the range of the weights is empty or holds negative ones.
+        """
+        validate_count(self.num_runs, "num_runs")
+        validate_integer(self.seed, "seed")
+        if not 0 <= self.low < self.high < float("inf"):
+            raise ValueError(f"weights must be drawn between 0 <= low < high: got {self.low} and {self.high}.")
+
+    def weights(self, num_samples: int) -> Iterator[Float64[Tensor, " M"]]:
+        """Yield the weights of the samples of each run."""
+        generator = torch.Generator().manual_seed(self.seed)
+        share = torch.ones(num_samples, dtype=torch.float64)
+        for run in range(self.num_runs):
+            is_mirrored = run % 2 == 1
+            share = 1 - share if is_mirrored else torch.rand(num_samples, generator=generator, dtype=torch.float64)
+            yield self.low + (self.high - self.low) * share.clamp(min=_SMALLEST)
+
+    def average(self, values: Float[Tensor, "runs *rest"]) -> Float[Tensor, "*rest"]:
+        """Return the trimmed mean over runs."""
+        count = len(values)
+        trimmed = max(1, count // 8) if count > 2 else 0
+        return values.sort(dim=0).values[trimmed : count - trimmed].mean(dim=0)
+
+
+_BY_POINT = ("outputs", "values", "adjoint_norms")  # what has a row for each point
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Influence(Displayed):
+    """How numbers that a trained network gives depend on the weights of its training samples.
+
+    Attributes:
+        outputs: The numbers, (n, K): the network's outputs, or what `function` makes of them.
+        values: Their derivatives, (n, K, M), or (n, K, G_1, G_2, ...) over the axes' groups. A weight multiplies the
+            loss terms of its sample; the divisor of a mean over a batch stays. `-values` predicts leaving a sample out.
+        adjoint_norms: Norm of the derivative of each number in the weights w_0 .. w_S of the run, (n, K, S + 1). Where
+            it grows by orders of magnitude towards the beginning, training amplifies small changes there, and the
+            derivative says little about large ones.
+        axes: What the values are split by.
+        max_step_mismatch: Largest difference of a recorded step from the one that the training gradients give.
+        mismatch_ratio: Largest ratio of such a difference to what rounding explains.
+        worst_step: The step that has it; -1 for a run without steps.
+        held: Parts of the training that are held as recorded, because how they follow from the gradients is not known
+            here: optimizers' preconditioners by name, and "moving statistics".
+        curvature_error: Share by which torch's derivative of the gradient of a step differs from differences of such
+            gradients, looked at in one direction; 0 where it does not.
+        doubts: What else is against the result, in words: steps that do not follow from the recorded options of the
+            optimizer; of a smoothed derivative, what is against any of its runs.
+        clipping: How the bound of gradient clipping is known, in words.
+        run_findings: What the recorded run itself says against derivatives in samples (`certification.run_findings`).
+    """
+
+    outputs: Float[Tensor, "n K"]
+    values: Float[Tensor, "n K *groups"]
+    adjoint_norms: Float[Tensor, "n K S1"]
+    axes: tuple[Axis, ...]
+    max_step_mismatch: float
+    mismatch_ratio: float
+    worst_step: int
+    held: tuple[str, ...]
+    curvature_error: float = 0.0
+    doubts: tuple[str, ...] = ()
+    clipping: str = ""
+    run_findings: tuple[str, ...] = ()
+
+    @property
+    def certified(self) -> bool:
+        """Whether every recorded step is the one that the training gradients give, and nothing of it is held."""
+        return not self.findings
+
+    @property
+    def growth(self) -> Float[Tensor, "n K"]:
+        """How much larger the derivative in the weights is along the run, at most, than in the trained weights."""
+        norms = self.adjoint_norms
+        return norms.amax(dim=2) / norms[:, :, -1].clamp(min=torch.finfo(norms.dtype).tiny)
+
+    @property
+    def std(self) -> Float[Tensor, "n K"]:
+        """Jackknife standard deviation sqrt(sum_i values_i^2), (n, K): how much retraining moves each number.
+
+        Its order over numbers means more than its size (docs/theory.md, section 10).
+
+        Raises:
+            ValueError: The values are not split by samples alone.
+        """
+        self._require_samples("std")
+        return self.values.square().sum(dim=2).sqrt()
+
+    def predict(self, weights: Float[Tensor, "... M"]) -> Float[Tensor, "... n K"]:
+        """Predict the numbers of networks that are trained with other weights of the samples, to first order.
+
+        Args:
+            weights: One weight per training sample, (M,) or (m, M): 1 as recorded, 0 to leave a sample out.
+
+        Raises:
+            TypeError: The weights are no tensor.
+            ValueError: The values are not split by samples alone, or there is not one weight per sample.
+        """
+        self._require_samples("predict()")
+        if not isinstance(weights, Tensor):
+            raise TypeError(f"weights must be a torch.Tensor: got {type(weights).__name__}.")
+        M = self.values.shape[2]
+        if weights.ndim == 0 or weights.shape[-1] != M:
+            raise ValueError(f"weights must hold one weight per sample, (..., {M}): got shape {tuple(weights.shape)}.")
+        if not torch.isfinite(weights).all():
+            raise ValueError("weights must be finite: they hold NaN or infinity.")
+        changes = torch.einsum("...i,nki->...nk", weights.to(self.values) - 1, self.values)
+        return self.outputs + changes
+
+    def _require_samples(self, what: str) -> None:
+        if not self._is_by_sample:
+            raise ValueError(
+                f"{what} needs the derivative in each sample's weight: it is split by others. Leave by= out."
+            )
+
+    @property
+    def _is_by_sample(self) -> bool:
+        return [axis.kind for axis in self.axes] == ["sample"] and len(self.axes[0].names) == len(self.axes[0].group)
+
+    @cached_property
+    def _is_finite(self) -> bool:
+        """Whether all values are finite, looked at once: they may be many."""
+        return bool(torch.isfinite(self.values).all())
+
+    @property
+    def findings(self) -> list[str]:
+        """Why the result is not certified, in words; empty if it is."""
+        findings = []
+        if not self.mismatch_ratio <= 1:
+            findings.append(mismatch_finding(self.worst_step, self.mismatch_ratio, self.max_step_mismatch))
+        if self.held:
+            findings.append(
+                f"how {', '.join(self.held)} would change with the gradients is not known: the derivative holds it as "
+                "recorded"
+            )
+        if not self.curvature_error <= 0:
+            findings.append(
+                f"torch's derivative of the gradient differs by {self.curvature_error:.2g} of its size from finite "
+                "differences: the gradient is that of no function (a straight-through estimator, fake quantisation, a "
+                "stop-gradient such as detach(), scale_grad_by_freq), or torch's second derivative of an operation is "
+                "wrong"
+            )
+        findings += self.run_findings
+        if not self._is_finite:
+            findings.append("the derivative is not finite: it explodes along the run (`adjoint_norms`)")
+        return list(dict.fromkeys([*findings, *self.doubts]))
+
+    def _summary(self) -> Summary:
+        (n, K), places = self.outputs.shape, shown_places(self.outputs)
+        head = replace(self, **{name: getattr(self, name)[: len(places)] for name in _BY_POINT})
+        rows = [number_row("value", places, head.outputs)]
+        if places and self._is_by_sample:
+            rows.append(number_row("jackknife standard deviation", places, head.std))
+        if places:
+            rows.append(number_row("growth along the run", places, head.growth))
+        rows += largest_rows("largest derivatives", places, head.values, group_namer(self.axes))
+        every = "every recorded step is the one that the training gradients give, and nothing of it is held"
+        return Summary(
+            f"Influence of {describe_axes(self.axes)} on {count(n, 'point')} × {count(K, 'output')}",
+            (
+                certificate_entry(self.findings, every),
+                Entry(
+                    "largest mismatch of a step", number(self.max_step_mismatch), "recorded against replayed weights"
+                ),
+                Entry("gradient clipping", self.clipping),
+                Entry("shape of values", f"{tuple(self.values.shape)}", kind_of(self.values)),
+            ),
+            place_table(self.outputs, places, rows),
+        )
+
 
 Function = Callable[[Tensor], Tensor]
 
@@ -99,18 +308,18 @@ def influence(
     if smoothing is None:
         return _said(_differentiate(whole, outputs))
     found, doubts = [], list[str]()
-    for number, weights in enumerate(_drawn(trajectory, smoothing)):
+    for index, weights in enumerate(_drawn(trajectory, smoothing)):
         run, difference = retrained_run(StackedTraining(trajectory), weights, parsed.memory_budget)
         _, own = _numbers(run, X, head, classes, function)
         options_of_run = parsed
         if parsed.checkpoint is not None:
-            options_of_run = replace(parsed, checkpoint=Path(parsed.checkpoint) / f"run-{number}")
+            options_of_run = replace(parsed, checkpoint=Path(parsed.checkpoint) / f"run-{index}")
         problem = replace(whole, trajectory=run, cotangents=own, factors=1 / weights, options=options_of_run)
         found.append(_differentiate(problem, outputs))
-        doubts += [f"of run {number} {finding}" for finding in found[-1].findings]
+        doubts += [f"of run {index} {finding}" for finding in found[-1].findings]
         if not difference[1] <= REPLAY_TOLERANCE[run.dtype]:
             doubts.append(
-                f"a replay with all weights 1 beside run {number} ends {float(difference[1]):.2g} of the way that the "
+                f"a replay with all weights 1 beside run {index} ends {float(difference[1]):.2g} of the way that the "
                 "weights went from the recorded network"
             )
     # a retrained run agrees with the network that trained it: whether that is the recorded one, the recorded run says

@@ -9,17 +9,15 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.autodiff.dense import Cotangents
-from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.representations import to_flat_order
-from epk_gp.autodiff.dense import PlannedModel, flat_columns
+from epk_gp.autodiff.dense import Cotangents, PlannedModel, flat_columns
 from epk_gp.autodiff.directional import statistics_jacobian
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.representations import ContractionCost, to_flat_order
+from epk_gp.core.gradients import RunReplay
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.step import fingerprint
-from epk_gp.core.gradients import RunReplay
 from epk_gp.core.show import ProgressBar, progress_bar
+from epk_gp.core.step import fingerprint
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, step_coefficients
 from epk_gp.core.update_law import UpdateLaw
 from epk_gp.distributed.job import Place

@@ -19,20 +19,15 @@ from torch import Tensor
 from torch.func import jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.autodiff.dense import Cotangents
-from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode
+from epk_gp.autodiff.dense import Cotangents, PlannedModel
+from epk_gp.autodiff.forward_mode import exclusive_forward_mode, forward_mode, require_second_derivatives
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
-from epk_gp.autodiff.representations import to_flat_order
-from epk_gp.autodiff.dense import PlannedModel
-from epk_gp.autodiff.forward_mode import require_second_derivatives
-from epk_gp.core.step import tensor_bytes
+from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.core.gradients import RunReplay
 from epk_gp.core.replay import PassData, seen_losses
-from epk_gp.core.step import Step
+from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.trajectory import flat_state
-from epk_gp.kernel_machine.terms import grouped_products
-from epk_gp.kernel_machine.terms import AttributionProblem
+from epk_gp.kernel_machine.terms import AttributionProblem, grouped_products
 
 # Floating-point operations that cost as much time as making one forward-mode pass does beside its products, and as
 # writing and reading one number of the samples' gradients. Measured on the two-core machine of docs/benchmarks.md at

@@ -14,10 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import RunReplay
-from epk_gp.optimizers.update_rules import EPSILON, ClipNorm, is_clipped
 from epk_gp.core.trajectory import flat_weights, held_coefficients
 from epk_gp.core.update_law import OptimizerMemory, StepLaw, UpdateLaw
-from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices
+from epk_gp.optimizers.update_rules import EPSILON, ClipNorm, UpdateCoefficients, apply_matrices, is_clipped
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,14 +10,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from epk_gp.core.gradients import RunReplay, UnseenMove
-from epk_gp.core.torch_overrides import WrittenOutNormalisation
-from epk_gp.core.show import ProgressBar
-from epk_gp.optimizers.update_rules import Clip, ClipValue, is_clipped, step_clip
 from epk_gp.core.replay import PassData, passes_of
+from epk_gp.core.show import ProgressBar
 from epk_gp.core.step import Step
+from epk_gp.core.torch_overrides import WrittenOutNormalisation
 from epk_gp.core.trajectory import Trajectory, flat_state, flat_weights, held_coefficients
 from epk_gp.core.update_law import StepLaw, UpdateLaw
-from epk_gp.optimizers.update_rules import UpdateCoefficients, apply_matrices
+from epk_gp.optimizers.update_rules import Clip, ClipValue, UpdateCoefficients, apply_matrices, is_clipped, step_clip
 
 # By how much the run that is replayed with all weights 1 may miss the recorded one, relative to the way that the
 # recorded weights went.

@@ -14,17 +14,18 @@ from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.representations import LeftFactor
 from epk_gp.core.step import Step
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, held_coefficients
-from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.gram.accumulator import NodeBatch, StepAverage, add_to_averages
+from epk_gp.gram.accumulator import GramAccumulator, NodeBatch, StepAverage, add_to_averages
+from epk_gp.kernel_machine.certification import PassProgress
 from epk_gp.kernel_machine.terms import (
+    AttributionProblem,
     Emit,
+    IntegratedLine,
     SampleContributions,
     UnexplainedContribution,
     WeightsContribution,
+    integrate_stretch,
+    leaves_residuals,
 )
-from epk_gp.kernel_machine.terms import AttributionProblem, IntegratedLine, integrate_stretch
-from epk_gp.kernel_machine.certification import PassProgress
-from epk_gp.kernel_machine.terms import leaves_residuals
 from epk_gp.quadrature.paths import stretches_of
 
 

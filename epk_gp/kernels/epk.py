@@ -11,10 +11,10 @@ from jaxtyping import Float, Shaped, UInt8
 from linear_operator import LinearOperator
 from torch import Tensor
 
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.losses import Head
-from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.core.checks import validate_count
+from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeSettings, parse_options
+from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES
 from epk_gp.kernels.cache import BlockCache

@@ -11,9 +11,9 @@ from jaxtyping import Float, Shaped
 from linear_operator import to_linear_operator
 from torch import Tensor, nn
 
+from epk_gp.core.model import FunctionalModel
 from epk_gp.core.plans import TensorSpec
 from epk_gp.core.step import content_key
-from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, validate_trajectory
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.tagged_points import as_points, requires_graph, tag_points

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
+from epk_gp.core.inputs import Points
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import summed_block_points
-from epk_gp.core.inputs import Points
 from epk_gp.core.trajectory import Trajectory
+from epk_gp.gram.pairs import SetPairs
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import trace_coefficients
-from epk_gp.gram.pairs import SetPairs
 
 Outputs = Literal["full", "independent", "trace", "sum"] | int
 

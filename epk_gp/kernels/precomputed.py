@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.losses import Head
 from epk_gp.core.inputs import Points
+from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory, parse_inputs, validate_points_layout
 from epk_gp.kernels.epk import UNSUPPORTED_OPTIONS, EPKKernel
 from epk_gp.kernels.normalization import Normalization

@@ -10,12 +10,11 @@ from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOpe
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.core.step import content_key
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.checks import validate_count, validate_integer
 from epk_gp.gram.path_kernel import PathKernel
-from epk_gp.gram.sketch import validate_path_of_nodes
-from epk_gp.gram.sketch import PathSketch
+from epk_gp.gram.sketch import PathSketch, validate_path_of_nodes
 from epk_gp.kernels.config import KernelConfig
 from epk_gp.kernels.gradient_demand import is_gradient_dropped, is_gradient_joint
 from epk_gp.kernels.tagged_points import as_points, requires_graph, same_points, squeeze_repeated

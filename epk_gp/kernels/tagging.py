@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from epk_gp.core.inputs import Inputs, pack_inputs
 from epk_gp.core.checks import validate_has_values
+from epk_gp.core.inputs import Inputs, pack_inputs
 
 
 def train_copy(X: Inputs) -> Shaped[Tensor, "n columns"]:

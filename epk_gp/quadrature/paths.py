@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from epk_gp.core.model import FunctionalModel
 from epk_gp.core.checks import validate_count
+from epk_gp.core.model import FunctionalModel
 
 
 @dataclass(frozen=True)

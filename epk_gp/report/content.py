@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from epk_gp.core.show import count
 from epk_gp.core.losses import Head
+from epk_gp.core.show import count
 from epk_gp.quadrature.paths import ChordPath, LayerwisePath, ManhattanPath, StraightPath
 from epk_gp.report.card import run_card
 from epk_gp.report.certainty import Certainty, band, certainty, scores_of

@@ -11,12 +11,11 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from epk_gp.autodiff.verification import filter_own_warnings
-from epk_gp.core.show import CertificateWarning
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.kernel_machine.attribute import attribute_many
-from epk_gp.kernel_machine.attribute import GroupedAttribution
+from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.quadrature.paths import WeightPath
 from epk_gp.quadrature.rules import Rule
 from epk_gp.report.certificate import Certificate

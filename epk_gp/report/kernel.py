@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from epk_gp.analysis.spectrum import gram_spectrum
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.inputs import Points
+from epk_gp.core.options import ComputeOptions
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from epk_gp.analysis.maps import UncertaintyMap
 from epk_gp.analysis.planes import Plane, grid_coordinates, lift
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.inputs import Points
+from epk_gp.core.options import ComputeOptions
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.sketch import NUM_NODES, nodes_trajectory
 from epk_gp.plots.maps import map_handles, shades_of, uncertainty_map

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from epk_gp.analysis.label_errors import LabelErrors
 from epk_gp.analysis.maps import UncertaintyMap
-from epk_gp.core.options import ComputeSettings, parse_options
-from epk_gp.core.losses import Head
 from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeSettings, parse_options
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.certification import warn_if_uncertified
 from epk_gp.kernel_machine.influence import Influence

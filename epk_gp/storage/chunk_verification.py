@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epk_gp.core.checks import is_finite
 from epk_gp.core.step import Step
 from epk_gp.optimizers.update_rules import FIELDS
-from epk_gp.core.checks import is_finite
 from epk_gp.storage.atomic_files import open_tensors
 from epk_gp.storage.chunks import GROUPS, STORED_FIELDS, RowReader, read_groups
 from epk_gp.storage.index import Chunk, chunk_file, has_checksum

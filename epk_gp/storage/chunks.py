@@ -10,10 +10,9 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from epk_gp.core.step import tensor_bytes
-from epk_gp.optimizers.torch_rules import OptimizerGroup
+from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.core.update_law import CompactUpdate, compact_update
-from epk_gp.core.step import Step
+from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.codec import pack_rows, unpack_row
 from epk_gp.storage.index import Chunk, opened_chunk

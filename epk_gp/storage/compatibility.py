@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from epk_gp.core import losses
-from epk_gp.core.plans import TensorSpec
-from epk_gp.core.model import fingerprint_outputs
 from epk_gp.core.gradients import batch_gradient, step_tolerance
 from epk_gp.core.losses import CrossEntropy, Loss, MeanSquaredError, NegativeLogLikelihood
-from epk_gp.core.model import FunctionalModel, functionalize
+from epk_gp.core.model import FunctionalModel, fingerprint_outputs, functionalize
+from epk_gp.core.plans import TensorSpec
 from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.signature import signature_from_json
 from epk_gp.core.trajectory import Trajectory, batch_of

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from epk_gp.core.model import FunctionalModel
-from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.core.update_law import scaled_fields
+from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import FIELDS
 from epk_gp.storage.writer import Storage
 

@@ -11,9 +11,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from epk_gp.core.step import tensor_bytes
 from epk_gp.core.show import tracked
-from epk_gp.core.step import Step
+from epk_gp.core.step import Step, tensor_bytes
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients, broadcast_to_params
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.chunks import STORED_FIELDS, step_tensors

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from epk_gp.core.checks import is_finite
 from epk_gp.core.recomputation import recomputation_of, recomputed_run
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.core.checks import is_finite
 from epk_gp.storage.chunks import read_state
 from epk_gp.storage.index import Chunk, read_journal, resume_name
 from epk_gp.storage.schema import ChunkSchema

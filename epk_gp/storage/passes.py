@@ -10,8 +10,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from epk_gp.core.step import tensor_bytes
-from epk_gp.core.step import ForwardPass, Passes, SeenRows, Step
+from epk_gp.core.step import ForwardPass, Passes, SeenRows, Step, tensor_bytes
 from epk_gp.storage.index import Chunk, opened_chunk
 from epk_gp.storage.packing import DTYPES, Packed, pack_tensor, unpack_tensor
 from epk_gp.storage.pass_tables import CONTENT, MAX_RANDOM_BYTES, PARTS, PassTables, as_numbers

@@ -11,11 +11,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from epk_gp.core.gradients import with_kept_activations
-from epk_gp.core.step import fingerprint_data
 from epk_gp.core.losses import Loss
+from epk_gp.core.step import fingerprint_data
+from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.optimizers.torch_rules import OptimizerGroup
 from epk_gp.optimizers.update_rules import clip_from_json
-from epk_gp.core.trajectory import Trajectory, flat_state
 from epk_gp.storage.atomic_files import regular_file_size
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.compatibility import (

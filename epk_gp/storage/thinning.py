@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epk_gp.core.step import fingerprint_tensors
-from epk_gp.core.show import ProgressBar, progress_bar
-from epk_gp.core.update_law import CompactUpdate
 from epk_gp.core.checks import validate_count
+from epk_gp.core.show import ProgressBar, progress_bar
+from epk_gp.core.step import fingerprint_tensors
+from epk_gp.core.update_law import CompactUpdate
 from epk_gp.storage.atomic_files import checksum
 from epk_gp.storage.chunk_verification import read_steps
 from epk_gp.storage.chunks import STORED_FIELDS

@@ -12,10 +12,10 @@ from filelock import BaseFileLock
 from safetensors.torch import save
 from torch import Tensor
 
-from epk_gp.core.update_law import CompactUpdate
-from epk_gp.core.step import Step
-from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.core.checks import validate_count, validate_positive
+from epk_gp.core.step import Step
+from epk_gp.core.update_law import CompactUpdate
+from epk_gp.optimizers.update_rules import UpdateCoefficients
 from epk_gp.storage.atomic_files import atomic_write, checksum, checksummed_json, open_descriptor, sync_folder
 from epk_gp.storage.chunks import chunk_tensors
 from epk_gp.storage.index import (

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.losses import Head, apply_head, resolve_head
+from epk_gp.core.checks import validate_integer, validate_labels, validate_number
 from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import Head, apply_head, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs
-from epk_gp.core.checks import validate_integer, validate_labels, validate_number
 
 # Points that share a forward pass. Each point needs a backward pass of its own, which runs through the whole block.
 _BLOCK = 8

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from epk_gp.core.checks import validate_integer, validate_labels
 from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.inputs import Inputs
 from epk_gp.core.losses import CrossEntropy, per_sample_losses, sample_weights
 from epk_gp.core.trajectory import Trajectory, flat_state, parse_inputs, validate_trajectory
-from epk_gp.core.checks import validate_integer, validate_labels
 from quantities.alignment import angle
 
 

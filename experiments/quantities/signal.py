@@ -4,12 +4,11 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from epk_gp.core.losses import Head, resolve_head
-from epk_gp.core.losses import loss_terms
+from epk_gp.core.checks import validate_finite, validate_integer, validate_tensor
+from epk_gp.core.losses import Head, loss_terms, resolve_head
 from epk_gp.core.model import FunctionalModel
 from epk_gp.core.show import tracked
 from epk_gp.core.trajectory import Trajectory, batch_of, flat_state, parse_inputs
-from epk_gp.core.checks import validate_finite, validate_integer, validate_tensor
 from epk_gp.kernel_machine.vanilla_gd import validate_vanilla_gd, vanilla_lr
 from epk_gp.quadrature.rules import QuadratureRule, gauss_legendre, validate_rule
 from quantities.alignment import output_gradients

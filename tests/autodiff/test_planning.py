@@ -10,15 +10,12 @@ import torch
 
 import epk_gp as epk
 from epk_gp.autodiff import verification
-from epk_gp.autodiff.representations import ContractionCost
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
-from epk_gp.autodiff.representations import NodeWeights
+from epk_gp.autodiff.representations import ContractionCost, DenseJacobian, NodeWeights, OuterProductJacobian
 from epk_gp.autodiff.verification import plan_for, with_plan
-from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.gram.accumulator import GramAccumulator
-from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.gram.thinning import thin_path
-from epk_gp.kernel_machine.baselines import domingos_machine
+from epk_gp.kernel_machine.baselines import domingos_machine, tangent_trajectory
 from helpers import assert_close, make_case, surprising_run
 
 

@@ -8,12 +8,10 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 from epk_gp.autodiff import jacobians
-from epk_gp.autodiff.representations import ContractionCost
-from epk_gp.autodiff.dense import all_outputs
+from epk_gp.autodiff.dense import all_outputs, flat_columns
 from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
 from epk_gp.autodiff.layer_builder import LayerJacobianBuilder
-from epk_gp.autodiff.representations import to_flat_order
-from epk_gp.autodiff.dense import flat_columns
+from epk_gp.autodiff.representations import ContractionCost, to_flat_order
 from epk_gp.autodiff.verification import plan_for
 from epk_gp.core.trajectory import flat_weights
 

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from epk_gp.autodiff.jacobians import LogitsLastLayer, SoftmaxLastLayer, SoftmaxLastLayerAverage
 from epk_gp.autodiff.representations import (
+    DenseJacobian,
     LayerJacobian,
     LeftFactor,
     NodeWeights,
+    OuterProductJacobian,
     concat_rows,
     sum_outer_products,
     to_flat_order,
 )
-from epk_gp.autodiff.representations import DenseJacobian, OuterProductJacobian
 from epk_gp.gram.accumulator import GramAccumulator
 from helpers import assert_close
 

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 import epk_gp as epk
 import reference
-from epk_gp.autodiff.verification import plan_for
-from epk_gp.autodiff.verification import probe_rows
+from epk_gp.autodiff.verification import plan_for, probe_rows
 from epk_gp.gram.path_kernel import gram_diagonal_blocks
 from helpers import assert_close
 

@@ -10,9 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.losses import loss_input, loss_terms, takes_outputs, validate_loss_row_independence
-from epk_gp.core.losses import NegativeLogLikelihood, as_loss, per_sample_losses, sample_weights
 from epk_gp.core.inputs import select_rows, tensors_of
+from epk_gp.core.losses import (
+    NegativeLogLikelihood,
+    as_loss,
+    loss_input,
+    loss_terms,
+    per_sample_losses,
+    sample_weights,
+    takes_outputs,
+    validate_loss_row_independence,
+)
 from epk_gp.core.signature import ONE_TENSOR, Signature
 from epk_gp.recording.causes import validate_output_scale, validate_targets
 from helpers import assert_close

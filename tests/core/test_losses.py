@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.losses import validate_loss_row_independence
 from epk_gp.core.losses import (
     NegativeLogLikelihood,
     as_loss,
@@ -14,6 +13,7 @@ from epk_gp.core.losses import (
     per_sample_losses,
     sample_weights,
     soft_targets,
+    validate_loss_row_independence,
 )
 from helpers import assert_close
 from loops import data, huber, regression_data, soft_data

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from epk_gp.core import plans as memory_plan
-from epk_gp.core.plans import DifferentiationPlan
-from epk_gp.core.plans import MemoryPlan, rows_per_pass, weight_rows
+from epk_gp.core.plans import DifferentiationPlan, MemoryPlan, rows_per_pass, weight_rows
 
 PLAN = DifferentiationPlan(
     bias_of={"0.weight": "0.bias"},

@@ -9,10 +9,12 @@ from optimizer_cases import CASES, OF_TORCH, OPTIONS, batches, newton_schulz, op
 from torch import nn
 from torch.nn import functional as F
 
-from epk_gp.optimizers.torch_rules import REFUSED, RULES, orthogonalising_matrix
 from epk_gp.optimizers.torch_rules import (
+    REFUSED,
+    RULES,
     as_optimizers,
     learning_rate,
+    orthogonalising_matrix,
     rule_for,
     validate_fresh_optimizer,
     validate_unexplained,

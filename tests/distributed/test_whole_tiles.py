@@ -8,8 +8,7 @@ import torch
 
 import epk_gp as epk
 from distributed_cases import SMALL, Shuffled, StopError, Stopping, bytes_of, mixed, record, recorded, same
-from epk_gp.core.trajectory import BYTES
-from epk_gp.core.trajectory import flat_state
+from epk_gp.core.trajectory import BYTES, flat_state
 from epk_gp.distributed import pieces
 from epk_gp.gram import tiles
 from epk_gp.gram import tiles as tile_parts

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.inputs import Points
+from epk_gp.core.options import ComputeOptions
 from epk_gp.gp.label_features import InputFeatures
 from epk_gp.gp.label_fit import LabelSettings
 from epk_gp.gp.label_kernel import LabelKernel, median_lengthscale, squared_distances
@@ -17,8 +17,7 @@ from epk_gp.gp.label_process import (
     without_rounding,
 )
 from epk_gp.gram.path_kernel import gram_block
-from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.gram.sketch import trace_coefficients
+from epk_gp.gram.sketch import nodes_trajectory, trace_coefficients
 from epk_gp.quadrature.rules import left_endpoint
 from gp_cases import C, D, make_net, make_run
 

@@ -10,9 +10,8 @@ from torch.autograd import gradcheck
 
 import epk_gp as epk
 from epk_gp.core.trajectory import flat_state, network_outputs
-from epk_gp.kernel_machine.baselines import tangent_trajectory
 from epk_gp.gram.path_kernel import gram_block, gram_block_per_class, gram_diagonal_blocks
-from epk_gp.kernel_machine.baselines import k_prime_block
+from epk_gp.kernel_machine.baselines import k_prime_block, tangent_trajectory
 from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint
 from quantities.alignment import angle, gradient_alignment
 from quantities.path_geometry import line_profile

@@ -12,9 +12,8 @@ from epk_gp.autodiff.interception import UnsupportedParameterUseError
 from epk_gp.core import plans as memory_plan
 from epk_gp.gram import sketch as node_sketch
 from epk_gp.gram import sketch as path_sketch
-from epk_gp.gram.path_features import PathFeatures, trace_sketch
+from epk_gp.gram.path_features import PathFeatures, SketchError, trace_sketch
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.gram.path_features import SketchError
 from helpers import Case, assert_close, make_case
 
 

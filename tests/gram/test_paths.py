@@ -9,20 +9,19 @@ from path_runs import RUNS, queries, recorded
 
 import epk_gp as epk
 from distributed_cases import Shuffled
-from epk_gp.autodiff.verification import with_plan
 from epk_gp.autodiff.representations import DenseJacobian
+from epk_gp.autodiff.verification import with_plan
 from epk_gp.core.losses import loss_derivatives
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram import sums as nodes
-from epk_gp.gram import tiles as tile_parts
 from epk_gp.gram import tiles as gram_tiles
-from epk_gp.gram.accumulator import GramAccumulator
+from epk_gp.gram import tiles as tile_parts
+from epk_gp.gram.accumulator import GramAccumulator, StepAverage
 from epk_gp.gram.block_parts import Share, StepInterval, reduce_gram_parts
-from epk_gp.gram.estimate import estimate_gram
 from epk_gp.gram.context import KeptSums
+from epk_gp.gram.estimate import estimate_gram
 from epk_gp.gram.path_kernel import gram_block_part, gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.gram.accumulator import StepAverage
 from helpers import assert_close, make_case
 
 PATHS = {"chords_2": epk.chords(2), "manhattan": epk.manhattan(), "one_chord": epk.chords(100)}

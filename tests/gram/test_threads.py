@@ -11,8 +11,8 @@ from torch import Tensor
 
 import epk_gp as epk
 from epk_gp.autodiff.verification import plan_for
-from epk_gp.core.torch_overrides import disable_fused_attention
 from epk_gp.core.plans import TensorSpec
+from epk_gp.core.torch_overrides import disable_fused_attention
 from helpers import Case, make_case
 
 THREADS = 8

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import epk_gp as epk
 import reference
+from epk_gp.kernel_machine.adjoint import propagate
 from epk_gp.optimizers.update_rules import (
     LinearStep,
     UpdateCoefficients,
@@ -15,7 +16,6 @@ from epk_gp.optimizers.update_rules import (
     predict_step,
     stack_coefficients,
 )
-from epk_gp.kernel_machine.adjoint import propagate
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 TWO = [("SGD", {"momentum": 0.9, "lr": 0.1}), ("Adam", {"lr": 0.01})]

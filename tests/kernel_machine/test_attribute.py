@@ -19,11 +19,8 @@ from epk_gp.kernel_machine import attribution_pass
 from epk_gp.kernel_machine.adjoint import PassOptions, adjoint_pass
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import Axis, by_label, by_layer, by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.certification import IntegrationRecord
-from epk_gp.kernel_machine.terms import SampleContributions
-from epk_gp.kernel_machine.terms import make_problem
-from epk_gp.kernel_machine.certification import PassProgress
-from epk_gp.kernel_machine.terms import StepResiduals
+from epk_gp.kernel_machine.certification import IntegrationRecord, PassProgress
+from epk_gp.kernel_machine.terms import SampleContributions, StepResiduals, make_problem
 from epk_gp.kernel_machine.vanilla_gd import vanilla_gd_pass
 from helpers import NETWORKS, assert_close, make_case
 

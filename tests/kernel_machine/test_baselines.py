@@ -8,9 +8,13 @@ import torch
 import epk_gp as epk
 import reference
 from epk_gp.core.show import CertificateWarning
-from epk_gp.kernel_machine.baselines import tangent_trajectory
-from epk_gp.kernel_machine.baselines import chen_machine, domingos_machine, k_prime_block
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.baselines import (
+    chen_machine,
+    domingos_machine,
+    k_prime_block,
+    single_machine,
+    tangent_trajectory,
+)
 from helpers import assert_close, make_case
 
 

@@ -8,8 +8,8 @@ import torch
 
 import epk_gp as epk
 from distributed_cases import RULE, SMALL, Shuffled, inputs, recorded
-from epk_gp.kernel_machine import estimate, vanilla_gd
 from epk_gp.kernel_machine import adjoint as stretch_average
+from epk_gp.kernel_machine import estimate, vanilla_gd
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
 from epk_gp.kernel_machine.axes import by_label, by_sample, by_step

@@ -17,9 +17,9 @@ from weighted_loops import CLASSES, INPUTS, POINTS, Encoder, WeightedLoop, convo
 import epk_gp as epk
 from epk_gp.core.averages import averaged_trajectory, averaging_coefficients
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.optimizers.torch_rules import rule_for
 from epk_gp.kernel_machine.axes import by_label, by_parameter, by_sample, by_step
 from epk_gp.kernel_machine.influence_pass import InfluencePass
+from epk_gp.optimizers.torch_rules import rule_for
 from epk_gp.storage.partial_sums import PartialSums
 
 SAMPLES = (3, 7)

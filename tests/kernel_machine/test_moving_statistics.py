@@ -12,12 +12,12 @@ from torch.nn.utils import parametrizations
 
 from epk_gp.autodiff.directional import WeightSegment
 from epk_gp.autodiff.verification import plan_for
+from epk_gp.core.model import functionalize
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.plans import MemoryPlan
-from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import flat_state, network_outputs
-from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.gram.accumulator import averaged_jacobian
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernel_machine.terms import averaged_statistics_jacobian, integrate_stretch, make_problem
 from epk_gp.quadrature import adaptive as refinement
 from epk_gp.quadrature.adaptive import integrate

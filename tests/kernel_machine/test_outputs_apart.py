@@ -12,9 +12,8 @@ import epk_gp as epk
 from distributed_cases import Shuffled
 from epk_gp.core.plans import MemoryPlan
 from epk_gp.kernel_machine import adjoint
-from epk_gp.kernel_machine.attribute import attribute_many
+from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.attribution_pass import AttributionPass, AttributionPieces
-from epk_gp.kernel_machine.attribute import GroupedAttribution
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
 from epk_gp.kernel_machine.estimate import estimate_attribution
 from epk_gp.quadrature.paths import WeightPath

@@ -13,8 +13,8 @@ from epk_gp.kernel_machine import adjoint, estimate, vanilla_gd
 from epk_gp.kernel_machine import adjoint as stretch_average
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
 from epk_gp.kernel_machine.axes import by_parameter, by_sample, by_step
-from epk_gp.kernel_machine.estimate import estimate_attribution
 from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.estimate import estimate_attribution
 from helpers import assert_close
 
 PATHS = {"chords_2": epk.chords(2), "manhattan": epk.manhattan(), "one_chord": epk.chords(100)}

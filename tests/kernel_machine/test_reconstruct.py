@@ -4,15 +4,15 @@ from torch import Tensor
 
 import epk_gp as epk
 import reference
-from epk_gp.core.show import CertificateWarning
 from epk_gp.core.plans import MemoryPlan
+from epk_gp.core.show import CertificateWarning
 from epk_gp.datasets import three_gaussians
 from epk_gp.kernel_machine import terms as problem_module
 from epk_gp.kernel_machine import vanilla_gd
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_layer, by_sample, by_step
-from epk_gp.kernel_machine.terms import IntegratedLine
 from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.terms import IntegratedLine
 from epk_gp.quadrature.kinks import Kinks
 from epk_gp.quadrature.paths import WeightPath
 from helpers import NETWORKS, Case, assert_close, make_case

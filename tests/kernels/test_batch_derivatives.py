@@ -12,8 +12,8 @@ from gpytorch.distributions import MultivariateNormal
 from torch.autograd import gradcheck
 
 import epk_gp as epk
-from epk_gp.core.plans import MemoryPlan
 from epk_gp.core.model import FunctionalModel
+from epk_gp.core.plans import MemoryPlan
 from epk_gp.gram import input_derivatives
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.gradient_demand import is_gradient_joint

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from epk_gp.core.step import content_key
 from epk_gp.core.losses import CrossEntropy
+from epk_gp.core.step import content_key
 from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.cache import BlockCache
 from epk_gp.kernels.epk import EPKKernel

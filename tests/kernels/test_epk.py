@@ -5,8 +5,8 @@ import torch
 from gpytorch.kernels import RBFKernel
 from torch import Tensor, nn
 
-from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.inputs import Points
+from epk_gp.core.losses import CrossEntropy
 from epk_gp.gram.path_kernel import PathKernel, gram_block
 from epk_gp.kernels.epk import EPKKernel
 from epk_gp.kernels.tagging import test_copy, train_copy

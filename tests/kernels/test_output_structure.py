@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from epk_gp.core.options import ComputeOptions
 from epk_gp.core.inputs import Points
-from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.core.options import ComputeOptions
 from epk_gp.gram.pairs import PointSets, SetPairs
+from epk_gp.gram.path_kernel import PathKernel
 from epk_gp.kernels.output_structure import FullOutputs, PerClassOutputs, SumOutputs, TraceOutputs, parse_outputs
 from epk_gp.quadrature.rules import gauss_legendre
 from kernel_cases import C, D, assert_close

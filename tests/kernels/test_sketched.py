@@ -7,8 +7,7 @@ from linear_operator.operators import LowRankRootLinearOperator, MatmulLinearOpe
 
 import epk_gp as epk
 from epk_gp.gram.path_features import path_features
-from epk_gp.gram.sketch import nodes_trajectory
-from epk_gp.gram.sketch import PathSketch
+from epk_gp.gram.sketch import PathSketch, nodes_trajectory
 from epk_gp.kernels.epk import EPKKernel
 from kernel_cases import MODES, C, D, assert_close, make_run, mixed
 

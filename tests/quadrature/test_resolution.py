@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epk_gp.quadrature.intervals import rising_stages
-from epk_gp.quadrature.intervals import extrapolated_errors, legendre_errors, predicted_errors, spectrum
+from epk_gp.quadrature.intervals import extrapolated_errors, legendre_errors, predicted_errors, rising_stages, spectrum
 from epk_gp.quadrature.rules import gauss_legendre
 
 NODES = {"midpoint": ((0.5,), (0.2, 0.5, 0.8)), "four_nodes": (gauss_legendre(4).nodes, gauss_legendre(4).nodes)}

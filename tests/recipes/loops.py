@@ -9,8 +9,8 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 from torch.utils.data import DataLoader, TensorDataset
 
 import epk_gp as epk
-from epk_gp.core.averages import averaging_coefficients
 from epk_gp.callbacks import IndexedDataset
+from epk_gp.core.averages import averaging_coefficients
 from recipes.problem import C, batches, finish, images, vectors
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import epk_gp as epk
 from epk_gp.optimizers.update_rules import FIELDS, LinearStep, UpdateRule, broadcast_to_params
+from epk_gp.recording.setup import ClipValue
 from epk_gp.storage import export_run
 from epk_gp.storage.chunks import STORED_FIELDS
-from epk_gp.recording.setup import ClipValue
 from loops import data, mlp, sgd
 
 

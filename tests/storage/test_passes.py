@@ -12,16 +12,15 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from epk_gp.cli.runs import info
-from epk_gp.core.step import fingerprint_step
-from epk_gp.core.step import ForwardPass, SeenRows, Step
-from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_step
 from epk_gp.gram.thinning import _thinned
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.recording.history import RunHistory
 from epk_gp.storage import export_run
 from epk_gp.storage.check import check_run
 from epk_gp.storage.packing import BITS, DTYPES, RAW, Packed, pack_tensor, unpack_tensor
 from epk_gp.storage.pass_tables import PARTS
 from epk_gp.storage.passes import ContentInMemory, ContentOnDisk, PackedPasses, pack_passes, pack_step, packed_steps
-from epk_gp.recording.history import RunHistory
 from stored_runs import (
     add,
     begin,

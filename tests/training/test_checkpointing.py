@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import epk_gp as epk
-from epk_gp.core.gradients import with_kept_activations
-from epk_gp.core.gradients import batch_gradient
+from epk_gp.core.gradients import batch_gradient, with_kept_activations
 from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import flat_state
 from epk_gp.kernel_machine.loss_products import LossProducts

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import epk_gp as epk
-from epk_gp.core.step import fingerprint_data, fingerprint_start, fingerprint_step
 from epk_gp.core.model import functionalize
-from epk_gp.core.step import Step
+from epk_gp.core.step import Step, fingerprint_data, fingerprint_start, fingerprint_step
 from epk_gp.optimizers.update_rules import FIELDS, UpdateCoefficients
 
 X = torch.tensor([[1.0], [2.0], [-1.0], [0.5]], dtype=torch.float64)

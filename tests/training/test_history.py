@@ -7,9 +7,9 @@ import torch
 
 from epk_gp.core.step import ForwardPass, SeenRows, Step
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
-from epk_gp.storage.passes import PackedPasses
 from epk_gp.recording import history as history_module
 from epk_gp.recording.history import RunHistory
+from epk_gp.storage.passes import PackedPasses
 
 P = 3
 

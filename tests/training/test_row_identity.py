@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 import epk_gp as epk
 import page_code
+from epk_gp.callbacks import IndexedDataset
 from epk_gp.core import step as row_identity
 from epk_gp.core.losses import CrossEntropy
 from epk_gp.core.step import RowIdentity
 from epk_gp.datasets import digits
-from epk_gp.callbacks import IndexedDataset
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 import epk_gp as epk
 from epk_gp.core.gradients import batch_gradient
 from epk_gp.core.trajectory import batch_of
-from epk_gp.kernel_machine.baselines import chen_machine, k_prime_block
-from epk_gp.kernel_machine.baselines import single_machine
+from epk_gp.kernel_machine.baselines import chen_machine, k_prime_block, single_machine
 from helpers import assert_close
 
 RULE = epk.midpoint(1)

@@ -1,0 +1,205 @@
+"""Checks of arguments that many functions share: each raises if its value is not what its name says."""
+
+import os
+from collections.abc import Iterable
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+MIN_MEMORY_BUDGET = 1 << 20  # bytes; the smallest budget that the tests of the memory plan cover
+
+
+def validate_integer(value: object, name: str) -> None:
+    """Raise if a value is not an integer. NumPy's integers are integers, booleans are not.
+
+    Raises:
+        TypeError: The value is not an integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number: got {value!r}.")
+
+
+def validate_number(value: object, name: str) -> None:
+    """Raise if a value is not a real number. NumPy's numbers are numbers, booleans are not.
+
+    Raises:
+        TypeError: The value is not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number: got {value!r}.")
+
+
+def validate_positive(value: object, name: str) -> None:
+    """Raise if a value is not a positive, finite number.
+
+    Raises:
+        TypeError: The value is not a real number.
+        ValueError: The value is zero, negative, infinite or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a positive number: got {value!r}.")
+    if not 0 < float(value) < float("inf"):
+        raise ValueError(f"{name} must be positive and finite: got {value}.")
+
+
+def validate_count(value: object, name: str, *, minimum: int = 1) -> None:
+    """Raise if a value is not an integer of at least `minimum`. NumPy's integers are integers, booleans are not.
+
+    Args:
+        value: The value.
+        name: Name of the value in the error message.
+        minimum: The smallest value that is accepted.
+
+    Raises:
+        TypeError: The value is not an integer.
+        ValueError: The value is below the minimum.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number, at least {minimum}: got {value!r}.")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}: got {value}.")
+
+
+def validate_memory_budget(value: object) -> None:
+    """Raise if a value is not a memory budget of at least 1 MiB.
+
+    Raises:
+        TypeError: The value is not an integer.
+        ValueError: The value is below 1 MiB.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"memory_budget must be a whole number of bytes: got {value!r}.")
+    if value < MIN_MEMORY_BUDGET:
+        raise ValueError(f"memory_budget must be at least 1 MiB ({MIN_MEMORY_BUDGET} bytes): got {value}.")
+
+
+def validate_generator(value: object) -> None:
+    """Raise if a value is neither a `torch.Generator` nor None.
+
+    Raises:
+        TypeError: The value is another kind of object.
+    """
+    if value is not None and not isinstance(value, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator: got {value!r}. Make one with torch.Generator().manual_seed(0)."
+        )
+
+
+def validate_tensor(value: object, name: str, *, ndim: int | None = None, floating: bool = False) -> None:
+    """Raise if a value is not a dense tensor of real numbers.
+
+    Args:
+        value: The value.
+        name: Name of the value in the error message.
+        ndim: Number of dimensions that it must have; any by default.
+        floating: Whether its entries must be float32 or float64.
+
+    Raises:
+        TypeError: The value is not a tensor, or its entries are of another kind.
+        ValueError: It is sparse or on the device "meta", or has another number of dimensions.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor: got {type(value).__name__}. Convert it with torch.as_tensor.")
+    validate_has_values(value, name)
+    if floating and value.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64: got {value.dtype}.")
+    if ndim is not None and value.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimension{'s'[: ndim != 1]}: got shape {tuple(value.shape)}.")
+
+
+def validate_has_values(value: Tensor, name: str) -> None:
+    """Raise if the entries of a tensor cannot be read one by one.
+
+    Raises:
+        ValueError: The tensor is sparse, or on the device "meta".
+    """
+    if value.is_meta:
+        raise ValueError(f"{name} must hold values: got a tensor on the device 'meta'.")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be dense: got a tensor of layout {value.layout}. Call to_dense().")
+
+
+def validate_labels(labels: object, count: int, num_classes: int | None = None, *, name: str = "labels") -> None:
+    """Raise if a value is not one class index per point.
+
+    Args:
+        labels: The value.
+        count: Number of points.
+        num_classes: Number C of classes; indices are not compared with it by default.
+        name: Name of the value in the error message.
+
+    Raises:
+        TypeError: The value is not a tensor of integers.
+        ValueError: It has another shape than (count,), or an index is out of range.
+    """
+    validate_tensor(labels, name)
+    values = cast(Tensor, labels)
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"{name} must be class indices: got {values.dtype}. Use torch.int64.")
+    if values.shape != (count,):
+        raise ValueError(f"{name} must have one entry per point: got shape {tuple(values.shape)} for {count} points.")
+    if num_classes is not None and count and not 0 <= int(values.min()) <= int(values.max()) < num_classes:
+        low, high = int(values.min()), int(values.max())
+        raise ValueError(f"{name} must lie in 0..{num_classes - 1}: got {low}..{high}.")
+
+
+def is_finite(x: Shaped[Tensor, "..."]) -> bool:
+    """Return whether all numbers of a tensor are finite; a sum that is finite says so at a tenth of the cost."""
+    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
+
+
+def validate_finite(X: Shaped[Tensor, "n ..."], name: str, advice: str = "Remove or repair that point.") -> None:
+    """Raise if a tensor holds NaN or infinity, and name the first row that does. Integers are always finite.
+
+    Args:
+        X: Rows of numbers.
+        name: Name of the tensor in the error message.
+        advice: Last sentence of the error message.
+
+    Raises:
+        ValueError: A row holds NaN or infinity.
+    """
+    if X.is_floating_point() and not is_finite(X):
+        row = int((~torch.isfinite(X.reshape(X.shape[0], -1))).any(dim=1).nonzero()[0])
+        raise ValueError(f"{name} must be finite: row {row} holds NaN or infinity. {advice}")
+
+
+def as_tensor(value: Any, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """Return `torch.as_tensor` of a value; of an array a copy, which torch needs if it is reversed or read-only."""
+    if isinstance(value, np.ndarray):
+        value = value.astype(value.dtype.newbyteorder("="), order="C")
+    return torch.as_tensor(value, dtype=dtype, device=device)
+
+
+def validate_texts(texts: Iterable[str], name: str) -> None:
+    """Raise if a text cannot be written or printed: it holds half of a surrogate pair.
+
+    Raises:
+        ValueError: One of the texts cannot.
+    """
+    for text in texts:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError(f"{name} must be text that can be written: got {text!r}, with half of a surrogate pair.")
+
+
+def validate_new_folder(path: str | os.PathLike[str], name: str) -> None:
+    """Raise if a path can be no folder that files are written to.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It has a name that cannot be written, or is a file, or lies in one.
+        PermissionError: The folder, or the one that it would be made in, cannot be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name} must be a folder: got {path!r}.")
+    folder = Path(path).absolute()
+    place = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not place.is_dir():
+        raise ValueError(f"{name} must be a folder: {place} is a file. Choose another name.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(f"{name} must be a folder that can be written: {place} cannot. Choose another.")

@@ -1,0 +1,524 @@
+"""How a computation is carried out: how to differentiate the network, and block sizes from a memory budget.
+
+Every function here returns a number of points, rows, cotangents or steps, at least 1. docs/engine.md, section 7,
+derives what is counted. Sizes are in bytes unless a name says otherwise.
+"""
+
+import mmap
+import tempfile
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The dtype and the device of a computation."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def cast(self, X: Tensor) -> Tensor:
+        """Bring inputs to the computation: floating ones to its dtype, all to its device."""
+        return X.to(device=self.device, dtype=self.dtype) if X.is_floating_point() else X.to(self.device)
+
+
+@dataclass(frozen=True)
+class DifferentiationPlan:
+    """How to differentiate a network.
+
+    `autodiff.verification` builds the plan from one observed forward pass, and keeps in it only what reproduces plain
+    autograd on a few rows.
+
+    Attributes:
+        bias_of: Weights of layers (`autodiff.interception.LAYERS`), each with the trained bias that always goes with
+            it, or None.
+        dense_params: All other trained parameters. Their Jacobians are computed sample by sample.
+        supports_interpolation: Rows at different points of a segment of weights can share two calls per layer
+            (`autodiff.interception.InterpolatedWeights`).
+        supports_stacking: Equal parts of the rows can have weights of their own
+            (`autodiff.interception.StackedWeights`).
+        supports_jvp: Forward-mode derivatives work.
+        supports_double_backward: The result of reverse mode can be differentiated once more.
+        supports_batched_vjp: Several cotangents can be propagated backwards in one call.
+        calls_convolutions: The network calls convolutions. torch maps their second derivatives, and their passes over
+            weights, by loops and copies, so that neither is mapped.
+        supports_pool_windows: Gradients of convolutions may end at the max-pool that alone sees them
+            (`autodiff.layer_builder`).
+        supports_vmap: `torch.func.vmap` over samples works.
+        vmap_chunk_size: Number of samples that one `vmap` call takes.
+        activations_per_sample: Numbers that a forward pass computes per sample.
+        num_outputs: C.
+        calls_fused_functions: The network calls functions that interpolation writes out (recurrent layers, attention):
+            where rows are at few points of a segment, one pass for each point costs less.
+        shares_pass: A forward pass computes the rows of all points, whichever are asked for (nodes of a graph). Rows
+            are grouped by their weights then, and no layer is taken for one that sees the rows.
+        supports_mapped_passes: `torch.func.vmap` over the weights of such passes works.
+    """
+
+    bias_of: dict[str, str | None]
+    dense_params: tuple[str, ...]
+    supports_interpolation: bool
+    supports_stacking: bool
+    supports_jvp: bool
+    supports_double_backward: bool
+    supports_batched_vjp: bool
+    calls_convolutions: bool
+    supports_pool_windows: bool
+    supports_vmap: bool
+    vmap_chunk_size: int
+    activations_per_sample: int
+    num_outputs: int
+    calls_fused_functions: bool = False
+    shares_pass: bool = False
+    supports_mapped_passes: bool = False
+
+
+@dataclass(eq=False)
+class ModelCache:
+    """What was found out about a network, shared by all its variants and by all runs that have it.
+
+    Nothing in the cache depends on the weights, so runs that share a network (`tangent_trajectory`, `thin_path`) share
+    it too. A pickled or copied cache is empty.
+
+    Attributes:
+        needs_dense_plan: Some inputs use a parameter in a way that no layer-wise Jacobian covers: the plan treats every
+            parameter as dense.
+        plans: The plan for each dtype and device, with and without layers (`needs_dense_plan`).
+        feature_bytes: Bytes that the layer Jacobians of one point take, for each way of computing them.
+        vmap_second_derivatives: Whether `torch.func.vmap` reproduces second derivatives, for each dtype and device.
+        lock: Held while an entry is computed, so that several threads compute it once.
+    """
+
+    needs_dense_plan: bool = False
+    plans: dict[tuple[TensorSpec, bool], DifferentiationPlan] = field(default_factory=dict)
+    feature_bytes: dict[Hashable, int] = field(default_factory=dict)
+    vmap_second_derivatives: dict[TensorSpec, bool] = field(default_factory=dict)
+    lock: Any = field(default_factory=RLock, repr=False)
+
+    def __reduce__(self) -> tuple[type["ModelCache"], tuple[()]]:
+        """Return an empty cache as the pickled form: every entry can be found out again."""
+        return ModelCache, ()
+
+
+# Bytes of activations and gradients that a forward and backward pass may make before its memory is fetched anew instead
+# of being used again. Measured on two convolutions and MNIST images, float64: one Gram block takes 296 ms with 100
+# images at a time, 188 with 25 (48 MB), 255 with 6. The plain forward pass is 4 times slower with 400 than with 100,
+# because the C library returns large blocks to the system after each use. All outputs go back together: output by
+# output, with so many more rows at a time, blocks of five networks with convolutions took 0.97 to 1.26 times as long.
+PASS_BYTES = 48 << 20
+
+# Steps that are joined in one product, and summed in the points' dtype before they are added to the sum of all steps.
+MAX_STEP_BATCH = 16
+
+# Fewer and more weight states evaluated together than that gain nothing.
+MIN_STACKED, MAX_STACKED = 8, 256
+
+# Tensors of the size of a forward pass that a directional derivative holds at once: values, tangents, and both along
+# the direction, for an operation's input and its result.
+PASSES_PER_DIRECTIONAL_DERIVATIVE = 8
+
+# Directions along which the losses of a batch are differentiated together. Measured on batches of 64 images, float64:
+# 10 together take 0.6 to 0.8 of the time of 10 single passes (convolutions, attention), 0.3 to 0.4 (MLPs); 40 together
+# are as fast as 10 at a time, or slower (convolutions).
+_DIRECTIONS = 10
+
+# Points that are sketched at a time, at most, and bytes of their gradients and of what is made of them. They do not
+# follow the budget, so that features do not either. Measured on one thread, float32: gradients of 65,536 numbers take
+# 50 microseconds a point in arrays of 4 to 17 MB (a third of these bytes), 150 in arrays of 34 MB.
+SKETCHED_POINTS = 256
+SKETCHED_BYTES = 32 << 20
+
+# Number of elements of a temporary when positions of two layers are multiplied pair by pair.
+PAIR_ELEMENTS = 1 << 22
+
+# Numbers of a `vmap` call over samples: parameters and activations of every sample in it.
+VMAP_ELEMENTS = 1 << 24
+
+# Inputs at which a network is evaluated at a time, whatever the budget: networks that are compared with each other are
+# evaluated in equal blocks, so that equal ones give equal bytes.
+EVALUATED_ROWS = 512
+
+# Vectors of P numbers that go back through a run, or are trained, beside each other. Of an output, under Adam: the
+# adjoints of weights, gradient, momentum and second moment before and after a step, and what joins them. Of a trained
+# run: weights, gradient, what the optimizer keeps before and after the step, its coefficients, and what joins them.
+_VECTORS_OF_ADJOINT, _VECTORS_OF_RUN = 16, 16
+
+# Passes of a batch that a graph holds from which second derivatives are taken (a forward and a backward pass, each with
+# what it saves for its derivative), and that one adjoint makes on its way back through it.
+_PASSES_OF_GRAPH, _PASSES_OF_ADJOINT = 6, 6
+
+# Numbers of inputs that one backward pass of a batch gradient takes, so that memory stays bounded whatever the batch:
+# 32 MiB of float64 inputs.
+BATCH_GRADIENT_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Turns a memory budget into block sizes for one network in one dtype.
+
+    Attributes:
+        budget: Bytes for everything but the inputs and the result.
+        itemsize: Bytes of a number.
+        plan: How the network is differentiated, and what a forward pass computes.
+        num_weights: P.
+    """
+
+    budget: int
+    itemsize: int
+    plan: DifferentiationPlan
+    num_weights: int
+
+    def stacked_weights(self, num_points: int) -> int:
+        """Count the weight states at which the same points are evaluated together; 1 where that gains nothing.
+
+        An eighth of the budget holds, for each state, the weights and a forward and backward pass, 4 times over.
+        """
+        per_state = 4 * (self.itemsize * self.num_weights + num_points * self._pass_bytes)
+        in_cache = rows_per_pass(self.plan, self.itemsize, self.plan.num_outputs) // num_points
+        fitting = min(in_cache, self.budget // 8 // per_state, MAX_STACKED)
+        return fitting if fitting >= MIN_STACKED else 1
+
+    def steps_per_batch(self, feature_bytes: int) -> int:
+        """Count the steps or nodes whose layer Jacobians fit into an eighth of the budget.
+
+        Args:
+            feature_bytes: Of the layer Jacobians of one step or node. Two weight states come with them.
+        """
+        per_step = feature_bytes + 2 * self.num_weights * self.itemsize
+        return max(1, min(MAX_STEP_BATCH, self.budget // (8 * per_step)))
+
+    def tile_points(self, num_output_pairs: int, feature_bytes: int) -> int:
+        """Count the points on each side of a square tile of a Gram block.
+
+        Half of the budget holds, for each pair of points, four sums of products of outputs (of all ranges of steps, and
+        of one: total, deferred sum, scratch) and one of inputs. A quarter, and what pairs leave of their half, holds,
+        for each point, a forward and backward pass, up to the size of one pass, and three sets of layer Jacobians (left
+        side, right side, average).
+
+        Args:
+            num_output_pairs: Pairs of outputs in the tile.
+            feature_bytes: Of the layer Jacobians of one point.
+        """
+        of_pair = self._pair_bytes(num_output_pairs)
+        by_pairs = int((self.budget / 2 / of_pair) ** 0.5)
+        share, of_point = 3 * self.budget // 4, 3 * feature_bytes
+        all_in_one_pass = _most_points(of_pair, self._all_outputs_bytes + of_point, share)
+        in_several = _most_points(of_pair, of_point, share - PASS_BYTES - self._all_outputs_bytes)
+        return max(1, min(by_pairs, max(all_in_one_pass, in_several)))
+
+    def kept_bytes(self, num_output_pairs: int, feature_bytes: int, num_rows: int, num_columns: int) -> int:
+        """Return the bytes that a tile leaves of the half of the budget that is meant for its pairs of points.
+
+        Args:
+            num_output_pairs: Pairs of outputs in the tile.
+            feature_bytes: Of the layer Jacobians of one point.
+            num_rows: Points on its left.
+            num_columns: Points on its right.
+        """
+        num_points = max(num_rows, num_columns)
+        of_passes = min(num_points * self._all_outputs_bytes, PASS_BYTES + self._all_outputs_bytes)
+        of_points = of_passes + 3 * feature_bytes * num_points
+        of_pairs = num_rows * num_columns * self._pair_bytes(num_output_pairs)
+        return max(0, self.budget // 2 - of_pairs - max(0, of_points - self.budget // 4))
+
+    def _pair_bytes(self, num_output_pairs: int) -> int:
+        """Bytes of the sums of a pair of points."""
+        return self.itemsize * (4 * num_output_pairs + 1)
+
+    def derivative_points(self, num_output_pairs: int, feature_bytes: int) -> int:
+        """Count the points on each side of a block whose derivative in the points is taken.
+
+        An eighth of the budget holds the block's products. Half of it holds, for each point, 4 passes (forward and
+        backward, and both of these differentiated) and 8 sets of layer Jacobians, which the graph keeps.
+        """
+        by_products = int((self.budget / (8 * self.itemsize * num_output_pairs)) ** 0.5)
+        per_point = 4 * self._all_outputs_bytes + 8 * feature_bytes
+        return max(1, min(by_products, self.budget // (2 * per_point)))
+
+    def adjoint_points(self, num_outputs: int) -> int:
+        """Count the points whose adjoints are carried at a time; 0 where those of one point do not fit.
+
+        Half of the budget holds, for each point and output, 7 vectors of P numbers (adjoints, averaged Jacobians, their
+        dense layers and the products of both) and 8 passes.
+
+        Args:
+            num_outputs: K, outputs that are asked for.
+        """
+        per_point = 7 * num_outputs * self.num_weights + 8 * self.plan.activations_per_sample * (num_outputs + 3)
+        return self.budget // (2 * self.itemsize * per_point)
+
+    def adjoint_samples(self) -> int:
+        """Count the training samples whose loss gradients are written out at a time.
+
+        An eighth of the budget holds 3 vectors of P numbers and 8 passes of each.
+        """
+        per_sample = 3 * self.num_weights + 8 * self.plan.activations_per_sample
+        return max(1, min(self.budget // (8 * self.itemsize * per_sample), rows_per_pass(self.plan, self.itemsize)))
+
+    def forward_mode_directions(self, num_rows: int) -> int:
+        """Count the directions along which the losses of a batch are differentiated together.
+
+        Half of the budget holds, for each direction, its P numbers and 4 passes of the batch.
+
+        Args:
+            num_rows: Rows of the batch.
+        """
+        per_direction = self.num_weights + 4 * self.plan.activations_per_sample * num_rows
+        return max(1, min(_DIRECTIONS, self.budget // (2 * self.itemsize * per_direction)))
+
+    def influence_points(self, num_outputs: int) -> int:
+        """Count the points whose adjoints go back through a run together, for `influence`; 0 where one does not fit.
+
+        Half of the budget holds, for each point and output, 16 vectors of P numbers.
+
+        Args:
+            num_outputs: K, outputs that are asked for.
+        """
+        per_point = _VECTORS_OF_ADJOINT * num_outputs * self.num_weights
+        return self.budget // (2 * self.itemsize * per_point)
+
+    def curvature_rows(self) -> int:
+        """Count the rows of a pass whose second derivatives are taken together, where rows do not depend on each other.
+
+        A quarter of the budget holds the graph of the forward and backward pass, 6 passes of each row.
+        """
+        per_row = _PASSES_OF_GRAPH * self.plan.activations_per_sample
+        return max(1, self.budget // (4 * self.itemsize * per_row))
+
+    def curvature_adjoints(self, num_rows: int) -> int:
+        """Count the adjoints that go back through the graph of a pass together.
+
+        A quarter of the budget holds, for each adjoint, 4 vectors of P numbers (the adjoint and its products, as
+        computed and as joined) and 6 passes of the rows.
+
+        Args:
+            num_rows: Rows of the pass.
+        """
+        per_adjoint = 4 * self.num_weights + _PASSES_OF_ADJOINT * num_rows * self.plan.activations_per_sample
+        return max(1, self.budget // (4 * self.itemsize * per_adjoint))
+
+    def retrained_runs(self, num_rows: int) -> int:
+        """Count the runs that are trained again together; one more, with all weights 1, comes along.
+
+        Half of the budget holds 16 vectors of P numbers of each run. The other half holds 6 passes of a batch of each;
+        of one run at a time for networks with convolutions, whose passes are not mapped over runs.
+
+        Args:
+            num_rows: Rows of the largest batch.
+        """
+        elements = self.budget // (2 * self.itemsize)
+        by_vectors = elements // (_VECTORS_OF_RUN * self.num_weights)
+        if self.plan.calls_convolutions:
+            return max(1, by_vectors - 1)
+        by_passes = elements // (_PASSES_OF_GRAPH * max(1, num_rows) * self.plan.activations_per_sample)
+        return max(1, min(by_vectors, by_passes) - 1)
+
+    def statistics_rows(self, num_outputs: int, num_statistics: int) -> int:
+        """Count the rows whose gradients in the moving statistics are computed at a time.
+
+        An eighth of the budget holds, for each row, 2 K + 6 vectors of Q numbers (gradients, their weighted copies,
+        the row's own statistics) and 8 passes.
+
+        Args:
+            num_outputs: K, outputs that are asked for.
+            num_statistics: Q.
+        """
+        per_row = 2 * (num_outputs + 3) * num_statistics + 8 * self.plan.activations_per_sample
+        return max(1, min(self.budget // (8 * self.itemsize * per_row), rows_per_pass(self.plan, self.itemsize)))
+
+    def vanilla_gd_points(self, feature_bytes: int) -> int:
+        """Count the points whose contributions under plain gradient descent are computed at a time.
+
+        A quarter of the budget holds a forward and backward pass and 12 sets of layer Jacobians of each: those of the
+        nodes, their average, and what joins them.
+        """
+        per_point = self._all_outputs_bytes + 12 * feature_bytes
+        return max(1, self.budget // (4 * per_point))
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of the layer Jacobians at nodes of a line that are held together; the next ones are computed beside."""
+        return self.budget // 4
+
+    def vanilla_gd_samples(self, max_samples: int, num_points: int, num_outputs: int, num_parts: int) -> int:
+        """Count the training samples in a block of contributions to N points: 4 such blocks fill the budget.
+
+        Args:
+            max_samples: Largest count.
+            num_points: N.
+            num_outputs: Outputs of each that are explained.
+            num_parts: Parts of the network that are told apart.
+        """
+        values = num_outputs * num_points * num_parts
+        return max(1, min(max_samples, self.budget // (4 * self.itemsize * values)))
+
+    def directional_rows(self) -> int:
+        """Count the rows whose values and directional derivatives are computed at a time."""
+        elements = self.budget // (PASSES_PER_DIRECTIONAL_DERIVATIVE * self.itemsize)
+        return max(1, min(elements // self.plan.activations_per_sample, rows_per_pass(self.plan, self.itemsize)))
+
+    def kink_search_rows(self) -> int:
+        """Count the rows that are searched for kinks at a time.
+
+        Inputs and gradients of every piecewise operation stay in memory: a quarter of the rows of `directional_rows`.
+        """
+        return max(1, self.directional_rows() // 4)
+
+    @property
+    def _all_outputs_bytes(self) -> int:
+        """Bytes of a point's forward pass, of the gradients of all outputs, and of what an operation makes of both."""
+        return (self.plan.num_outputs + 3) * self._activation_bytes
+
+    @property
+    def _activation_bytes(self) -> int:
+        return self.plan.activations_per_sample * self.itemsize
+
+    @property
+    def _pass_bytes(self) -> int:
+        """Bytes of a sample's forward and backward pass for all outputs."""
+        return self._activation_bytes * (self.plan.num_outputs + 2)
+
+
+def _most_points(of_pair: int, of_point: int, share: int) -> int:
+    """Return the largest n for which of_pair n^2 + of_point n is at most a share of the budget."""
+    if share <= 0:
+        return 0
+    return int(2 * share / (of_point + (of_point**2 + 4 * of_pair * share) ** 0.5))
+
+
+def rows_per_pass(plan: DifferentiationPlan, itemsize: int, num_cotangents: int = 1) -> int:
+    """Count the samples whose forward and backward pass stays within `PASS_BYTES`.
+
+    Args:
+        plan: What a forward pass computes.
+        itemsize: Bytes of a number.
+        num_cotangents: Gradients that are propagated back at once. Two more passes hold the activations themselves and
+            what the current operation makes.
+    """
+    return max(1, PASS_BYTES // (plan.activations_per_sample * itemsize * (num_cotangents + 2)))
+
+
+def sketched_rows(feature_bytes: int) -> int:
+    """Count the points that are sketched at a time.
+
+    Args:
+        feature_bytes: Of the layer Jacobians of one point, and of what is made of them.
+    """
+    return max(1, min(SKETCHED_POINTS, SKETCHED_BYTES // max(1, feature_bytes)))
+
+
+def cotangents_per_pass(plan: DifferentiationPlan, itemsize: int, num_rows: int, num_cotangents: int) -> int:
+    """Count the cotangents that are propagated back at once.
+
+    As many as fit into `PASS_BYTES`.
+    """
+    pass_bytes = max(1, num_rows) * plan.activations_per_sample * itemsize
+    return max(1, min(num_cotangents, PASS_BYTES // pass_bytes - 2))
+
+
+def fits_pass(num_elements: int, itemsize: int) -> bool:
+    """Return whether a pass may hold so many numbers beside its own."""
+    return num_elements * itemsize <= PASS_BYTES
+
+
+def vmap_chunk_size(num_weights: int, activations_per_sample: int) -> int:
+    """Count the samples that one `vmap` call takes."""
+    return max(1, VMAP_ELEMENTS // (num_weights + activations_per_sample))
+
+
+def weight_rows(budget: int, itemsize: int, num_weights: int) -> int:
+    """Count the rows of P numbers, one for each step of a run, that a quarter of the budget holds.
+
+    A run that has more of them keeps all of them in a temporary file.
+    """
+    return max(1, budget // (4 * itemsize * num_weights))
+
+
+def integration_points(budget: int, nodes_per_step: int, input_bytes: int, output_bytes: int) -> int:
+    """Count the points that are integrated along a step at a time.
+
+    Half of the budget holds, for each node of a point, the input and its gather, and 8 tensors of outputs: values at
+    both ends, slopes, integrals and residuals.
+    """
+    return max(1, budget // (2 * nodes_per_step * (2 * input_bytes + 8 * output_bytes)))
+
+
+def panel_points(num_points: int, input_bytes: int) -> int:
+    """Count the points of a panel, which a worker carries through a whole run: 1 MiB of inputs, or more for 64 panels.
+
+    Smaller ones would cost more than the points: each panel needs the gradients of all training steps once more.
+    """
+    return max(1, (1 << 20) // max(1, input_bytes), -(-num_points // 64))
+
+
+def single_machine_samples(budget: int, num_outputs: int, itemsize: int, num_points: int) -> int:
+    """Count the training points whose C x C blocks with all points fill a quarter of the budget."""
+    return max(1, budget // (4 * num_outputs**2 * itemsize * num_points))
+
+
+def posterior_points(budget: int, itemsize: int, rows_per_point: int, num_factor_rows: int) -> int:
+    """Count the test points for which the cross block with the training points, its solve and a copy fit."""
+    return max(1, budget // (3 * itemsize * rows_per_point * num_factor_rows))
+
+
+def summed_block_points(budget: int, num_outputs: int, num_columns: int) -> int:
+    """Count the points whose C x C float64 blocks fill half of the budget before they are summed over outputs."""
+    return max(1, budget // (2 * 8 * num_outputs**2 * num_columns))
+
+
+def batch_gradient_rows(input_elements: int) -> int:
+    """Count the training samples that one backward pass of a batch gradient takes."""
+    return max(1, BATCH_GRADIENT_ELEMENTS // max(1, input_elements))
+
+
+def positions_per_block(num_left_positions: int, num_right: int, num_right_positions: int) -> int:
+    """Count the left points of a layer with several positions whose pairs with all right ones are made at a time."""
+    return max(1, PAIR_ELEMENTS // (num_left_positions * num_right * num_right_positions))
+
+
+_HUGE_PAGE = 2 << 20
+_LARGE = (
+    32 << 20
+)  # bytes from which huge pages pay: glibc keeps smaller blocks for the next use, and there they cost 10 %
+
+
+def empty_huge_pages(shape: Sequence[int], reference: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Allocate a tensor without initialising it, with the dtype and device of `reference`.
+
+    Large ones on a CPU lie in huge pages where the system (Linux) has them. A page is made when it is first written,
+    and making many small ones takes longer than filling them. Measured: 72 MB are filled in 4.5 ms, not 21; a Gram
+    block of that size takes 78, not 106.
+    """
+    size = prod(shape) * reference.dtype.itemsize
+    if reference.device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return reference.new_empty(tuple(shape))
+    whole_pages = -(-size // _HUGE_PAGE) * _HUGE_PAGE  # or Linux does not align them
+    block = mmap.mmap(-1, whole_pages, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=reference.dtype, count=prod(shape)).view(*shape)
+
+
+def rows_of_weights(num_rows: int, num_weights: int, reference: Tensor, max_rows: int) -> Tensor:
+    """Return uninitialised rows: in memory if they fit into it, else in a temporary file that goes with them.
+
+    Args:
+        num_rows: Number of rows.
+        num_weights: Numbers in each.
+        reference: Gives dtype and device; a temporary file is on the CPU.
+        max_rows: How many of them memory holds.
+    """
+    if num_rows <= max_rows:
+        return reference.new_empty(num_rows, num_weights)
+    kind = np.dtype(str(reference.dtype).removeprefix("torch."))
+    with tempfile.TemporaryFile() as file:
+        return torch.from_numpy(np.memmap(file, dtype=kind, mode="w+", shape=(num_rows, num_weights)))

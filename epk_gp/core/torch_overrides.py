@@ -1,0 +1,222 @@
+"""Operations of torch that are replaced while a network is evaluated.
+
+Fused attention, normalisation by moving statistics, activation checkpointing.
+
+A checkpointed function is called again in the backward pass, and takes the weights that its module holds then. Those of
+`torch.func.functional_call` are there during the forward pass only, so nothing may be left to be recomputed.
+"""
+
+import re
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+# torch's switches: how each is read, how it is set, and what it must be so that attention is made of plain products.
+_SWITCHES = (
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, True),
+)
+
+
+class _User:
+    """One use of `disable_fused_attention`; it is gone with it, however that ends."""
+
+
+@dataclass(eq=False)
+class _FusedAttention:
+    """Who has fused attention switched off: torch's switches are the process's, not the thread's."""
+
+    users: "weakref.WeakSet[_User]" = field(default_factory=weakref.WeakSet)
+    before: tuple[bool, ...] | None = None  # what the switches were, while they are off
+    lock: Any = field(default_factory=threading.RLock)
+
+    def switch_off(self, user: _User) -> None:
+        with self.lock:
+            self.users.add(user)
+            if self.before is None:
+                self.before = tuple(read() for read, _, _ in _SWITCHES)
+                for _, write, value in _SWITCHES:
+                    write(value)
+
+    def restore(self, user: _User) -> None:
+        with self.lock:
+            self.users.discard(user)
+            if self.before is not None and not self.users:
+                for (_, write, _), value in zip(_SWITCHES, self.before, strict=True):
+                    write(value)
+                self.before = None
+
+
+_FUSED_ATTENTION = _FusedAttention()
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Compute in the precision of the tensors, whatever the caller's `torch.autocast`."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda", "xpu", "mps"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def disable_fused_attention() -> Iterator[None]:
+    """Keep torch to kernels that can be differentiated in every way, as long as any thread is in here; no autocast."""
+    user = _User()
+    try:
+        _FUSED_ATTENTION.switch_off(user)
+        with outside_autocast():
+            yield
+    finally:
+        _FUSED_ATTENTION.restore(user)
+
+
+# Functions that normalise by statistics, with the names of their arguments.
+_NORMALISATIONS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    F.instance_norm: ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+}
+_DEFAULTS = {"running_mean": None, "running_var": None, "weight": None, "bias": None, "eps": 1e-5}
+
+
+def normalise_by_statistics(
+    x: Float[Tensor, "E G ..."],
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Float[Tensor, "E G ..."]:
+    """Compute (x - mean) / sqrt(variance + eps) * weight + bias.
+
+    Args:
+        x: E inputs of G channels.
+        mean: One number per channel, (G,), or one per row and channel, (E, G); so are `variance`, `weight` and `bias`.
+        variance: The variance.
+        weight: The scale.
+        bias: The shift.
+        eps: Added to the variance.
+    """
+    tensors = tuple(value for value in (x, mean, variance, weight, bias) if value is not None)
+    if has_torch_function(tensors):  # one call for those who intercept the functions of a forward pass
+        result: Tensor = handle_torch_function(normalise_by_statistics, tensors, x, mean, variance, weight, bias, eps)
+        return result
+    places = [1] * (x.ndim - 2)
+    scale = torch.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * weight
+    centred, scale = x - mean.reshape(*mean.shape, *places), scale.reshape(*scale.shape, *places)
+    return centred * scale if bias is None else torch.addcmul(bias.reshape(*bias.shape, *places), centred, scale)
+
+
+@final
+class WrittenOutNormalisation(TorchFunctionMode):
+    """Replace batch and instance normalisation in evaluation mode by `normalise_by_statistics`.
+
+    Weight normalisation is written out too, because torch's second derivative of it (2.13) takes the norm as constant.
+
+    Args:
+        statistics: The tensors that are moving statistics; normalisation by others is left to torch.
+    """
+
+    def __init__(self, statistics: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.statistics = {id(value) for value in statistics}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call."""
+        kwargs = kwargs or {}
+        if func is torch._weight_norm:
+            v, g, dim = (*args, *kwargs.values(), 0)[:3]
+            return v * (g / torch.norm_except_dim(v, 2, dim))
+        if func in _NORMALISATIONS:
+            named = {**_DEFAULTS, **dict(zip(_NORMALISATIONS[func], args, strict=False)), **kwargs}
+            mean, variance = named["running_mean"], named["running_var"]
+            uses_batch = named.get("use_input_stats", func is F.instance_norm) or named.get("training", False)
+            if not uses_batch and {id(mean), id(variance)} & self.statistics:
+                return normalise_by_statistics(
+                    named["input"], mean, variance, named["weight"], named["bias"], named["eps"]
+                )
+        return func(*args, **kwargs)
+
+
+@final
+class KeptActivations(TorchFunctionMode):
+    """Keep what a function saves for its backward pass, whatever hooks a checkpoint has set around it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's protocol
+        """Make the call."""
+        if not torch.is_grad_enabled():  # nothing is saved, and a checkpoint sets no hooks
+            return func(*args, **(kwargs or {}))
+        with saved_tensors_hooks(_pack, _unpack):  # the innermost hooks are those that are called
+            return func(*args, **(kwargs or {}))
+
+
+def _pack(x: Tensor) -> tuple[Tensor, int]:
+    return x.detach(), x._version  # an output that held itself would never be freed
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    x, version = packed
+    if x._version != version:  # torch looks itself only where there are no hooks
+        raise RuntimeError("a tensor that a gradient needs was changed in place after it had been used.")
+    return x
+
+
+class _CheckpointUser:
+    """One use of `quiet_checkpoints`; it is gone with it, however that ends."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.users = weakref.WeakSet[_CheckpointUser]()
+
+
+_THREAD = _Thread()
+
+
+class _QuietCategory(type):
+    """Kind of a warning category that holds the warnings of a thread while it is quiet."""
+
+    def __subclasscheck__(cls, category: Any) -> bool:
+        return bool(_THREAD.users)
+
+
+# One entry in the process's list of filters that stays there: each change of the list would make Python forget which
+# warnings it has shown, and show those of the user's own loop again.
+_FILTER = (
+    "ignore",
+    re.compile("None of the inputs have requires_grad=True", re.IGNORECASE),
+    cast(Any, _QuietCategory("QuietWarning", (Warning,), {})),
+    None,
+    0,
+)
+
+
+@contextmanager
+def quiet_checkpoints() -> Iterator[None]:
+    """Leave out what re-entrant checkpoints say in this thread of inputs without gradients."""
+    if list(warnings.filters[:1]) != [_FILTER]:
+        warnings.filterwarnings("ignore", _FILTER[1].pattern, _FILTER[2])
+    user = _CheckpointUser()
+    try:
+        _THREAD.users.add(user)
+        yield
+    finally:
+        _THREAD.users.discard(user)

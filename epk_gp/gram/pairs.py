@@ -1,0 +1,457 @@
+"""Pairs of sets of points: inner products of their layer Jacobians, and the derivatives of these.
+
+Of the products (delta_n . delta'_m) (a_n . a'_m) with weights W_nm, the derivatives in delta_n and a_n are rows of
+
+    (W * (a a'^T)) delta'    and    (W * (delta delta'^T)) a'
+
+the other side held fixed. They are cotangents: a backward pass through the factors of n points makes derivatives in the
+points of them, whatever the number of points on the other side.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from jaxtyping import Bool, Float, Int64, Shaped
+from torch import Tensor
+
+from epk_gp.autodiff.representations import LayerJacobian, OuterProductJacobian
+
+
+@dataclass(frozen=True, eq=False)
+class PointSets:
+    """U sets of n points each.
+
+    Attributes:
+        X: Inputs, (U, n, ...).
+        is_train: Whether they are training copies.
+    """
+
+    X: Shaped[Tensor, "U n ..."]
+    is_train: Bool[Tensor, "U n"]
+
+    @property
+    def num_sets(self) -> int:
+        """U."""
+        return self.X.shape[0]
+
+    @property
+    def num_points(self) -> int:
+        """Points of each set, n."""
+        return self.X.shape[1]
+
+    def part(self, sets: Int64[Tensor, " u"], points: Int64[Tensor, " k"]) -> "PointSets":
+        """Return some points of some sets."""
+        return PointSets(self.X[sets][:, points], self.is_train[sets][:, points])
+
+
+@dataclass(frozen=True, eq=False)
+class SetPairs:
+    """P pairs of sets of points, out of U sets on the left and V on the right.
+
+    A pair has K x L matrices of n x m numbers: K = L = C for all pairs of outputs; K = L = 1 for one output of its
+    own, for the sum of the outputs, or for the trace of their matrix.
+
+    Attributes:
+        left: U sets of n points.
+        right: V sets of m points; the same object as `left` if they are the same.
+        left_index: The set on the left of each pair.
+        right_index: The set on the right of each pair.
+        classes: The output of each pair; None for all pairs of outputs, for their sum or for their trace.
+        is_summed: For the sum of the outputs.
+        is_traced: For the trace, the sum of each output's kernel with itself.
+    """
+
+    left: PointSets
+    right: PointSets
+    left_index: Int64[Tensor, " P"]
+    right_index: Int64[Tensor, " P"]
+    classes: Int64[Tensor, " P"] | None = None
+    is_summed: bool = False
+    is_traced: bool = False
+
+    def __len__(self) -> int:
+        """Count the pairs."""
+        return len(self.left_index)
+
+    @property
+    def has_all_outputs(self) -> bool:
+        """Whether a pair has a matrix for every pair of outputs."""
+        return self.classes is None and not self.is_summed and not self.is_traced
+
+    @property
+    def have_same_sides(self) -> bool:
+        """Whether both sides of every pair are the same set."""
+        return self.left is self.right and torch.equal(self.left_index, self.right_index)
+
+    def transposed(self) -> "SetPairs":
+        """Exchange left and right."""
+        left, right = (self.right, self.right_index), (self.left, self.left_index)
+        return replace(self, left=left[0], left_index=left[1], right=right[0], right_index=right[1])
+
+
+@dataclass(frozen=True, eq=False)
+class PairBlock:
+    """A part of some pairs that is computed at once: points of one copy on each side.
+
+    Attributes:
+        pairs: The part, as pairs of their own.
+        of: Which pairs these are.
+        left: Which sets on the left, and which of their points.
+        right: Which sets on the right, and which of their points.
+        is_train: Whether the points on the left are training copies, and those on the right.
+    """
+
+    pairs: SetPairs
+    of: Int64[Tensor, " P"]
+    left: tuple[Int64[Tensor, " U"], Int64[Tensor, " n"]]
+    right: tuple[Int64[Tensor, " V"], Int64[Tensor, " m"]]
+    is_train: tuple[bool, bool]
+
+
+def pair_blocks(pairs: SetPairs, size: int) -> Iterator[PairBlock]:
+    """Split pairs into blocks of at most `size` points on each side, all of one copy.
+
+    Args:
+        pairs: The pairs.
+        size: Points. Those of a set that all pairs of a block share count once.
+    """
+    for selected, left_is_train, right_is_train in _with_equal_copies(pairs):
+        n, m = min(size, pairs.left.num_points), min(size, pairs.right.num_points)
+        shared = [len(index[selected].unique()) == 1 for index in (pairs.left_index, pairs.right_index)]
+        points_per_pair = max(1 if is_shared else k for is_shared, k in zip(shared, (n, m), strict=True))
+        for of in selected.split(max(1, size // points_per_pair)):
+            for is_train in product((True, False), (True, False)):
+                left_points = (left_is_train == is_train[0]).nonzero().squeeze(1)
+                right_points = (right_is_train == is_train[1]).nonzero().squeeze(1)
+                for rows, columns in product(left_points.split(size), right_points.split(size)):
+                    if len(rows) and len(columns):
+                        yield _block(pairs, of, rows, columns, is_train)
+
+
+def _with_equal_copies(pairs: SetPairs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Group pairs whose sets have training copies at the same places: which pairs, and which copies on each side."""
+    left, left_kind = pairs.left.is_train.unique(dim=0, return_inverse=True)
+    right, right_kind = pairs.right.is_train.unique(dim=0, return_inverse=True)
+    kinds = left_kind[pairs.left_index] * len(right) + right_kind[pairs.right_index]
+    for kind in kinds.unique().tolist():
+        yield (kinds == kind).nonzero().squeeze(1), left[kind // len(right)], right[kind % len(right)]
+
+
+def _block(pairs: SetPairs, of: Tensor, rows: Tensor, columns: Tensor, is_train: tuple[bool, bool]) -> PairBlock:
+    left_sets, left_index = pairs.left_index[of].unique(return_inverse=True)
+    right_sets, right_index = pairs.right_index[of].unique(return_inverse=True)
+    left = pairs.left.part(left_sets, rows)
+    is_same = pairs.left is pairs.right and torch.equal(left_sets, right_sets) and torch.equal(rows, columns)
+    right = left if is_same else pairs.right.part(right_sets, columns)
+    classes = None if pairs.classes is None else pairs.classes[of]
+    part = replace(pairs, left=left, right=right, left_index=left_index, right_index=right_index, classes=classes)
+    return PairBlock(part, of, (left_sets, rows), (right_sets, columns), is_train)
+
+
+@dataclass(frozen=True, eq=False)
+class SetFactors:
+    """One layer's Jacobian at U sets of n points and at L weight states, for K outputs of each point.
+
+    The gradients are `output_grads`, or their outer products with `inputs`.
+
+    Attributes:
+        output_grads: (L, K, U, n, d).
+        inputs: (L, U, n, n_in), or None.
+        has_bias: The inputs have one more entry, 1, which is not stored.
+    """
+
+    output_grads: Float[Tensor, "L K U n d"]
+    inputs: Float[Tensor, "L U n n_in"] | None = None
+    has_bias: bool = False
+
+    def traced(self) -> "SetFactors":
+        """Join the outputs to one, whose inner products are the sums over the outputs."""
+        return replace(self, output_grads=self.output_grads.permute(0, 2, 3, 1, 4).flatten(3)[:, None])
+
+    def with_states(self, others: Sequence["SetFactors"]) -> "SetFactors":
+        """Append other weight states."""
+        parts = [self, *others]
+        inputs = [part.inputs for part in parts if part.inputs is not None]
+        return replace(
+            self,
+            output_grads=torch.cat([part.output_grads for part in parts]),
+            inputs=torch.cat(inputs) if inputs else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PairSide:
+    """Where the pairs find their factors on one side.
+
+    Attributes:
+        sets: The set of each pair.
+        outputs: The output of each pair among the K outputs; None if a pair has all of them.
+    """
+
+    sets: Int64[Tensor, " P"]
+    outputs: Int64[Tensor, " P"] | None
+
+
+def set_factors(jacobian: LayerJacobian, num_states: int, num_sets: int) -> SetFactors:
+    """Arrange a layer's Jacobian by weight states, sets and points, in this order of its rows."""
+    if not isinstance(jacobian, OuterProductJacobian):
+        values = jacobian.to_dense()
+        return SetFactors(values.unflatten(1, (num_states, num_sets, -1)).movedim(0, 1))
+    inputs = jacobian.inputs[:, 0].unflatten(0, (num_states, num_sets, -1))
+    grads = jacobian.output_grads[:, :, 0].unflatten(1, (num_states, num_sets, -1)).movedim(0, 1)
+    return SetFactors(grads, inputs, jacobian.has_bias)
+
+
+def pair_products(
+    left: SetFactors, right: SetFactors, x: PairSide, y: PairSide, num_steps: int
+) -> Float[Tensor, "S Q P K n J m"]:
+    """Multiply the layer's gradients of both sides of every pair, at every node.
+
+    Args:
+        left: At S steps times the nodes of the left side, or one.
+        right: At S steps times the nodes of the right side, or one; the other side's one belongs to all of them.
+        x: Which factors on the left.
+        y: Which factors on the right.
+        num_steps: S.
+    """
+    a, i = arrange_by_pairs(left.output_grads, x)
+    b, j = arrange_by_pairs(right.output_grads, y)
+    n, m = left.output_grads.shape[3], right.output_grads.shape[3]
+    products = products_of_pairs(arrange_by_steps(a, num_steps), arrange_by_steps(b, num_steps), i, j)
+    products = torch.unflatten(torch.unflatten(products, -1, (-1, m)), -3, (-1, n))
+    if left.inputs is None or right.inputs is None:
+        return products
+    own, other = arrange_by_steps(left.inputs, num_steps), arrange_by_steps(right.inputs, num_steps)
+    inputs = products_of_pairs(own, other, x.sets, y.sets)
+    if left.has_bias:
+        inputs = inputs + 1
+    return products * inputs[..., None, :, None, :]
+
+
+def arrange_by_pairs(
+    output_grads: Float[Tensor, "L K U n d"], side: PairSide
+) -> tuple[Float[Tensor, "L sets rows d"], Int64[Tensor, " P"]]:
+    """Arrange output gradients so that each pair has one matrix of rows, and return which one it is."""
+    _, _, num_sets, _, _ = output_grads.shape
+    if side.outputs is None:
+        return output_grads.transpose(1, 2).flatten(2, 3), side.sets
+    return output_grads.flatten(1, 2), side.outputs * num_sets + side.sets
+
+
+def arrange_by_steps(factors: Float[Tensor, "L ..."], num_steps: int) -> Float[Tensor, "S Q ..."]:
+    """Split weight states into steps and their nodes."""
+    return torch.unflatten(factors, 0, (num_steps, -1))
+
+
+def products_of_pairs(
+    x: Float[Tensor, "S Qx U rows d"],
+    y: Float[Tensor, "S Qy V columns d"],
+    i: Int64[Tensor, " P"],
+    j: Int64[Tensor, " P"],
+) -> Float[Tensor, "S Q pairs rows columns"]:
+    """Multiply the rows of set i_p on the left with those of set j_p on the right; once if all pairs are the same."""
+    if y.shape[2] == 1:  # one matrix product instead of one for each pair
+        joint = torch.unflatten(x.flatten(2, 3) @ y[:, :, 0].mT, 2, (x.shape[2], -1))
+        return joint if x.shape[2] == 1 else factors_of_pairs(joint, i)
+    if x.shape[2] == 1:
+        return products_of_pairs(y, x, j, i).mT
+    return factors_of_pairs(x, i) @ factors_of_pairs(y, j).mT
+
+
+def factors_of_pairs(factors: Float[Tensor, "S Q sets ..."], index: Int64[Tensor, " P"]) -> Float[Tensor, "S Q P ..."]:
+    """Select each pair's factors; they are the same tensor where each pair has its own, in order."""
+    if len(index) == factors.shape[2] and torch.equal(index, torch.arange(len(index), device=index.device)):
+        return factors
+    return factors.index_select(2, index)
+
+
+# Products of some steps that are computed at once. Measured for blocks of 100 x 500 points: 2^17 to 2^18 numbers, which
+# stay in the cache, take half the time of 2^21.
+PRODUCTS_AT_ONCE = 1 << 17
+
+
+@dataclass(frozen=True, eq=False)
+class PairWeights:
+    """What the products of pairs are multiplied by before they are added up.
+
+    Attributes:
+        of_values: Weights of each pair's values, (P, K, n, J, m).
+        of_nodes: Weights of S steps and their Q nodes, (S, Q).
+    """
+
+    of_values: Float[Tensor, "P K n J m"]
+    of_nodes: Float[Tensor, "S Q"]
+
+    def transposed(self) -> "PairWeights":
+        """Exchange left and right."""
+        return PairWeights(self.of_values.permute(0, 3, 4, 1, 2), self.of_nodes)
+
+
+class FixedInputs:
+    """A layer whose inputs are the points themselves, whatever the weights.
+
+    One product of inputs serves all nodes, and what the inputs of the other side are multiplied by is added up over all
+    nodes first: an image's pixels are multiplied once, not at every node.
+
+    Args:
+        left: Factors on the left, at any weight state.
+        right: Factors on the right.
+        x: Which factors on the left.
+        y: Which factors on the right.
+    """
+
+    def __init__(self, left: SetFactors, right: SetFactors, x: PairSide, y: PairSide) -> None:
+        if left.inputs is None or right.inputs is None:
+            raise TypeError("a layer without inputs has no fixed ones: this is a bug in epk_gp.")
+        self._own, self._other = left.inputs.detach()[:1, None], right.inputs.detach()[:1, None]
+        self._sets = x.sets, y.sets
+        products = products_of_pairs(self._own, self._other, *self._sets)
+        self.products: Float[Tensor, "1 1 P n m"] = products + 1 if left.has_bias else products
+        self._total = torch.zeros_like(self.products)
+
+    def add(self, weighted: Float[Tensor, "S Q P n m"], of_nodes: Float[Tensor, "S Q"]) -> None:
+        """Add what the inputs on the right are multiplied by at some steps."""
+        self._total = self._total + torch.einsum("sqpnm,sq->pnm", weighted, of_nodes)
+
+    def gradient(self) -> Float[Tensor, "U n n_in"]:
+        """Return the derivative in the points on the left, so far as they are this layer's inputs."""
+        own = _of_sets(_times(self._total, self._other, self._sets[1]), self._sets[0], self._own)
+        return own[0, 0]
+
+
+def pair_cotangents(
+    left: SetFactors,
+    right: SetFactors,
+    x: PairSide,
+    y: PairSide,
+    weights: PairWeights,
+    fixed: FixedInputs | None = None,
+) -> tuple[Float[Tensor, "L K U n d"] | None, Float[Tensor, "L U n n_in"] | None]:
+    """Differentiate a weighted sum of a layer's inner products with respect to the factors on the left.
+
+    Args:
+        left: At S steps times the nodes of the left side, or one.
+        right: At S steps times the nodes of the right side, or one; the other side's one belongs to all of them.
+        x: Which factors on the left.
+        y: Which factors on the right.
+        weights: Of the products.
+        fixed: Of a layer whose inputs are the points: takes the derivatives in them.
+
+    Returns:
+        The derivatives in the output gradients and in the inputs; None of a factor without a graph.
+    """
+    wants_grads = left.output_grads.requires_grad
+    wants_inputs = left.inputs is not None and left.inputs.requires_grad
+    with torch.no_grad():
+        S, Q = weights.of_nodes.shape
+        size = max(1, PRODUCTS_AT_ONCE // (Q * weights.of_values.numel()))
+        parts = []
+        for first in range(0, S, size):
+            steps = slice(first, first + size)
+            layer = replace(_LayerPart.at_steps(left, right, x, y, steps, S), fixed=fixed)
+            scaled = PairWeights(weights.of_values, weights.of_nodes[steps])
+            grads = layer.of_output_grads(scaled) if wants_grads else None
+            parts.append((grads, layer.of_inputs(scaled) if wants_inputs else None))
+        of_grads, of_inputs = (_joined(own) for own in zip(*parts, strict=True))
+        if of_grads is not None:  # (L, sets of pairs, rows, d)
+            _, K, U, n, _ = left.output_grads.shape
+            if x.outputs is None:
+                of_grads = of_grads.unflatten(2, (K, n)).transpose(1, 2)
+            else:
+                of_grads = of_grads.unflatten(1, (K, U))
+        return of_grads, of_inputs
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerPart:
+    """A layer's factors at some steps, arranged so that each pair has one matrix of rows on each side.
+
+    Attributes:
+        grads: Output gradients of both sides, (S, nodes, sets, rows, d).
+        index: Which of them each pair has.
+        inputs: Inputs of both sides, (S, nodes, sets, points, n_in), or None.
+        sets: Which of them each pair has.
+        has_bias: The inputs have one more entry, 1.
+        fixed: Serves all steps, if the inputs are the points.
+    """
+
+    grads: tuple[Tensor, Tensor]
+    index: tuple[Int64[Tensor, " P"], Int64[Tensor, " P"]]
+    inputs: tuple[Tensor, Tensor] | None
+    sets: tuple[Int64[Tensor, " P"], Int64[Tensor, " P"]]
+    has_bias: bool
+    fixed: FixedInputs | None = None
+
+    @classmethod
+    def at_steps(
+        cls, left: SetFactors, right: SetFactors, x: PairSide, y: PairSide, steps: slice, num_steps: int
+    ) -> "_LayerPart":
+        """Take both sides' factors at some of the steps."""
+        (a, i), (b, j) = arrange_by_pairs(left.output_grads, x), arrange_by_pairs(right.output_grads, y)
+        grads = arrange_by_steps(a, num_steps)[steps], arrange_by_steps(b, num_steps)[steps]
+        inputs = None
+        if left.inputs is not None and right.inputs is not None:
+            own, other = arrange_by_steps(left.inputs, num_steps), arrange_by_steps(right.inputs, num_steps)
+            inputs = own[steps], other[steps]
+        return cls(grads, (i, j), inputs, (x.sets, y.sets), left.has_bias)
+
+    def of_output_grads(self, weights: PairWeights) -> Tensor:
+        """Return the derivatives in the output gradients of the left side, (S nodes, sets, rows, d)."""
+        W = weights.of_values
+        if self.inputs is None:
+            weighted = W.flatten(3, 4).flatten(1, 2)[None, None]
+        else:
+            inputs = self._input_products(self.inputs)
+            weighted = (inputs[:, :, :, None, :, None] * W).flatten(5, 6).flatten(3, 4)
+        (own, other), (i, j) = self.grads, self.index
+        return _of_sets(_at_nodes(_times(weighted, other, j), weights), i, own).flatten(0, 1)
+
+    def of_inputs(self, weights: PairWeights) -> Tensor | None:
+        """Return the derivatives in the inputs of the left side, (S nodes, sets, points, n_in), or add them up."""
+        if self.inputs is None:
+            raise TypeError("a layer without inputs has no derivative in them: this is a bug in epk_gp.")
+        W, (i, j), (own, other) = weights.of_values, self.sets, self.inputs
+        weighted = products_of_pairs(*self.grads, *self.index) * W.flatten(3, 4).flatten(1, 2)
+        if W.shape[1] * W.shape[3] > 1:
+            weighted = weighted.unflatten(4, W.shape[3:]).unflatten(3, W.shape[1:3]).sum((3, 5))
+        if own.shape[2] == other.shape[2] == 1:  # all pairs are of the same two sets
+            weighted, i, j = weighted.sum(2, keepdim=True), i[:1], j[:1]
+        if self.fixed is not None:
+            self.fixed.add(weighted, weights.of_nodes)
+            return None
+        return _of_sets(_at_nodes(_times(weighted, other, j), weights), i, own).flatten(0, 1)
+
+    def _input_products(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        if self.fixed is not None:
+            return self.fixed.products
+        products = products_of_pairs(*inputs, *self.sets)
+        return products + 1 if self.has_bias else products
+
+
+def _times(weighted: Tensor, factors: Tensor, index: Tensor) -> Tensor:
+    """Multiply each pair's matrix with its factors on the right: (S, Q, P, rows, d)."""
+    if factors.shape[2] > 1:
+        return weighted @ factors_of_pairs(factors, index)
+    joint = weighted.flatten(2, 3) @ factors[:, :, 0]  # one matrix product instead of one for each pair
+    return torch.unflatten(joint, 2, weighted.shape[2:4])
+
+
+def _at_nodes(of_pairs: Tensor, weights: PairWeights) -> Tensor:
+    return of_pairs * weights.of_nodes[:, :, None, None, None]
+
+
+def _of_sets(of_pairs: Tensor, index: Tensor, factors: Tensor) -> Tensor:
+    """Add up what belongs to the same set and node of the factors: (S, nodes, sets, rows, d)."""
+    if factors.shape[1] == 1:
+        of_pairs = of_pairs.sum(1, keepdim=True)
+    if factors.shape[2] == 1:
+        return of_pairs.sum(2, keepdim=True)
+    total = of_pairs.new_zeros(*of_pairs.shape[:2], *factors.shape[2:])
+    return total.index_add_(2, index, of_pairs)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None

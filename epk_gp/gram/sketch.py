@@ -1,0 +1,571 @@
+"""The sketch of a path kernel: features of points at a few nodes of the path."""
+
+import hashlib
+import warnings
+from bisect import bisect_right
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from epk_gp.autodiff.dense import PlannedModel, combined_outputs
+from epk_gp.autodiff.jacobians import WeightLocation, layer_jacobians
+from epk_gp.autodiff.representations import ContractionCost, LayerJacobian
+from epk_gp.autodiff.sketches import FeatureSum, draw_signs, hadamard_matrix, hadamard_order, seeded_generator
+from epk_gp.autodiff.verification import with_plan
+from epk_gp.core.checks import validate_count
+from epk_gp.core.inputs import Points
+from epk_gp.core.losses import Head
+from epk_gp.core.options import ComputeOptions
+from epk_gp.core.plans import rows_per_pass, sketched_rows
+from epk_gp.core.show import progress_bar, tracked
+from epk_gp.core.step import Step, fingerprint
+from epk_gp.core.trajectory import Trajectory, flat_state, validate_trajectory
+from epk_gp.distributed.job import Place
+from epk_gp.distributed.planned_pieces import PlannedPieces
+from epk_gp.gram.accumulator import GramAccumulator
+from epk_gp.gram.context import require_gradients_of_rows
+from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
+from epk_gp.quadrature.paths import (
+    LayerwisePath,
+    ManhattanPath,
+    WeightPath,
+    path_identity,
+    straight,
+    stretch_of,
+    validate_path,
+)
+
+_RULE = "none ({} nodes of a path)"  # name of the update rule of a run that is nodes of another one
+NUM_NODES = 20  # leave 0.2 % of an MLP's kernel (docs/theory.md, section 9)
+
+
+def nodes_trajectory(
+    trajectory: Trajectory, nodes: int = NUM_NODES, *, is_train: bool = False, path: WeightPath = straight()
+) -> Trajectory:
+    """Return a run of few steps whose kernel between test copies is the path kernel by the midpoint rule.
+
+    The path is divided into n parts of equal length sum_s eta_s / n. The weights w(c) in the middle of each part,
+    between two states of the run where it falls into a step, are the states of the run that is returned:
+
+        K(x, x') = sum_s eta_s int J_st(x) J_st(x')^T dt  =  sum_j (sum_s eta_s / n) J_{w_j}(x) J_{w_j}(x')^T + error
+
+    Evaluate it with `left_endpoint()`, which takes each step at its start; then training and test copies are the same.
+    Its last state is the trained network.
+
+    Args:
+        trajectory: The run, with S steps.
+        nodes: n.
+        is_train: Take the weights at the start of the step that each node falls into, as training copies do.
+        path: Where the weights are between the states of the run: on `straight()` steps, or on `chords(every=k)`.
+
+    Returns:
+        A run of n steps with a digest of its own, in memory: (n + 1) states of P weights. A run that is n nodes of
+        another one is returned as it is.
+
+    Raises:
+        TypeError: `trajectory` is no recorded run, `nodes` is not a whole number, or `path` is no path.
+        ValueError: `nodes` is below 1, the steps have no length, the run is a path of averaged weights, or the path is
+            a Manhattan path, or one of chords over nodes.
+    """
+    validate_trajectory(trajectory)
+    validate_count(nodes, "nodes")
+    validate_path_of_nodes(path)
+    if trajectory.average is not None:
+        raise ValueError(
+            "the path kernel is that of a recorded run: this one is the path of its averaged weights. Take "
+            "trajectory.trained."
+        )
+    if trajectory.update_rule == _RULE.format(nodes):
+        if path_identity(path):
+            raise ValueError(
+                f"nodes along {path!r} must be those of a recorded run: this run is {nodes} nodes of another one "
+                "already. Take them from that run."
+            )
+        return trajectory
+    ends = [0.0, *accumulate(step.lr for step in trajectory.steps)]
+    if not ends[-1] > 0:
+        raise ValueError(
+            "the steps must have a length, for the path is divided by it: their learning rates, those of the first "
+            f"parameter group, sum to {ends[-1]}. Record with a group first that learns."
+        )
+    along = None if is_train else path
+    states = [_state_at(trajectory, ends, (j + 0.5) / nodes * ends[-1], along) for j in range(nodes)]
+    states.append(flat_state(trajectory, trajectory.num_steps, trajectory.states[0]))
+    P = trajectory.num_weights
+    name = f"{trajectory.digest} {nodes} nodes{' of training copies' if is_train else ''}"
+    name += "".join(f" along {own}" for own in path_identity(path))
+    digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    length = ends[-1] / nodes
+    sizes = trajectory.model.sizes
+    coefficients = stack_coefficients([LinearStep(lr=length)] * len(sizes), sizes)
+    return replace(
+        trajectory,
+        states=tuple(state[:P] for state in states),
+        statistics=None if trajectory.statistics is None else tuple(state[P:] for state in states),
+        updates=(coefficients,) * nodes,
+        steps=tuple(Step(index=j, lr=length, batch=None) for j in range(nodes)),
+        update_rule=_RULE.format(nodes),
+        digest=digest,
+    )
+
+
+def validate_path_of_nodes(path: WeightPath) -> None:
+    """Raise if single states of the weights cannot stand for a path.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is a Manhattan or a layerwise path.
+    """
+    validate_path(path)
+    if isinstance(path, ManhattanPath | LayerwisePath):
+        got = "manhattan()" if isinstance(path, ManhattanPath) else f"layerwise(every={path.every})"
+        raise ValueError(
+            f"a node is one state of all weights, on straight() steps or on chords(every=k): got {got}, along which "
+            "modules or operations move apart."
+        )
+
+
+def _state_at(trajectory: Trajectory, ends: list[float], length: float, path: WeightPath | None) -> Tensor:
+    """Return the weights, and statistics behind them, at some length of a path, or at the start of the run's step."""
+    S = trajectory.num_steps
+    s = min(bisect_right(ends, length), S) - 1
+    if path is None:
+        return flat_state(trajectory, s, trajectory.states[0])
+    stretch = stretch_of(path, s, S)
+    first, last = stretch.start, stretch.stop
+    start, end = (flat_state(trajectory, state, trajectory.states[0]) for state in (first, last))
+    return torch.lerp(start, end, (length - ends[first]) / (ends[last] - ends[first]))
+
+
+_PRODUCTS = ContractionCost(1, 1)
+
+PIECE_BLOCKS = 4  # blocks of points that a worker computes, and a checkpoint holds, at a time
+
+
+@dataclass(frozen=True, eq=False)
+class NodeSketch:
+    """The sum over nodes of a path of sketched gradients: one copy of the points, in one dtype and on one device.
+
+    The features of a point depend on its block of points by rounding, so blocks depend on the network alone.
+
+    Attributes:
+        net: The network with its plan.
+        states: The weights at the n nodes, and statistics behind them.
+        head: Whether f is the logits or their log-softmax.
+        coefficients: Of the outputs in each of K gradients, at each node.
+        num_features: k.
+        key: What the sketches are drawn from.
+    """
+
+    net: PlannedModel
+    states: tuple[Float[Tensor, " PQ"], ...]
+    head: Head
+    coefficients: Float[Tensor, "nodes K C"]
+    num_features: int
+    key: tuple[object, ...]
+
+    def block(self, X: Shaped[Tensor, "E ..."]) -> Float[Tensor, "E K k"]:
+        """Compute the features of a block of points."""
+        total = self._empty_sum(X)
+        for node, jacobians in enumerate(self.jacobians(X, self._sketching)):
+            self._add_node(total, node, jacobians)
+        return total.result().transpose(0, 1)
+
+    def input_gradients(self, X: Shaped[Tensor, "n ..."], weights: Float[Tensor, "n K k"]) -> Shaped[Tensor, "n ..."]:
+        """Differentiate the weighted sum of the features of points with respect to the points, node by node.
+
+        Args:
+            X: n inputs.
+            weights: Of their features.
+        """
+        plan = self.net.plan
+        if plan.dense_params:  # `vmap` may get second derivatives wrong: torch 2.13 does so for layer norms
+            slow = PlannedModel(self.net.model, replace(plan, supports_vmap=False))
+            return replace(self, net=slow)._input_gradients(X, weights)
+        return self._input_gradients(X, weights)
+
+    def piece(self, X: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n K k"]:
+        """Compute the features of several blocks of points."""
+        return torch.cat([self.block(rows) for rows in X.split(self.block_rows(X))])
+
+    def block_rows(self, X: Shaped[Tensor, "n ..."]) -> int:
+        """Return the number of points of a block, which depends on the network alone."""
+        jacobians = next(self.jacobians(X[:1], self._sketching))
+        num_outputs = self.coefficients.shape[1]
+        per_point = sum(jacobian.nbytes for jacobian in jacobians) + 2 * max(jacobian.nbytes for jacobian in jacobians)
+        return min(sketched_rows(per_point), rows_per_pass(self.net.plan, self.net.itemsize, num_outputs))
+
+    def product_rows(self, X: Shaped[Tensor, "n ..."], budget: int) -> int:
+        """Return the number of points whose layer Jacobians at a node take an eighth of a budget of bytes."""
+        jacobians = next(self.jacobians(X[:1], _PRODUCTS))
+        by_points = budget // (8 * sum(jacobian.nbytes for jacobian in jacobians))
+        bytes_per_pair = 3 * self.net.itemsize * self.coefficients.shape[1]  # three blocks, in half of the budget
+        return max(1, min(by_points, int((budget / 2 / bytes_per_pair) ** 0.5)))
+
+    def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
+        """Count the multiplications of a pair of points in `node_products`."""
+        jacobians = next(self.jacobians(X[:1], _PRODUCTS))
+        return len(self.states) * self.coefficients.shape[1] * sum(j.multiplications_per_pair for j in jacobians)
+
+    def jacobians(
+        self, X: Shaped[Tensor, "E ..."], cost: ContractionCost, *, create_graph: bool = False
+    ) -> Iterator[list[LayerJacobian]]:
+        """Compute the layer Jacobians of the K combined outputs, node by node, times the root of its length."""
+        for state, coefficients in zip(self.states, self.coefficients, strict=True):
+            cotangents = combined_outputs(self.head, coefficients)
+            at = WeightLocation(state)
+            yield layer_jacobians(self.net, at, X, cotangents, cost, create_graph=create_graph)
+
+    def _input_gradients(self, X: Tensor, weights: Tensor) -> Tensor:
+        parts = []
+        for rows in torch.arange(len(X), device=X.device).split(self.block_rows(X)):
+            x, own = X[rows].detach().requires_grad_(), weights[rows].transpose(0, 1)
+            gradient = torch.zeros_like(x)
+            with torch.enable_grad():
+                for node, jacobians in enumerate(self.jacobians(x, self._sketching, create_graph=True)):
+                    total = self._empty_sum(x)
+                    self._add_node(total, node, jacobians)
+                    (part,) = torch.autograd.grad(
+                        (total.result() * own).sum(), x, allow_unused=True, materialize_grads=True
+                    )
+                    gradient += part
+            parts.append(gradient)
+        return torch.cat(parts)
+
+    def _empty_sum(self, X: Tensor) -> FeatureSum:
+        return FeatureSum(self.coefficients.shape[1], len(X), self.num_features, self.states[0])
+
+    def _add_node(self, total: FeatureSum, node: int, jacobians: list[LayerJacobian]) -> None:
+        for layer, jacobian in enumerate(jacobians):
+            jacobian.sketch(total, 1.0, seeded_generator(*self.key, self.num_features, layer, node))
+
+    @property
+    def _sketching(self) -> ContractionCost:
+        return ContractionCost(1, 1, num_features=self.num_features)
+
+
+def node_products(
+    left: NodeSketch, X: Shaped[Tensor, "n ..."], right: NodeSketch, Y: Shaped[Tensor, "m ..."]
+) -> tuple[Float[Tensor, "K n m"], Float[Tensor, "n K"], Float[Tensor, "m K"]]:
+    """Compute the products that are sketched, of each of K combined outputs with itself, summed over the nodes.
+
+    Returns:
+        The products, and those of each point on the left and on the right with itself.
+    """
+    is_symmetric = left is right and X is Y
+    K = left.coefficients.shape[1]
+    total = GramAccumulator((K, len(X), len(Y)), left.states[0], is_symmetric)
+    own, other = left.states[0].new_zeros(len(X), K), left.states[0].new_zeros(len(Y), K)
+    of_right = None if is_symmetric else right.jacobians(Y, _PRODUCTS)
+    for a in left.jacobians(X, _PRODUCTS):
+        b = a if of_right is None else next(of_right)
+        total.add_steps([a], [b], [1.0])
+        own += _square_lengths(a)
+        if not is_symmetric:
+            other += _square_lengths(b)
+    return total.result(), own, own if is_symmetric else other
+
+
+def _square_lengths(jacobians: list[LayerJacobian]) -> Float[Tensor, "n K"]:
+    parts = [jacobian.pointwise_products(jacobian).diagonal(dim1=1, dim2=2) for jacobian in jacobians]
+    return torch.stack(parts).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class PathSketch:
+    """A random map from points to K vectors of k numbers each (docs/theory.md, section 9).
+
+        z_j(x) = sum_n sqrt(w_n) R_n J_n(x)^T v_nj,    E <z_i(x), z_j(x')> = sum_n w_n v_ni^T J_n(x) J_n(x')^T v_nj
+
+    over the nodes n of a path of lengths w_n, with sketches R_n that are drawn from the seed and the run.
+
+    Attributes:
+        trajectory: The run.
+        nodes: Nodes of its whole path; None takes each of its steps at its start.
+        head: Whether f is the logits or their log-softmax.
+        coefficients: v_nj, the coefficients of the C outputs in each of K sums over outputs.
+        num_features: k.
+        seed: The seed.
+        path: Which the nodes of test copies lie on, where there are any.
+    """
+
+    trajectory: Trajectory
+    nodes: int | None
+    head: Head
+    coefficients: Float[Tensor, "nodes K C"]
+    num_features: int
+    seed: int
+    path: WeightPath = straight()
+
+    @cached_property
+    def run(self) -> Trajectory:
+        """The run whose steps are the nodes."""
+        if self.nodes is None:
+            return self.trajectory
+        return nodes_trajectory(self.trajectory, self.nodes, path=self.path)
+
+    @cached_property
+    def training_run(self) -> Trajectory:
+        """The same at the starts of the steps that the nodes fall into, as training copies take them."""
+        if self.nodes is None:
+            return self.trajectory
+        return nodes_trajectory(self.trajectory, self.nodes, is_train=True)
+
+    def with_coefficients(self, coefficients: Float[Tensor, "nodes L C"]) -> "PathSketch":
+        """Return the sketch of other sums over outputs, with the same nodes and the same random numbers."""
+        other = replace(self, coefficients=coefficients)
+        vars(other).update({name: vars(self)[name] for name in ("run", "training_run") if name in vars(self)})
+        return other
+
+    def features(self, points: Points, options: ComputeOptions = ComputeOptions()) -> Float[Tensor, "n K k"]:
+        """Compute the features of points.
+
+        Args:
+            points: n points, already checked against the run.
+            options: `memory_budget`, `progress`, `checkpoint` and `executor`.
+        """
+        model = self.trajectory.model_for(points.X)
+        require_gradients_of_rows(model)
+        had_dense_plan = model.cache.needs_dense_plan
+
+        def compute(net: PlannedModel) -> Tensor:
+            return self._features(net, points, options)
+
+        features = with_plan(self.trajectory, model, compute)
+        if model.cache.needs_dense_plan and not had_dense_plan:
+            warnings.warn(
+                "These points use the network's parameters in another way than all before: features that were computed "
+                "before are of another sketch. Compute them again, in this session.",
+                stacklevel=3,
+            )
+        return features
+
+    def input_gradients(self, points: Points, weights: Float[Tensor, "n K k"]) -> Shaped[Tensor, "n ..."]:
+        """Differentiate the weighted sum of the features of points with respect to the points.
+
+        Args:
+            points: n points, of floating-point numbers.
+            weights: Of their features.
+        """
+        model = self.trajectory.model_for(points.X)
+
+        def compute(net: PlannedModel) -> Tensor:
+            result = torch.zeros_like(points.X)
+            for is_train in (True, False):
+                rows = points.copies(is_train)
+                if len(rows):
+                    result[rows] = self._of_copy(net, is_train).input_gradients(points.X[rows], weights[rows])
+            return result
+
+        return with_plan(self.trajectory, model, compute)
+
+    def products(
+        self, a: Points, b: Points, options: ComputeOptions = ComputeOptions()
+    ) -> tuple[Float[Tensor, "K n m"], Float[Tensor, "n K"], Float[Tensor, "m K"]]:
+        """Compute what the inner products of features are in expectation: no sketch, but the same nodes and v_n.
+
+        Args:
+            a: n points.
+            b: m points; the same object as a at half the cost.
+            options: `memory_budget` and `progress`.
+
+        Returns:
+            The products, and those of each of the n and of the m points with itself.
+        """
+        model = self.trajectory.model_for(a.X)
+        return with_plan(self.trajectory, model, lambda net: self._products(net, a, b, options))
+
+    def multiplications_per_pair(self, X: Shaped[Tensor, "n ..."]) -> int:
+        """Count the multiplications that a value of `products` costs: for points like these, at all nodes."""
+        model = self.trajectory.model_for(X)
+        return with_plan(
+            self.trajectory, model, lambda net: self._of_copy(net, is_train=False).multiplications_per_pair(X)
+        )
+
+    def _products(
+        self, net: PlannedModel, a: Points, b: Points, options: ComputeOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        K, spec, same = self.coefficients.shape[1], net.model.spec, a is b
+        result = torch.empty(K, len(a), len(b), dtype=spec.dtype, device=spec.device)
+        of_a, of_b = (result.new_empty(len(points), K) for points in (a, b))
+        pieces = ProductPieces(self, a, b, options.memory_budget, plan=net.plan)
+        largest = max((len(rows) for rows in (*pieces.rows, *pieces.columns)), default=0)
+        computed = self._computed(pieces, options, largest**2 * K * net.itemsize)
+        bar = tracked(pieces.places, "kernel", unit="tile", shown=options.progress)
+        with closing(computed):
+            for (i, j), found in zip(bar, computed, strict=True):
+                (n, m), block = (pieces.rows[i], pieces.columns[j]), found["block"].to(result)
+                result[:, n[:, None], m] = block
+                of_a[n], of_b[m] = found["left"].to(result), found["right"].to(result)
+                if same and i != j:
+                    result[:, m[:, None], n] = block.mT
+        return result, of_a, of_b
+
+    def _features(self, net: PlannedModel, points: Points, options: ComputeOptions) -> Tensor:
+        spec, K, k = net.model.spec, self.coefficients.shape[1], self.num_features
+        result = torch.empty(len(points), K, k, dtype=spec.dtype, device=spec.device)
+        pieces = FeaturePieces(self, points, plan=net.plan)
+        num_bytes = max(map(len, pieces.rows.values()), default=0) * K * k * net.itemsize
+        computed = self._computed(pieces, options, num_bytes)
+        with closing(computed), progress_bar(len(points), "features", unit="point", shown=options.progress) as bar:
+            for rows, found in zip(pieces.rows.values(), computed, strict=True):
+                result[rows] = found["features"].to(result)
+                bar.update(len(rows))
+        return result
+
+    def _computed(
+        self, pieces: "FeaturePieces | ProductPieces", options: ComputeOptions, num_bytes: int
+    ) -> Generator[dict[str, Tensor], None, None]:
+        """Compute pieces here or by workers, and give them in their order."""
+        return pieces.results("points", pieces.places, options, lambda: self._identity(pieces), num_bytes)
+
+    def _of_copy(self, net: PlannedModel, is_train: bool) -> NodeSketch:
+        run = self.training_run if is_train else self.run
+        reference = torch.empty(0, dtype=net.model.spec.dtype, device=net.model.spec.device)
+        states = tuple(flat_state(run, s, reference) for s in range(run.num_steps))
+        coefficients = run.step_sizes.sqrt()[:, None, None] * self.coefficients
+        key = (self.seed, self.run.digest)
+        return NodeSketch(net, states, self.head, coefficients.to(reference), self.num_features, key)
+
+    def _identity(self, pieces: "FeaturePieces | ProductPieces") -> str:
+        return fingerprint(
+            self.run.digest, self.head, self.coefficients, self.num_features, self.seed, *pieces.identity
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FeaturePieces(PlannedPieces):
+    """Features as pieces for workers: some blocks of points, of one copy.
+
+    Attributes:
+        sketch: What is computed.
+        points: The points.
+    """
+
+    sketch: PathSketch
+    points: Points
+
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.sketch.trajectory, self.points.X
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Compute the features of the points of a piece."""
+        X = self.net.model.spec.cast(self.points.X[self.rows[place]])
+        return {"features": self._sketches[bool(place[0])].piece(X)}
+
+    @property
+    def identity(self) -> list[object]:
+        """What tells the points from others."""
+        return [self.points.X, self.points.is_train]
+
+    @property
+    def places(self) -> list[Place]:
+        """The pieces in their order."""
+        return list(self.rows)
+
+    @cached_property
+    def rows(self) -> dict[Place, Int64[Tensor, " rows"]]:
+        """Which points each piece has: of training copies first."""
+        found: dict[Place, Tensor] = {}
+        for is_train, sketch in self._sketches.items():
+            rows = self.points.copies(is_train)
+            size = PIECE_BLOCKS * sketch.block_rows(self.net.model.spec.cast(self.points.X[rows[:1]]))
+            found |= {(int(is_train), number): part for number, part in enumerate(rows.split(size))}
+        return found
+
+    @cached_property
+    def _sketches(self) -> dict[bool, NodeSketch]:
+        copies = (is_train for is_train in (True, False) if len(self.points.copies(is_train)))
+        return {is_train: self.sketch._of_copy(self.net, is_train) for is_train in copies}
+
+
+@dataclass(frozen=True, eq=False)
+class ProductPieces(PlannedPieces):
+    """Products as pieces for workers: some points of one copy on either side.
+
+    Attributes:
+        sketch: What is computed.
+        a: The points on the left.
+        b: Those on the right; the same object as a for a symmetric block.
+        memory_budget: Bytes for the layer Jacobians and products of a piece.
+    """
+
+    sketch: PathSketch
+    a: Points
+    b: Points
+    memory_budget: int
+
+    @property
+    def run_and_inputs(self) -> tuple[Trajectory, Tensor]:
+        """The run, and inputs that go through its network."""
+        return self.sketch.trajectory, self.a.X
+
+    def piece(self, place: Place) -> dict[str, Tensor]:
+        """Compute the products of the points of a piece, and those of each point with itself."""
+        i, j = place
+        (own, n), (other, m) = self._left[i], self._right[j]
+        X = self.a.X[n]
+        Y = X if self.a is self.b and i == j else self.b.X[m]
+        block, left, right = node_products(own, X, other, Y)
+        return {"block": block, "left": left, "right": right.clone() if right is left else right}
+
+    @property
+    def identity(self) -> list[object]:
+        """What tells the points from others."""
+        a, b = self.a, self.b
+        return ["products", self.memory_budget, a is b, a.X, b.X, a.is_train, b.is_train]
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The pieces in their order; of a symmetric block, those on and above the diagonal."""
+        same = self.a is self.b
+        return [(i, j) for i in range(len(self.rows)) for j in range(i if same else 0, len(self.columns))]
+
+    @cached_property
+    def rows(self) -> list[Int64[Tensor, " rows"]]:
+        """The points of each part on the left."""
+        return [rows for _, rows in self._left]
+
+    @cached_property
+    def columns(self) -> list[Int64[Tensor, " columns"]]:
+        """The points of each part on the right."""
+        return [rows for _, rows in self._right]
+
+    @cached_property
+    def _left(self) -> list[tuple[NodeSketch, Tensor]]:
+        return self._parts(self.a)
+
+    @cached_property
+    def _right(self) -> list[tuple[NodeSketch, Tensor]]:
+        return self._left if self.a is self.b else self._parts(self.b)
+
+    def _parts(self, points: Points) -> list[tuple[NodeSketch, Tensor]]:
+        """Split points by copy, and so that the layer Jacobians of a part fit into the budget."""
+        return [
+            (sketch, rows)
+            for is_train in (True, False)
+            for indices in [points.copies(is_train)]
+            if len(indices)
+            for sketch in [self.sketch._of_copy(self.net, is_train)]
+            for rows in indices.split(sketch.product_rows(points.X[:1], self.memory_budget))
+        ]
+
+
+def trace_coefficients(run: Trajectory, seed: int) -> Float[Tensor, "nodes 1 C"]:
+    """Return signs of the outputs at each node whose average of v v^T is I.
+
+    They are the rows of a Hadamard matrix in turn, restricted to C columns whose signs are drawn: the average over all
+    rows is I exactly, and that of any one row over all draws.
+    """
+    C, count = run.num_outputs, run.num_steps
+    H = hadamard_matrix(hadamard_order(C, count)).to(torch.float64)
+    signs = draw_signs(C, seeded_generator(seed, run.digest, "outputs"), H)
+    return (H[torch.arange(count) % len(H), :C] * signs)[:, None]

@@ -1,0 +1,460 @@
+"""Second derivatives of a training pass: their products with adjoints, and a check of them.
+
+torch moves the running means and variances of BatchNorm outside of the graph. A layer in training mode moves them by
+b' - b = a (stat - b), where stat is the mean or the unbiased variance of its batch; the share a is read from the
+recorded statistics before and after the pass, so that cumulative averages need no count of batches.
+
+With g(w, c) = sum_i c_i grad loss_i(w) and an adjoint G of g, one double backward pass gives both
+
+    <G, grad loss_i(w)>,  for every row i,   and   (dg / dw)^T G,
+
+the products with the losses' gradients and with their Hessian. The graph of the forward and backward pass is made
+once; each adjoint costs one pass back through it. It draws no random numbers, so that dropout is what it was.
+
+They are not where the gradient is that of no function (straight-through estimators, stop-gradients, gradients scaled by
+counts), and where torch's own second derivative of an operation is wrong.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from epk_gp.autodiff.dense import PlannedModel
+from epk_gp.autodiff.forward_mode import needing_second_derivatives, require_second_derivatives
+from epk_gp.core.gradients import RunReplay, UnseenMove
+from epk_gp.core.model import FunctionalModel
+from epk_gp.core.plans import MemoryPlan, TensorSpec
+from epk_gp.core.recomputation import JUMP_SHARE, recomputation_of
+from epk_gp.core.replay import PassData, TrainingReplay, passes_of
+from epk_gp.core.step import Step
+from epk_gp.core.torch_overrides import WrittenOutNormalisation
+from epk_gp.core.trajectory import Trajectory, flat_state
+
+_KINDS = ("running_mean", "running_var")
+
+# Relative difference between recorded statistics and those that a share of the batch's statistics gives.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+@dataclass(eq=False)
+class SeenBatches:
+    """The statistics of the batches that normalisations in training mode saw, in the graph of a forward pass.
+
+    Attributes:
+        of_layer: By the layer's name mean and unbiased variance of its batch, (channels,) each.
+    """
+
+    of_layer: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Look at the inputs of all normalisations with moving statistics during a forward pass."""
+        layers = [
+            (name, part)
+            for name, part in module.named_modules()
+            if isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None
+        ]
+        handles = [part.register_forward_pre_hook(self._hook(name)) for name, part in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+            a = args[0]
+            if not module.training or a.numel() // a.shape[1] < 2:
+                return
+            if isinstance(module, nn.modules.instancenorm._InstanceNorm):  # those of each row, averaged
+                rows = a.reshape(-1, module.num_features, *a.shape[2:] if a.ndim > 2 else a.shape[1:]).flatten(2)
+                self.of_layer[name] = (rows.mean(dim=2).mean(dim=0), rows.var(dim=2).mean(dim=0))
+                return
+            others = [dimension for dimension in range(a.ndim) if dimension != 1]
+            self.of_layer[name] = (a.mean(dim=others), a.var(dim=others))
+
+        return look
+
+    def after(
+        self, model: FunctionalModel, shares: dict[str, float], before: Float[Tensor, " Q"]
+    ) -> Float[Tensor, " Q"]:
+        """Return the moving statistics after the pass.
+
+        Args:
+            model: The network.
+            shares: The share of a batch's statistics, by layer; a layer without one keeps its statistics.
+            before: The statistics before it.
+        """
+        parts, first = [], 0
+        for name, shape in zip(model.statistics, model.statistic_shapes, strict=True):
+            own = before[first : first + shape.numel()]
+            first += shape.numel()
+            layer, _, kind = name.rpartition(".")
+            share = shares.get(layer)
+            if share is None or layer not in self.of_layer or kind not in _KINDS:
+                parts.append(own)  # a count of batches does not depend on weights
+                continue
+            value = self.of_layer[layer][_KINDS.index(kind)].reshape(-1).to(own)
+            parts.append(own + share * (value - own))
+        return torch.cat(parts) if parts else before
+
+
+def fixed_statistics(module: nn.Module) -> set[str]:
+    """Return the names of the moving statistics by which normalisations in evaluation mode normalise."""
+    return {
+        f"{name}.{kind}".lstrip(".")
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and not part.training
+        for kind in _KINDS
+    }
+
+
+def shares_of_batches(
+    model: FunctionalModel,
+    seen: SeenBatches,
+    before: Float[Tensor, " Q"],
+    after: Float[Tensor, " Q"],
+    tolerance: float | None = None,
+) -> tuple[dict[str, float], bool]:
+    """Return the share of its batch's statistics that each layer took, and whether they explain what was recorded.
+
+    Args:
+        model: The network.
+        seen: The batches' statistics at the recorded weights.
+        before: The recorded moving statistics before the pass.
+        after: Those after it.
+        tolerance: Relative difference of the recorded statistics that is accepted; None for rounding.
+    """
+    shares: dict[str, float] = {}
+    for layer in seen.of_layer:
+        names = [name for name in model.statistics if name.rpartition(".")[0] == layer]
+        if not names:
+            continue
+        whole = SeenBatches({layer: seen.of_layer[layer]}).after(model, {layer: 1.0}, before)
+        distance = (whole - before).detach()
+        norm = float(distance.square().sum())
+        shares[layer] = float((after - before) @ distance) / norm if norm > 0 else 0.0
+    found = seen.after(model, shares, before).detach()
+    kinds = [name.rpartition(".")[2] for name in model.statistics]
+    sizes = [shape.numel() for shape in model.statistic_shapes]
+    pairs = zip(kinds, found.split(sizes), after.split(sizes), strict=True)
+    allowed = _TOLERANCE.get(found.dtype, 1e-2) if tolerance is None else tolerance
+    return shares, all(
+        float((a - b).abs().max()) <= allowed * max(1.0, float(b.abs().max()))
+        for kind, a, b in pairs
+        if kind != "num_batches_tracked" and len(b)
+    )
+
+
+# Relative difference of an adjoint's products, computed alone and together with others, that is rounding.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True, eq=False)
+class RowProducts:
+    """Products of adjoints with the gradients of the losses of some rows.
+
+    Attributes:
+        samples: The training sample of each row, (B,).
+        values: c_i <G, grad loss_i>, (R, B).
+    """
+
+    samples: Int64[Tensor, " B"]
+    values: Float[Tensor, "R B"]
+
+
+@dataclass(frozen=True, eq=False)
+class PulledStep:
+    """What the adjoints of a step's gradient give.
+
+    Attributes:
+        products: Products with the rows of every forward pass.
+        of_weights: Adjoints of the weights before the step, through its gradient and its batches' statistics, (R, P).
+        of_statistics: Adjoints of the moving statistics before it, (R, Q); None for a network without them.
+    """
+
+    products: list[RowProducts]
+    of_weights: Float[Tensor, "R P"]
+    of_statistics: Float[Tensor, "R Q"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class _PassGraph:
+    """A forward and backward pass with the graph that leads to its results.
+
+    Attributes:
+        leaves: The weights of the rows' losses, (B,), the parameters, and the moving statistics before the pass.
+        num_parameters: How many of the leaves are parameters.
+        results: The gradient, (P,), and the moving statistics after the pass, (Q,), if there are any.
+    """
+
+    leaves: list[Tensor]
+    num_parameters: int
+    results: list[Tensor]
+
+
+@dataclass(eq=False)
+class LossCurvature:
+    """Multiplies adjoints with the derivatives of the gradient of a step's loss; to be used by one thread.
+
+    Attributes:
+        net: The network, with its plan.
+        run: Replays the forward passes.
+        memory: Chooses how many rows and adjoints are taken together.
+        explains_statistics: Whether all moving statistics so far were those of the batches.
+    """
+
+    net: PlannedModel
+    run: RunReplay
+    memory: MemoryPlan
+    explains_statistics: bool = True
+    _maps: bool | None = field(default=None, repr=False)  # whether torch maps the way back over adjoints
+
+    def __post_init__(self) -> None:
+        """Do not map the way back over adjoints where torch would map it by loops and copies: through convolutions."""
+        if self.net.plan.calls_convolutions:
+            self._maps = False
+
+    def __call__(
+        self, step: Step, of_gradient: Float[Tensor, "R P"], of_statistics: Float[Tensor, "R Q"] | None
+    ) -> PulledStep:
+        """Pull adjoints back through the gradient of a step, and through what its passes do to moving statistics.
+
+        Args:
+            step: The step.
+            of_gradient: The adjoints G of the gradient of its loss.
+            of_statistics: The adjoints of the moving statistics after it; None for a network without them.
+        """
+        state = flat_state(self.run.trajectory, step.index, self.run.reference)
+        of_weights = torch.zeros_like(of_gradient)
+        products: list[RowProducts] = []
+        passes = passes_of(step, self.run.data)
+        moves = self.run.unseen_moves(step, passes)
+        for number in reversed(range(len(passes))):
+            carried = of_statistics = self._before_move(moves[number + 1], of_statistics)
+            of_statistics = None if carried is None else torch.zeros_like(carried)
+            for data in self._blocks(passes[number]):
+                graph = self._graph(step, state, data, is_last=number + 1 == len(passes), moves=carried is not None)
+                values = torch.empty(len(of_gradient), len(data.X), dtype=of_gradient.dtype, device=of_gradient.device)
+                for rows in self._chunks(len(of_gradient), len(data.X)):
+                    given = [of_gradient[rows], *([] if carried is None else [carried[rows]])]
+                    own, weights, statistics = self._pull(graph, given)
+                    values[rows] = own * data.c.to(own)
+                    of_weights[rows] += weights
+                    if of_statistics is not None and statistics is not None:
+                        of_statistics[rows] += statistics
+                products.append(RowProducts(data.samples, values))
+        return PulledStep(products, of_weights, self._before_move(moves[0], of_statistics))
+
+    def _before_move(self, move: UnseenMove | None, of_statistics: Tensor | None) -> Tensor | None:
+        """Return the adjoints of the statistics before a move between passes, which is held as recorded."""
+        if move is None or of_statistics is None:
+            return of_statistics
+        self.explains_statistics = self.explains_statistics and move.is_reset
+        return of_statistics.masked_fill(move.moved.to(of_statistics.device), 0.0)
+
+    def _blocks(self, data: PassData) -> Iterator[PassData]:
+        """Divide a pass whose rows do not depend on each other, so that its graph fits into memory."""
+        count = self.memory.curvature_rows()
+        if len(data.X) <= count or not data.forward.is_plain or self.net.model.signature.graph is not None:
+            yield data
+            return
+        for part in torch.arange(len(data.X)).split(count):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            forward = replace(data.forward, num_rows=len(part))
+            yield PassData(forward, data.samples[rows], data.X[rows], data.y[rows], data.c[rows])
+
+    def _chunks(self, num_adjoints: int, num_rows: int) -> Iterator[slice]:
+        """Divide adjoints, so that those that go back together fit into memory."""
+        graph = self.net.model.signature.graph
+        count = self.memory.curvature_adjoints(num_rows if graph is None else graph.num_nodes)
+        for first in range(0, num_adjoints, count):
+            yield slice(first, min(first + count, num_adjoints))
+
+    def _graph(
+        self, step: Step, state: Float[Tensor, " PQ"], data: PassData, *, is_last: bool, moves: bool
+    ) -> _PassGraph:
+        """Replay a forward and backward pass, and keep its graph.
+
+        Args:
+            step: The step.
+            state: Weights and moving statistics at its start.
+            data: The pass.
+            is_last: Whether it is the last of the step.
+            moves: Whether anything depends on the moving statistics after it.
+        """
+        replay, model = self.run.passes, self.run.passes.model
+        params = replay.params(state, data)
+        parameters = [params[name].requires_grad_() for name in model.names]
+        module = replay.module_in_modes(data)
+        statistics = [params[name].clone().requires_grad_() for name in model.statistics]
+        fixed = fixed_statistics(module)  # torch moves the others in place
+        params |= {name: leaf for name, leaf in zip(model.statistics, statistics, strict=True) if name in fixed}
+        c = data.c.detach().to(parameters[0], copy=True).requires_grad_()
+        seen = SeenBatches()
+        with (
+            torch.enable_grad(),
+            seen.watching(module),
+            WrittenOutNormalisation(statistics),
+            needing_second_derivatives(),
+        ):
+            losses = replay.losses(params, data)
+            gradients = torch.autograd.grad(
+                c.to(losses) @ losses, parameters, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            require_second_derivatives(gradients, losses)
+            results = [torch.cat([gradient.reshape(-1) for gradient in gradients])]
+            if moves:
+                before = torch.cat([value.reshape(-1) for value in statistics])
+                results.append(self._after(step, data, seen, before, is_last=is_last))
+        return _PassGraph([c, *parameters, *statistics], len(parameters), results)
+
+    def _after(
+        self, step: Step, data: PassData, seen: SeenBatches, before: Float[Tensor, " Q"], *, is_last: bool
+    ) -> Float[Tensor, " Q"]:
+        model, recorded = self.run.passes.model, self.run.trajectory.statistics
+        after = data.forward.statistics_after
+        if after is None and is_last and recorded is not None:
+            after = recorded[step.index + 1]
+        if after is None:
+            return before
+        trajectory = self.run.trajectory  # recorded statistics, at weights that may miss the recorded ones
+        tolerance = None if recomputation_of(trajectory) is None else JUMP_SHARE[trajectory.dtype]
+        shares, explains = shares_of_batches(model, seen, before.detach(), after.to(before), tolerance)
+        self.explains_statistics = self.explains_statistics and explains
+        return seen.after(model, shares, before)
+
+    def _pull(self, graph: _PassGraph, given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Go back through a graph with some adjoints of its results: (r, B), (r, P) and (r, Q) or None."""
+        given = [value.to(result) for value, result in zip(given, graph.results, strict=True)]
+        results = [result for result in graph.results if result.requires_grad]
+        given = [value for value, result in zip(given, graph.results, strict=True) if result.requires_grad]
+        count, found = len(given[0]), None
+        if self._maps is not False and count > 1:
+            try:
+                found = _back(results, graph.leaves, given, is_mapped=True)
+            except (RuntimeError, NotImplementedError):
+                self._maps = False
+            else:
+                if self._maps is None:
+                    single = _back(results, graph.leaves, [value[0] for value in given], is_mapped=False)
+                    self._maps = all(_is_same(a[0], b) for a, b in zip(found, single, strict=True))
+                found = found if self._maps else None
+        if found is None:
+            with needing_second_derivatives():
+                singles = [
+                    _back(results, graph.leaves, [value[k] for value in given], is_mapped=False) for k in range(count)
+                ]
+            found = [torch.stack(values) for values in zip(*singles, strict=True)]
+        own, parameters = found[0], found[1 : 1 + graph.num_parameters]
+        statistics = found[1 + graph.num_parameters :]
+        return (
+            own,
+            torch.cat([value.reshape(count, -1) for value in parameters], dim=1),
+            torch.cat([value.reshape(count, -1) for value in statistics], dim=1) if statistics else None,
+        )
+
+
+def _back(results: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, is_mapped: bool) -> list[Tensor]:
+    """Return the adjoints of the leaves; zeros where nothing depends on one."""
+    found = torch.autograd.grad(
+        results, leaves, given, retain_graph=True, allow_unused=True, is_grads_batched=is_mapped
+    )
+    leading = given[0].shape[:1] if is_mapped else ()
+    return [
+        leaf.new_zeros(*leading, *leaf.shape) if value is None else value
+        for value, leaf in zip(found, leaves, strict=True)
+    ]
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    allowed = _ROUNDING.get(b.dtype, 1e-2) * float(b.abs().max())
+    return not b.numel() or float((a - b).abs().max()) <= allowed
+
+
+# Pairs of differences, relative to the weights, that are compared with each other; and by how much torch may differ
+# from them. At the fine ones even networks of many ReLUs seldom meet a kink; where a network computes in float32
+# inside, these are rounding, and the coarse ones may hold kinks.
+_PAIRS = (((1e-8, 1e-7), 1e-3), ((1e-4, 1e-3), 0.15))
+_SETTLED = 4  # differences tell something where torch misses them by so many times what they miss each other
+
+
+class _WideReplay(TrainingReplay):
+    """Replays all passes in float64, with other random numbers than the run drew, but the same ones in each call."""
+
+    def dtype_of(self, data: PassData, *, exact: bool = True) -> torch.dtype:
+        """Return float64."""
+        return torch.float64
+
+
+def curvature_error(trajectory: Trajectory, net: PlannedModel, memory: MemoryPlan, device: torch.device) -> float:
+    """Return by what share the second derivatives along some direction differ from differences of gradients.
+
+    The middle, the last and the first step are looked at; 0 where the difference is rounding or a kink, and where the
+    network cannot compute in float64.
+
+    Args:
+        trajectory: The run.
+        net: The network with its plan.
+        memory: Chooses how many rows are taken together.
+        device: Of the computation.
+    """
+    run, recomputation = _wide_run(trajectory.trained, net, device), recomputation_of(trajectory)
+    curvature = LossCurvature(PlannedModel(run.model, net.plan), run, memory)
+    states = range(trajectory.num_steps) if recomputation is None else recomputation.kept.numbers[:-1]
+    steps = [run.trajectory.steps[states[place]] for place in dict.fromkeys((len(states) // 2, -1, 0)) if states]
+    for pair, tolerance in _PAIRS:
+        try:
+            errors = [_step_error(run, curvature, step, pair) for step in steps]
+        except (RuntimeError, TypeError, ValueError):  # the network cannot compute in float64
+            return 0.0
+        if settled := [error for error in errors if error is not None]:
+            return max(settled) if max(settled) > tolerance else 0.0
+    return 0.0
+
+
+def _wide_run(trajectory: Trajectory, net: PlannedModel, device: torch.device) -> RunReplay:
+    spec = TensorSpec(torch.float64, device)
+    run = RunReplay(trajectory, net.model.variant(spec), torch.zeros((), dtype=spec.dtype, device=device))
+    own = trajectory.model.variant(TensorSpec(trajectory.dtype, device))
+    run.__dict__["passes"] = _WideReplay(own, trajectory.loss, spec)
+    return run
+
+
+def _step_error(run: RunReplay, curvature: LossCurvature, step: Step, pair: tuple[float, float]) -> float | None:
+    """Return the relative error of a product with a step's Hessian; None where the differences do not settle."""
+    state = flat_state(run.trajectory, step.index, run.reference)
+    P = run.model.num_weights
+    direction = torch.zeros_like(state)
+    d = direction[:P].copy_(_direction(state[:P], run.model.sizes))
+    product = curvature(step, d[None], None).of_weights[0]
+    # a Hessian is symmetric: <H d, H d> = <d, H (H d)>
+    square, again = product @ product, d @ curvature(step, product[None], None).of_weights[0]
+    asymmetry = float((square - again).abs() / torch.maximum(square, again.abs()).clamp(min=1e-300))
+
+    def difference(h: float) -> Float[Tensor, " P"]:
+        ends = [run.gradient_at(step, state + sign * h * direction)[0] for sign in (1, -1)]
+        return (ends[0] - ends[1]) / (2 * h)
+
+    fine, coarse = map(difference, pair)
+    scale = float(torch.stack([product, fine]).norm(dim=1).max())
+    error, unsettled = float((fine - product).norm()), float((fine - coarse).norm())
+    if not scale > 0 or not unsettled * _SETTLED <= max(error, 1e-3 * scale):
+        return None
+    return max(error / scale, asymmetry)
+
+
+def _direction(w: Float[Tensor, " P"], sizes: tuple[int, ...]) -> Float[Tensor, " P"]:
+    """Return random numbers of the size of each parameter's weights."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(len(w), generator=generator, dtype=w.dtype).to(w.device)
+    typical = w.norm() / max(1, len(w)) ** 0.5
+    parts = w.split(sizes)
+    scales = [part.norm() / max(1, len(part)) ** 0.5 for part in parts]
+    own = [torch.where(scale > 0, scale, typical).expand(len(part)) for scale, part in zip(scales, parts, strict=True)]
+    return noise * torch.cat(own)

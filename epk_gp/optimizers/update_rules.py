@@ -1,0 +1,373 @@
+"""Update rules.
+
+The coefficients by which an optimizer's step follows from the batch gradient, and gradient clipping.
+
+An update rule is covered exactly if its step is linear in all gradients so far, with coefficients that are held as
+recorded (docs/theory.md, section 4). With g the batch gradient, w the weights and m a momentum buffer, every such step
+is
+
+    h    = grad_scale * g + weight_decay * w
+    m'   = beta * m + one_minus_dampening * h
+    step = -left (momentum_lr * m' + lr * h) right - decoupled_decay * w
+
+with one coefficient per parameter tensor, or one per weight (a diagonal preconditioner). `left` and `right` are the
+matrices of a matrix preconditioner; for nearly all optimizers there are none. `epk_gp.optimizers.torch_rules` reads the
+coefficients of torch's optimizers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+Number = float | Tensor
+Options = Mapping[str, Any]
+WEIGHTS = "weights"  # in `UpdateRule.needs_before`: the parameter itself as it was before the step
+MATRICES = ("left", "right")
+
+
+@dataclass(frozen=True)
+class LinearStep:
+    """The coefficients of one step of one parameter; each is a float, or a tensor of the parameter's shape.
+
+    Attributes:
+        lr: Factor of h in the step (the learning rate of plain gradient descent).
+        momentum_lr: Factor of the new buffer in the step.
+        beta: Factor of the old buffer in the new one.
+        one_minus_dampening: Factor of h in the new buffer.
+        grad_scale: Factor of the gradient in h: -1 where the loss is maximised.
+        weight_decay: Factor of the weights in h (coupled weight decay).
+        decoupled_decay: Factor of the weights in the step (decoupled weight decay, times the learning rate).
+        left: Matrix (rows, rows) that the step of a parameter of rows * columns weights, row by row, is multiplied
+            with from the left; None for the identity.
+        right: Matrix (columns, columns) that it is multiplied with from the right; None for the identity.
+    """
+
+    lr: Number = 0.0
+    momentum_lr: Number = 0.0
+    beta: Number = 0.0
+    one_minus_dampening: Number = 0.0
+    grad_scale: Number = 1.0
+    weight_decay: Number = 0.0
+    decoupled_decay: Number = 0.0
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+
+# Of a parameter without a gradient: torch moves neither it nor its buffer.
+NO_UPDATE = LinearStep(beta=1.0, grad_scale=0.0)
+FIELDS = tuple(item.name for item in fields(LinearStep) if item.name not in MATRICES)
+
+Coefficients = Callable[[nn.Parameter, Options, Options, Options], LinearStep]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """The rule by which an optimizer's step follows from the gradient, read from the optimizer after each step.
+
+    Attributes:
+        name: Name of the rule in the run's header.
+        coefficients: Function that is called after each step for each parameter that has a gradient, as
+            f(p, group, before, after): the parameter after the step, with its gradient, the options of its group, and
+            the optimizer's state of it before and after the step. Returns the coefficients of the step. `before` is
+            empty if there was no state before the step. Otherwise it has all entries of the state; those in
+            `needs_before` are copies, the others are None.
+        needs_before: Names of the entries of the state that the function reads in `before`. The name "weights" stands
+            for the parameter itself before the step, which is then there in the first step too.
+        unexplained: How much of the steps' norm the rule leaves unexplained, because the optimizer computes in a lower
+            precision than that of the weights; 0 for a rule that holds up to the rounding of the weights.
+    """
+
+    name: str
+    coefficients: Coefficients
+    needs_before: tuple[str, ...] = ()
+    unexplained: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateCoefficients:
+    """The coefficients of one step of all L parameters.
+
+    Each attribute holds one number per parameter, (L,) float64, or one per weight, (P,). `LinearStep` says what each
+    stands for. `left` and `right` hold square matrices by the position 0 .. L - 1 of the parameter; parameters whose
+    matrix is the identity are left out.
+    """
+
+    lr: Tensor
+    momentum_lr: Tensor
+    beta: Tensor
+    one_minus_dampening: Tensor
+    grad_scale: Tensor
+    weight_decay: Tensor
+    decoupled_decay: Tensor
+    left: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
+    right: Mapping[int, Tensor] = field(default_factory=dict, kw_only=True)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Iterate over the coefficients that are no matrices, in the order of `FIELDS`."""
+        return iter(getattr(self, name) for name in FIELDS)
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether the step of any parameter is multiplied with a matrix."""
+        return bool(self.left or self.right)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over all tensors: the coefficients, and then the matrices by the position of their parameter."""
+        yield from self
+        for name in MATRICES:
+            yield from (matrix for _, matrix in sorted(getattr(self, name).items()))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "UpdateCoefficients":
+        """Return the same coefficients with a function applied to each tensor, matrices included."""
+        left, right = ({k: function(Q) for k, Q in getattr(self, name).items()} for name in MATRICES)
+        return UpdateCoefficients(*map(function, self), left=left, right=right)
+
+
+def stack_coefficients(steps: Sequence[LinearStep], sizes: Sequence[int]) -> UpdateCoefficients:
+    """Join the coefficients of all parameters; one that any parameter has per weight becomes one number per weight.
+
+    Raises:
+        ValueError: A matrix is not square, or its side does not divide the parameter's number of weights.
+    """
+    matrices: dict[str, dict[int, Tensor]] = {name: {} for name in MATRICES}
+    for k, (step, size) in enumerate(zip(steps, sizes, strict=True)):
+        for name in MATRICES:
+            if (Q := getattr(step, name)) is not None:
+                matrices[name][k] = Q.detach()
+        _matrix_shape(matrices["left"].get(k), matrices["right"].get(k), size)
+    joined = {}
+    for name in FIELDS:
+        values = [getattr(step, name) for step in steps]
+        tensors = [value for value in values if isinstance(value, Tensor) and value.ndim]
+        if not tensors:
+            joined[name] = torch.tensor([float(value) for value in values], dtype=torch.float64)
+            continue
+        rows = [
+            value.detach().reshape(-1)
+            if isinstance(value, Tensor) and value.ndim
+            else tensors[0].new_full((size,), float(value))
+            for value, size in zip(values, sizes, strict=True)
+        ]
+        joined[name] = torch.cat(rows)
+    return UpdateCoefficients(*joined.values(), left=matrices["left"], right=matrices["right"])
+
+
+def broadcast_to_params(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Float[Tensor, " P"]:
+    """Return a coefficient as one number per weight, in the dtype and on the device of `reference`."""
+    if len(value) != len(sizes):
+        return value.to(reference)
+    repeats = torch.tensor(list(sizes), device=reference.device)
+    return value.to(reference).repeat_interleave(repeats)
+
+
+def predict_step(
+    update: UpdateCoefficients,
+    sizes: Sequence[int],
+    w: Float[Tensor, " P"],
+    g: Float[Tensor, " P"],
+    m: Float[Tensor, " P"],
+) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
+    """Return the step that an update rule predicts, and the momentum buffer after it.
+
+    Args:
+        update: The coefficients of the step.
+        sizes: Number of weights of each of the L parameters.
+        w: The weights before the step.
+        g: The gradient of the batch's loss at w.
+        m: The momentum buffer before the step; zero before the first step.
+    """
+
+    def sum_of(*terms: tuple[Tensor, Tensor]) -> Tensor:
+        """Add up coefficients times vectors; those with a coefficient of 0 cost nothing, 1 is no product."""
+        total: Tensor | None = None
+        for coefficient, vector in terms:
+            value = _scalar_or_per_weight(coefficient, sizes, w)
+            number = float(coefficient[0]) if value.ndim == 0 else None
+            if number != 0:
+                product = vector if number == 1 else value * vector
+                total = product if total is None else total + product
+        return torch.zeros_like(w) if total is None else total
+
+    h = sum_of((update.grad_scale, g), (update.weight_decay, w))
+    after = sum_of((update.beta, m), (update.one_minus_dampening, h))
+    direction = apply_matrices(update, sizes, sum_of((update.momentum_lr, after), (update.lr, h)))
+    return sum_of((-torch.ones(len(sizes)), direction), (-update.decoupled_decay, w)), after
+
+
+def apply_matrices(
+    update: UpdateCoefficients, sizes: Sequence[int], vectors: Float[Tensor, "*n P"], *, transposed: bool = False
+) -> Float[Tensor, "*n P"]:
+    """Multiply flat vectors of weights with the matrices of a step, or with their transposes.
+
+    Args:
+        update: The coefficients of the step.
+        sizes: Number of weights of each of the L parameters.
+        vectors: Vectors of P weights.
+        transposed: Whether to multiply with the transposed matrices, as the adjoint of a step does.
+
+    Returns:
+        The products; the vectors themselves where the step has no matrices.
+    """
+    if not update.has_matrices:
+        return vectors
+    parts = list(vectors.split(list(sizes), dim=-1))
+    for k in update.left.keys() | update.right.keys():
+        left, right = (None if Q is None else Q.to(vectors) for Q in (update.left.get(k), update.right.get(k)))
+        part = parts[k].unflatten(-1, _matrix_shape(left, right, sizes[k]))
+        if left is not None:
+            part = (left.T if transposed else left) @ part
+        if right is not None:
+            part = part @ (right.T if transposed else right)
+        parts[k] = part.flatten(-2)
+    return torch.cat(parts, dim=-1)
+
+
+def _matrix_shape(left: Tensor | None, right: Tensor | None, size: int) -> tuple[int, int]:
+    """Return rows and columns of a parameter that is multiplied with matrices."""
+    for Q in (left, right):
+        if Q is not None and (Q.ndim != 2 or Q.shape[0] != Q.shape[1] or size % len(Q)):
+            raise ValueError(
+                "the matrix of a step must be square, with a side that divides the parameter's number of weights: got "
+                f"{tuple(Q.shape)} for {size} weights."
+            )
+    rows = len(left) if left is not None else size // (1 if right is None else len(right))
+    columns = size // rows
+    if right is not None and len(right) != columns:
+        raise ValueError(
+            f"the matrices of a step must fit a parameter of {size} weights from both sides: got {rows} rows and "
+            f"{len(right)} columns."
+        )
+    return rows, columns
+
+
+def _scalar_or_per_weight(value: Tensor, sizes: Sequence[int], reference: Tensor) -> Tensor:
+    """Return a coefficient as a scalar where all parameters share it, else as one number per weight."""
+    if len(value) == len(sizes) and len(set(value.tolist())) == 1:
+        return value[0].to(reference)
+    return broadcast_to_params(value, sizes, reference)
+
+
+def scale_gradient(update: UpdateCoefficients, factor: float | Tensor, sizes: Sequence[int]) -> UpdateCoefficients:
+    """Multiply the gradient's coefficient by a factor, that of gradient clipping."""
+    if isinstance(factor, Tensor):
+        return replace(update, grad_scale=broadcast_to_params(update.grad_scale, sizes, factor) * factor)
+    return replace(update, grad_scale=update.grad_scale * factor)
+
+
+EPSILON = 1e-6  # torch adds it to the norm of a gradient that it clips
+CLIP_ROUNDING = (1e-4, 1e-7)  # relative rounding of a clipped gradient, in float32 and in float64
+
+
+@dataclass(frozen=True)
+class ClipNorm:
+    """Clipping of the norm of the whole gradient, as `torch.nn.utils.clip_grad_norm_`.
+
+    Attributes:
+        max_norm: The largest norm that is not clipped.
+        norm_type: The p of the p-norm.
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+
+    @property
+    def bound(self) -> float:
+        """The number that must be positive and finite."""
+        return self.max_norm
+
+    def factor(self, g: Float[Tensor, " P"]) -> float:
+        """Return the factor by which this clipping multiplies a gradient."""
+        norm = float(torch.linalg.vector_norm(g, self.norm_type))
+        return min(1.0, self.max_norm / (norm + EPSILON))
+
+    def factors(self, g: Float[Tensor, "*m P"]) -> Float[Tensor, "*m 1"]:
+        """Return the factor of each of several gradients."""
+        norms: Tensor = torch.linalg.vector_norm(g, self.norm_type, dim=-1, keepdim=True)
+        return (self.max_norm / (norms + EPSILON)).clamp(max=1.0)
+
+    def may_have_clipped(self, used: Float[Tensor, " P"]) -> bool:
+        """Return whether a gradient is as large as this clipping leaves it: up to rounding, not below the bound."""
+        norm = float(torch.linalg.vector_norm(used, self.norm_type))
+        return not norm * (1 + CLIP_ROUNDING[False]) + EPSILON < self.max_norm
+
+    def clip_gradients(self, net: nn.Module) -> None:
+        """Clip the gradients of a network in place."""
+        nn.utils.clip_grad_norm_(net.parameters(), self.max_norm, self.norm_type)
+
+
+@dataclass(frozen=True)
+class ClipValue:
+    """Clipping of every entry of the gradient, as `torch.nn.utils.clip_grad_value_`.
+
+    Attributes:
+        max_value: The largest absolute value that is not clipped.
+    """
+
+    max_value: float
+
+    @property
+    def bound(self) -> float:
+        """The number that must be positive and finite."""
+        return self.max_value
+
+    def factor(self, g: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
+        """Return the factor by which this clipping multiplies each entry of a gradient."""
+        return self.factors(g)
+
+    def factors(self, g: Float[Tensor, "*m P"]) -> Float[Tensor, "*m P"]:
+        """Return the factor of each entry of several gradients."""
+        return torch.where(g.abs() > self.max_value, self.max_value / g.abs(), 1.0)
+
+    def may_have_clipped(self, used: Float[Tensor, " P"]) -> bool:
+        """Return whether a gradient has an entry as large as this clipping leaves it."""
+        return not float(torch.linalg.vector_norm(used, float("inf"))) * (1 + CLIP_ROUNDING[False]) < self.max_value
+
+    def clip_gradients(self, net: nn.Module) -> None:
+        """Clip the gradients of a network in place."""
+        nn.utils.clip_grad_value_(net.parameters(), self.max_value)
+
+
+Clip = ClipNorm | ClipValue
+
+
+def clip_from_json(stated: Sequence[float] | None) -> Clip | None:
+    """Return the clipping of a run's header: the bound of the entries, or the bound of the norm and its p."""
+    if stated is None:
+        return None
+    return ClipValue(*stated) if len(stated) == 1 else ClipNorm(*stated)
+
+
+def is_clipped(update: UpdateCoefficients) -> bool:
+    """Return whether a step clipped its gradient, or an entry of it."""
+    factors = update.grad_scale.abs()
+    return bool(((factors > 0) & (factors < 1)).any())
+
+
+def step_clip(stated: Clip | None, update: UpdateCoefficients, scale: Tensor, g: Float[Tensor, " P"]) -> Clip | None:
+    """Return the clipping of a step: as stated, else as its factors show it, of the 2-norm or entry by entry.
+
+    A bound that is not stated has three digits, for the recorder sees no other. The factors of another norm do not
+    follow from such a bound.
+
+    Args:
+        stated: The clipping that the loop stated.
+        update: The recorded coefficients of the step.
+        scale: Its `grad_scale` as one number per weight, (P,); 0 where there was no gradient.
+        g: The gradient of the batch's loss.
+    """
+    if stated is not None or not is_clipped(update):
+        return stated
+    factors = scale.abs()
+    if len(update.grad_scale) == len(g):
+        return ClipValue(rounded_bound(float((factors * g.abs())[(factors > 0) & (factors < 1)].max())))
+    norm = float(torch.linalg.vector_norm(torch.where(factors > 0, g, 0.0))) + EPSILON
+    return ClipNorm(rounded_bound(float(factors[factors > 0].min()) * norm))
+
+
+def rounded_bound(value: float) -> float:
+    """Return a number in three digits."""
+    return float(f"{value:.3g}")

@@ -1,0 +1,343 @@
+"""The recorded steps of a run: what stays in memory, and when steps are written to disk."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from epk_gp.core.step import SeenRows, Step, fingerprint_step
+from epk_gp.core.trajectory import States, Updates
+from epk_gp.core.update_law import CompactUpdate, compact_update
+from epk_gp.optimizers.update_rules import UpdateCoefficients
+from epk_gp.storage.kept import read_chunks, stored_run
+from epk_gp.storage.matrices import matrix_bytes
+from epk_gp.storage.pass_tables import PassTables
+from epk_gp.storage.passes import ContentInMemory, PackedPasses, pack_passes, packed_bytes, packed_steps, validate_pass
+from epk_gp.storage.schema import ChunkSchema
+from epk_gp.storage.stored import StoredStates, stored_steps
+from epk_gp.storage.training_state import WEIGHTS, TrainingState
+from epk_gp.storage.writer import RunWriter, Storage
+
+_BLOCK_BYTES = 4 << 20  # some 100 states of a network of 10 000 float32 weights
+
+
+class TensorArena:
+    """An arena: copies of small tensors, one after another in large blocks.
+
+    Allocated one by one, the small tensors would lie between the large ones that come and go in training, and split
+    every gap that those leave: the process would grow by the memory of a forward pass every few steps (measured: 20 MB
+    a step for an MNIST CNN with batches of 250). A block is freed when no tensor on it is used any more.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[torch.dtype, torch.device], tuple[Tensor, int]] = {}
+
+    def copy_in(self, value: Tensor) -> Tensor:
+        """Copy a tensor into the arena, and return the copy."""
+        key = (value.dtype, value.device)
+        block, used = self._blocks.get(key, (value.new_empty(0), 0))
+        if used + value.numel() > len(block):
+            size = max(value.numel(), _BLOCK_BYTES // value.element_size())
+            block, used = torch.empty(size, dtype=value.dtype, device=value.device), 0
+        end = used + value.numel()
+        self._blocks[key] = (block, end)
+        return block[used:end].view(value.shape).copy_(value.detach())
+
+
+# Bytes of a step from which on it is hashed and packed in a thread of its own, beside the next step of the training:
+# 1 ms for each MB that is hashed, 5 ms for each that is packed. Fewer are not worth the change of threads.
+_IN_BACKGROUND = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The result of a step; that of step -1 stands for the initial weights.
+
+    Attributes:
+        end: The weights after the step; empty where the run does not keep them (`RunHistory.thin`).
+        update: Its coefficients; None where no step led to the weights.
+        statistics: The moving statistics after the step; None for a network without them.
+    """
+
+    end: Float[Tensor, " P"]
+    update: UpdateCoefficients | CompactUpdate | None
+    statistics: Float[Tensor, " Q"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Finished:
+    """What is made of a step after it was recorded.
+
+    Attributes:
+        digest: Digest of the run up to the step.
+        passes: Its packed passes; None if it has none, or they are packed already.
+    """
+
+    digest: str
+    passes: tuple[PassTables, Tensor] | None
+
+
+class RunHistory:
+    """The steps recorded so far, and the results of those that are in memory.
+
+    A step is hashed, and its passes are packed, after it was appended: at once if it is small, else in another thread
+    until the next one is appended, or until anything is asked that depends on it.
+    """
+
+    def __init__(
+        self,
+        weights: Float[Tensor, " P"],
+        digest: str,
+        steps: Sequence[Step] = (),
+        statistics: Float[Tensor, " Q"] | None = None,
+    ) -> None:
+        """Begin with the weights and statistics after `steps`, the initial ones if there are none."""
+        self._steps = list(steps)
+        self._results = {len(self._steps) - 1: StepResult(weights, None, statistics)}
+        self._digests = {len(self._steps) - 1: digest}
+        self._arena = TensorArena()
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: tuple[int, Future[_Finished]] | None = None
+        self._is_in_thread = False  # whether another thread is at the pending step
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps recorded so far."""
+        return len(self._steps)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Learning rate, batch and forward passes of each step; the passes are packed, in memory or on disk."""
+        self.settle()
+        return self._steps
+
+    def packed_steps(self, first: int) -> list[Step]:
+        """Return the steps from number `first` on, but for the last one if it is still packed in another thread."""
+        return self._steps[first : self.num_steps - 1] if self._is_in_thread else self.steps[first:]
+
+    @property
+    def last(self) -> StepResult:
+        """The result of the last step."""
+        return self._results[self.num_steps - 1]
+
+    def digest(self, count: int) -> str:
+        """Return the digest of the run of the first `count` steps, of those whose results are in memory."""
+        self.settle()
+        return self._digests[count - 1]
+
+    def append(
+        self,
+        step: Step,
+        end: Float[Tensor, " P"],
+        update: UpdateCoefficients,
+        statistics: Float[Tensor, " Q"] | None = None,
+    ) -> None:
+        """Add a step and copies of its results.
+
+        Raises:
+            TypeError: A tensor of a pass has a dtype that cannot be stored.
+            ValueError: A pass is not as `ForwardPass` says, or holds NaN or infinity.
+        """
+        self.settle()
+        if not isinstance(step.passes, PackedPasses):
+            for forward in step.passes:
+                validate_pass(forward)
+        copy_in, index = self._arena.copy_in, self.num_steps
+        after = None if statistics is None else copy_in(statistics)
+        update = update.map(copy_in)
+        result = StepResult(copy_in(end), update, after)
+        step = step if step.batch is None else replace(step, batch=copy_in(step.batch))
+        finish = partial(_finish, self._digests[index - 1], step, result, update)
+        job: Future[_Finished] = Future()
+        self._is_in_thread = _num_bytes(step, result, update) >= _IN_BACKGROUND
+        if self._is_in_thread:
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="epk_gp-recorder")
+            job = self._thread.submit(finish)
+        else:
+            job.set_result(finish())
+        self._results[index], self._pending = result, (index, job)
+        # Last, for the number of steps counts them: an interrupt before this line leaves the history as it was.
+        self._steps.append(step)
+
+    def settle(self) -> None:
+        """Wait until the last step is hashed and packed."""
+        if self._pending is None:
+            return
+        index, job = self._pending
+        if index < self.num_steps:
+            finished = job.result()
+            step = self._steps[index]
+            if finished.passes is not None:
+                tables, content = finished.passes
+                step = packed_steps([step], tables, ContentInMemory(self._arena.copy_in(content)))[0]
+            self._digests[index] = finished.digest
+            self._steps[index] = step
+        self._pending, self._is_in_thread = None, False
+
+    def replace_steps(self, first: int, steps: Sequence[Step]) -> None:
+        """Put steps that are on disk in the place of the same steps in memory, from number `first` on."""
+        self.steps[first : first + len(steps)] = steps
+
+    def results(self, first: int, end: int) -> list[StepResult]:
+        """Return the results of the steps `first` to `end - 1`."""
+        return [self._results[index] for index in range(first, end)]
+
+    def updates(self, count: int) -> tuple[UpdateCoefficients, ...]:
+        """Return the coefficients of the first `count` steps, of a run in memory."""
+        found = (self._results[index].update for index in range(count))
+        return tuple(update for update in found if isinstance(update, UpdateCoefficients))
+
+    def drop_steps_from(self, count: int) -> None:
+        """Drop all steps but the first `count`."""
+        del self.steps[count:]
+
+    def thin(self, count: int, schema: ChunkSchema) -> None:
+        """Free what a run that keeps every k-th state does not keep of its first `count` steps.
+
+        The weights after the last of them stay, for the run may be resumed from there.
+
+        Args:
+            count: How many steps.
+            schema: What the run keeps.
+        """
+        for index, result in self._results.items():
+            if index < count - 1 and not schema.kept_between(index + 1, index + 1):
+                result = replace(result, end=result.end.new_empty(0))
+            if index < count and isinstance(result.update, UpdateCoefficients):
+                result = replace(result, update=compact_update(result.update, schema.scaled, schema.sizes))
+            self._results[index] = result
+
+    def forget_results_before(self, index: int) -> None:
+        """Free the results of the steps before `index`, which are on disk."""
+        for earlier in [i for i in self._results if i < index]:
+            del self._results[earlier]
+            self._digests.pop(earlier, None)
+
+    def close(self) -> None:
+        """Wait for the last step, and end the thread."""
+        self.settle()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+
+def _finish(before: str, step: Step, result: StepResult, update: UpdateCoefficients) -> _Finished:
+    packed = pack_passes([step]) if step.passes and not isinstance(step.passes, PackedPasses) else None
+    return _Finished(fingerprint_step(before, step, update, result.end, result.statistics), packed)
+
+
+def _num_bytes(step: Step, result: StepResult, update: UpdateCoefficients) -> int:
+    """Return how many bytes of a step are to be hashed or packed."""
+    tensors = [result.end, *update.tensors()]
+    if not isinstance(step.passes, PackedPasses):
+        for part in (part for forward in step.passes for part in vars(forward).values()):
+            tensors += [part] if isinstance(part, Tensor) else vars(part).values() if isinstance(part, SeenRows) else []
+    return sum(value.nbytes for value in tensors)
+
+
+class CommitSchedule:
+    """The commits of one run.
+
+    A step belongs to an iteration of the user's loop, and schedulers or samplers may move on after the step. Only steps
+    of completed iterations are committed, together with the training state at the end of the last of them: from there a
+    resumed run continues.
+    """
+
+    def __init__(self, writer: RunWriter, storage: Storage, history: RunHistory, training: TrainingState) -> None:
+        self._writer, self._limits, self._history, self._training = writer, storage, history, training
+        self._num_completed = self._num_counted = history.num_steps
+        self._training_state: dict[str, Tensor] = {}  # after the last completed step
+        self._last_commit = time.monotonic()
+        self._pass_bytes = 0  # of the completed steps that are not on disk
+
+    @property
+    def num_committed(self) -> int:
+        """Number of steps on disk."""
+        return self._writer.chunks[-1].last
+
+    @property
+    def digest(self) -> str:
+        """Digest of the run up to the last step on disk."""
+        return self._writer.chunks[-1].digest
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last commit failed."""
+        return self._writer.failed
+
+    def stored(self) -> tuple[States, Updates]:
+        """Return the states and coefficients on disk, as far as the run holds them (`with_computed_states`)."""
+        chunks, last = read_chunks(self._writer.path, self._writer.schema)
+        return stored_run(self._writer.path, self._writer.schema, chunks, last)
+
+    def stored_statistics(self) -> StoredStates | None:
+        """Return the moving statistics on disk; None for a network without them."""
+        schema = self._writer.schema
+        if not schema.num_statistics:
+            return None
+        return StoredStates(self._writer.path, schema, tuple(self._writer.chunks), "statistics")
+
+    def complete_iteration(self) -> None:
+        """Keep the training state after the steps so far, and commit them if a limit of the storage is reached."""
+        self._num_completed, self._training_state = self._history.num_steps, self._training.state_dict()
+        packed = self._history.packed_steps(self._num_counted)
+        self._pass_bytes += sum(packed_bytes(step) for step in packed)
+        self._num_counted += len(packed)
+        if self._writer.schema.thins:
+            self._history.thin(self._num_completed, self._writer.schema)
+        waiting = self._num_completed - self.num_committed
+        if not waiting:
+            return
+        limits = self._limits
+        if (
+            self._waiting_bytes() + self._pass_bytes >= limits.chunk_bytes
+            or time.monotonic() - self._last_commit >= limits.seconds
+            or (limits.steps is not None and waiting >= limits.steps)
+        ):
+            self.commit()
+
+    def _waiting_bytes(self) -> int:
+        """Return how many bytes of weights, statistics and coefficients are to be written."""
+        result, schema, first, count = self._history.last, self._writer.schema, self.num_committed, self._num_completed
+        update = result.update.update if isinstance(result.update, CompactUpdate) else result.update
+        matrices = 0 if update is None else matrix_bytes(update)
+        diagonals = matrices + sum(v.nbytes for v in update or () if len(v) != len(schema.sizes))
+        statistics = 0 if result.statistics is None else result.statistics.nbytes
+        states = len(schema.kept_between(first + 1, count)) * schema.num_weights * schema.stored_dtype.itemsize
+        return (count - first) * (diagonals + statistics) + states
+
+    def commit(self) -> None:
+        """Write the steps of completed iterations that are not on disk, and free their results."""
+        first, count = self.num_committed, self._num_completed
+        results = self._history.results(first, count)
+        if results:
+            updates = [r.update for r in results if r.update is not None]
+            states, training_state = [r.end for r in results], self._training_state
+            if (schema := self._writer.schema).thins:
+                training_state = training_state | {WEIGHTS: states[-1]}
+                states = [states[s - first - 1] for s in schema.kept_between(first + 1, count)]
+            steps = self._history.steps[first:count]
+            statistics = [r.statistics for r in results if r.statistics is not None]
+            self._writer.append(states, steps, updates, self._history.digest(count), training_state, statistics)
+            self._history.replace_steps(first, stored_steps(self._writer.path, self._writer.chunks[-1], steps))
+        self._last_commit, self._pass_bytes, self._num_counted = time.monotonic(), 0, count
+        # The result of the last completed step stays: it becomes the last one if the step after it is dropped.
+        self._history.forget_results_before(min(self._history.num_steps, count, self.num_committed) - 1)
+
+    def commit_completed_only(self) -> None:
+        """Drop the step of an iteration that was not completed, and commit the others."""
+        self._history.drop_steps_from(self._num_completed)
+        self.commit()
+
+    def mark_complete(self) -> None:
+        """Write the closing record of the run."""
+        self._writer.mark_complete()
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._writer.close()

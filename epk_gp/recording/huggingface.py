@@ -1,0 +1,214 @@
+"""A callback for Hugging Face's `Trainer` that records the training; it needs the extra `huggingface`."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from epk_gp.core.losses import CrossEntropy, Loss, as_loss, loss_terms, sample_weights
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.optimizers.update_rules import UpdateRule
+from epk_gp.recording.recorder import Recorder
+from epk_gp.recording.setup import ClipNorm
+from epk_gp.storage.writer import Storage
+
+INDEX_KEY = "index"
+
+
+def logits_of(returned: Any) -> Tensor:
+    """Return the logits of a `ModelOutput`, or of a tuple that begins with them."""
+    logits: Tensor = returned[0] if isinstance(returned, tuple) else returned.logits
+    return logits
+
+
+@dataclass
+class _SeenBatch:
+    """A batch that the model saw.
+
+    Attributes:
+        indices: The rows of X that it holds.
+        weight: The factor of its mean loss; None for the trainer's own, one over the number of batches of the step.
+    """
+
+    indices: Tensor
+    weight: float | None = None
+
+
+class HuggingFaceRecorderCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # untyped without the extra
+    """Record a run of `transformers.Trainer` as `epk_gp.Recorder` records a loop.
+
+        arguments = TrainingArguments(..., remove_unused_columns=False)
+        callback = HuggingFaceRecorderCallback(X, y)
+        dataset = IndexedDataset(dataset, key="index")
+        Trainer(model, arguments, train_dataset=dataset, callbacks=[callback]).train()
+        trajectory = callback.trajectory
+
+    X is a dictionary of the tensors that the model takes, without the labels: item i of the dataset holds row i of
+    each. The items' key `index` passes the data collator, which makes a tensor of it, and is taken out of the batch
+    right before the model sees it. Gradient accumulation and clipping (`max_grad_norm`) are recorded. After an error
+    in `train` call `close`.
+    """
+
+    def __init__(
+        self,
+        X: dict[str, Tensor] | tuple[Tensor, ...] | Shaped[Tensor, "M ..."],
+        y: Shaped[Tensor, "M ..."],
+        *,
+        loss: Loss | nn.Module = CrossEntropy(),
+        output: Callable[[Any], Tensor] | None = logits_of,
+        update_rule: UpdateRule | None = None,
+        unexplained: float | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        storage: Storage = Storage(),
+    ) -> None:
+        """Keep the arguments; the recorder starts with the training.
+
+        Args:
+            X: All M training inputs, on the model's device.
+            y: Their labels.
+            loss: The loss that the model or the trainer computes.
+            output: Maps what the model returns to its outputs, (n, C).
+            update_rule: How the optimizer's step follows from the gradient, if it is not one of torch's known
+                optimizers.
+            unexplained: Share of a step that update rule and loss need not explain, as of `epk_gp.Recorder`.
+            folder: New folder for the run; the run is kept in memory if None.
+            storage: How often steps are committed to disk, and whether they are compressed.
+        """
+        self._data: tuple[Any, Any] = (X, y)
+        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "folder": folder, "storage": storage}
+        self._options |= {} if output is None else {"output": output}
+        self._options |= {} if unexplained is None else {"unexplained": unexplained}
+        self._recorder: Recorder | None = None
+        self._hooks: list[Any] = []
+        self._seen: list[_SeenBatch] = []  # since the last announcement
+        self._group_size = 1  # number of batches whose gradients the next step adds
+        self._num_in_epoch = 0
+        self._batches_per_epoch: int | None = None
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The run recorded so far.
+
+        Raises:
+            RuntimeError: The training has not started.
+        """
+        if self._recorder is None:
+            raise RuntimeError("there must be a run: training has not started. Call trainer.train first.")
+        return self._recorder.trajectory
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the recorder.
+
+        Raises:
+            ValueError: The trainer removes the indices from the batches, or `Recorder` cannot record the training.
+        """
+        if args.remove_unused_columns:
+            raise ValueError(
+                f"the trainer must leave the key {INDEX_KEY!r} in the batches: got remove_unused_columns=True. "
+                "Set TrainingArguments(remove_unused_columns=False)."
+            )
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        loader: Any = kwargs.get("train_dataloader")
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        clip = ClipNorm(float(args.max_grad_norm)) if args.max_grad_norm else None
+        self._batches_per_epoch = len(loader) if hasattr(loader, "__len__") else None
+        self._recorder = Recorder(model, optimizer, *self._data, clip=clip, **self._options)
+        self._recorder.__enter__()
+        self._hooks = [
+            model.register_forward_pre_hook(self._take_indices, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._find_weight, with_kwargs=True),
+        ]
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the batches of an epoch from 0."""
+        self._num_in_epoch = 0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the number of batches of the next step: the last step of an epoch may have fewer."""
+        self._group_size = args.gradient_accumulation_steps
+        if self._batches_per_epoch is not None:
+            self._group_size = max(1, min(self._group_size, self._batches_per_epoch - self._num_in_epoch))
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Announce a batch whose gradient is accumulated."""
+        self._announce()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Announce the last batch before a step."""
+        self._announce()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Commit the run."""
+        self._leave(None)
+
+    def close(self) -> None:
+        """Commit what was recorded before an error, and release the run's folder; does nothing after a whole run."""
+        self._leave(RuntimeError("the training ended early"))
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._recorder is None or not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._recorder.__exit__(None if error is None else type(error), error, None)
+
+    def _take_indices(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take the indices out of what the model is called with."""
+        indices = kwargs.pop(INDEX_KEY, None)
+        if not (model.training and torch.is_grad_enabled()):
+            return args, kwargs
+        if indices is None:
+            raise ValueError(
+                f"the batches must hold the rows' indices under {INDEX_KEY!r}: got {', '.join(sorted(kwargs))}. Wrap "
+                f'the training data in IndexedDataset(dataset, key="{INDEX_KEY}"), and use a data collator that keeps '
+                "numbers."
+            )
+        self._seen.append(_SeenBatch(indices.cpu()))
+        return args, kwargs
+
+    def _find_weight(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
+        """Find the factor of a batch's mean loss where the trainer leaves it to the model."""
+        total = kwargs.get("num_items_in_batch")
+        if total is None or self._recorder is None or not (model.training and torch.is_grad_enabled()):
+            return
+        batch, value = self._seen[-1], returned.get("loss") if isinstance(returned, dict) else None
+        loss, signature = as_loss(self._options["loss"]), self._recorder.signature
+        labels = self._data[1][batch.indices.to(self._data[1].device)]
+        weights = sample_weights(loss, labels).cpu()
+        share = 1 / (float(weights.max()) * float(total))
+        if value is None:
+            batch.weight = share
+            return
+        with torch.no_grad():  # models are told the number of labels of the whole step; not all divide by it
+            losses = loss_terms(signature, loss, returned, labels.to(value.device)).cpu().double()
+        value, mean = float(value.detach()), float(losses @ weights)
+        batch.weight = 1.0 if abs(value - mean) < abs(value - share * mean) else share
+
+    def _announce(self) -> None:
+        if self._recorder is None:
+            return
+        for batch in self._seen:
+            weight = 1 / self._group_size if batch.weight is None else batch.weight
+            self._recorder.batch(batch.indices, weight=weight)
+        self._num_in_epoch += len(self._seen)
+        self._seen = []

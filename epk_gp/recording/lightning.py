@@ -1,0 +1,147 @@
+"""A PyTorch Lightning callback that records the training; it needs the extra `lightning`."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Shaped
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from epk_gp.core.losses import CrossEntropy, Loss
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.optimizers.update_rules import UpdateRule
+from epk_gp.recording.recorder import Recorder
+from epk_gp.recording.setup import Clip, ClipNorm, ClipValue
+from epk_gp.storage.writer import Storage
+
+
+def first_entry(batch: Any) -> Any:
+    """Return the first entry of a batch: the indices, if the data loader loads an `IndexedDataset`."""
+    return batch[0]
+
+
+class RecorderCallback(Callback):
+    """Record a Lightning run as `epk_gp.Recorder` records a loop.
+
+        callback = RecorderCallback(module.net, X, y, folder="run")
+        Trainer(callbacks=[callback], ...).fit(module, DataLoader(IndexedDataset(dataset), ...))
+        trajectory = callback.trajectory
+
+    The trainer's gradient clipping and accumulation are recorded. Under manual optimization each `manual_backward` of
+    a batch counts as one backward pass of it; give `weight` and `clip` where `training_step` scales losses or clips
+    gradients. Validation may run as often as it likes. The loss of `training_step` must be the stated loss on the rows
+    of X that `indices` returns.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        X: Shaped[Tensor, "M ..."] | tuple[Tensor, ...] | dict[str, Tensor],
+        y: Shaped[Tensor, "M ..."],
+        *,
+        indices: Callable[[Any], Any] = first_entry,
+        loss: Loss | nn.Module = CrossEntropy(),
+        weight: float | Tensor | Callable[[Any], float | Tensor] | None = None,
+        update_rule: UpdateRule | None = None,
+        clip: Clip | None = None,
+        output: Callable[[Any], Tensor] | None = None,
+        unexplained: float | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        storage: Storage = Storage(),
+    ) -> None:
+        """Keep the arguments; the recorder starts with the training.
+
+        Args:
+            net: The network inside the Lightning module whose outputs the loss takes.
+            X: All M training inputs, on the network's device.
+            y: Their targets.
+            indices: Returns the rows of X that a batch of the training data loader holds.
+            loss: The loss that `training_step` computes.
+            weight: Factor in front of a batch's loss, or of each row's; or a function of the batch that returns it.
+                None stands for the trainer's own, 1 / `accumulate_grad_batches`.
+            update_rule: How the optimizer's step follows from the gradient, if it is not one of torch's known
+                optimizers.
+            clip: The gradient clipping before each step; None for the trainer's.
+            output: Maps what the network returns to its outputs, (n, C).
+            unexplained: Share of a step that update rule and loss need not explain, as of `epk_gp.Recorder`.
+            folder: New folder for the run; the run is kept in memory if None.
+            storage: How often steps are committed to disk, and whether they are compressed.
+        """
+        self._net, self._indices, self._weight, self._clip = net, indices, weight, clip
+        self._data: tuple[Any, Any] = (X, y)
+        self._options: dict[str, Any] = {"loss": loss, "update_rule": update_rule, "folder": folder, "storage": storage}
+        self._options |= {} if output is None else {"output": output}
+        self._options |= {} if unexplained is None else {"unexplained": unexplained}
+        self._recorder: Recorder | None = None
+        self._open = False
+        self._batch: Any = None  # the batch of `training_step`
+        self._is_announced = False  # whether a backward pass of it was seen
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The run recorded so far.
+
+        Raises:
+            RuntimeError: The training has not started.
+        """
+        if self._recorder is None:
+            raise RuntimeError("there must be a run: training has not started. Call trainer.fit first.")
+        return self._recorder.trajectory
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the recorder.
+
+        Raises:
+            ValueError: `Recorder` cannot record the training.
+        """
+        optimizers = trainer.optimizers
+        clip = _clip_of(trainer) if self._clip is None else self._clip
+        optimizer: Any = optimizers[0] if len(optimizers) == 1 else list(optimizers)
+        self._recorder = Recorder(self._net, optimizer, *self._data, clip=clip, **self._options)
+        self._recorder.__enter__()
+        self._open = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep the batch until its backward pass."""
+        self._batch, self._is_announced = batch, False
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce the batch whose gradient was just computed."""
+        self._announce(trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Announce the batch of a `training_step` that calls `loss.backward()` instead of `manual_backward`."""
+        if not self._is_announced:
+            self._announce(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Commit the run."""
+        self._close(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Commit what was recorded before an error."""
+        self._close(exception)
+
+    def _announce(self, trainer: Trainer) -> None:
+        if self._recorder is None:
+            return
+        weight: Any = self._weight(self._batch) if callable(self._weight) else self._weight
+        if weight is None:
+            weight = 1 / trainer.accumulate_grad_batches
+        self._recorder.batch(self._indices(self._batch), weight=weight)
+        self._is_announced = True
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._recorder is not None and self._open:
+            self._open = False
+            self._recorder.__exit__(None if error is None else type(error), error, None)
+
+
+def _clip_of(trainer: Trainer) -> Clip | None:
+    bound = trainer.gradient_clip_val
+    if not bound:
+        return None
+    by_value = trainer.gradient_clip_algorithm == "value"
+    return ClipValue(float(bound)) if by_value else ClipNorm(float(bound))

@@ -1,0 +1,481 @@
+"""The recorder: records each step of the user's own training loop."""
+
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from types import TracebackType
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor, nn
+
+from epk_gp.core.checks import is_finite, validate_count
+from epk_gp.core.inputs import Inputs
+from epk_gp.core.losses import CrossEntropy, Loss, as_loss
+from epk_gp.core.model import functionalize_like
+from epk_gp.core.show import warn_caller, warn_uncertified
+from epk_gp.core.step import RowIdentity, Step
+from epk_gp.core.trajectory import States, Trajectory, Updates
+from epk_gp.optimizers.torch_rules import Optimizers, Rules, as_optimizers, given_rules, learning_rate, optimizer_groups
+from epk_gp.recording.causes import StepMismatchError
+from epk_gp.recording.check import (
+    CheckSchedule,
+    ObservedStep,
+    check_against_exact_gradient,
+    check_against_used_gradient,
+    needs_check,
+    observe_step,
+)
+from epk_gp.recording.derivative_probe import DerivativeProbe
+from epk_gp.recording.history import CommitSchedule, RunHistory
+from epk_gp.recording.observer import MadeStep, StepObserver
+from epk_gp.recording.optimizer import GroupWatch
+from epk_gp.recording.passes import PassRecords
+from epk_gp.recording.setup import Clip, TrainingSetup, make_setup, parse_step_rules, validate_end
+from epk_gp.recording.validation import parse_batch, parse_batch_weight
+from epk_gp.storage.kept import with_computed_states
+from epk_gp.storage.run import RunStart, create_run, is_run, resume_run
+from epk_gp.storage.schema import module_names
+from epk_gp.storage.training_state import StatefulObjects, TrainingState, validate_resumable, validate_stateful
+from epk_gp.storage.writer import Storage, thinning_header
+
+
+def open_folder(
+    folder: str | os.PathLike[str],
+    setup: TrainingSetup,
+    history: RunHistory,
+    training: TrainingState,
+    storage: Storage,
+    *,
+    resume: bool,
+) -> tuple[TrainingSetup, RunHistory, CommitSchedule]:
+    """Create a run's folder; or, if it holds a run to resume, bring everything to its last commit.
+
+    Args:
+        folder: The folder.
+        setup: The training.
+        history: The run before its first step.
+        training: The objects whose state is stored with the run; those of a resumed run get the state they had there.
+        storage: How often steps are committed.
+        resume: Continue the run that the folder holds, if it holds one.
+
+    Returns:
+        Setup and history, as they are after the last commit, and the schedule of the commits.
+
+    Raises:
+        FileExistsError: The folder holds something else.
+        BlockingIOError: Another process records there.
+        OSError: The folder cannot be written.
+        ValueError: The run that is resumed is damaged, or another one.
+    """
+    net, model = setup.net, setup.model
+    full = (
+        setup.header()
+        | thinning_header(storage, folder)
+        | {"compression": storage.compression, "check_every": setup.rules.check_every}
+    )
+    full["modules"] = module_names(net)
+    if resume and is_run(folder):
+        recorded, writer = resume_run(folder, full, net, setup.loss, training, output=model.signature.output)
+        setup = replace(setup, model=functionalize_like(model, net))
+        end = recorded.states[recorded.num_steps].to(setup.y.device)
+        history = RunHistory(end, recorded.digest, recorded.steps, setup.statistics())
+    else:
+        last = history.last
+        writer = create_run(
+            folder, RunStart(full, setup.data(), last.end, history.digest(0), last.statistics), training
+        )
+    return setup, history, CommitSchedule(writer, storage, history, training)
+
+
+class Phase(Enum):
+    """What a recorder does at present; it goes through the phases in this order, and never back.
+
+    Attributes:
+        READY: The arguments are checked and the folder is open; the optimizer is not observed yet.
+        RECORDING: Inside `with recorder:`; each step of the optimizer is checked and recorded.
+        CLOSED: The `with` statement was left; the folder is released.
+    """
+
+    READY = auto()
+    RECORDING = auto()
+    CLOSED = auto()
+
+
+class Recorder:
+    """Record the steps of one's own training loop.
+
+    Use it as a context manager; call `batch(indices)` after `backward()` and before `optimizer.step()`. What each
+    forward pass of the network depended on (dropout, batch statistics, augmented rows) is recorded by hooks. Steps are
+    checked (`check_every`): the recorded change of the weights must be what the update rule predicts from the
+    recomputed gradient of the stated loss on the stated batch. A step that is not raises `StepMismatchError`, which
+    names the cause as far as it can tell; the steps before it stay recorded.
+
+    With `folder` and `resume` the loop continues where the last commit left it: write it as
+    `for step in recorder.until(steps):`.
+
+    Attributes:
+        net: The network.
+        optimizer: Its optimizer.
+        X: A copy of the training inputs, in the structure in which they were given.
+        y: A copy of their targets.
+        loss: The loss.
+        signature: How the network is called, and how its outputs are taken from what it returns.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: Optimizers,
+        X: Inputs,
+        y: Shaped[Tensor, "M ..."],
+        *,
+        loss: Loss | nn.Module = CrossEntropy(),
+        update_rule: Rules = None,
+        clip: Clip | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        stateful: StatefulObjects | None = None,
+        storage: Storage = Storage(),
+        check_every: int | None = None,
+        unexplained: float | None = None,
+        trained: Collection[str] = (),
+        output: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        """Check everything that can be checked before training starts.
+
+        Args:
+            net: The network; X and y must be on its device.
+            optimizer: Its optimizer, or several. The recorded weights are those that they hold.
+            X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network
+                takes them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
+            y: Their targets.
+            loss: The loss that will be minimised.
+            update_rule: How the optimizer's step follows from the gradient; known for all optimizers of torch that take
+                one gradient a step. Of several optimizers a sequence, None for torch's own.
+            clip: The loop's gradient clipping. A bound of at most three digits shows once it is reached.
+            folder: New folder for the run; it is kept in memory if None.
+            resume: Continue the run at `folder`, if there is one, from its last commit: network, optimizer, torch's
+                random numbers (CPU) and the objects in `stateful` get the state they had there. Python's and NumPy's
+                random numbers are not stored.
+            stateful: Objects by name whose state is stored with the run: the loop's `torch.Generator`, and anything
+                with `state_dict` and `load_state_dict`, such as schedulers and samplers. The loop must then be
+                `for step in recorder.until(steps):`.
+            storage: Which states a run on disk keeps and how, and how often steps are committed.
+            check_every: Recompute the gradient of one step out of this many (a hash chooses which one, the same in
+                every run); the others are compared with the update rule's step on the gradient that `backward()`
+                left. None checks the first three and the last, and of the others as many as take 15 % of the loop's
+                time, a step counted as 20 ms at least. `reconstruct` and `attribute` check all of them afterwards.
+            unexplained: Share of a step, by its norm, that update rule and loss need not explain: it becomes a term of
+                its own in every result. None refuses a step that they do not explain up to rounding.
+            trained: Names of parameters that are trained later and that no optimizer holds yet. Frozen ones that an
+                optimizer holds are recorded too, unless they are many: more than the trained ones, and 2^20 weights.
+            output: Takes the outputs (n, C) that are to be explained from what the network returns, where that is
+                something else, such as `lambda returned: returned.logits`.
+
+        Raises:
+            TypeError: An argument is of another kind.
+            ValueError: Data, targets, network or optimizer cannot be recorded, or are not those of the run that is
+                resumed; the message says what to do.
+            FileExistsError: `folder` already holds something.
+            BlockingIOError: Another process records there.
+            OSError: The folder cannot be written.
+        """
+        loss = as_loss(loss)
+        rules = parse_step_rules(optimizer, update_rule, clip, check_every, unexplained)
+        stateful = {} if stateful is None else stateful
+        validate_stateful(stateful)
+        self._optimizers = as_optimizers(optimizer)
+        if resume:
+            validate_resumable(self._optimizers, stateful, folder)
+        self._setup = make_setup(net, optimizer, (X, y), loss, rules, trained=trained, output=output)
+        self.signature = self._setup.model.signature
+        self.net, self.optimizer, self.loss, self.y = net, optimizer, loss, self._setup.y
+        graph = self.signature.graph
+        self.X = self.signature.structure(self._setup.X) if graph is None else graph.graph
+        header, start = self._setup.header() | thinning_header(storage, folder), self._setup.weights()
+        self._data_digest: str = header["data_digest"]
+        self._history = RunHistory(start, self._setup.digest(header, start), (), self._setup.statistics())
+        self._groups = optimizer_groups(self._optimizers, update_rule, net)
+        self._training = TrainingState(self._optimizers, stateful, torch.zeros_like(start), net, self._groups)
+        self._commits: CommitSchedule | None = None  # None: the run is kept in memory
+        if folder is not None:
+            opened = open_folder(folder, self._setup, self._history, self._training, storage, resume=resume)
+            self._setup, self._history, self._commits = opened
+        watch = GroupWatch(given_rules(self._optimizers, update_rule), net, self._groups, self._history.steps)
+        self._observer = StepObserver(
+            self._setup, self._optimizers, lambda: self._history.last.end, self._report, watch
+        )
+        self._passes = PassRecords.of(self._setup, start)
+        self._phase = Phase.READY
+        self._in_until = False  # whether the loop is `for step in recorder.until(steps)`, which ends iterations
+        self._has_refused = False  # whether the last step was refused, which leaves the network unlike the run
+        self._unchecked: ObservedStep | None = None  # the last step, if its gradient was not recomputed
+        self._probe = DerivativeProbe()
+        self._has_said_note = False  # that the loop scales and shifts its rows
+        self._identity = RowIdentity(self._setup.X, self._setup.y, loss)
+        self._schedule = CheckSchedule(rules.check_every, self._setup.model.spec.device)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps recorded so far, with those of the run that was resumed."""
+        return self._history.num_steps
+
+    @property
+    def num_committed(self) -> int:
+        """Number of steps on disk, which a crash leaves."""
+        return 0 if self._commits is None else self._commits.num_committed
+
+    @property
+    def num_checked(self) -> int:
+        """Number of steps whose gradient was recomputed by this recorder."""
+        return self._schedule.num_checked
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Learning rate and batch of each step recorded so far."""
+        return tuple(self._history.steps)
+
+    def __enter__(self) -> "Recorder":
+        """Start to observe the network and its optimizers."""
+        self._observer.start()
+        if self._phase is Phase.READY:  # a closed recorder stays closed: its folder is released
+            self._phase = Phase.RECORDING
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop observing the optimizer, and commit what was recorded, also after an error."""
+        self._observer.stop()
+        self._phase = Phase.CLOSED
+        try:
+            if kind is None:
+                self._observer.complete()
+                self._complete_iteration()
+            if self._commits is not None and not self._commits.failed:  # a second failure would hide the first
+                self._commits.commit_completed_only()
+            if kind is None:
+                self._finish()
+        finally:
+            self._history.close()
+            if self._commits is not None:
+                self._commits.close()
+
+    def until(self, steps: int) -> Iterator[int]:
+        """Iterate over the numbers of the steps that are still to be made.
+
+        An iteration is complete when the loop asks for the next step; a resumed run continues from a complete one.
+
+        Args:
+            steps: Total number of steps of the run, with those already recorded.
+
+        Raises:
+            ValueError: More steps than that are recorded already.
+        """
+        validate_count(steps, "steps", minimum=0)
+        if self.num_steps > steps:
+            raise ValueError(f"steps must be at least the {self.num_steps} that are recorded already: got {steps}.")
+        self._in_until = True
+        try:
+            while self.num_steps < steps:
+                self._complete_iteration()
+                yield self.num_steps
+                self._observer.complete()
+            self._complete_iteration()
+        finally:
+            self._in_until = False
+
+    def batch(
+        self,
+        indices: Int64[Tensor, " B"] | Sequence[int] | None,
+        *,
+        weight: float | Float[Tensor, " B"] = 1.0,
+    ) -> None:
+        """Announce a batch whose gradient the next `optimizer.step()` uses, after its backward pass.
+
+        Where gradients are accumulated over several backward passes, announce each of their batches. What the network
+        saw of the batch (augmented rows, mixed targets, random numbers) is recorded as it was.
+
+        Args:
+            indices: Rows of X that the batch held, each as often as it occurred; None for all of X.
+            weight: Factor that the loop puts in front of this batch's loss, 1/k for the mean over k batches; or of each
+                row's loss.
+
+        Raises:
+            RuntimeError: The recorder is not recording, or the loop is not one over `until` although it has to be.
+            TypeError: The indices are not integers.
+            ValueError: The batch is empty, an index is out of range, or the weight is not finite.
+            StepMismatchError: The weights were changed since the last recorded step.
+        """
+        with self._schedule.recording():
+            if self._phase is Phase.RECORDING:
+                self._observer.complete()
+            index = self.num_steps
+            if self._phase is not Phase.RECORDING:
+                raise RuntimeError("recorder.batch() must be called inside 'with Recorder(...) as recorder:'.")
+            if self._training.stateful and not self._in_until:
+                raise RuntimeError(
+                    "with stateful= the loop must be 'for step in recorder.until(steps):': it is another one."
+                )
+            batch = None if indices is None else parse_batch(indices, len(self._setup.X), index)
+            factor = parse_batch_weight(weight, len(self._setup.X) if batch is None else len(batch), index)
+            try:
+                learning_rate(self._optimizers)
+            except ValueError as error:
+                raise StepMismatchError(f"step {index}: {error}") from error
+            last = self._history.last.end
+            if not torch.equal(self._setup.weights(), last):
+                raise StepMismatchError(
+                    f"step {index}: the weights must be those the last recorded step left: they were changed in "
+                    "between (an optimizer.step() outside the recorder's sight, or an edit)."
+                )
+            self._setup.validate_frozen_state(last, index)
+            self._observer.announce(batch, factor)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The run recorded so far.
+
+        Of a run on disk it holds the completed iterations, which are committed first. Further steps do not change it.
+        """
+        setup, history = self._setup, self._history
+        states: States
+        updates: Updates
+        statistics: States | None = None
+        if self._phase is Phase.RECORDING:
+            self._observer.complete()
+        if self._commits is None:
+            count = history.num_steps
+            digest, results = history.digest(count), history.results(-1, count)
+            states = tuple(result.end for result in results)
+            updates = history.updates(count)
+            if setup.model.statistics:
+                statistics = tuple(result.statistics for result in results if result.statistics is not None)
+        else:
+            if self._phase is not Phase.CLOSED:
+                self._commits.commit()
+            states, updates = self._commits.stored()
+            statistics = self._commits.stored_statistics()
+            count, digest = self._commits.num_committed, self._commits.digest
+        trajectory = Trajectory(
+            model=setup.model,
+            inputs=setup.X,
+            targets=self.y,
+            loss=self.loss,
+            update_rule=setup.rules.update_rule.name,
+            states=states,
+            updates=updates,
+            steps=tuple(history.steps[:count]),
+            num_outputs=setup.num_outputs,
+            digest=digest,
+            data_digest=self._data_digest,
+            statistics=statistics,
+            unexplained=setup.rules.unexplained,
+            optimizer_groups=self._groups,
+            clip=setup.rules.clip,
+        )
+        return with_computed_states(trajectory)
+
+    def _report(self, made: MadeStep) -> None:
+        self._has_refused = True
+        with self._schedule.recording():
+            self._schedule.begin_step()
+            self._record_step(made)
+        self._has_refused = False
+
+    def _record_step(self, made: MadeStep) -> None:
+        index, setup = self.num_steps, self._setup
+        if not made.announced:
+            raise StepMismatchError(
+                f"step {index}: optimizer.step() must be preceded by recorder.batch(indices): it was not."
+            )
+        end = setup.weights()
+        if not is_finite(end):
+            raise StepMismatchError(
+                f"step {index}: the weights must stay finite: training diverged (NaN or infinity). "
+                "Lower the learning rate."
+            )
+        last, statistics = self._history.last, self._observer.statistics(index)
+        around = None if statistics is None or last.statistics is None else (last.statistics, statistics)
+        try:
+            step = self._passes.step(index, made.parts[0].lr, made.announced, last.end, around)
+        except StepMismatchError:
+            raise
+        except ValueError as error:
+            raise StepMismatchError(f"step {index}: {error}") from error
+        observed = observe_step(
+            setup,
+            made.parts,
+            step,
+            start=last.end,
+            end=end,
+            momentum=self._training.momentum,
+            statistics=around,
+            unseen=made.unseen,
+        )
+        if self._schedule.is_due(index) or needs_check(setup, observed):
+            with self._schedule.checking():
+                checked, self._unchecked = check_against_exact_gradient(setup, observed), None
+                self._require_identity(self._identity.look_at(step), f"step {index}: ")
+            self._schedule.add(index)
+        else:
+            checked, self._unchecked = check_against_used_gradient(setup, observed), observed
+            if not self._identity.num_judged:  # until something is known, every step says something
+                self._require_identity(self._identity.look_at(step), f"step {index}: ")
+        self._probe.look_at(setup, observed, self._schedule)
+        self._training.momentum = checked.momentum
+        self._history.append(replace(step, groups=made.groups), end, checked.update, statistics)
+        if not self._in_until:
+            self._complete_iteration()
+
+    def _require_identity(self, error: str | None, where: str = "", end: str = "") -> None:
+        """Raise if rows are not those of the announced indices, and say once that the loop scales and shifts them."""
+        if error is not None:
+            raise StepMismatchError(
+                f"{where}recorder.batch() must get the indices of the rows that the network saw: {error}. Likely "
+                "causes: indices counted beside a shuffled loader; X and y of another data set, or in another order; "
+                f"placeholders. Take the indices from IndexedDataset (of a Subset, those in the whole data set).{end}"
+            )
+        if self._identity.note is not None and not self._has_said_note:
+            self._has_said_note = True
+            warn_caller(
+                "the loader normalises: pass X as the network sees it, or the trajectory's outputs at raw points are "
+                f"not those of your network ({self._identity.note})."
+            )
+
+    def _complete_iteration(self) -> None:
+        if self._commits is not None:
+            self._commits.complete_iteration()
+
+    def _finish(self) -> None:
+        """Check that the recording ended as it must, and write the closing record of the run.
+
+        Raises:
+            StepMismatchError: A batch was announced without its step; weights, frozen state or forward function are
+                not those of the last step any more; or the last step's gradient is not that of the stated loss.
+        """
+        if self._observer.num_announced:
+            raise StepMismatchError(
+                "every recorder.batch() must be followed by optimizer.step(): "
+                f"the one of step {self.num_steps} was not."
+            )
+        if not self._has_refused:
+            validate_end(self._setup, self._history.last, self.num_steps)
+        self._require_identity(self._identity.finish(), end=" The steps are kept, and results will not be certified.")
+        if self._identity.doubt is not None:
+            warn_uncertified(
+                f"rows could not be matched with X: {self._identity.doubt}. Contributions stand under the announced "
+                "indices, which nothing confirms."
+            )
+        unchecked, self._unchecked = self._unchecked, None
+        if unchecked is not None:
+            try:
+                check_against_exact_gradient(self._setup, unchecked)
+                self._schedule.num_checked += 1
+            except StepMismatchError as error:
+                raise StepMismatchError(f"{error} The step is kept, and results will not be certified.") from error
+        if self._commits is not None:
+            self._commits.mark_complete()

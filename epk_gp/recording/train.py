@@ -1,0 +1,171 @@
+"""The common training loop, recorded."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from epk_gp.core.checks import validate_count, validate_generator
+from epk_gp.core.inputs import Graph, Inputs, pack_inputs
+from epk_gp.core.losses import CrossEntropy, Loss, loss_terms, sample_weights
+from epk_gp.core.show import tracked
+from epk_gp.core.torch_overrides import disable_fused_attention
+from epk_gp.core.trajectory import Trajectory
+from epk_gp.optimizers.update_rules import UpdateRule
+from epk_gp.recording.recorder import Recorder
+from epk_gp.recording.setup import Clip
+from epk_gp.storage.training_state import Stateful
+from epk_gp.storage.writer import Storage
+
+
+class EpochSampler:
+    """Batches of one random permutation of the points after another; the last batch of each may be smaller.
+
+    Its state is the state of the generator before the present permutation was drawn, and the number of batches used.
+    """
+
+    def __init__(self, num_points: int, batch_size: int, generator: torch.Generator | None) -> None:
+        """Draw nothing yet; torch's global generator is used if none is given."""
+        self.num_points, self.batch_size = num_points, batch_size
+        self._generator = torch.default_generator if generator is None else generator
+        self._state_before_epoch = self._generator.get_state()
+        self._batches: tuple[Tensor, ...] = ()
+        self._num_used = 0
+
+    def next_batch(self) -> Int64[Tensor, " B"]:
+        """Return the indices of the next batch."""
+        if self._num_used == len(self._batches):
+            self._state_before_epoch = self._generator.get_state()
+            self._batches = torch.randperm(self.num_points, generator=self._generator).split(self.batch_size)
+            self._num_used = 0
+        self._num_used += 1
+        return self._batches[self._num_used - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the keys that it has in a stored run."""
+        epoch_ended = self._num_used == len(self._batches)
+        return {
+            "points": self.num_points,
+            "batch_size": self.batch_size,
+            "drawn_from": self._generator.get_state() if epoch_ended else self._state_before_epoch,
+            "used": 0 if epoch_ended else self._num_used,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Draw the stored permutation again, and skip the batches that were used.
+
+        Raises:
+            ValueError: The stored batches have another size.
+        """
+        recorded = (state["points"], state["batch_size"])
+        if recorded != (self.num_points, self.batch_size):
+            raise ValueError(f"batch_size must be the recorded one, {recorded[1]}: got {self.batch_size}.")
+        self._generator.set_state(state["drawn_from"])
+        self._batches, self._num_used = (), 0
+        for _ in range(state["used"]):
+            self.next_batch()
+
+
+def train(
+    net: nn.Module,
+    X: Inputs,
+    y: Shaped[Tensor, "M ..."],
+    *,
+    optimizer: Optimizer,
+    steps: int,
+    loss: Loss | nn.Module = CrossEntropy(),
+    batch_size: int | None = None,
+    generator: torch.Generator | None = None,
+    scheduler: LRScheduler | None = None,
+    update_rule: UpdateRule | None = None,
+    clip: Clip | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    storage: Storage = Storage(),
+    check_every: int | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    progress: bool = False,
+) -> Trajectory:
+    """Train a network in place and record every step.
+
+    Args:
+        net: The network.
+        X: All M training inputs: a tensor, or a tuple or dict of tensors with one first dimension, as the network takes
+            them, net(*X) or net(**X); or a `Graph`, whose nodes are the points.
+        y: Their targets.
+        optimizer: The optimizer of the network's parameters.
+        steps: Number of optimizer steps S >= 1, with those of a run that is resumed.
+        loss: The loss to minimise.
+        batch_size: Points per step; each epoch is a new permutation, its last batch may be smaller. None: all M points.
+        generator: Source of the permutations; torch's global generator by default.
+        scheduler: A learning-rate scheduler that is stepped after every optimizer step.
+        update_rule: How the optimizer's step follows from the gradient, as for `Recorder`.
+        clip: Gradient clipping before every step.
+        folder: New folder for the run; the run is kept in memory if None.
+        resume: Continue the run at `folder`, if there is one, as if it had never stopped. Network, optimizer and
+            scheduler must be made as they were.
+        storage: Which states a run on disk keeps and how, and how often steps are committed.
+        check_every: Recompute the gradient of one step out of this many; None for as many as are cheap, as `Recorder`.
+        output: Takes the outputs (n, C) that are to be explained from what the network returns, as for `Recorder`.
+        progress: Show a progress bar.
+
+    Returns:
+        The recorded run.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: A count is not positive, or `Recorder` cannot record the training.
+        OSError: The folder cannot be written.
+        StepMismatchError: A step is not the one that the update rule predicts from the loss, or training diverged.
+    """
+    validate_count(steps, "steps")
+    if batch_size is not None:
+        validate_count(batch_size, "batch_size")
+    validate_generator(generator)
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            f"scheduler must be a torch.optim.lr_scheduler.LRScheduler over the optimizer: got {scheduler!r}."
+        )
+    rows = X if isinstance(X, Tensor) else y if isinstance(X, Graph) else pack_inputs(X)[0]
+    sampler = None if batch_size is None else EpochSampler(len(rows), int(batch_size), generator)
+    stateful: dict[str, Stateful | torch.Generator] = {} if sampler is None else {"sampler": sampler}
+    if scheduler is not None:
+        stateful["scheduler"] = scheduler
+    with Recorder(
+        net,
+        optimizer,
+        X,
+        y,
+        loss=loss,
+        update_rule=update_rule,
+        clip=clip,
+        folder=folder,
+        resume=resume,
+        stateful=stateful,
+        storage=storage,
+        check_every=check_every,
+        output=output,
+    ) as recorder:
+        signature = recorder.signature
+        X = signature.pack(recorder.X)
+        begun, remaining = recorder.num_steps, recorder.until(steps)
+        remaining = tracked(remaining, "training", total=steps, unit="step", initial=begun, shown=progress)
+        for _ in remaining:
+            batch = None if sampler is None else sampler.next_batch()
+            inputs, targets = (X, recorder.y) if batch is None else (X[batch], recorder.y[batch])
+            optimizer.zero_grad()
+            with torch.enable_grad(), disable_fused_attention():
+                values = loss_terms(signature, recorder.loss, signature.call(net, inputs), targets)
+                (sample_weights(recorder.loss, targets).to(values) @ values).backward()
+            if clip is not None:
+                clip.clip_gradients(net)
+            recorder.batch(batch)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+    return recorder.trajectory
