@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
 from itertools import pairwise
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -143,10 +143,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _wrong_number(error: Exception, words: Sequence[str]) -> str | None:
     """Return what a numeric option must be, if a word in place of its number is the error."""
-    parameter = getattr(error, "param", None)
-    kinds: dict[str, type[int] | type[float]] = {"integer": int, "float": float}  # by click's names of types
-    kind = None if parameter is None else kinds.get(parameter.type.name)
-    if parameter is None or kind is None:
+    parameter, ctx = getattr(error, "param", None), getattr(error, "ctx", None)
+    callback = None if ctx is None else ctx.command.callback
+    if parameter is None or callback is None:
+        return None
+    kinds: dict[Any, type[int] | type[float]] = {int: int, int | None: int, float: float, float | None: float}
+    kind = kinds.get(get_type_hints(callback).get(parameter.name))
+    if kind is None:
         return None
     option = parameter.opts[0]
     values = [word for before, word in pairwise(words) if before == option]

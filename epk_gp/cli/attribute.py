@@ -12,32 +12,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise, write_table
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.options import (
-    DTYPES,
-    PARTIAL,
-    ExplainedOutputs,
-    HeadOption,
-    Memory,
-    Network,
-    Out,
-    PathOption,
-    PointsFile,
-    Quiet,
-    RuleOption,
-    RunDtype,
-    RunFolder,
-    Scheduler,
-    SeedOfPoints,
-    Workers,
-    count,
-    make_folder,
-    memory_bytes,
-    parse_path,
-    parse_rule,
-    validate_run,
-)
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.losses import resolve_head
 from epk_gp.core.show import CertificateWarning
@@ -54,46 +31,42 @@ from epk_gp.quadrature.rules import AdaptiveRule
 
 _MAX_DRAWN = 6  # points that are drawn
 
-NumExplained = Annotated[
-    int, typer.Option(help="Largest number of points that are explained; the first 6 are drawn.", callback=count())
-]
+NumExplained = Annotated[int, opt.count("Largest number of points that are explained; the first 6 are drawn.")]
 Explained = Annotated[
-    ExplainedOutputs,
+    opt.ExplainedOutputs,
     typer.Option(help="Every output, or only the one that the network predicts, at a fraction of the cost."),
 ]
-TopListed = Annotated[
-    int, typer.Option(help="Training points listed and drawn of either sign, at most 50.", callback=count(1, 50))
-]
+TopListed = Annotated[int, opt.count("Training points listed and drawn of either sign, at most 50.", 1, 50)]
 
 
 def attribute(
-    run: RunFolder,
-    out: Out = Path("attribution"),
+    run: opt.RunFolder,
+    out: opt.Out = Path("attribution"),
     num_points: NumExplained = 6,
     top: TopListed = 8,
-    head: HeadOption = None,
-    rule: RuleOption = "adaptive",
-    path: PathOption = "straight",
+    head: opt.HeadOption = None,
+    rule: opt.RuleOption = "adaptive",
+    path: opt.PathOption = "straight",
     outputs: Explained = "all",
-    memory: Memory = 1.0,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    seed: SeedOfPoints = None,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    quiet: Quiet = False,
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write every training point's exact contribution, a table of the largest ones, and draw them over the steps.
 
     A command that was killed resumes from its partial sums when it is run again.
     """
-    validate_run(run, out, workers, scheduler)
-    timer, quadrature, along = Stopwatch(), parse_rule(rule), parse_path(path)
+    opt.validate_run(run, out, workers, scheduler)
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     trajectory = open_run(run, network)
     resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
-    chosen = read_points(trajectory, run, points, num_points, dtype=DTYPES.get(dtype), seed=seed)
-    X, folder = chosen.X, make_folder(out)
+    chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+    X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
     with open_executor(workers, scheduler, resumes=True) as executor, warnings.catch_warnings():
@@ -106,8 +79,8 @@ def attribute(
             rule=quadrature,
             path=along,
             classes=predicted if outputs == "predicted" else None,
-            checkpoint=folder / PARTIAL,
-            memory_budget=memory_bytes(memory),
+            checkpoint=folder / opt.PARTIAL,
+            memory_budget=opt.memory_bytes(memory),
             progress=not quiet,
             executor=executor,
         )
@@ -118,14 +91,14 @@ def attribute(
     arrays |= {"statistics": statistics, "unexplained": parts.unexplained.squeeze(2)}
     metadata = {"head": resolved, "rule": quadrature.name, "digest": trajectory.digest, "outputs": outputs}
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
-    shutil.rmtree(folder / PARTIAL)
+    shutil.rmtree(folder / opt.PARTIAL)
     drawn = range(min(_MAX_DRAWN, len(X)))
     picture = folder / "attribution.png"
     draw_attributions(picture, breakdown, trajectory, X, drawn, top, head=resolved, labels=chosen.labels)
     results = summarise(parts, breakdown, trajectory.targets, top)
     write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
-    config = {"run": run, "head": resolved, "rule": rule, "path": path, "num_points": len(X), "dtype": str(X.dtype)}
-    config |= {"top": top, "outputs": outputs, "seed": seed, "points": str(chosen)}
+    config: dict[str, object] = {"run": run, "head": resolved, "rule": rule, "path": path, "num_points": len(X)}
+    config |= {"dtype": str(X.dtype), "top": top, "outputs": outputs, "seed": seed, "points": str(chosen)}
     config |= {"workers": workers, "scheduler": scheduler}
     write_json(folder / "attribution.json", "attribute", config, results, timer)
     num_outputs = trajectory.num_outputs if outputs == "all" else 1
@@ -148,39 +121,40 @@ def attribute(
 
 
 def influence(
-    run: RunFolder,
-    out: Out = Path("influence"),
+    run: opt.RunFolder,
+    out: opt.Out = Path("influence"),
     num_points: NumExplained = 6,
     top: TopListed = 8,
-    head: HeadOption = None,
+    head: opt.HeadOption = None,
     outputs: Explained = "predicted",
     smoothing: Annotated[
         int,
-        typer.Option(
-            help="Average the derivative over so many runs with random weights of the points, trained again: for "
+        opt.count(
+            "Average the derivative over so many runs with random weights of the points, trained again: for "
             "ReLUs and long runs. 0 for the derivative itself.",
-            callback=count(0, 10_000),
+            0,
+            10_000,
         ),
     ] = 0,
-    memory: Memory = 1.0,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    seed: SeedOfPoints = None,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    quiet: Quiet = False,
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write the derivative of outputs in every training point's weight, a table of the largest, and draw them.
 
     The negative of a derivative predicts what leaving the point out would do. A command that was killed resumes from
     its partial sums when it is run again.
     """
-    validate_run(run, out, workers, scheduler)
+    opt.validate_run(run, out, workers, scheduler)
     timer, trajectory = Stopwatch(), open_run(run, network)
     resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
-    chosen = read_points(trajectory, run, points, num_points, dtype=DTYPES.get(dtype), seed=seed)
-    X, folder = chosen.X, make_folder(out)
+    chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+    X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"explaining {chosen}")
     predicted = network_outputs(trajectory, X).argmax(dim=1)
     with open_executor(workers, scheduler, resumes=True) as executor, warnings.catch_warnings():
@@ -191,8 +165,8 @@ def influence(
             head=resolved,
             classes=predicted if outputs == "predicted" else None,
             smoothing=Smoothing(smoothing, seed=seed or 0) if smoothing else None,
-            checkpoint=folder / PARTIAL,
-            memory_budget=memory_bytes(memory),
+            checkpoint=folder / opt.PARTIAL,
+            memory_budget=opt.memory_bytes(memory),
             progress=not quiet,
             executor=executor,
         )
@@ -200,7 +174,7 @@ def influence(
     arrays |= {"adjoint_norms": effect.adjoint_norms, "predicted": predicted, "inputs": X}
     metadata = {"head": resolved, "digest": trajectory.digest, "outputs": outputs, "smoothing": str(smoothing)}
     write_arrays(folder / "influence.safetensors", arrays, metadata)
-    shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+    shutil.rmtree(folder / opt.PARTIAL, ignore_errors=True)
     n = torch.arange(len(X))
     column = torch.zeros_like(predicted) if outputs == "predicted" else predicted
     values, of_network = effect.values[n, column], effect.outputs[n, column]  # of each point's predicted output
@@ -208,7 +182,8 @@ def influence(
     _write_table(folder / "influence.csv", listed, predicted, of_network, trajectory.targets)
     drawn = range(min(_MAX_DRAWN, len(X)))
     draw_influences(folder / "influence.png", effect, predicted, drawn, top, trajectory, head=resolved)
-    config = {"run": run, "head": resolved, "num_points": len(X), "top": top, "dtype": str(X.dtype)}
+    config: dict[str, object] = {"run": run, "head": resolved, "num_points": len(X), "top": top}
+    config |= {"dtype": str(X.dtype)}
     config |= {"outputs": outputs, "seed": seed, "points": str(chosen)}
     config |= {"smoothing": smoothing, "workers": workers, "scheduler": scheduler}
     results = {

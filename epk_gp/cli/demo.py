@@ -12,9 +12,9 @@ from torch import Tensor
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise
 from epk_gp.analysis.maps import uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import NetworkSpec, build_network
-from epk_gp.cli.options import DTYPES, DataDtype, Out, Quiet, Seed, make_folder
 from epk_gp.cli.runs import certificate
 from epk_gp.cli.uncertainty import describe_map, describe_plane, fitted_numbers, map_numbers
 from epk_gp.core.losses import Head, resolve_head
@@ -55,15 +55,15 @@ _SMOKE = Size(
 
 
 def demo(
-    out: Out = Path("demo_output"),
-    seed: Seed = 0,
-    dtype: DataDtype = "float64",
+    out: opt.Out = Path("demo_output"),
+    seed: opt.Seed = 0,
+    dtype: opt.DataDtype = "float64",
     smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, for a second or two.")] = False,
-    quiet: Quiet = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute)."""
-    size, timer, folder = _SMOKE if smoke else Size(), Stopwatch(), make_folder(out)
-    held_out, trajectory = _record(size, seed, DTYPES[dtype], quiet)
+    size, timer, folder = _SMOKE if smoke else Size(), Stopwatch(), opt.make_folder(out)
+    held_out, trajectory = _record(size, seed, opt.DTYPES[dtype], quiet)
     X = held_out.inputs
     correct = (network_outputs(trajectory, X).argmax(1) == held_out.labels).double().mean()
     M, P, S = trajectory.num_points, trajectory.num_weights, trajectory.num_steps

@@ -6,32 +6,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from epk_gp.analysis.breakdown import step_ranges
+from epk_gp.cli import options as opt
 from epk_gp.cli.attribute import Explained, NumExplained
 from epk_gp.cli.data import read_points
 from epk_gp.cli.gram import ColumnsSide, NumColumns, NumRows, RowsSide, read_side, require_test_side
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.options import (
-    DTYPES,
-    PARTIAL,
-    HeadOption,
-    Memory,
-    Network,
-    PathOption,
-    PointsFile,
-    Quiet,
-    RunDtype,
-    RunFolder,
-    SeedOfPoints,
-    Workers,
-    given_options,
-    make_folder,
-    memory_bytes,
-    number,
-    parse_path,
-    parse_rule,
-    require_folder,
-    validate_run,
-)
 from epk_gp.core.losses import resolve_head
 from epk_gp.core.options import ComputeSettings
 from epk_gp.core.trajectory import network_outputs
@@ -47,16 +26,17 @@ _DAY, _HOUR, _MINUTE = 86400, 3600, 60
 
 
 def estimate(
-    ctx: typer.Context,
-    run: RunFolder,
+    ctx: opt.Context,
+    run: opt.RunFolder,
     what: Annotated[Literal["gram", "attribute"], typer.Option(help="The command that is meant.")] = "gram",
     out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
     seconds: Annotated[
         float,
-        typer.Option(
-            help="Time for measuring; the interval is narrower the longer it is. A little more where three parts of "
+        opt.number(
+            "Time for measuring; the interval is narrower the longer it is. A little more where three parts of "
             "pieces take longer.",
-            callback=number(0.1, below=1e5),
+            0.1,
+            below=1e5,
         ),
     ] = 10.0,
     rows: RowsSide = "test",
@@ -65,36 +45,36 @@ def estimate(
     num_columns: NumColumns = None,
     num_points: NumExplained = 6,
     outputs: Explained = "all",
-    head: HeadOption = None,
+    head: opt.HeadOption = None,
     rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
-    path: PathOption = "straight",
-    memory: Memory = 1.0,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    seed: SeedOfPoints = None,
-    workers: Workers = None,
-    quiet: Quiet = False,
+    path: opt.PathOption = "straight",
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Say how long gram or attribute will take with the same options, and how much memory and disk.
 
     A few of its pieces are computed, spread over the run, and the rest is extrapolated, with an interval. Nothing else
     is computed, and nothing is written but estimate.json if --out is given.
     """
-    validate_run(run, out)
+    opt.validate_run(run, out)
     for other, names in _OF_ONE.items():
-        for name, option in given_options(ctx).items():
+        for name, option in opt.given_options(ctx).items():
             if other != what and name in names:
                 raise ValueError(
                     f"{option} must stand beside --what {other}: got --what {what}. Leave one of them out."
                 )
     rule = rule or _RULES[what]
-    timer, quadrature, along = Stopwatch(), parse_rule(rule), parse_path(path)
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     if out is not None:
-        require_folder(out)
+        opt.require_folder(out)
     config: dict[str, object] = {"run": run, "what": what, "rule": rule, "path": path}
     config |= {"memory": memory, "workers": workers}
-    computing = ComputeSettings(memory_budget=memory_bytes(memory), progress=not quiet, checkpoint=PARTIAL)
+    computing = ComputeSettings(memory_budget=opt.memory_bytes(memory), progress=not quiet, checkpoint=opt.PARTIAL)
     if what == "gram":
         require_test_side(points, rows, columns)
     trajectory = open_run(run, network)
@@ -102,7 +82,7 @@ def estimate(
     asked |= {"path": along, "workers": workers, "seconds": seconds, **computing}
     if what == "gram":
         (a, rows_are), (b, columns_are) = (
-            read_side(trajectory, run, points, side, size, DTYPES.get(dtype), seed)
+            read_side(trajectory, run, points, side, size, opt.DTYPES.get(dtype), seed)
             for side, size in ((rows, num_rows), (columns, num_columns))
         )
         typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
@@ -110,7 +90,7 @@ def estimate(
         found = estimate_gram(trajectory, a, b, **asked)
         written = found.disk.result + sum(side.X.nbytes + len(side) for side in (a, b))
     else:
-        chosen = read_points(trajectory, run, points, num_points, dtype=DTYPES.get(dtype), seed=seed)
+        chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
         X, ranges = chosen.X, step_ranges(trajectory)
         typer.echo(f"explaining {chosen}")
         config |= {"points": str(chosen), "outputs": outputs}
@@ -125,7 +105,7 @@ def estimate(
     peak = found.memory.owner + written  # a block is copied into the order of its axes when it is written
     _show(found, written, peak)
     if out is not None:
-        write_json(make_folder(out) / "estimate.json", "estimate", config, _numbers(found, written, peak), timer)
+        write_json(opt.make_folder(out) / "estimate.json", "estimate", config, _numbers(found, written, peak), timer)
         typer.echo(f"written to {out}: estimate.json")
 
 

@@ -7,31 +7,9 @@ from typing import Annotated, Literal
 import torch
 import typer
 
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.options import (
-    DTYPES,
-    PARTIAL,
-    HeadOption,
-    Memory,
-    Network,
-    Out,
-    PathOption,
-    PointsFile,
-    Quiet,
-    RuleOption,
-    RunDtype,
-    RunFolder,
-    Scheduler,
-    SeedOfPoints,
-    Workers,
-    count,
-    make_folder,
-    memory_bytes,
-    parse_path,
-    parse_rule,
-    validate_run,
-)
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.inputs import Points
 from epk_gp.core.losses import resolve_head
@@ -49,47 +27,47 @@ RowsSide = Annotated[
     ),
 ]
 ColumnsSide = Annotated[Side, typer.Option(help="The same for the columns.")]
-NumRows = Annotated[int | None, typer.Option(help="Largest number of points along the rows.", callback=count())]
-NumColumns = Annotated[int | None, typer.Option(help="Largest number of points along the columns.", callback=count())]
+NumRows = Annotated[int | None, opt.count("Largest number of points along the rows.")]
+NumColumns = Annotated[int | None, opt.count("Largest number of points along the columns.")]
 
 
 def gram(
-    run: RunFolder,
-    out: Out = Path("gram"),
+    run: opt.RunFolder,
+    out: opt.Out = Path("gram"),
     rows: RowsSide = "test",
     columns: ColumnsSide = "train",
     num_rows: NumRows = None,
     num_columns: NumColumns = None,
-    head: HeadOption = None,
-    rule: RuleOption = "gauss-legendre:4",
-    path: PathOption = "straight",
-    memory: Memory = 1.0,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    seed: SeedOfPoints = None,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    quiet: Quiet = False,
+    head: opt.HeadOption = None,
+    rule: opt.RuleOption = "gauss-legendre:4",
+    path: opt.PathOption = "straight",
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write a block of the kernel between all outputs of two sets of points, shape (N, C, M, C).
 
     A command that was killed resumes from its partial sums when it is run again.
     """
-    validate_run(run, out, workers, scheduler)
-    timer, quadrature, along = Stopwatch(), parse_rule(rule), parse_path(path)
+    opt.validate_run(run, out, workers, scheduler)
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     require_test_side(points, rows, columns)
     trajectory = open_run(run, network)
     resolved = resolve_head(head, trajectory.loss, trajectory.num_outputs)
     (a, rows_are), (b, columns_are) = (
-        read_side(trajectory, run, points, side, size, DTYPES.get(dtype), seed)
+        read_side(trajectory, run, points, side, size, opt.DTYPES.get(dtype), seed)
         for side, size in ((rows, num_rows), (columns, num_columns))
     )
-    folder = make_folder(out)
+    folder = opt.make_folder(out)
     typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
     with open_executor(workers, scheduler, resumes=True) as executor:
         computing = ComputeOptions(
-            memory_bytes(memory), progress=not quiet, checkpoint=folder / PARTIAL, executor=executor
+            opt.memory_bytes(memory), progress=not quiet, checkpoint=folder / opt.PARTIAL, executor=executor
         )
         K = PathKernel(trajectory, resolved, quadrature, path=along).block(a, b, computing)
     arrays = {"gram": K, "row_inputs": a.X, "column_inputs": b.X, "row_is_train": a.mask, "column_is_train": b.mask}
@@ -97,14 +75,15 @@ def gram(
     write_arrays(folder / "gram.safetensors", arrays, metadata)
     low, high = K.aminmax()  # K.abs() would take the memory of K once more
     largest = float(torch.maximum(-low, high))
-    config = {"run": str(run), "rows": rows, "columns": columns, "head": resolved, "rule": rule, "path": path}
-    config |= {"dtype": str(a.X.dtype), "seed": seed, "row_points": rows_are, "column_points": columns_are}
+    config: dict[str, object] = {"run": run, "rows": rows, "columns": columns, "head": resolved, "rule": rule}
+    config |= {"path": path, "dtype": str(a.X.dtype), "seed": seed}
+    config |= {"row_points": rows_are, "column_points": columns_are}
     config |= {"workers": workers, "scheduler": scheduler}
     results = {"shape": list(K.shape), "mean": float(K.mean()), "largest": largest}
     write_json(folder / "gram.json", "gram", config, results, timer)
     typer.echo(f"block of shape {tuple(K.shape)}, {K.dtype}, largest entry {largest:.4g}")
     typer.echo(f"written to {folder}: gram.safetensors, gram.json ({timer.total:.1f} s)")
-    shutil.rmtree(folder / PARTIAL)
+    shutil.rmtree(folder / opt.PARTIAL)
 
 
 def require_test_side(points: Path | None, rows: Side, columns: Side) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -21,14 +21,19 @@ _MAX_COUNT = 10**9  # no command can do anything this many times; larger numbers
 _MAX_SEED = 2**63 - 1
 _MAX_DIGITS = 18  # of a number of nodes; Python itself refuses to read thousands of them
 
+if TYPE_CHECKING:
+    Context = typer.Context
+else:
+    Context = typer.Context.__base__  # click's: what a command is given; typer's own is for annotations alone
+
 Dtype = Literal["float32", "float64"]
 ExplainedOutputs = Literal["all", "predicted"]
 
 DTYPES: dict[str | None, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 
 
-def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[Any, Any, int | None], int | None]:
-    """Return a callback for an option: it raises if the value is not in minimum .. maximum."""
+def count(text: str, minimum: int = 1, maximum: int = _MAX_COUNT) -> Any:
+    """Return an option, with its help, whose value must be a whole number in minimum .. maximum."""
 
     def validate(_: Any, parameter: Any, value: int | None) -> int | None:
         if value is not None and value < minimum:
@@ -37,15 +42,14 @@ def count(minimum: int = 1, maximum: int = _MAX_COUNT) -> Callable[[Any, Any, in
             raise ValueError(f"{parameter.opts[0]} must be at most {maximum}: got {value}.")
         return value
 
-    return validate
+    return typer.Option(help=text, callback=validate)
 
 
-def number(
-    minimum: float = 0.0, *, below: float = float("inf"), or_equal: bool = True
-) -> Callable[[Any, Any, float | None], float | None]:
-    """Return a callback for an option: it raises if the value is not finite and in minimum .. below.
+def number(text: str, minimum: float = 0.0, *, below: float = float("inf"), or_equal: bool = True) -> Any:
+    """Return an option, with its help, whose value must be finite and in minimum .. below.
 
     Args:
+        text: The help.
         minimum: The smallest value that is accepted.
         below: Every value that is accepted is smaller.
         or_equal: Whether the minimum itself is accepted.
@@ -61,7 +65,7 @@ def number(
             raise ValueError(f"{parameter.opts[0]} must be {least} and {most}: got {value}.")
         return value
 
-    return validate
+    return typer.Option(help=text, callback=validate)
 
 
 def _not_a_file(run: Path) -> Path:
@@ -74,13 +78,10 @@ RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN", help="Folder of a recorded run.", callback=_not_a_file, show_default=False)
 ]
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.", callback=count(0, _MAX_SEED))]
+Seed = Annotated[int, count("Seed of everything random.", 0, _MAX_SEED)]
 SeedOfPoints = Annotated[
     int | None,
-    typer.Option(
-        help="Draw the points at random with this seed; by default the first ones are taken.",
-        callback=count(0, _MAX_SEED),
-    ),
+    count("Draw the points at random with this seed; by default the first ones are taken.", 0, _MAX_SEED),
 ]
 Network = Annotated[
     str | None,
@@ -121,14 +122,10 @@ PathOption = Annotated[
 ]
 DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
-Memory = Annotated[
-    float, typer.Option(help="Memory for the computation, GiB, at least 0.001.", callback=number(0.001, below=1e6))
-]
+Memory = Annotated[float, number("Memory for the computation, GiB, at least 0.001.", 0.001, below=1e6)]
 Workers = Annotated[
     int | None,
-    typer.Option(
-        help="Compute in this many processes of one thread each; by default in this process.", callback=count(1, 4096)
-    ),
+    count("Compute in this many processes of one thread each; by default in this process.", 1, 4096),
 ]
 Scheduler = Annotated[
     str | None,
@@ -176,7 +173,7 @@ def parse_path(text: str) -> WeightPath:
     Raises:
         ValueError: There is no path of this name, or its number is missing or wrong.
     """
-    alone = {"straight": straight, "manhattan": manhattan, "layerwise": layerwise}
+    alone: dict[str, Callable[[], WeightPath]] = {"straight": straight, "manhattan": manhattan, "layerwise": layerwise}
     if text in alone:
         return alone[text]()
     name, colon, digits = text.partition(":")
@@ -222,7 +219,7 @@ def validate_run(run: Path, out: Path | None, workers: int | None = None, schedu
         )
 
 
-def given_options(ctx: typer.Context) -> dict[str, str]:
+def given_options(ctx: Context) -> dict[str, str]:
     """Return the parameters that are on the command line, and the option of each."""
     names = {parameter.name: parameter.opts[0] for parameter in ctx.command.params if parameter.name is not None}
     sources = {name: ctx.get_parameter_source(name) for name in names}
@@ -231,14 +228,14 @@ def given_options(ctx: typer.Context) -> dict[str, str]:
     }
 
 
-def require_alone(ctx: typer.Context, flag: str, meant: Sequence[str]) -> None:
+def require_alone(ctx: Context, flag: str, meant: Sequence[str]) -> None:
     """Raise if an option is on the command line that means nothing beside a flag: one whose name is not in `meant`."""
     for name, option in given_options(ctx).items():
         if name not in (flag, *meant):
             raise ValueError(f"--{flag} must stand without {option}, which would be ignored. Pass one of them.")
 
 
-def require_beside(ctx: typer.Context, flag: str, meaning: Sequence[str]) -> None:
+def require_beside(ctx: Context, flag: str, meaning: Sequence[str]) -> None:
     """Raise if an option is on the command line that means something only beside another one, which is not given."""
     for name, option in given_options(ctx).items():
         if name in meaning:

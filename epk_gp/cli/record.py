@@ -9,6 +9,7 @@ import torch
 import typer
 from torch.nn import functional as F
 
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import is_data_file, load_split, validate_held_out, write_held_out
 from epk_gp.cli.networks import (
     MANIFEST,
@@ -19,16 +20,13 @@ from epk_gp.cli.networks import (
     validate_network,
     write_manifest,
 )
-from epk_gp.cli.options import DTYPES, DataDtype, Dtype, Quiet, Seed, count, given_options, number
 from epk_gp.core.losses import CrossEntropy, MeanSquaredError
-from epk_gp.core.model import functionalize, zero_final_layer
+from epk_gp.core.model import zero_final_layer
 from epk_gp.core.trajectory import network_outputs
-from epk_gp.optimizers.torch_rules import optimizer_groups
 from epk_gp.provenance import Stopwatch
 from epk_gp.recording.causes import StepMismatchError
 from epk_gp.recording.setup import ClipNorm
 from epk_gp.recording.train import train
-from epk_gp.storage.disk_space import run_bytes, run_dimensions
 from epk_gp.storage.run import is_run
 from epk_gp.storage.writer import MANIFEST_FILES, Storage
 
@@ -68,13 +66,13 @@ _KINDS: dict[str, type] = {
     "check_every": int,
     "seed": int,
 }
-_WORDS = {"optimizer": get_args(OptimizerName), "loss": get_args(LossName), "dtype": get_args(Dtype)}
-_OPTIONAL = {"data_dir", "num_test", "num_classes", "width", "activation", "clip_norm", "batch_size", "keep_every"}
+_WORDS = {"optimizer": get_args(OptimizerName), "loss": get_args(LossName), "dtype": get_args(opt.Dtype)}
+_OPTIONAL = {"data_dir", "num_test", "num_classes", "width", "activation", "clip_norm", "batch_size"}
 _STORED_AS = {"zero_final": "zero_final_layer"}
 
 
 def record(
-    ctx: typer.Context,
+    ctx: opt.Context,
     out: Annotated[Path, typer.Option(help="New folder for the run.")] = Path("run"),
     data: Annotated[
         str,
@@ -91,80 +89,67 @@ def record(
     ] = None,
     num_test: Annotated[
         int | None,
-        typer.Option(
-            help="Largest number of held-out points stored beside the run; by default 102 of a named data set, and of "
+        opt.count(
+            "Largest number of held-out points stored beside the run; by default 102 of a named data set, and of "
             "a file all of its `test_inputs`, or else all points after the first --num-train. Of a file where neither "
             "is given, that many of its last points, and none by default.",
-            callback=count(1, 10**6),
+            1,
+            10**6,
         ),
     ] = None,
     num_classes: Annotated[
         int | None,
-        typer.Option(
-            help="Number of classes C of a file, if some have no point; by default every one of 0 .. C-1 must have "
-            "one.",
-            callback=count(2, 10**6),
+        opt.count(
+            "Number of classes C of a file, if some have no point; by default every one of 0 .. C-1 must have one.",
+            2,
+            10**6,
         ),
     ] = None,
     network: Annotated[
         str, typer.Option(help="mlp, cnn, or package.module:factory, which returns the torch.nn.Module.")
     ] = "mlp",
-    width: Annotated[
-        int | None, typer.Option(help="Hidden units of the mlp; 64 by default.", callback=count(1, 10**6))
-    ] = None,
+    width: Annotated[int | None, opt.count("Hidden units of the mlp; 64 by default.", 1, 10**6)] = None,
     activation: Annotated[
         str | None, typer.Option(help="relu, tanh or gelu, in the mlp and the cnn; relu by default.")
     ] = None,
     zero_final: Annotated[
         bool, typer.Option("--zero-final-layer", help="Start from a zero last layer, as the paper does.")
     ] = False,
-    steps: Annotated[int, typer.Option(help="Steps of gradient descent.", callback=count())] = 300,
+    steps: Annotated[int, opt.count("Steps of gradient descent.")] = 300,
     optimizer: Annotated[OptimizerName, typer.Option(help="Optimizer of torch.optim.")] = "sgd",
-    lr: Annotated[float, typer.Option(help="Learning rate.", callback=number(or_equal=False))] = 0.1,
-    momentum: Annotated[
-        float, typer.Option(help="Momentum, of sgd and rmsprop: from 0, below 1.", callback=number(below=1.0))
-    ] = 0.0,
+    lr: Annotated[float, opt.number("Learning rate.", or_equal=False)] = 0.1,
+    momentum: Annotated[float, opt.number("Momentum, of sgd and rmsprop: from 0, below 1.", below=1.0)] = 0.0,
     nesterov: Annotated[
         bool, typer.Option("--nesterov", help="Nesterov's momentum, of sgd; needs --momentum.")
     ] = False,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay; decoupled in adamw.", callback=number())] = 0.0,
+    weight_decay: Annotated[float, opt.number("Weight decay; decoupled in adamw.")] = 0.0,
     clip_norm: Annotated[
         float | None,
-        typer.Option(help="Clip the gradient to this norm; not by default.", callback=number(or_equal=False)),
+        opt.number("Clip the gradient to this norm; not by default.", or_equal=False),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Points per step; all by default.", callback=count())] = None,
+    batch_size: Annotated[int | None, opt.count("Points per step; all by default.")] = None,
     loss: Annotated[LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")] = "cross-entropy",
-    dtype: DataDtype = "float64",
+    dtype: opt.DataDtype = "float64",
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run in --out, with the options it was started with.")
     ] = False,
     keep_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Keep every so many-th weight state; those between are computed again when they are read. 1 by "
-            "default: all.",
-            callback=count(),
-        ),
-    ] = None,
+        int, opt.count("Keep every so many-th weight state; those between are computed again when they are read.")
+    ] = 1,
     commit_seconds: Annotated[
         float,
-        typer.Option(
-            help="Seconds between commits: a crash loses at most the steps of this time.",
-            callback=number(or_equal=False),
-        ),
+        opt.number("Seconds between commits: a crash loses at most the steps of this time.", or_equal=False),
     ] = 60.0,
     check_every: Annotated[
         int,
-        typer.Option(
-            help="Recompute and check the gradient of one step in N; of every step by default.", callback=count()
-        ),
+        opt.count("Recompute and check the gradient of one step in N; of every step by default."),
     ] = 1,
-    seed: Seed = 0,
-    quiet: Quiet = False,
+    seed: opt.Seed = 0,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Train a network by gradient descent and record every step."""
     options = {name: value for name, value in locals().items() if name != "ctx"}
-    completed = _complete_options(options, given_options(ctx))
+    completed = _complete_options(options, opt.given_options(ctx))
     if completed != options:  # once more, with the recorded options in place of the defaults
         record(ctx, **completed)
         return
@@ -185,7 +170,7 @@ def record(
     training, held_out, available = load_split(
         data,
         seed=seed,
-        dtype=DTYPES[dtype],
+        dtype=opt.DTYPES[dtype],
         num_train=num_train,
         num_test=num_test,
         num_classes=num_classes,
@@ -196,28 +181,21 @@ def record(
         raise ValueError(f"--batch-size must be at most the {len(X)} training points: got {batch_size}.")
     spec = network_spec(network, X, training.num_classes, width, activation)
     torch.manual_seed(seed)
-    net = build_network(spec).to(DTYPES[dtype])
+    net = build_network(spec).to(opt.DTYPES[dtype])
     if zero_final:
         zero_final_layer(net)
     num_outputs = validate_network(net, X, training.num_classes)
-    y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(DTYPES[dtype])
+    y = y if loss == "cross-entropy" else F.one_hot(y, num_outputs).to(opt.DTYPES[dtype])
     rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     rates |= {"momentum": momentum} if optimizer in ("sgd", "rmsprop") else {}
     rates |= {"nesterov": nesterov} if optimizer == "sgd" else {}
     made = _OPTIMIZERS[optimizer]([p for p in net.parameters() if p.requires_grad], **rates)
-    storage = Storage(seconds=commit_seconds, keep_every=keep_every or 1)
-    dimensions = run_dimensions(
-        functionalize(net), optimizer_groups(made, None, net), {"X": X, "y": y}, steps, batch_size or len(X)
-    )
-    kept = f"one weight state in {keep_every}, the others computed when read"
-    kept = "every weight state" if storage.keep_every == 1 else kept
-    typer.echo(f"on disk: about {run_bytes(dimensions, storage) / 1e6:.1f} MB, with {kept}")
     config: dict[str, object] = {"data": data, "data_dir": None if data_dir is None else str(data_dir)}
     config |= {"num_train": len(training), "num_test": num_test, "num_classes": num_classes, "dtype": dtype}
     config |= {"steps": steps, "batch_size": batch_size, "loss": loss, "seed": seed, "clip_norm": clip_norm}
     config |= {"optimizer": optimizer, "lr": lr, "momentum": momentum, "nesterov": nesterov}
     config |= {"weight_decay": weight_decay, "zero_final_layer": zero_final, "check_every": check_every}
-    config |= {"keep_every": storage.keep_every}
+    config |= {"keep_every": keep_every}
 
     def describe() -> None:
         """Write the files beside a run that say how it was made: the manifest and the held-out points."""
@@ -242,7 +220,7 @@ def record(
             clip=None if clip_norm is None else ClipNorm(clip_norm),
             folder=out,
             resume=resume,
-            storage=storage,
+            storage=Storage(seconds=commit_seconds, keep_every=keep_every),
             check_every=check_every,
             progress=not quiet,
         )

@@ -5,33 +5,15 @@ import shutil
 from pathlib import Path
 from typing import Annotated, TypedDict
 
+import torch
 import typer
 
 from epk_gp.analysis.label_errors import label_errors as errors_of_labels
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import principal_plane
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.options import (
-    DTYPES,
-    PARTIAL,
-    HeadOption,
-    Memory,
-    Network,
-    PathOption,
-    Quiet,
-    RuleOption,
-    RunDtype,
-    RunFolder,
-    Scheduler,
-    SeedOfPoints,
-    Workers,
-    count,
-    memory_bytes,
-    parse_path,
-    parse_rule,
-    validate_run,
-)
 from epk_gp.cli.uncertainty import read_validation
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.options import ComputeOptions, SupportsSubmit
@@ -58,14 +40,10 @@ class _Computing(TypedDict):
 
 
 def report(
-    run: RunFolder,
+    run: opt.RunFolder,
     out: Annotated[Path, typer.Option(help="The HTML file; it needs nothing beside it.")] = Path("report.html"),
-    num_points: Annotated[
-        int, typer.Option(help="Largest number of points that are explained; the overview is of all.", callback=count())
-    ] = 6,
-    top: Annotated[
-        int, typer.Option(help="Training points named of either sign, at most 50.", callback=count(1, 50))
-    ] = 10,
+    num_points: Annotated[int, opt.count("Largest number of points that are explained; the overview is of all.")] = 6,
+    top: Annotated[int, opt.count("Training points named of either sign, at most 50.", 1, 50)] = 10,
     layers: Annotated[bool, typer.Option("--layers/--no-layers", help="Tell layers apart.")] = True,
     outputs: Annotated[
         str,
@@ -78,9 +56,9 @@ def report(
     feature_names: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Names of the features, as in the first line of a CSV file.")
     ] = None,
-    head: HeadOption = None,
-    rule: RuleOption = "adaptive",
-    path: PathOption = "straight",
+    head: opt.HeadOption = None,
+    rule: opt.RuleOption = "adaptive",
+    path: opt.PathOption = "straight",
     influence: Annotated[
         bool, typer.Option("--influence", help="Compute influence too, and show it beside the contributions.")
     ] = False,
@@ -108,12 +86,9 @@ def report(
     ] = False,
     kernel_points: Annotated[
         int,
-        typer.Option(
-            help="Training points in the matrix of the path kernel, at most 500; 0 leaves it out.",
-            callback=count(0, 500),
-        ),
+        opt.count("Training points in the matrix of the path kernel, at most 500; 0 leaves it out.", 0, 500),
     ] = 100,
-    memory: Memory = 1.0,
+    memory: opt.Memory = 1.0,
     points: Annotated[
         Path | None,
         typer.Option(
@@ -121,22 +96,22 @@ def report(
             "points, or its training inputs if it has none."
         ),
     ] = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    seed: SeedOfPoints = None,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    quiet: Quiet = False,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write a report: explained predictions that add up, their certificate, and the run as a whole, as one HTML file.
 
     It opens in a browser from the disk, and asks for nothing else.
     """
-    validate_run(run, out, workers, scheduler)
+    opt.validate_run(run, out, workers, scheduler)
     timer, quadrature, along, explained_outputs = (
         Stopwatch(),
-        parse_rule(rule),
-        parse_path(path),
+        opt.parse_rule(rule),
+        opt.parse_path(path),
         _parse_outputs(outputs),
     )
     if out.suffix not in (".html", ".htm"):
@@ -150,20 +125,20 @@ def report(
     if label_errors or validation is not None:
         training_labels(trajectory, "report --label-errors" if label_errors else "report --validation")
     if validation is None:
-        fitted, chosen = None, read_points(trajectory, run, points, dtype=DTYPES.get(dtype))
+        fitted, chosen = None, read_points(trajectory, run, points, dtype=opt.DTYPES.get(dtype))
         X = chosen.X
     else:
         fitted, chosen = read_validation(validation, points, run, trajectory, seed=seed or 0)
-        X = cast_points(chosen.X, trajectory, DTYPES.get(dtype))
+        X = cast_points(chosen.X, trajectory, opt.DTYPES.get(dtype))
     unlike = None if outside is None else read_labelled(outside, run, trajectory).X
     explained = draw_rows(len(X), num_points, seed)
     classes, features = _parse_names(class_names), _parse_names(feature_names)
     appearance(trajectory, features, None)  # refuses names before anything is computed
     typer.echo(f"explaining {len(explained)} of {chosen}")
-    partial = out.with_name(f"{out.name}.{PARTIAL}")
+    partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with open_executor(workers, scheduler, resumes=True) as executor:
         computing: _Computing = {
-            "memory_budget": memory_bytes(memory),
+            "memory_budget": opt.memory_bytes(memory),
             "progress": not quiet,
             "executor": executor,
         }

@@ -7,29 +7,9 @@ from typing import Annotated, Literal
 import torch
 import typer
 
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import read_points
 from epk_gp.cli.networks import open_run, read_network_spec
-from epk_gp.cli.options import (
-    DTYPES,
-    Network,
-    PathOption,
-    PointsFile,
-    Quiet,
-    RuleOption,
-    RunDtype,
-    RunFolder,
-    Scheduler,
-    SeedOfPoints,
-    Workers,
-    count,
-    make_folder,
-    number,
-    parse_path,
-    parse_rule,
-    require_alone,
-    require_folder,
-    validate_run,
-)
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.show import CertificateWarning
@@ -47,15 +27,15 @@ _UNFINISHED = "not finished: record --resume resumes it"
 
 
 def info(
-    run: RunFolder,
+    run: opt.RunFolder,
     out: Annotated[Path | None, typer.Option(help="Folder for info.json; none is written by default.")] = None,
-    quiet: Quiet = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Show the contents of a recorded run, after checking its files; no network is built."""
-    validate_run(run, out)
+    opt.validate_run(run, out)
     timer = Stopwatch()
     if out is not None:
-        require_folder(out)
+        opt.require_folder(out)
     summary, spec = check_run(run, progress=not quiet), read_network_spec(run)
     header = summary.header
     gradients = {None: "as many as took 15 % of the loop's time", 1: "every step's"}
@@ -93,7 +73,7 @@ def info(
     if header["unexplained"] is not None:
         lines["unexplained"] = f"up to {header['unexplained']:g} of a step"
     if out is not None:
-        write_json(make_folder(out) / "info.json", "info", {"run": run}, lines, timer)
+        write_json(opt.make_folder(out) / "info.json", "info", {"run": run}, lines, timer)
     for name, value in lines.items():
         typer.echo(f"{name + ':':19}{value}")
 
@@ -105,39 +85,39 @@ def _range(values: list[float] | list[int]) -> str:
 
 
 def verify(
-    ctx: typer.Context,
-    run: RunFolder,
+    ctx: opt.Context,
+    run: opt.RunFolder,
     checksums: Annotated[bool, typer.Option("--checksums", help="Check the files only.")] = False,
     head: Annotated[
         Literal["both", "logits", "log_softmax"] | None,
         typer.Option(help="Outputs that are verified; by default both for cross entropy, the logits otherwise."),
     ] = None,
-    rule: RuleOption = "adaptive",
-    path: PathOption = "straight",
+    rule: opt.RuleOption = "adaptive",
+    path: opt.PathOption = "straight",
     tol: Annotated[
         float | None,
-        typer.Option(help="Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.", callback=number()),
+        opt.number("Largest error allowed; by default 1e-9, or 1e-3 if float32 is used."),
     ] = None,
     num_points: Annotated[
         int | None,
-        typer.Option(help="Largest number of points; 10 by default, of a --points file all.", callback=count()),
+        opt.count("Largest number of points; 10 by default, of a --points file all."),
     ] = None,
     all_points: Annotated[
         bool, typer.Option("--all-points", help="Use every point: the time grows in proportion.")
     ] = False,
-    points: PointsFile = None,
-    network: Network = None,
-    dtype: RunDtype = None,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
     out: Annotated[Path | None, typer.Option(help="Folder for verify.json; none is written by default.")] = None,
-    seed: SeedOfPoints = None,
-    quiet: Quiet = False,
+    seed: opt.SeedOfPoints = None,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Rebuild the network's outputs from its training data; exit status 1 if they differ by more than --tol."""
     if checksums:
-        require_alone(ctx, "checksums", ("run", "quiet"))
-    validate_run(run, out, workers, scheduler)
+        opt.require_alone(ctx, "checksums", ("run", "quiet"))
+    opt.validate_run(run, out, workers, scheduler)
     if checksums:
         summary = check_run(run, progress=not quiet)
         state = "finished" if summary.finished else _UNFINISHED
@@ -149,14 +129,14 @@ def verify(
         raise ValueError("--all-points must stand without --num-points, which would be ignored. Pass one of them.")
     if num_points is None and points is None and not all_points:
         num_points = _NUM_POINTS
-    timer, quadrature, along = Stopwatch(), parse_rule(rule), parse_path(path)
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     trajectory = open_run(run, network)
-    chosen = read_points(trajectory, run, points, num_points, dtype=DTYPES.get(dtype), seed=seed)
+    chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
     X = chosen.X
     coarsest = torch.float32 if torch.float32 in (X.dtype, trajectory.dtype) else torch.float64
     allowed = _TOLERANCE[coarsest] if tol is None else tol
     heads = _verified_heads(head, trajectory)
-    folder = None if out is None else make_folder(out)
+    folder = None if out is None else opt.make_folder(out)
     more = "" if len(X) == chosen.available else " (--all-points takes all, in proportionally more time)"
     typer.echo(f"verifying at {chosen}{more}")
     with open_executor(workers, scheduler) as executor, warnings.catch_warnings():
@@ -219,12 +199,12 @@ def certificate(result: Reconstruction) -> dict[str, float]:
 
 
 def export(
-    run: RunFolder,
+    run: opt.RunFolder,
     out: Annotated[Path, typer.Option(help="New file, its name ending in .safetensors.")] = Path("run.safetensors"),
-    quiet: Quiet = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write a recorded run, after checking its files, to one safetensors file for other tools."""
-    validate_run(run, out)
+    opt.validate_run(run, out)
     timer = Stopwatch()
     if out.suffix != ".safetensors":
         raise ValueError(f"--out must be a .safetensors file, the one format of exports: got {out}.")

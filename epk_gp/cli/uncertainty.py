@@ -1,6 +1,7 @@
 """`epk-gp uncertainty` and `audit`: maps of a process, scores of points, and the labels that a process doubts."""
 
 import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,31 +14,9 @@ from epk_gp.analysis.detection import error_detection
 from epk_gp.analysis.label_errors import LabelErrors, label_errors
 from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
 from epk_gp.analysis.planes import coordinate_plane, principal_plane
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import ChosenPoints, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
-from epk_gp.cli.options import (
-    DTYPES,
-    Dtype,
-    Memory,
-    Network,
-    Out,
-    PathOption,
-    Quiet,
-    RunFolder,
-    Scheduler,
-    Seed,
-    Workers,
-    count,
-    make_folder,
-    memory_bytes,
-    number,
-    parse_path,
-    parse_rule,
-    require_alone,
-    require_beside,
-    require_outside,
-    validate_run,
-)
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory, network_outputs
@@ -74,9 +53,9 @@ Features = Annotated[
 
 
 def uncertainty(
-    ctx: typer.Context,
-    run: RunFolder,
-    out: Out = Path("uncertainty"),
+    ctx: opt.Context,
+    run: opt.RunFolder,
+    out: opt.Out = Path("uncertainty"),
     validation: Annotated[
         str | None,
         typer.Option(
@@ -96,28 +75,24 @@ def uncertainty(
     ] = None,
     alpha: Annotated[
         float,
-        typer.Option(
-            help="Scores: allowed share of sets of classes without the true one.",
-            callback=number(below=1.0, or_equal=False),
-        ),
+        opt.number("Scores: allowed share of sets of classes without the true one.", below=1.0, or_equal=False),
     ] = 0.1,
     features: Features = None,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            help="Nodes of the path that stand for all its steps. Scores: 20 by default, or as many as outputs up to "
+        opt.count(
+            "Nodes of the path that stand for all its steps. Scores: 20 by default, or as many as outputs up to "
             "256. Map: all steps by default; 20 nodes take a fraction of the time.",
-            callback=count(1, 10**6),
+            1,
+            10**6,
         ),
     ] = None,
-    path: PathOption = "straight",
+    path: opt.PathOption = "straight",
     save_model: Annotated[
         Path | None, typer.Option(help="Scores: new folder for the fitted UncertainClassifier; none by default.")
     ] = None,
-    memory: Memory = 1.0,
-    num_condition: Annotated[
-        int, typer.Option(help="Map: largest number of training points of its GP.", callback=count())
-    ] = 300,
+    memory: opt.Memory = 1.0,
+    num_condition: Annotated[int, opt.count("Map: largest number of training points of its GP.")] = 300,
     outputs: Annotated[
         Literal["full", "independent"], typer.Option(help="Map: coupled classes, or one GP per class.")
     ] = "full",
@@ -129,31 +104,24 @@ def uncertainty(
         Literal["principal", "coordinates"],
         typer.Option(help="Map: the data's two principal directions, or the first two coordinates, others 0."),
     ] = "principal",
-    grid: Annotated[int, typer.Option(help="Map: nodes per side, 2 to 400.", callback=count(2, 400))] = 40,
+    grid: Annotated[int, opt.count("Map: nodes per side, 2 to 400.", 2, 400)] = 40,
     margin: Annotated[
         float,
-        typer.Option(
-            help="Map: border around the training points, in units of their extent (< 1000).",
-            callback=number(below=1000.0),
-        ),
+        opt.number("Map: border around the training points, in units of their extent (< 1000).", below=1000.0),
     ] = 0.4,
-    num_samples: Annotated[
-        int, typer.Option(help="Monte Carlo draws through the softmax, 2 to 100000.", callback=count(2, 10**5))
-    ] = 1024,
+    num_samples: Annotated[int, opt.count("Monte Carlo draws through the softmax, 2 to 100000.", 2, 10**5)] = 1024,
     rule: Annotated[
         str, typer.Option(help="Map: a fixed rule: gauss-legendre:N, left-riemann:N, midpoint:N, left-endpoint.")
     ] = "gauss-legendre:4",
-    fit_steps: Annotated[
-        int, typer.Option(help="Map: steps of the fit by marginal likelihood.", callback=count())
-    ] = 50,
-    network: Network = None,
+    fit_steps: Annotated[int, opt.count("Map: steps of the fit by marginal likelihood.")] = 50,
+    network: opt.Network = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
+        opt.Dtype, typer.Option(help="Type in which arrays are written; everything is computed in float64.")
     ] = "float64",
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    seed: Seed = 0,
-    quiet: Quiet = False,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    seed: opt.Seed = 0,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Score points with --validation; without it, map the uncertainty of a GP on the logits over a plane.
 
@@ -161,11 +129,11 @@ def uncertainty(
     classes that hold the true one as often as asked for.
     """
     if validation is None:
-        require_beside(ctx, "validation", _OF_SCORES)
+        opt.require_beside(ctx, "validation", _OF_SCORES)
     else:
-        require_alone(ctx, "validation", (*_OF_BOTH, *_OF_SCORES))
-    validate_run(run, out, workers, scheduler)
-    timer, along = Stopwatch(), parse_path(path)
+        opt.require_alone(ctx, "validation", (*_OF_BOTH, *_OF_SCORES))
+    opt.validate_run(run, out, workers, scheduler)
+    timer, along = Stopwatch(), opt.parse_path(path)
     config: dict[str, object] = {"run": run}
     if validation is not None:
         asked = parse_features(features)
@@ -174,7 +142,7 @@ def uncertainty(
         trajectory = open_run(run, network)
         training_labels(trajectory, "uncertainty --validation")
         fitted, scored = read_validation(validation, points, run, trajectory, seed=seed)
-        folder = make_folder(out)
+        folder = opt.make_folder(out)
         typer.echo(f"scoring {scored}, with {fitted} as validation points")
         with open_executor(workers, scheduler) as executor:
             model = UncertainClassifier(
@@ -183,7 +151,7 @@ def uncertainty(
                 features=asked,
                 seed=seed,
                 path=along,
-                memory_budget=memory_bytes(memory),
+                memory_budget=opt.memory_bytes(memory),
                 progress=not quiet,
                 executor=executor,
             )
@@ -192,9 +160,8 @@ def uncertainty(
             if save_model is not None:
                 model.save(save_model)
             numbers = _describe_model(model) | _write_scores(
-                folder, model, scored, fitted, num_samples=num_samples, alpha=alpha, dtype=DTYPES[dtype]
+                folder, model, scored, fitted, timer, num_samples=num_samples, alpha=alpha, dtype=opt.DTYPES[dtype]
             )
-            timer.lap("score")
         config |= {"alpha": alpha, "features": features, "nodes": nodes, "num_samples": num_samples, "seed": seed}
         config |= {"path": path, "workers": workers, "scheduler": scheduler}
         config |= {"validation": str(fitted), "points": str(scored), "dtype": dtype}
@@ -204,7 +171,7 @@ def uncertainty(
         saved = "" if save_model is None else f"; the model to {save_model}"
         typer.echo(f"written to {folder}: scores.npz, scores.png, uncertainty.json{saved} ({timer.total:.1f} s)")
         return
-    quadrature = parse_rule(rule)
+    quadrature = opt.parse_rule(rule)
     if not isinstance(quadrature, QuadratureRule):
         raise ValueError(
             f"--rule must be a fixed rule, the same for all points: an adaptive one does not give a kernel. Got {rule}."
@@ -218,7 +185,7 @@ def uncertainty(
         )
     surface = (principal_plane if plane == "principal" else coordinate_plane)(trajectory.inputs)
     chosen = read_points(trajectory, run, points, dtype=torch.float64)
-    X, folder = chosen.X, make_folder(out)
+    X, folder = chosen.X, opt.make_folder(out)
     typer.echo(f"predicting at {chosen} and on a map of {grid} x {grid} nodes")
     conditioned = draw_rows(trajectory.num_points, num_condition, seed).tolist()
     with open_executor(workers, scheduler) as executor:
@@ -242,9 +209,9 @@ def uncertainty(
     draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane], plane=words)
     metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
     on_map = {name: getattr(m, name) for name in _MAP_ARRAYS} | {"origin": surface.origin, "axes": surface.axes}
-    write_arrays(folder / "map.safetensors", _cast(on_map, DTYPES[dtype]), metadata)
+    write_arrays(folder / "map.safetensors", _cast(on_map, opt.DTYPES[dtype]), metadata)
     at_points = {"inputs": X} | {name: getattr(u, name) for name in _POINT_ARRAYS}
-    write_npz(folder / "points.npz", _cast(at_points, DTYPES[dtype]))
+    write_npz(folder / "points.npz", _cast(at_points, opt.DTYPES[dtype]))
     results = fitted_numbers(gp, losses) | map_numbers(m) | {"mean_std_at_points": float(u.std.mean())}
     config |= {"num_condition": len(conditioned), "outputs": outputs, "targets": targets, "seed": seed}
     config |= {"plane": plane, "grid": grid, "margin": margin, "num_samples": num_samples}
@@ -371,6 +338,7 @@ def _write_scores(
     model: UncertainClassifier,
     points: ChosenPoints,
     validation: ChosenPoints,
+    timer: Stopwatch,
     *,
     num_samples: int,
     alpha: float,
@@ -384,6 +352,7 @@ def _write_scores(
     p, sets = torch.as_tensor(model.predict_proba(X)), torch.as_tensor(model.predict_set(X, alpha))
     error, far = torch.as_tensor(u.error), torch.as_tensor(u.out_of_distribution)
     ordinary = torch.as_tensor(model.uncertainty(validation.X, 2).out_of_distribution)
+    timer.lap("score")
     names = ("error", "out_of_distribution", "entropy", "mutual_information", "std")
     arrays = {name: torch.as_tensor(getattr(u, name)).to(dtype) for name in names}
     arrays |= {"probability": p.to(dtype), "predicted": p.argmax(1), "network_predicted": predicted}
@@ -459,39 +428,36 @@ def _score_lines(results: dict[str, object], alpha: float) -> list[str]:
 
 def _require_new_folder(run: Path, folder: Path) -> None:
     """Raise if the fitted classifier cannot be written to a folder, before anything is computed."""
-    require_outside(run, folder, "--save-model")
+    opt.require_outside(run, folder, "--save-model")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--save-model must be a new or empty folder: {folder} is a file or holds something.")
 
 
 def audit(
-    run: RunFolder,
-    out: Out = Path("audit"),
-    top: Annotated[
-        int, typer.Option(help="Labels printed and drawn, at most 60; the table holds all.", callback=count(1, 60))
-    ] = 20,
+    run: opt.RunFolder,
+    out: opt.Out = Path("audit"),
+    top: Annotated[int, opt.count("Labels printed and drawn, at most 60; the table holds all.", 1, 60)] = 20,
     features: Features = None,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            help="Nodes of the path that stand for all its steps; 20 by default, or as many as outputs up to 256.",
-            callback=count(1, 10**6),
+        opt.count(
+            "Nodes of the path that stand for all its steps; 20 by default, or as many as outputs up to 256.", 1, 10**6
         ),
     ] = None,
-    path: PathOption = "straight",
-    memory: Memory = 1.0,
-    network: Network = None,
-    workers: Workers = None,
-    scheduler: Scheduler = None,
-    seed: Seed = 0,
-    quiet: Quiet = False,
+    path: opt.PathOption = "straight",
+    memory: opt.Memory = 1.0,
+    network: opt.Network = None,
+    workers: opt.Workers = None,
+    scheduler: opt.Scheduler = None,
+    seed: opt.Seed = 0,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Rank the training labels of a classifier by how suspicious they are; the worst are printed and drawn."""
-    validate_run(run, out, workers, scheduler)
-    timer, asked, along = Stopwatch(), parse_features(features), parse_path(path)
+    opt.validate_run(run, out, workers, scheduler)
+    timer, asked, along = Stopwatch(), parse_features(features), opt.parse_path(path)
     trajectory = open_run(run, network)
     labels = training_labels(trajectory, "audit")
-    folder = make_folder(out)
+    folder = opt.make_folder(out)
     with open_executor(workers, scheduler) as executor:
         found = label_errors(
             trajectory,
@@ -499,7 +465,7 @@ def audit(
             features=asked,
             seed=seed,
             path=along,
-            memory_budget=memory_bytes(memory),
+            memory_budget=opt.memory_bytes(memory),
             progress=not quiet,
             executor=executor,
         )

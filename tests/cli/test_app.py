@@ -51,7 +51,7 @@ def test_an_option_in_front_of_the_command_is_answered(capsys, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--help",), ("--version",), ("--fast",), ("teach",)], ids=str)
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ()], ids=str)
 def test_help_does_not_wait_for_pytorch(words):
     """In a process of its own, as the type checks of this test run import it."""
     code = f"""

@@ -1,28 +1,16 @@
-"""`epk-gp record --keep-every`: what a run takes is said beforehand, and is so."""
+"""`epk-gp record --keep-every`: a run with fewer weight states is opened, verified and resumed."""
 
-import pytest
-
-from commands import SMALL, run
-
-WIDE = ("--width", 200, "--steps", 6)
-ADAM = ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.01, *SMALL, *WIDE)
-OPTIONS = [(), ("--keep-every", 2)]
+from commands import SMALL, refused, run
+from epk_gp.storage.schema import read_header
 
 
-def announced(text):
-    """The size that was said, in bytes."""
-    line = next(line for line in text.splitlines() if line.startswith("on disk: about"))
-    return float(line.split()[3]) * 1e6, line
-
-
-def on_disk(folder):
-    files = [file for file in folder.iterdir() if file.name not in ("network.json", "held_out.safetensors")]
-    return sum(file.stat().st_size for file in files)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_run_takes_what_was_announced(tmp_path, capsys, options):
-    assert run("record", "--out", tmp_path / "run", *options, *ADAM) == 0
-    size, line = announced(capsys.readouterr().out)
-    assert 0.8 < on_disk(tmp_path / "run") / size < 1.05
-    assert ("every weight state" in line) == (not options)
+def test_a_run_is_recorded_with_fewer_states(tmp_path, capsys):
+    folder, steps = tmp_path / "run", ("--batch-size", 7, "--optimizer", "adam", "--lr", 0.01, *SMALL)
+    assert run("record", "--out", folder, "--keep-every", 3, *steps) == 0
+    assert read_header(folder)["keep_every"] == 3
+    assert run("verify", folder, "--quiet", "--num-points", 1) == 0
+    assert run("info", folder, "--quiet") == 0
+    assert "one in 3 is kept" in capsys.readouterr().out
+    assert run("record", "--resume", "--out", folder, "--steps", 7, "--quiet") == 0  # as it was recorded
+    capsys.readouterr()
+    assert "must hold every state" in refused(capsys, "export", folder, "--quiet", "--out", tmp_path / "x.safetensors")
