@@ -56,34 +56,33 @@ def build_network(spec: NetworkSpec) -> nn.Module:
         ImportError: A factory cannot be imported.
         TypeError: A factory is not a function, or does not return a network.
     """
+    _validate_name(spec.name)
     if ":" in spec.name:
         return _from_factory(spec.name)
     if spec.activation not in _ACTIVATIONS:
         raise ValueError(f"--activation must be one of {sorted(_ACTIVATIONS)}: got {spec.activation!r}.")
     activation = _ACTIVATIONS[spec.activation]
     if spec.name == "mlp":
-        if spec.width < 1:
-            raise ValueError(f"--width must be at least 1: got {spec.width}.")
         size = torch.Size(spec.input_shape).numel()
         _require_memory(spec.width * (size + 1) + spec.num_outputs * (spec.width + 1))
         layers = [nn.Linear(size, spec.width), activation(), nn.Linear(spec.width, spec.num_outputs)]
         return nn.Sequential(*([nn.Flatten()] if len(spec.input_shape) > 1 else []), *layers)
-    if spec.name == "cnn":
-        if len(spec.input_shape) != 3 or min(spec.input_shape[1:]) < 4:
-            raise ValueError(f"the cnn needs images (channels, height >= 4, width >= 4): got {spec.input_shape}.")
-        channels, height, width = spec.input_shape
-        _require_memory((16 * (height // 4) * (width // 4) + 1) * spec.num_outputs)
-        return nn.Sequential(
-            nn.Conv2d(channels, 8, 3, padding=1),
-            activation(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, padding=1),
-            activation(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(16 * (height // 4) * (width // 4), spec.num_outputs),
-        )
-    raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {spec.name!r}.")
+    if len(spec.input_shape) != 3 or min(spec.input_shape[1:]) < 4:
+        raise ValueError(f"the cnn needs images (channels, height >= 4, width >= 4): got {spec.input_shape}.")
+    channels, height, width = spec.input_shape
+    size = 16 * (height // 4) * (width // 4)
+    _require_memory((size + 1) * spec.num_outputs)
+    first, second = nn.Conv2d(channels, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
+    last = nn.Linear(size, spec.num_outputs)
+    return nn.Sequential(
+        first, activation(), nn.MaxPool2d(2), second, activation(), nn.MaxPool2d(2), nn.Flatten(), last
+    )
+
+
+def _validate_name(name: str) -> None:
+    module, _, function = name.partition(":")
+    if name not in ("mlp", "cnn") and not (module and function):
+        raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {name!r}.")
 
 
 def network_spec(
@@ -94,8 +93,7 @@ def network_spec(
     Raises:
         ValueError: An option does not belong to this network, or a built-in network cannot take the inputs.
     """
-    if name not in ("mlp", "cnn") and ":" not in name:
-        raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {name!r}.")
+    _validate_name(name)
     if width is not None and name != "mlp":
         raise ValueError(f"--width belongs to --network mlp: got --network {name}.")
     if activation is not None and name not in ("mlp", "cnn"):
@@ -146,16 +144,8 @@ def _require_memory(num_weights: int) -> None:
 
 
 def _from_factory(name: str) -> nn.Module:
-    """Return the network that a user's factory makes.
-
-    Raises:
-        ImportError: The module cannot be imported, or has no function of this name.
-        TypeError: The factory is not callable, or does not return a torch.nn.Module.
-        ValueError: The name is not of the form module:function, or the module or the factory raises an error.
-    """
+    """Return the network that a user's factory makes."""
     module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(f"--network must be mlp, cnn or package.module:factory: got {name!r}.")
     try:
         factory = getattr(importlib.import_module(module_name), function_name)
     except ImportError as error:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import typer
@@ -41,33 +42,13 @@ _OPTIMIZERS: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
 }
-# The options that say what a run is made of, and the kinds of their values. --out, --steps, --commit-seconds and
-# --quiet may change from one part of a recording to the next.
-_KINDS: dict[str, type] = {
-    "data": str,
-    "data_dir": Path,
-    "num_train": int,
-    "num_test": int,
-    "num_classes": int,
-    "network": str,
-    "width": int,
-    "activation": str,
-    "zero_final": bool,
-    "optimizer": str,
-    "lr": float,
-    "momentum": float,
-    "nesterov": bool,
-    "weight_decay": float,
-    "clip_norm": float,
-    "batch_size": int,
-    "loss": str,
-    "dtype": str,
-    "keep_every": int,
-    "check_every": int,
-    "seed": int,
-}
-_WORDS = {"optimizer": get_args(OptimizerName), "loss": get_args(LossName), "dtype": get_args(opt.Dtype)}
-_OPTIONAL = {"data_dir", "num_test", "num_classes", "width", "activation", "clip_norm", "batch_size"}
+# The options that say what a run is made of. --out, --steps, --commit-seconds and --quiet may change from one part of a
+# recording to the next.
+_RECORDED = (
+    *("data", "data_dir", "num_train", "num_test", "num_classes", "network", "width", "activation", "zero_final"),
+    *("optimizer", "lr", "momentum", "nesterov", "weight_decay", "clip_norm", "batch_size", "loss", "dtype"),
+    *("keep_every", "check_every", "seed"),
+)
 _STORED_AS = {"zero_final": "zero_final_layer"}
 
 
@@ -287,11 +268,12 @@ def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> d
     recorded = read_options(run) if options["resume"] and is_run(run) else None
     if recorded is None:
         return completed
-    for name, kind in (_KINDS | {"steps": int}).items():
+    hints = get_type_hints(record)
+    for name in (*_RECORDED, "steps"):
         key = _STORED_AS.get(name, name)
         if key not in recorded:  # not known of a run that had no manifest
             continue
-        value = _parse(recorded[key], kind, name, run)
+        value = _parse(recorded[key], hints[name], name, run)
         if name not in given:
             completed[name] = value
         elif name != "steps" and options[name] != value and not _may_be_moved(name, options[name], value):
@@ -307,17 +289,18 @@ def _complete_options(options: Mapping[str, Any], given: Mapping[str, str]) -> d
     return completed
 
 
-def _parse(value: object, kind: type, name: str, run: Path) -> Any:
-    """Return a value of the manifest as the command line has it."""
-    if value is None and name in _OPTIONAL:
-        return None
-    accepted = (int, float) if kind is float else (str,) if kind is Path else (kind,)
-    is_bool = isinstance(value, bool) and kind is not bool  # which is an int for Python
-    if not isinstance(value, accepted) or is_bool or value not in _WORDS.get(name, (value,)):
-        raise ValueError(
-            f"{run / MANIFEST} must hold the options of the recording: {name} is damaged (it is {value!r})."
-        )
-    return kind(value)
+def _parse(value: object, hint: Any, name: str, run: Path) -> Any:
+    """Return a value of the manifest as the command line has it: of one of the kinds that a parameter takes."""
+    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if kind is Path and isinstance(value, str):
+            return Path(value)
+        if type(value) is kind:
+            return value
+    raise ValueError(f"{run / MANIFEST} must hold the options of the recording: {name} is damaged (it is {value!r}).")
 
 
 def _may_be_moved(name: str, given: Any, recorded: Any) -> bool:
