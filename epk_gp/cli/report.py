@@ -108,12 +108,8 @@ def report(
     It opens in a browser from the disk, and asks for nothing else.
     """
     opt.validate_run(run, out, workers, scheduler)
-    timer, quadrature, along, explained_outputs = (
-        Stopwatch(),
-        opt.parse_rule(rule),
-        opt.parse_path(path),
-        _parse_outputs(outputs),
-    )
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
+    explained_outputs = _parse_outputs(outputs)
     if out.suffix not in (".html", ".htm"):
         raise ValueError(f"--out must be an HTML file, as in report.html: got {out}.")
     if out.is_dir():
@@ -137,11 +133,7 @@ def report(
     typer.echo(f"explaining {len(explained)} of {chosen}")
     partial = out.with_name(f"{out.name}.{opt.PARTIAL}")
     with open_executor(workers, scheduler, resumes=True) as executor:
-        computing: _Computing = {
-            "memory_budget": opt.memory_bytes(memory),
-            "progress": not quiet,
-            "executor": executor,
-        }
+        computing: _Computing = {"memory_budget": opt.memory_bytes(memory), "progress": not quiet, "executor": executor}
         effect = None
         if influence:
             effect = influence_of(trajectory, X[explained], head=head, checkpoint=partial / "influence", **computing)
