@@ -39,10 +39,7 @@ CAPABILITIES = {
     "Lightning and Hugging Face": ("recording/lightning.py", "recording/huggingface.py", "callbacks.py"),
     "runs on disk": ("storage/*.py",),
     "hostile and damaged files": (
-        "storage/*verification.py", "storage/check.py", "storage/compatibility.py", "storage/write_errors.py",
-    ),
-    "packing and thinning of runs": (
-        "storage/codec.py", "storage/packing.py", "storage/thinning.py", "storage/disk_space.py",
+        "storage/verify.py", "storage/compatibility.py", "storage/writer.py",
     ),
     "workers": ("distributed/*.py",),
     "cost estimates": ("distributed/cost_*.py", "gram/estimate.py", "kernel_machine/estimate.py", "cli/estimate.py"),
@@ -51,9 +48,9 @@ CAPABILITIES = {
     "quadrature and paths": ("quadrature/*.py",),
     "kinks": ("quadrature/kinks.py",),
     "Gram blocks": ("gram/*.py",),
-    "sketched features": ("gram/sketch.py", "gram/path_features.py", "autodiff/sketches.py", "kernels/sketched.py"),
+    "sketched features": ("gram/sketch.py", "gram/path_features.py", "autodiff/sketches.py"),
     "derivatives of the kernel in its points": (
-        "gram/input_derivatives.py", "gram/pairs.py", "kernels/derivatives.py", "kernels/gradient_demand.py",
+        "gram/input_derivatives.py", "gram/pairs.py", "kernels/derivatives.py",
     ),
     "attribution": ("kernel_machine/*.py",),
     "reconstruction and certificates": ("kernel_machine/reconstruct.py", "kernel_machine/certification.py"),
@@ -67,14 +64,13 @@ CAPABILITIES = {
     "the GPyTorch kernel": ("kernels/*.py",),
     "processes on logits": ("gp/*.py",),
     "processes on labels, the classifier": (
-        "gp/class_*.py", "gp/conformal.py", "gp/label_*.py", "gp/saved_*.py", "gp/stacking.py", "gp/uncertain_*.py",
+        "gp/data.py", "gp/label_*.py", "gp/saved_*.py", "gp/stacking.py", "gp/uncertain_*.py",
         "classifier.py",
     ),
     "scores and suspicious labels": (
-        "analysis/c*.py", "analysis/detection.py", "analysis/label_errors.py", "analysis/next_to_label.py",
-        "analysis/ranks.py",
+        "analysis/counterfactual.py", "analysis/explainer.py", "analysis/labels.py", "analysis/measures.py",
     ),
-    "numbers of a run: maps, planes, spectra": ("analysis/*.py",),
+    "numbers of a run: maps, contributions": ("analysis/*.py",),
     "pictures": ("plots/*.py",),
     "the report": ("report/*.py", "cli/report.py"),
     "the command line": ("cli/*.py",),

@@ -190,7 +190,7 @@ def plant_estimator(program: Program) -> None:
 
 
 def plant_thinned(program: Program) -> None:
-    program.stored = program.draw.choice(["thinned", "rounded"])
+    program.stored = "thinned"
 
 
 def plant_loaded(program: Program) -> None:

@@ -24,8 +24,8 @@ from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.certification import describe_findings
 from epk_gp.kernel_machine.influence import Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
-from epk_gp.plots.figures import draw_attributions
-from epk_gp.plots.influences import draw_influences
+from epk_gp.plots.contributions import attribution_figure, influence_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
 
@@ -93,8 +93,9 @@ def attribute(
     write_arrays(folder / "attribution.safetensors", arrays, metadata)
     shutil.rmtree(folder / opt.PARTIAL)
     drawn = range(min(_MAX_DRAWN, len(X)))
-    picture = folder / "attribution.png"
-    draw_attributions(picture, breakdown, trajectory, X, drawn, top, head=resolved, labels=chosen.labels)
+    figure = attribution_figure(breakdown, trajectory, X, drawn, top, head=resolved, labels=chosen.labels)
+    is_gray = X.ndim != 4 or X.shape[1] == 1  # images in colour need more colours
+    save_figure(figure, folder / "attribution.png", palette=is_gray)
     results = summarise(parts, breakdown, trajectory.targets, top)
     write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
     config: dict[str, object] = {"run": run, "head": resolved, "rule": rule, "path": path, "num_points": len(X)}
@@ -181,7 +182,8 @@ def influence(
     listed = [_largest(row, top) for row in values]
     _write_table(folder / "influence.csv", listed, predicted, of_network, trajectory.targets)
     drawn = range(min(_MAX_DRAWN, len(X)))
-    draw_influences(folder / "influence.png", effect, predicted, drawn, top, trajectory, head=resolved)
+    figure = influence_figure(effect, predicted, drawn, top, trajectory, head=resolved)
+    save_figure(figure, folder / "influence.png", palette=True)
     config: dict[str, object] = {"run": run, "head": resolved, "num_points": len(X), "top": top}
     config |= {"dtype": str(X.dtype)}
     config |= {"outputs": outputs, "seed": seed, "points": str(chosen)}

@@ -18,7 +18,7 @@ from epk_gp.cli.networks import held_out_checksum
 from epk_gp.core.checks import validate_finite
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.datasets import Dataset, digits, mnist_folder, three_gaussians
-from epk_gp.storage.atomic_files import atomic_write, checksum, checksum_file, tensor_file_size
+from epk_gp.storage.files import atomic_write, checksum, checksum_file, tensor_file_size
 
 HELD_OUT = "held_out.safetensors"
 _HELD_OUT_SOURCE = "held-out"  # as a source of points: those of the run

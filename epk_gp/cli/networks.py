@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from epk_gp.core.model import functionalize
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.storage.atomic_files import (
+from epk_gp.storage.files import (
     MAX_JSON_BYTES,
     atomic_write,
     checksummed_json,

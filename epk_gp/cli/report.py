@@ -8,25 +8,26 @@ from typing import Annotated, TypedDict
 import torch
 import typer
 
-from epk_gp.analysis.label_errors import label_errors as errors_of_labels
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
+from epk_gp.analysis.labels import label_errors as errors_of_labels
+from epk_gp.analysis.maps import UncertaintyMap, principal_plane, uncertainty_on_plane
+from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import cast_points, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.uncertainty import read_validation
 from epk_gp.cli.workers import open_executor
-from epk_gp.core.options import ComputeOptions, SupportsSubmit
+from epk_gp.core.options import SupportsSubmit
+from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gp.class_data import training_labels
+from epk_gp.gp.data import training_labels
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.provenance import Stopwatch
 from epk_gp.quadrature.rules import AdaptiveRule, gauss_legendre
-from epk_gp.report.inputs import appearance
-from epk_gp.report.request import ExplainedOutputs, ReportSettings
-from epk_gp.report.write import write_as_asked
+from epk_gp.report.points import appearance
+from epk_gp.report.request import ExplainedOutputs
+from epk_gp.report.write import write_report
 
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
 
@@ -141,36 +142,43 @@ def report(
         if fitted is not None:
             model = UncertainClassifier(trajectory, seed=seed or 0, **computing)
             model.fit(fitted.X, fitted.labels)
-        settings = ReportSettings(
-            title=title,
-            head=head,
-            rule=quadrature,
-            path=along,
-            outputs=explained_outputs,
-            explained=explained.tolist(),
-            class_names=classes,
-            names=features,
-            decode=None,
-            top=top,
-            by_layers=layers,
-            influence=effect,
-            posterior=model,
-            outside=unlike,
-            suspects=errors_of_labels(trajectory, seed=seed or 0, **computing) if label_errors else None,
-            uncertainty_map=_map(trajectory, seed or 0, quiet) if map else None,
-            kernel_points=kernel_points,
-            options=ComputeOptions(checkpoint=partial, **computing),
-        )
-        certificate = write_as_asked(out, trajectory, X, chosen.labels, settings)
+        suspects = errors_of_labels(trajectory, seed=seed or 0, **computing) if label_errors else None
+        surface = _map(trajectory, seed or 0, quiet) if map else None
+        finding = ""
+        try:
+            with filter_own_warnings("error" if isinstance(quadrature, AdaptiveRule) else "ignore", CertificateWarning):
+                write_report(
+                    out,
+                    trajectory,
+                    X,
+                    chosen.labels,
+                    title=title,
+                    head=head,
+                    rule=quadrature,
+                    path=along,
+                    outputs=explained_outputs,
+                    explained=explained.tolist(),
+                    class_names=classes,
+                    names=features,
+                    top=top,
+                    by_layers=layers,
+                    influence=effect,
+                    posterior=model,
+                    outside=unlike,
+                    suspects=suspects,
+                    uncertainty_map=surface,
+                    kernel_points=kernel_points,
+                    checkpoint=partial,
+                    **computing,
+                )
+        except CertificateWarning as warning:  # once the report is written
+            finding = str(warning)
     shutil.rmtree(partial, ignore_errors=True)
     typer.echo(
         f"written to {out}: {os.path.getsize(out) / 1e6:.2f} MB, to be opened in a browser ({timer.total:.1f} s)"
     )
-    if certificate.findings and isinstance(quadrature, AdaptiveRule):
-        raise ValueError(
-            f"the report is not certified: {'; '.join(certificate.findings)}. The report says so; check the run with "
-            "epk-gp verify."
-        )
+    if finding:
+        raise ValueError(f"{finding} The report says so; check the run with epk-gp verify.")
 
 
 def _map(trajectory: Trajectory, seed: int, quiet: bool) -> UncertaintyMap:

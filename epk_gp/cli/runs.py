@@ -17,9 +17,9 @@ from epk_gp.core.trajectory import Trajectory
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import AdaptiveRule
-from epk_gp.storage.check import check_run
 from epk_gp.storage.export import export_run
 from epk_gp.storage.schema import chunk_schema
+from epk_gp.storage.verify import check_run
 
 _NUM_POINTS = 10  # by default: each costs about as much as the last, 1 s of a CNN's 100 steps
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -39,7 +39,7 @@ def info(
     summary, spec = check_run(run, progress=not quiet), read_network_spec(run)
     header = summary.header
     gradients = {None: "as many as took 15 % of the loop's time", 1: "every step's"}
-    check_every = header.get("check_every")
+    check_every = header["check_every"]
     size = sum(file.stat().st_size for file in run.iterdir() if file.is_file())
     lines: dict[str, object] = {
         "network": "not in the manifest (pass --network to the other commands)" if spec is None else spec.name,
@@ -56,15 +56,12 @@ def info(
         "digest": summary.chunks[-1].digest,
         "data digest": header["data_digest"],
         "chunks": len(summary.chunks),
-        "compression": header["compression"],
         "size on disk": f"{size / 1e6:.2f} MB",
         "recording": "finished" if summary.finished else _UNFINISHED,
         "files": f"all {summary.files} verified against their checksums",
     }
-    if header.get("keep_every", 1) > 1:
+    if header["keep_every"] > 1:
         lines["weight states"] = f"one in {header['keep_every']} is kept, the others are computed when read"
-    if header.get("weights_dtype") is not None:
-        lines["kept in"] = header["weights_dtype"].removeprefix("torch.")
     if header["statistics"]:
         num_statistics = chunk_schema(header).num_statistics
         lines["moving statistics"] = f"{num_statistics} in {len(header['statistics'])} tensors"

@@ -10,23 +10,23 @@ import torch
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.detection import error_detection
-from epk_gp.analysis.label_errors import LabelErrors, label_errors
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import coordinate_plane, principal_plane
+from epk_gp.analysis.labels import LabelErrors, label_errors
+from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane, principal_plane, uncertainty_on_plane
+from epk_gp.analysis.measures import error_detection
 from epk_gp.cli import options as opt
 from epk_gp.cli.data import ChosenPoints, draw_rows, read_labelled, read_points
 from epk_gp.cli.networks import open_run
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.class_data import count_seen, training_labels
+from epk_gp.gp.data import count_seen, training_labels
 from epk_gp.gp.label_process import SketchedLabelProcess
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
 from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
-from epk_gp.plots.figures import draw_map
-from epk_gp.plots.score_figures import ScoredPoints, draw_scores, draw_suspicious_labels
+from epk_gp.plots.maps import map_figure
+from epk_gp.plots.scores import ScoredPoints, scores_figure, suspicious_labels_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
 from epk_gp.quadrature.rules import QuadratureRule
 
@@ -206,7 +206,8 @@ def uncertainty(
             gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
         )
     words = describe_plane(plane, trajectory.inputs[0].numel())
-    draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane], plane=words)
+    figure = map_figure(m, trajectory.targets, _AXIS_NAMES[plane], plane=words)
+    save_figure(figure, folder / "uncertainty.png", palette=True)
     metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
     on_map = {name: getattr(m, name) for name in _MAP_ARRAYS} | {"origin": surface.origin, "axes": surface.axes}
     write_arrays(folder / "map.safetensors", _cast(on_map, opt.DTYPES[dtype]), metadata)
@@ -387,7 +388,7 @@ def _write_scores(
         right=None if labels is None else predicted == labels,
         risks=risks,
     )
-    draw_scores(folder / "scores.png", drawn, ordinary)
+    save_figure(scores_figure(drawn, ordinary), folder / "scores.png")
     return results
 
 
@@ -474,7 +475,7 @@ def audit(
         writer = csv.DictWriter(file, _AUDIT_COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    draw_suspicious_labels(folder / "audit.png", found, trajectory.inputs, labels, top)
+    save_figure(suspicious_labels_figure(found, trajectory.inputs, labels, top), folder / "audit.png")
     others = int((found.predicted != labels[found.points]).sum())
     config = {"run": run, "top": top, "features": features, "nodes": nodes, "path": path, "seed": seed}
     config |= {"workers": workers, "scheduler": scheduler}

@@ -12,7 +12,7 @@ import typer
 
 from epk_gp.core.options import SupportsSubmit
 from epk_gp.distributed import pieces
-from epk_gp.storage.atomic_files import MAX_JSON_BYTES, parse_json, read_bytes
+from epk_gp.storage.files import MAX_JSON_BYTES, parse_json, read_bytes
 
 TIMEOUT = 30  # seconds in which a scheduler must answer
 

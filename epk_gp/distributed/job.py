@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import epk_gp
-from epk_gp.storage.atomic_files import atomic_write, checksum
+from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
 
 JOB = "job.pickle"

@@ -13,8 +13,8 @@ from epk_gp.core.plans import DifferentiationPlan
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.distributed.job import Place
 from epk_gp.distributed.pieces import Piece, results_of
-from epk_gp.storage.atomic_files import checksum
-from epk_gp.storage.kept import require_same_run
+from epk_gp.storage.files import checksum
+from epk_gp.storage.states import require_same_run
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -22,7 +22,7 @@ from epk_gp.gram.accumulator import transpose_block
 from epk_gp.gram.context import ExecutionContext, IntegrationCheck
 from epk_gp.gram.tiles import GramPieces, Tile, assembled, block_tiles, ranges_of, sum_dtype, tile_points, tiles_of
 from epk_gp.quadrature.paths import path_identity
-from epk_gp.storage.atomic_files import checksum
+from epk_gp.storage.files import checksum
 
 # What the entries of a description are, in words; the block is the same where all of them are
 _WORDS = {

@@ -22,7 +22,7 @@ from epk_gp.quadrature.adaptive import Integral
 from epk_gp.quadrature.paths import WeightPath, straight, stretch_of
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 from epk_gp.quadrature.status import QuadratureStatus
-from epk_gp.storage.stored import StoredStates
+from epk_gp.storage.states import StoredStates
 
 _PREFETCH = 2  # states read ahead: the two that the next step needs; a choice, other numbers were not timed
 
@@ -31,8 +31,7 @@ class WeightPrefetcher:
     """Flat weights of a run, and its moving statistics behind them, for a pass from its first step to its last.
 
     States in memory are returned as they are. Others are read by a thread of their own, two before they are asked for,
-    and kept for a while: states on disk (a packed state is the difference from the one before: to read one again is to
-    unpack all before it), and states that go to another device.
+    and kept for a while: states on disk, and states that go to another device.
 
     Args:
         trajectory: The run.

@@ -13,8 +13,7 @@ from epk_gp.core.inputs import Points
 from epk_gp.core.step import fingerprint_tensors
 from epk_gp.distributed.job import Place
 from epk_gp.gram.block_parts import GramPart, Share
-from epk_gp.storage.atomic_files import atomic_write, checksum, open_tensors
-from epk_gp.storage.tensor_files import tensor_file
+from epk_gp.storage.files import atomic_write, checksum, open_tensors, tensor_file
 
 _FORMAT = "epk_gp.gram_part.1"
 _SUM, _INTEGRALS = "sum.", "of_rule."

@@ -31,8 +31,6 @@ _TOLERANCES, _INTERVAL_ROUNDING = 8, 64
 # it is more than rounding: a gradient that is off by 1e-9 is still seen.
 _SUM_ROUNDING = {torch.float32: 64, torch.float64: 2**16}
 
-_KEPT_ROUNDING = 1e-5  # relative rounding of kept states from which on it is said: float32 has 1.2e-7, bfloat16 7.8e-3
-
 
 @dataclass
 class IntegrationRecord:
@@ -169,16 +167,8 @@ class StepMismatches:
 
 
 def run_findings(trajectory: Trajectory) -> tuple[str, ...]:
-    """Say what speaks against any result that names samples: their indices, or the precision of the kept states."""
-    findings = () if trajectory.identity_finding is None else (trajectory.identity_finding,)
-    recomputation = recomputation_of(trajectory)
-    if recomputation is None or recomputation.kept.eps <= _KEPT_ROUNDING:
-        return findings
-    return (
-        *findings,
-        f"the kept states of the run are rounded by up to {recomputation.kept.eps / 2:.1%} of each weight "
-        "(weights_dtype): what is said of samples holds at the rounded weights",
-    )
+    """Say what speaks against any result that names samples: that their indices may be others."""
+    return () if trajectory.identity_finding is None else (trajectory.identity_finding,)
 
 
 def step_mismatches(trajectory: Trajectory, law: UpdateLaw) -> StepMismatches:

@@ -49,8 +49,8 @@ from epk_gp.distributed.pieces import Piece, results_of
 from epk_gp.kernel_machine.certification import step_mismatches
 from epk_gp.kernel_machine.stacked_training import REPLAY_TOLERANCE, StackedStep, StackedTraining
 from epk_gp.optimizers.update_rules import UpdateCoefficients
-from epk_gp.storage.kept import require_same_run
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.storage.states import require_same_run
 
 
 def retrained_run(

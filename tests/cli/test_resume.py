@@ -10,7 +10,7 @@ import pytest
 from commands import SMALL, refused, run, write_data
 from epk_gp.cli.networks import NetworkSpec, write_manifest
 from epk_gp.recording.observer import StepObserver
-from epk_gp.storage.index import read_journal
+from epk_gp.storage.journal import read_journal
 
 OPTIONS = ("--batch-size", 7, "--momentum", 0.5, "--clip-norm", 2.5, "--activation", "tanh")
 

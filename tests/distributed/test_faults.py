@@ -34,7 +34,7 @@ from epk_gp.gram.path_kernel import DiagonalPieces
 from epk_gp.gram.tiles import GramPieces
 from epk_gp.kernel_machine.attribution_pass import AttributionPieces
 from epk_gp.kernel_machine.reconstruct import ReconstructionPieces
-from epk_gp.storage import atomic_files
+from epk_gp.storage import files
 from epk_gp.storage.partial_sums import PartialSums
 
 EVERY = pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_folder_serves_one_job_at_a_time(folder, work):
 def test_two_writers_of_one_piece_leave_it_whole(tmp_path, monkeypatch):
     """A scheduler takes a slow worker for dead: it and its successor write the same bytes at once."""
     sums = PartialSums(tmp_path / "sums", "x")
-    value, sync, nested = torch.arange(5), atomic_files.os.fsync, []
+    value, sync, nested = torch.arange(5), files.os.fsync, []
 
     def slow(handle):
         if not nested:
@@ -188,7 +188,7 @@ def test_two_writers_of_one_piece_leave_it_whole(tmp_path, monkeypatch):
             sums.save("piece", {"value": value}, 1)
         sync(handle)
 
-    monkeypatch.setattr(atomic_files.os, "fsync", slow)
+    monkeypatch.setattr(files.os, "fsync", slow)
     sums.save("piece", {"value": value}, 1)
     assert torch.equal(sums.load("piece")[0]["value"], value)
     assert not list((tmp_path / "sums").glob("*.part"))

@@ -262,8 +262,7 @@ def test_states_on_disk_give_the_same_bytes(path, tmp_path):
         torch.manual_seed(1)
         net = path_runs.mlp(torch.nn.ReLU).double()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-        storage = epk.Storage(compression="deltas")
-        run = epk.train(net, X, y, optimizer=optimizer, steps=20, folder=folder, storage=storage)
+        run = epk.train(net, X, y, optimizer=optimizer, steps=20, folder=folder)
         results.append(
             [
                 epk.gram_block(run, points, points, rule=RULE, path=path),
