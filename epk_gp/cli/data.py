@@ -377,11 +377,7 @@ def _count_training_points(file: Path, count: int, num_train: int | None, num_te
 
 
 def _count_classes(
-    file: Path,
-    labels: Int64[Tensor, " n"],
-    start: int,
-    test_labels: Int64[Tensor, " m"],
-    num_classes: int | None,
+    file: Path, labels: Int64[Tensor, " n"], start: int, test_labels: Int64[Tensor, " m"], num_classes: int | None
 ) -> int:
     """Return the number of classes. Nothing here, nor before it, has a size that depends on the largest label.
 
@@ -423,11 +419,7 @@ def _count_classes(
         raise ValueError(f"{whose} must name at least two classes: all are 0. {advice}")
     for whose, values, advice in (
         (f"labels of the other points of {file}", others, _SHUFFLE),
-        (
-            f"`test_labels` in {file}",
-            test_labels,
-            "Pass --num-classes if others exist but have no training point.",
-        ),
+        (f"`test_labels` in {file}", test_labels, "Pass --num-classes if others exist but have no training point."),
     ):
         if len(values) and not 0 <= _range(values)[0] <= _range(values)[1] < count:
             low, high = _range(values)

@@ -80,8 +80,7 @@ RunFolder = Annotated[
 Out = Annotated[Path, typer.Option(help="Folder for the results; it is created if it does not exist.")]
 Seed = Annotated[int, count("Seed of everything random.", 0, _MAX_SEED)]
 SeedOfPoints = Annotated[
-    int | None,
-    count("Draw the points at random with this seed; by default the first ones are taken.", 0, _MAX_SEED),
+    int | None, count("Draw the points at random with this seed; by default the first ones are taken.", 0, _MAX_SEED)
 ]
 Network = Annotated[
     str | None,
@@ -124,8 +123,7 @@ DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]
 RunDtype = Annotated[Dtype | None, typer.Option(help="Compute in this type; by default in the run's own.")]
 Memory = Annotated[float, number("Memory for the computation, GiB, at least 0.001.", 0.001, below=1e6)]
 Workers = Annotated[
-    int | None,
-    count("Compute in this many processes of one thread each; by default in this process.", 1, 4096),
+    int | None, count("Compute in this many processes of one thread each; by default in this process.", 1, 4096)
 ]
 Scheduler = Annotated[
     str | None,

@@ -105,8 +105,7 @@ def record(
     ] = False,
     weight_decay: Annotated[float, opt.number("Weight decay; decoupled in adamw.")] = 0.0,
     clip_norm: Annotated[
-        float | None,
-        opt.number("Clip the gradient to this norm; not by default.", or_equal=False),
+        float | None, opt.number("Clip the gradient to this norm; not by default.", or_equal=False)
     ] = None,
     batch_size: Annotated[int | None, opt.count("Points per step; all by default.")] = None,
     loss: Annotated[LossName, typer.Option(help="cross-entropy, or mse against one-hot labels.")] = "cross-entropy",
@@ -118,12 +117,10 @@ def record(
         int, opt.count("Keep every so many-th weight state; those between are computed again when they are read.")
     ] = 1,
     commit_seconds: Annotated[
-        float,
-        opt.number("Seconds between commits: a crash loses at most the steps of this time.", or_equal=False),
+        float, opt.number("Seconds between commits: a crash loses at most the steps of this time.", or_equal=False)
     ] = 60.0,
     check_every: Annotated[
-        int,
-        opt.count("Recompute and check the gradient of one step in N; of every step by default."),
+        int, opt.count("Recompute and check the gradient of one step in N; of every step by default.")
     ] = 1,
     seed: opt.Seed = 0,
     quiet: opt.Quiet = False,

@@ -86,8 +86,7 @@ def report(
         bool, typer.Option("--map", help="Show a GP's uncertainty over the plane of the principal directions.")
     ] = False,
     kernel_points: Annotated[
-        int,
-        opt.count("Training points in the matrix of the path kernel, at most 500; 0 leaves it out.", 0, 500),
+        int, opt.count("Training points in the matrix of the path kernel, at most 500; 0 leaves it out.", 0, 500)
     ] = 100,
     memory: opt.Memory = 1.0,
     points: Annotated[

@@ -92,12 +92,10 @@ def verify(
     rule: opt.RuleOption = "adaptive",
     path: opt.PathOption = "straight",
     tol: Annotated[
-        float | None,
-        opt.number("Largest error allowed; by default 1e-9, or 1e-3 if float32 is used."),
+        float | None, opt.number("Largest error allowed; by default 1e-9, or 1e-3 if float32 is used.")
     ] = None,
     num_points: Annotated[
-        int | None,
-        opt.count("Largest number of points; 10 by default, of a --points file all."),
+        int | None, opt.count("Largest number of points; 10 by default, of a --points file all.")
     ] = None,
     all_points: Annotated[
         bool, typer.Option("--all-points", help="Use every point: the time grows in proportion.")

@@ -74,8 +74,7 @@ def uncertainty(
         ),
     ] = None,
     alpha: Annotated[
-        float,
-        opt.number("Scores: allowed share of sets of classes without the true one.", below=1.0, or_equal=False),
+        float, opt.number("Scores: allowed share of sets of classes without the true one.", below=1.0, or_equal=False)
     ] = 0.1,
     features: Features = None,
     nodes: Annotated[
@@ -106,8 +105,7 @@ def uncertainty(
     ] = "principal",
     grid: Annotated[int, opt.count("Map: nodes per side, 2 to 400.", 2, 400)] = 40,
     margin: Annotated[
-        float,
-        opt.number("Map: border around the training points, in units of their extent (< 1000).", below=1000.0),
+        float, opt.number("Map: border around the training points, in units of their extent (< 1000).", below=1000.0)
     ] = 0.4,
     num_samples: Annotated[int, opt.count("Monte Carlo draws through the softmax, 2 to 100000.", 2, 10**5)] = 1024,
     rule: Annotated[
