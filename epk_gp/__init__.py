@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from epk_gp.analysis.label_errors import label_errors
-    from epk_gp.analysis.next_to_label import next_to_label
+    from epk_gp.analysis.labels import label_errors, next_to_label
     from epk_gp.core.inputs import Graph, Points
     from epk_gp.core.losses import CrossEntropy, MeanSquaredError, PerSampleLoss
     from epk_gp.core.options import ComputeOptions
@@ -56,7 +55,7 @@ else:
         "gauss_legendre": "quadrature.rules",
         "gram_block": "gram.path_kernel",
         "influence": "kernel_machine.influence",
-        "label_errors": "analysis.label_errors",
+        "label_errors": "analysis.labels",
         "left_endpoint": "quadrature.rules",
         "left_riemann": "quadrature.rules",
         "load_trajectory": "storage.run",
@@ -64,7 +63,7 @@ else:
         "manhattan": "quadrature.paths",
         "midpoint": "quadrature.rules",
         "network_outputs": "core.trajectory",
-        "next_to_label": "analysis.next_to_label",
+        "next_to_label": "analysis.labels",
         "path_features": "gram.path_features",
         "reconstruct": "kernel_machine.reconstruct",
         "retrain": "kernel_machine.retrain",

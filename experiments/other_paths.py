@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import epk_gp as epk
-from epk_gp.analysis.ranks import rank_correlation
+from epk_gp.analysis.measures import rank_correlation
 from epk_gp.core.trajectory import network_outputs
 from epk_gp.datasets import digits
 from epk_gp.kernel_machine.attribute import attribute_by

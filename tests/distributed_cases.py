@@ -146,7 +146,7 @@ def _many(run: Any, **options: Any) -> Any:
 
 
 def _trace(run: Any, **options: Any) -> Tensor:
-    parsed = epk.core.compute_options.ComputeOptions(**options)
+    parsed = epk.ComputeOptions(**options)
     return epk.gram.path_kernel.PathKernel(run, "logits", RULE).trace_block(mixed(5), mixed(4), parsed)
 
 

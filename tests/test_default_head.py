@@ -26,7 +26,6 @@ from epk_gp.kernel_machine.baselines import (
     single_machine,
     tangent_trajectory,
 )
-from epk_gp.kernels.precomputed import epk_gram
 from report_cases import embedded
 
 RULE = epk.gauss_legendre(2)
@@ -98,7 +97,6 @@ DOORS: dict[str, Callable[..., Tensor]] = {
     "gram.path_features.path_features": lambda run, **h: epk.path_features(run, TEST, 16, num_probe=0, **h) + 0,
     "gram.thinning.thin_path": thinning_errors,
     "kernels.epk.EPKKernel": kernel_values,
-    "kernels.precomputed.epk_gram": lambda run, **h: torch.from_numpy(epk_gram(run, *pair(run), rule=RULE, **h)),
     "kernel_machine.reconstruct.reconstruct": lambda run, **h: epk.reconstruct(run, TEST, rule=RULE, **h).outputs,
     "kernel_machine.attribute.attribute": lambda run, **h: epk.attribute(run, TEST, rule=RULE, **h).samples,
     "kernel_machine.attribute.attribute_by": lambda run, **h: (
@@ -124,9 +122,9 @@ OTHER_DOORS = {
     "gram.estimate.estimate_gram",  # seconds and bytes
     "kernel_machine.estimate.estimate_attribution",
     # names on pictures: None stands for outputs of an unknown kind
-    *(f"plots.figures.{name}" for name in ("attribution_figure", "draw_attributions")),
-    *(f"plots.figures.{name}" for name in ("reconstruction_figure", "draw_reconstruction")),
-    *(f"plots.influences.{name}" for name in ("influence_figure", "draw_influences")),
+    "plots.contributions.attribution_figure",
+    "plots.contributions.influence_figure",
+    "plots.summaries.reconstruction_figure",
     "autodiff.cotangents.Cotangents",  # internal: None stands for other outputs than a head's
 }
 # What they compute has logits in its definition: the network's own outputs, a GP on logits, two machines of the logits.

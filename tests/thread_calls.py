@@ -3,7 +3,7 @@
 import hashlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,11 @@ from torch import Tensor, nn
 import epk_gp as epk
 import helpers
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
-from epk_gp.analysis.calibration import calibration
-from epk_gp.analysis.detection import ood_metrics
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
-from epk_gp.analysis.spectrum import gram_spectrum
+from epk_gp.analysis.maps import principal_plane, uncertainty_on_plane
+from epk_gp.analysis.measures import calibration, gram_spectrum, ood_metrics
 from epk_gp.datasets import three_gaussians
-from epk_gp.gp.calibration import calibrated_temperature
-from epk_gp.gp.leave_one_out import leave_one_out
-from epk_gp.gp.sampling import QuasiMonteCarlo, sample_functions
+from epk_gp.gp.regression import leave_one_out
+from epk_gp.gp.softmax import QuasiMonteCarlo
 from epk_gp.gram.path_kernel import gram_block_per_class, gram_diagonal_blocks
 from epk_gp.gram.thinning import thin_path
 from epk_gp.kernel_machine.attribute import attribute_by, attribute_many
@@ -34,7 +30,6 @@ from epk_gp.kernel_machine.baselines import (
     tangent_trajectory,
 )
 from epk_gp.kernels.infinite_width import ArcCosineKernel, ErfKernel
-from epk_gp.kernels.precomputed import epk_gram
 from epk_gp.storage.export import export_run
 from epk_gp.storage.verify import check_run
 
@@ -258,12 +253,9 @@ def _statistics(shared: Shared) -> object:
 
 def _sampling(shared: Shared) -> object:
     posterior = shared.gp.logit_posterior(shared.test)
-    clear = replace(posterior, mean=20 * posterior.mean)
     return (
         epk.softmax_uncertainty(posterior, 32, _seed()),
         epk.softmax_uncertainty(posterior, 32, _seed(), method=QuasiMonteCarlo(4)),
-        calibrated_temperature(clear, (clear.mean.argmax(1) + torch.tensor([0, 0, 1, 0, 0])) % 3, 32, _seed()),
-        sample_functions(shared.gp, shared.test, 2, _seed()),
     )
 
 
@@ -329,7 +321,6 @@ CALLS: dict[str, Callable[[Shared], object]] = {
     **{f"EPKKernel {name}": _kernel(name) for name in KERNELS},
     "EPKKernel, gradient": _kernel_gradient,
     "EPKKernel, gradient of the diagonal": _diagonal_gradient,
-    "epk_gram": lambda s: epk_gram(s.run, *s.points, rule=epk.gauss_legendre(2)),
     "LogitGP.logit_posterior": lambda s: s.gp.logit_posterior(s.test, block_size=2),
     "LogitGP.fit": _own_gp("full"),
     "LogitGP.fit, independent": _own_gp("independent", mean="zero", targets="dirichlet"),

@@ -15,7 +15,8 @@ from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.show import CertificateWarning
 from epk_gp.kernel_machine.attribute import GroupedAttribution, attribute_many
 from epk_gp.kernel_machine.certification import describe_findings
-from epk_gp.plots.figures import draw_attributions
+from epk_gp.plots.contributions import attribution_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 from epk_gp.quadrature.rules import AdaptiveRule, Rule
 
@@ -65,7 +66,9 @@ def attribute(
     shutil.rmtree(folder / PARTIAL)
     drawn = range(min(_MAX_DRAWN, len(X)))
     picture = folder / "attribution.png"
-    draw_attributions(picture, breakdown, trajectory, X, drawn, top, head=asked.head, labels=asked.chosen.labels)
+    labels = asked.chosen.labels
+    figure = attribution_figure(breakdown, trajectory, X, drawn, top, head=asked.head, labels=labels)
+    save_figure(figure, picture, palette=X.ndim != 4 or X.shape[1] == 1)  # images in colour need more colours
     results = summarise(parts, breakdown, trajectory.targets, top)
     write_table(folder / "attribution.csv", breakdown, trajectory.targets, top)
     config: dict[str, object] = {

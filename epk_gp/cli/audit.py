@@ -6,12 +6,13 @@ from pathlib import Path
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import LabelErrors, label_errors
+from epk_gp.analysis.labels import LabelErrors, label_errors
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, parse_path
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.gp.class_data import training_labels
-from epk_gp.plots.score_figures import draw_suspicious_labels
+from epk_gp.gp.data import training_labels
+from epk_gp.plots.scores import suspicious_labels_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_json
 
 _COLUMNS = ("rank", "index", "label", "expected", "score", "margin", "own_label", "log_probability", "aum")
@@ -54,7 +55,7 @@ def audit(
         writer = csv.DictWriter(file, _COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    draw_suspicious_labels(folder / "audit.png", found, trajectory.inputs, labels, top)
+    save_figure(suspicious_labels_figure(found, trajectory.inputs, labels, top), folder / "audit.png")
     others = int((found.predicted != labels[found.points]).sum())
     config = {"run": run, "top": top, "features": features, "nodes": nodes, "path": path, "seed": seed}
     config |= {"workers": workers, "scheduler": scheduler}

@@ -9,8 +9,7 @@ import typer
 from torch import Tensor
 
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise
-from epk_gp.analysis.maps import uncertainty_on_plane
-from epk_gp.analysis.planes import coordinate_plane
+from epk_gp.analysis.maps import coordinate_plane, uncertainty_on_plane
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.cli.options import Dtype
@@ -25,7 +24,10 @@ from epk_gp.gp.models import LogitGP
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.reconstruct import Reconstruction, reconstruct
-from epk_gp.plots.figures import draw_attributions, draw_errors, draw_map, draw_reconstruction
+from epk_gp.plots.contributions import attribution_figure
+from epk_gp.plots.maps import map_figure
+from epk_gp.plots.style import save_figure
+from epk_gp.plots.summaries import reconstruction_figure
 from epk_gp.provenance import Stopwatch, write_json
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_riemann
 from epk_gp.recording.train import train
@@ -68,10 +70,8 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
     table, machines = _reconstruct(trajectory, X, quiet)
     timer.lap("reconstruct")
     first, best = next(iter(machines.items())), list(machines.items())[-1]
-    draw_reconstruction(folder / "reconstruction.png", [first, best], "log_softmax")
-    draw_errors(
-        folder / "error_vs_evaluations.png", [(name, r.evaluations, r.max_error) for name, r in machines.items()]
-    )
+    figure = reconstruction_figure([first, best], "log_softmax")
+    save_figure(figure, folder / "reconstruction.png", palette=True)
     timer.lap("draw")
 
     typer.echo("\nWhich training points made the predictions?")
@@ -80,8 +80,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
     parts, by_range = attribute_many(trajectory, X[chosen], groupings, progress=not quiet)
     breakdown = prediction_breakdown(parts, by_range, parts.network.argmax(dim=1))
     attributions = summarise(parts, breakdown, trajectory.targets, 5)
-    draw_attributions(
-        folder / "attribution.png",
+    figure = attribution_figure(
         breakdown,
         trajectory,
         X[chosen],
@@ -90,6 +89,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
         head=resolve_head(None, trajectory.loss, trajectory.num_outputs),
         labels=held_out.labels[chosen],
     )
+    save_figure(figure, folder / "attribution.png", palette=True)
     typer.echo(f"the contributions of {M} training points to {len(chosen)} predictions sum to the network's outputs")
     typer.echo(f"to within {attributions['max_error']:.1e}")
     timer.lap("attribute")
@@ -109,7 +109,8 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
         generator=generator,
         progress=not quiet,
     )
-    draw_map(folder / "uncertainty.png", m, trajectory.targets, plane=describe_plane("coordinates", size.dim))
+    figure = map_figure(m, trajectory.targets, plane=describe_plane("coordinates", size.dim))
+    save_figure(figure, folder / "uncertainty.png", palette=True)
     typer.echo(describe_map(m))
     timer.lap("uncertainty")
     write_report(
@@ -130,7 +131,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
     config = asdict(size) | {"seed": seed, "dtype": dtype.value, "smoke": smoke, "digest": trajectory.digest}
     write_json(folder / "results.json", "demo", config, results, timer)
     typer.echo(f"\nwritten to {folder}: report.html, to be opened in a browser; reconstruction.png,")
-    typer.echo(f"error_vs_evaluations.png, attribution.png, uncertainty.png, results.json ({timer.total:.0f} s)")
+    typer.echo(f"attribution.png, uncertainty.png, results.json ({timer.total:.0f} s)")
 
 
 def _record(size: Size, seed: int, dtype: torch.dtype, quiet: bool) -> tuple[Dataset, Trajectory]:

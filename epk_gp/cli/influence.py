@@ -17,7 +17,8 @@ from epk_gp.cli.workers import open_executor, require_one_executor
 from epk_gp.core.show import CertificateWarning
 from epk_gp.kernel_machine.influence import Influence, Smoothing
 from epk_gp.kernel_machine.influence import influence as influence_of
-from epk_gp.plots.influences import draw_influences
+from epk_gp.plots.contributions import influence_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json
 
 _MAX_DRAWN = 6  # points that are drawn
@@ -63,7 +64,8 @@ def influence(
     rows = _of_predicted(asked, effect)
     _write_table(folder / "influence.csv", asked, rows, top)
     drawn = range(min(_MAX_DRAWN, len(X)))
-    draw_influences(folder / "influence.png", effect, asked.predicted, drawn, top, trajectory, head=asked.head)
+    figure = influence_figure(effect, asked.predicted, drawn, top, trajectory, head=asked.head)
+    save_figure(figure, folder / "influence.png", palette=True)
     config: dict[str, object] = {"run": options["run"], "head": asked.head, "num_points": len(X), "top": top}
     config |= {"dtype": str(X.dtype), "outputs": outputs, "seed": options["seed"], "points": str(asked.chosen)}
     config |= {"smoothing": smoothing, "workers": workers, "scheduler": scheduler}

@@ -10,9 +10,9 @@ import typer
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from epk_gp.analysis.label_errors import label_errors
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import principal_plane
+from epk_gp.analysis.labels import label_errors
+from epk_gp.analysis.maps import UncertaintyMap, principal_plane, uncertainty_on_plane
+from epk_gp.autodiff.verification import filter_own_warnings
 from epk_gp.cli.data import PointSource, cast_points, draw_rows, read_points
 from epk_gp.cli.labelled import LabelledPoints, read_labelled
 from epk_gp.cli.manifest import open_run
@@ -20,17 +20,18 @@ from epk_gp.cli.options import PathOptions
 from epk_gp.cli.parsing import PARTIAL, memory_bytes, parse_path, parse_rule, torch_dtype
 from epk_gp.cli.scores import read_validation
 from epk_gp.cli.workers import open_executor, require_one_executor
-from epk_gp.core.options import ComputeOptions, SupportsSubmit
+from epk_gp.core.options import SupportsSubmit
+from epk_gp.core.show import CertificateWarning
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gp.class_data import training_labels
+from epk_gp.gp.data import training_labels
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.uncertain_classifier import UncertainClassifier
 from epk_gp.kernel_machine.influence import influence as influence_of
 from epk_gp.provenance import Stopwatch
 from epk_gp.quadrature.rules import AdaptiveRule, gauss_legendre
-from epk_gp.report.inputs import appearance
-from epk_gp.report.request import ExplainedOutputs, ReportSettings
-from epk_gp.report.write import write_as_asked
+from epk_gp.report.points import appearance
+from epk_gp.report.request import ExplainedOutputs
+from epk_gp.report.write import write_report
 
 _NUM_CONDITION, _FIT_STEPS, _NODES = 300, 50, 4  # of the map, as of `epk-gp uncertainty`
 
@@ -107,36 +108,41 @@ def report(*, out: Path, **options: Unpack[ReportOptions]) -> None:
             model.fit(validation.X, validation.labels)
         suspects = label_errors(trajectory, seed=asked["seed"] or 0, **computing) if asked["label_errors"] else None
         surface = _map(trajectory, asked) if asked["map"] else None
-        settings = ReportSettings(
-            title=asked["title"],
-            head=None if head is None else head.value,
-            rule=rule,
-            path=path,
-            outputs=outputs,
-            explained=explained.tolist(),
-            class_names=classes,
-            names=features,
-            decode=None,
-            top=asked["top"],
-            by_layers=asked["layers"],
-            influence=effect,
-            posterior=model,
-            outside=outside,
-            suspects=suspects,
-            uncertainty_map=surface,
-            kernel_points=asked["kernel_points"],
-            options=ComputeOptions(checkpoint=partial, **computing),
-        )
-        certificate = write_as_asked(out, trajectory, X, y, settings)
+        finding = ""
+        try:
+            with filter_own_warnings("error" if isinstance(rule, AdaptiveRule) else "ignore", CertificateWarning):
+                write_report(
+                    out,
+                    trajectory,
+                    X,
+                    y,
+                    title=asked["title"],
+                    head=None if head is None else head.value,
+                    rule=rule,
+                    path=path,
+                    outputs=outputs,
+                    explained=explained.tolist(),
+                    class_names=classes,
+                    names=features,
+                    top=asked["top"],
+                    by_layers=asked["layers"],
+                    influence=effect,
+                    posterior=model,
+                    outside=outside,
+                    suspects=suspects,
+                    uncertainty_map=surface,
+                    kernel_points=asked["kernel_points"],
+                    checkpoint=partial,
+                    **computing,
+                )
+        except CertificateWarning as warning:  # once the report is written
+            finding = str(warning)
     shutil.rmtree(partial, ignore_errors=True)
     typer.echo(
         f"written to {out}: {os.path.getsize(out) / 1e6:.2f} MB, to be opened in a browser ({timer.total:.1f} s)"
     )
-    if certificate.findings and isinstance(rule, AdaptiveRule):
-        raise ValueError(
-            f"the report is not certified: {'; '.join(certificate.findings)}. The report says so; check the run with "
-            "epk-gp verify."
-        )
+    if finding:
+        raise ValueError(f"{finding} The report says so; check the run with epk-gp verify.")
 
 
 def _read_points(

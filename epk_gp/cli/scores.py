@@ -9,18 +9,19 @@ import typer
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from epk_gp.analysis.detection import error_detection
+from epk_gp.analysis.measures import error_detection
 from epk_gp.cli.labelled import LabelledPoints, halves, read_labelled, without_labels
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import Dtype
 from epk_gp.cli.parsing import make_folder, memory_bytes, parse_features, parse_path, require_outside, torch_dtype
 from epk_gp.cli.workers import open_executor
 from epk_gp.core.trajectory import Trajectory, network_outputs
-from epk_gp.gp.class_data import count_seen, training_labels
-from epk_gp.gp.class_uncertainty import ClassUncertainty
+from epk_gp.gp.data import count_seen, training_labels
 from epk_gp.gp.label_process import LabelProcess, SketchedLabelProcess
+from epk_gp.gp.stacking import ClassUncertainty
 from epk_gp.gp.uncertain_classifier import MIN_VALIDATION_POINTS, UncertainClassifier
-from epk_gp.plots.score_figures import ScoredPoints, draw_scores
+from epk_gp.plots.scores import ScoredPoints, scores_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_json, write_npz
 
 
@@ -98,7 +99,7 @@ def write_scores(asked: ScoreOptions) -> None:
         right=None if points.labels is None else scored.network == points.labels,
         risks={} if points.labels is None else _risks(scored, points.labels),
     )
-    draw_scores(folder / "scores.png", drawn, ordinary)
+    save_figure(scores_figure(drawn, ordinary), folder / "scores.png")
     config = {name: getattr(asked, name) for name in ("run", "alpha", "features", "nodes", "num_samples", "seed")}
     config |= {"path": asked.path, "workers": asked.workers, "scheduler": asked.scheduler}
     config |= {"validation": str(validation), "points": str(points), "dtype": asked.dtype.value}

@@ -6,8 +6,7 @@ import torch
 import typer
 from torch import Tensor
 
-from epk_gp.analysis.maps import UncertaintyMap, uncertainty_on_plane
-from epk_gp.analysis.planes import Plane, coordinate_plane, principal_plane
+from epk_gp.analysis.maps import Plane, UncertaintyMap, coordinate_plane, principal_plane, uncertainty_on_plane
 from epk_gp.cli.data import PointSource, draw_rows, read_points
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.options import CoupledOutputs, Dtype, PlaneName, TargetsName
@@ -19,7 +18,8 @@ from epk_gp.core.losses import CrossEntropy, NegativeLogLikelihood
 from epk_gp.core.trajectory import Trajectory
 from epk_gp.gp.models import LogitGP
 from epk_gp.gp.softmax import softmax_uncertainty
-from epk_gp.plots.figures import draw_map
+from epk_gp.plots.maps import map_figure
+from epk_gp.plots.style import save_figure
 from epk_gp.provenance import Stopwatch, write_arrays, write_json, write_npz
 from epk_gp.quadrature.rules import QuadratureRule
 
@@ -119,7 +119,8 @@ def uncertainty(
             gp, surface, size=grid, margin=margin, num_samples=num_samples, generator=generator, progress=not quiet
         )
     words = describe_plane(plane.value, trajectory.inputs[0].numel())
-    draw_map(folder / "uncertainty.png", m, trajectory.targets, _AXIS_NAMES[plane.value], plane=words)
+    figure = map_figure(m, trajectory.targets, _AXIS_NAMES[plane.value], plane=words)
+    save_figure(figure, folder / "uncertainty.png", palette=True)
     metadata = {"digest": trajectory.digest, "rows": "y", "columns": "x"}
     arrays = _map_arrays(m) | {"origin": surface.origin, "axes": surface.axes}
     write_arrays(folder / "map.safetensors", _cast(arrays, torch_dtype(dtype)), metadata)

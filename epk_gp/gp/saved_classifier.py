@@ -16,12 +16,10 @@ from epk_gp.core.model import NUM_FINGERPRINT_POINTS, FunctionalModel, fingerpri
 from epk_gp.core.options import ComputeOptions
 from epk_gp.core.step import Step, fingerprint_data
 from epk_gp.core.trajectory import Trajectory
-from epk_gp.gp.label_features import InputFeatures
-from epk_gp.gp.label_fit import LabelSettings
-from epk_gp.gp.label_kernel import LabelKernel
-from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, SketchedLabelProcess
+from epk_gp.gp.data import NodesWithoutData
+from epk_gp.gp.label_kernel import InputFeatures, LabelKernel
+from epk_gp.gp.label_process import ExactLabelProcess, LabelProcess, LabelSettings, SketchedLabelProcess
 from epk_gp.gp.stacking import Stacking
-from epk_gp.gp.train_indices import NodesWithoutData
 from epk_gp.optimizers.update_rules import LinearStep, stack_coefficients
 from epk_gp.quadrature.paths import chords, straight
 from epk_gp.storage.compatibility import recorded_loss, recorded_model, validate_forward_function

@@ -12,7 +12,7 @@ import epk_gp as epk
 from epk_gp.classifier import EPKClassifier
 from epk_gp.distributed import job
 from epk_gp.distributed.pieces import Here, Piece, computed_pieces
-from epk_gp.gp.class_data import count_seen
+from epk_gp.gp.data import count_seen
 from epk_gp.gp.posterior import LogitPosterior
 from epk_gp.storage.partial_sums import PartialSums
 from loops import data, mlp, sgd

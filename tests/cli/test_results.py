@@ -182,7 +182,7 @@ def test_the_demo_shows_a_network_that_is_its_kernel_machine(tmp_path, capsys):
     page = described("demo")
     assert sorted(page.files) == sorted(file.name for file in tmp_path.iterdir())
     assert {key for row in page.tables["results.json"] for key in names(row[0])} == results.keys()
-    for picture in ("reconstruction", "error_vs_evaluations", "attribution", "uncertainty"):
+    for picture in ("reconstruction", "attribution", "uncertainty"):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
         assert picture in out
     report = embedded(tmp_path / "report.html")

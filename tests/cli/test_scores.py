@@ -19,8 +19,8 @@ from epk_gp.cli.labelled import halves, read_labelled
 from epk_gp.cli.manifest import open_run
 from epk_gp.cli.networks import NetworkSpec, build_network
 from epk_gp.cli.parsing import parse_path
-from epk_gp.gp.class_data import count_seen
-from epk_gp.plots.score_figures import suspicious_labels_figure
+from epk_gp.gp.data import count_seen
+from epk_gp.plots.scores import suspicious_labels_figure
 
 FAST = ("--nodes", 3, "--num-samples", 16, "--quiet")
 

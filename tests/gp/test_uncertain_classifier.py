@@ -11,9 +11,8 @@ from torch.testing import assert_close
 
 import epk_gp as epk
 from epk_gp.datasets import three_gaussians
-from epk_gp.gp.conformal import conformal_sets
 from epk_gp.gp.saved_classifier import nodes_of
-from epk_gp.gp.stacking import Stacking, stack_logits
+from epk_gp.gp.stacking import Stacking, conformal_sets, stack_logits
 from epk_gp.gram.sketch import nodes_trajectory
 
 DIM, C = 3, 3

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 import epk_gp as epk
-from epk_gp.report.inputs import appearance, describe_cut, show
+from epk_gp.report.points import appearance
 from report_cases import report_case
 
 
@@ -37,7 +37,7 @@ def images(shape):
 def test_a_grey_image_is_drawn_dark_on_white():
     trajectory = images((1, 6, 8))
     X = trajectory.inputs
-    picture = pixels(show(appearance(trajectory, None, None), X[1])["image"])
+    picture = pixels(appearance(trajectory, None, None).show(X[1])["image"])
     assert picture.size == (8, 6)
     found = np.asarray(picture.convert("L"), dtype=float) / 255
     expected = 1 - ((X[1, 0] - X.min()) / (X.max() - X.min())).numpy()
@@ -48,45 +48,45 @@ def test_a_grey_image_is_drawn_dark_on_white():
 def test_a_colour_image_keeps_its_colours():
     trajectory = images((3, 6, 6))
     X = trajectory.inputs
-    picture = pixels(show(appearance(trajectory, None, None), X[0])["image"]).convert("RGB")
+    picture = pixels(appearance(trajectory, None, None).show(X[0])["image"]).convert("RGB")
     expected = ((X[0].permute(1, 2, 0) - X.min()) / (X.max() - X.min())).numpy()
     assert np.abs(np.asarray(picture, dtype=float) / 255 - expected).max() < 0.1
 
 
 def test_a_large_image_is_made_small():
     trajectory = images((1, 200, 100))
-    assert pixels(show(appearance(trajectory, None, None), trajectory.inputs[0])["image"]).size == (32, 64)
+    assert pixels(appearance(trajectory, None, None).show(trajectory.inputs[0])["image"]).size == (32, 64)
 
 
 def test_rows_are_named_numbers_and_points_of_the_plane_positions():
     trajectory, X, _ = report_case("gradient_descent")
     look = appearance(trajectory, ["a", "b", "c", "d", "e"], None)
-    assert show(look, X[0])["values"] == [
+    assert look.show(X[0])["values"] == [
         [name, pytest.approx(float(v), rel=1e-3)] for name, v in zip("abcde", X[0], strict=True)
     ]
     plane = recorded(nn.Linear(2, 2), torch.randn(4, 2, dtype=torch.float64), torch.arange(4) % 2)
-    assert show(appearance(plane, None, None), plane.inputs[1]) == {
+    assert appearance(plane, None, None).show(plane.inputs[1]) == {
         "position": pytest.approx(plane.inputs[1].tolist(), rel=1e-3)
     }
-    assert "values" in show(appearance(plane, ["width", "height"], None), plane.inputs[1])
+    assert "values" in appearance(plane, ["width", "height"], None).show(plane.inputs[1])
 
 
 def test_long_rows_are_cut_and_that_is_said():
     trajectory = recorded(nn.Linear(100, 2), torch.randn(4, 100, dtype=torch.float64), torch.arange(4) % 2)
     look = appearance(trajectory, None, None)
-    assert len(show(look, trajectory.inputs[0])["values"]) == 60
-    assert len(show(look, trajectory.inputs[0], is_sample=True)["values"]) == 16
+    assert len(look.show(trajectory.inputs[0])["values"]) == 60
+    assert len(look.show(trajectory.inputs[0], is_sample=True)["values"]) == 16
     words = "the first 60 of 100 numbers of an explained point, and the first 16 of a training sample"
-    assert describe_cut(look) == words
-    assert describe_cut(appearance(report_case("gradient_descent")[0], None, None)) is None
+    assert look.describe_cut() == words
+    assert appearance(report_case("gradient_descent")[0], None, None).describe_cut() is None
 
 
 def test_tokens_are_numbers_or_the_text_that_they_decode_to():
     trajectory, X, _ = report_case("words")
-    assert show(appearance(trajectory, None, None), X[0]) == {"text": " ".join(map(str, X[0].tolist()))}
+    assert appearance(trajectory, None, None).show(X[0]) == {"text": " ".join(map(str, X[0].tolist()))}
     decoded = appearance(trajectory, None, lambda row: "".join("abcdefghi"[i] for i in row.tolist()))
-    assert show(decoded, X[0]) == {"text": "".join("abcdefghi"[i] for i in X[0].tolist())}
-    assert len(show(appearance(trajectory, None, lambda row: "x" * 1000), X[0])["text"]) == 400
+    assert decoded.show(X[0]) == {"text": "".join("abcdefghi"[i] for i in X[0].tolist())}
+    assert len(appearance(trajectory, None, lambda row: "x" * 1000).show(X[0])["text"]) == 400
 
 
 class Two(nn.Module):
@@ -106,8 +106,8 @@ def test_several_tensors_are_shown_by_their_names_and_decoded_together():
     trajectory = epk.train(
         net, X, torch.tensor([0, 1, 0]), optimizer=torch.optim.SGD(net.parameters(), lr=0.1), steps=1
     )
-    assert show(appearance(trajectory, None, None), trajectory.inputs[1]) == {"text": "scale: 1; tokens: 3 4"}
+    assert appearance(trajectory, None, None).show(trajectory.inputs[1]) == {"text": "scale: 1; tokens: 3 4"}
     decoded = appearance(trajectory, None, lambda row: f"{row['tokens'].tolist()} by {float(row['scale'])}")
-    assert show(decoded, trajectory.inputs[2]) == {"text": "[0, 1] by 2.0"}
+    assert decoded.show(trajectory.inputs[2]) == {"text": "[0, 1] by 2.0"}
     with pytest.raises(ValueError, match="names are those of the features of rows"):
         appearance(trajectory, ["a", "b", "c"], None)

@@ -1,4 +1,4 @@
-"""Drawings of the error of a kernel machine: against the network, and against the cost of its quadrature rule."""
+"""Drawings of experiments: a kernel machine against its network, rules by cost and error, terms of an output."""
 
 import itertools
 import re
@@ -12,10 +12,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from epk_gp.plots.common import Numbers, as_numpy, plain, require_shape, short
-from epk_gp.plots.style import GREY, PALETTE, REST, SMALL
+from epk_gp.plots.style import DOWN, GREY, INK, LOWERED, PALETTE, RAISED, SMALL, UP
+from epk_gp.plots.summaries import compared_outputs, few_decades, scatter_outputs
 
 _IDENTITY = "identity"
-_PLACES = ((0, 1), (1, 0), (1, 1), (0, -1), (-1, 0), (-1, -1))  # of a name beside its point, the best one first
 _MARKERS = "osD^v"
 _MEMBER = re.compile(r"^(.+?),? (tol \S+|\d+)$")  # "left Riemann 10": a rule of a family
 
@@ -43,90 +43,13 @@ def reconstruction_scatter(
     Raises:
         ValueError: The two shapes differ, or there is no output, or an output is not finite.
     """
-    x, y = _outputs(network, machine)
+    x, y = compared_outputs(network, machine)
     if not any(line.get_gid() == _IDENTITY for line in ax.lines):
         ax.axline((0, 0), slope=1, color=GREY, linewidth=1, zorder=1, gid=_IDENTITY)
-    _scatter(ax, x, y, f"{label}: largest |error| {short(np.abs(y - x).max())}")
+    scatter_outputs(ax, x, y, f"{label}: largest |error| {short(np.abs(y - x).max())}")
     ax.set(xlabel="network output", ylabel="kernel machine output", aspect="equal", adjustable="datalim")
     ax.legend(loc="upper left", fontsize=SMALL)
     return ax
-
-
-def reconstruction_differences(
-    ax: Axes,
-    network: Float[Numbers, "*shape"],
-    machine: Float[Numbers, "*shape"],
-    *,
-    label: str = "kernel machine",
-) -> Axes:
-    """Draw kernel machine minus network, to scale, against the network's outputs: an exact machine lies on the line 0.
-
-    Call it once per rule to compare rules in one figure, the coarsest first.
-
-    Args:
-        ax: Axes to draw into.
-        network: Outputs of the trained network, of any shape.
-        machine: Outputs of the kernel machine, in the same order.
-        label: Label of `machine` in the legend, such as the name of the quadrature rule.
-
-    Returns:
-        The Axes.
-
-    Raises:
-        ValueError: The two shapes differ, or there is no output, or an output is not finite.
-    """
-    x, y = _outputs(network, machine)
-    if not any(line.get_gid() == _IDENTITY for line in ax.lines):
-        ax.axhline(0, color=GREY, linewidth=1, zorder=1, gid=_IDENTITY)
-    _scatter(ax, x, y - x, f"{label}: largest {short(np.abs(y - x).max())}")
-    ax.set(xlabel="network output", ylabel="kernel machine − network")
-    ax.legend(loc="best", fontsize=SMALL)
-    return ax
-
-
-def reconstruction_errors(
-    ax: Axes,
-    network: Float[Numbers, "*shape"],
-    machine: Float[Numbers, "*shape"],
-    *,
-    label: str = "kernel machine",
-) -> Axes:
-    """Draw the size of the kernel machine's errors on a logarithmic axis, against the network's outputs.
-
-    The band at the bottom is what float64 cannot represent: half a unit in the last place of the largest output. An
-    error of exactly 0 is drawn inside the band. Call it once per rule to compare rules in one figure.
-
-    Args:
-        ax: Axes to draw into.
-        network: Outputs of the trained network, of any shape.
-        machine: Outputs of the kernel machine, in the same order.
-        label: Label of `machine` in the legend, such as the name of the quadrature rule.
-
-    Returns:
-        The Axes.
-
-    Raises:
-        ValueError: The two shapes differ, or there is no output, or an output is not finite.
-    """
-    x, y = _outputs(network, machine)
-    error = np.abs(y - x)
-    floor = np.finfo(np.float64).eps / 2 * max(float(np.abs(x).max()), np.finfo(np.float64).tiny)
-    if not any(patch.get_gid() == _IDENTITY for patch in ax.patches):
-        words = "below the rounding of float64"
-        ax.axhspan(floor / 30, floor, color=REST, linewidth=0, zorder=0, gid=_IDENTITY, label=words)
-    _scatter(ax, x, error.clip(min=floor / 5), f"{label}: largest {short(error.max())}")
-    ax.set(yscale="log", xlabel="network output", ylabel="|kernel machine − network|")
-    ax.set_ylim(floor / 30, None)
-    few_decades(ax)
-    ax.legend(loc="center right", fontsize=SMALL)
-    return ax
-
-
-def few_decades(ax: Axes) -> None:
-    """Mark every few decades of a logarithmic ordinate, written as 1e−6."""
-    ax.yaxis.set_major_locator(LogLocator(numticks=7))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
-    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def error_against_evaluations(
@@ -194,26 +117,6 @@ def error_against_evaluations(
     return ax
 
 
-def _outputs(network: Numbers, machine: Numbers) -> tuple[np.ndarray, np.ndarray]:
-    x, y = as_numpy("network", network), as_numpy("machine", machine)
-    if x.shape != y.shape:
-        raise ValueError(
-            f"network and machine must have one shape: got {x.shape} and {y.shape}. Pass the same points and outputs."
-        )
-    if x.size == 0:
-        raise ValueError("network must hold at least one output: got none. Pass one test point or more.")
-    return x.ravel(), y.ravel()
-
-
-def _scatter(ax: Axes, x: np.ndarray, y: np.ndarray, label: str) -> None:
-    """Draw points with the next colour and mark; the last ones to come are on top."""
-    index = len(ax.collections)
-    ax.scatter(
-        x, y, s=16, color=PALETTE[index % len(PALETTE)], marker=_MARKERS[index % 5], alpha=0.75, linewidth=0, zorder=2,
-        label=plain(label),
-    )  # fmt: skip
-
-
 def _families(rules: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
     """Return the rules of each family, and what each rule is called where its family's name is in the legend."""
     parts = [_MEMBER.match(rule) for rule in rules]
@@ -267,3 +170,45 @@ def _place_names(ax: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray) -
         if best is None:
             best = ax.annotate(name, (a, b), xytext=(9, 0), textcoords="offset points", va="center", fontsize=SMALL)
         taken.append(best.get_window_extent())
+
+
+def term_bars(ax: Axes, terms: Sequence[str], values: Float[Numbers, " t"], *, output: str = "output") -> Axes:
+    """Draw the terms of an output one after the other: each bar starts where the one above it ends.
+
+    Args:
+        ax: Axes to draw into.
+        terms: Name of each term.
+        values: Value of each term.
+        output: Name of their sum, which is drawn as the last bar.
+
+    Returns:
+        The Axes.
+
+    Raises:
+        ValueError: There is not one value per term, or a value is not finite.
+    """
+    added = as_numpy("values", values)
+    require_shape("values", added, (len(terms),))
+    ends = added.cumsum()
+    starts, total = ends - added, float(added.sum())
+    widths, lefts = [*added, total], [*starts, 0.0]
+    colours = [*(RAISED if value >= 0 else LOWERED for value in added), GREY]
+    ax.barh(range(len(widths)), widths, left=lefts, color=colours, height=0.66)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        ax.plot([end, end], [row - 0.33, row + 1.33], color=GREY, linewidth=0.7)
+        mark = f"{UP} " if end > start else f"{DOWN} " if end < start else ""
+        _write_right_of(ax, row, max(start, end), mark + short(end - start, sign=True))
+    _write_right_of(ax, len(terms), max(0.0, total), short(total, sign=True).removeprefix("+"))
+    low, high = min(0.0, float(ends.min(initial=0.0))), max(0.0, float(ends.max(initial=0.0)))
+    spread = high - low or 1.0
+    ax.set_xlim(low - 0.03 * spread, high + 0.42 * spread)  # with room for the numbers
+    ax.set_ylim(len(widths) - 0.4, -0.6)
+    ax.axvline(0, color=GREY, linewidth=0.8)
+    ax.set_yticks(range(len(widths)), [plain(name) for name in (*terms, output)], fontsize=SMALL)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
+    return ax
+
+
+def _write_right_of(ax: Axes, row: int, x: float, text: str) -> None:
+    ax.annotate(text, (x, row), xytext=(3, 0), textcoords="offset points", va="center", fontsize=SMALL, color=INK)
