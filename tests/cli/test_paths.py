@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 import epk_gp as epk
 from commands import refused, run
 from epk_gp.cli.data import draw_rows
-from epk_gp.cli.manifest import open_run
-from epk_gp.cli.parsing import parse_path
+from epk_gp.cli.networks import open_run
+from epk_gp.cli.options import parse_path
 from helpers import assert_close
 
 PATHS = {"chords:3": epk.chords(3)}

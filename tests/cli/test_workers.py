@@ -33,11 +33,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Threads of this process in place of new processes; the numbers of workers that were asked for."""
     asked: list[int | None] = []
 
-    def pool(count):
+    def pool(count, **options):
         asked.append(count)
         return ThreadPoolExecutor(count)
 
-    monkeypatch.setattr(workers, "_pool", pool)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
     return asked
 
 
@@ -79,6 +79,21 @@ def test_processes_compute_the_bytes_of_one_process(recorded, by_one, tmp_path, 
     assert run(command, recorded, "--out", tmp_path, *ASKED[command], "--workers", 2) == 0
     one, two = (load_file(file) for file in (by_one(command), tmp_path / FILES[command]))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_a_dask_scheduler_s_workers_compute_the_same_bytes(recorded, by_one, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, protocol="tcp://", dashboard_address=None
+        ) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        client.write_scheduler_file(str(tmp_path / "scheduler.json"))
+        where = ("--scheduler", tmp_path / "scheduler.json")
+        assert run("gram", recorded, "--out", tmp_path / "gram", *ASKED["gram"], *where) == 0
+    assert (tmp_path / "gram" / "gram.safetensors").read_bytes() == by_one("gram").read_bytes()
 
 
 def test_the_pool_is_spawned_and_closed():
