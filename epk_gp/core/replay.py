@@ -267,10 +267,10 @@ class TrainingReplay:
             yield
             return
         with _RANDOM_NUMBERS, random_state_kept(self.spec.device):
-            if forward.random_state is not None:
-                torch.random.set_rng_state(forward.random_state.cpu())
+            if forward.random_state is not None:  # copied: of a slice torch does not read where it begins
+                torch.random.set_rng_state(forward.random_state.cpu().clone())
             if forward.device_random_state is not None:
-                torch.get_device_module(self.spec.device).set_rng_state(forward.device_random_state.cpu())
+                torch.get_device_module(self.spec.device).set_rng_state(forward.device_random_state.cpu().clone())
             yield
 
 
