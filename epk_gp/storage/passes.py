@@ -150,14 +150,12 @@ class StoredPasses(Sequence[ForwardPass]):
                 group, first, count = places[row].tolist()
                 if group >= 0:
                     values[part] = tensors.get_slice(f"passes.{part}.{group}")[first : first + count].clone()
-        seen = {
-            name: SeenRows(values[f"{name}.index"], values[f"{name}.values"])
-            for name in _SEEN
-            if f"{name}.index" in values
-        }
-        vectors = {name: values[name] for name in _VECTORS if name in values}
-        autocast = None if tables.autocast[row] < 0 else _DTYPES[tables.autocast[row]]
-        forward = ForwardPass(int(tables.rows[row]), **vectors, **seen, autocast=autocast)
+        parts: dict[str, Any] = {name: values[name] for name in _VECTORS if name in values}
+        for name in _SEEN:
+            if f"{name}.index" in values:
+                parts[name] = SeenRows(values[f"{name}.index"], values[f"{name}.values"])
+        parts["autocast"] = None if tables.autocast[row] < 0 else _DTYPES[tables.autocast[row]]
+        forward = ForwardPass(int(tables.rows[row]), **parts)
         try:
             validate_pass(forward)
         except ValueError as error:
