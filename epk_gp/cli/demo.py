@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges, summarise
 from epk_gp.analysis.maps import coordinate_plane, uncertainty_on_plane
+from epk_gp.cli import options as opt
 from epk_gp.cli.data import draw_rows
 from epk_gp.cli.networks import NetworkSpec, build_network
-from epk_gp.cli.options import Dtype
-from epk_gp.cli.parsing import make_folder, torch_dtype
-from epk_gp.cli.summaries import certificate, describe_map, describe_plane, fitted_numbers, map_numbers
+from epk_gp.cli.runs import certificate
+from epk_gp.cli.uncertainty import describe_map, describe_plane, fitted_numbers, map_numbers
 from epk_gp.core.losses import Head, resolve_head
 from epk_gp.core.model import zero_final_layer
 from epk_gp.core.show import CertificateWarning
@@ -55,10 +56,16 @@ _SMOKE = Size(
 )
 
 
-def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> None:
+def demo(
+    out: opt.Out = Path("demo_output"),
+    seed: opt.Seed = 0,
+    dtype: opt.DataDtype = "float64",
+    smoke: Annotated[bool, typer.Option("--smoke", help="Use tiny sizes, for a second or two.")] = False,
+    quiet: opt.Quiet = False,
+) -> None:
     """Train on three Gaussians, show that the kernel machine is the network, explain and map it (about a minute)."""
-    size, timer, folder = _SMOKE if smoke else Size(), Stopwatch(), make_folder(out)
-    held_out, trajectory = _record(size, seed, torch_dtype(dtype), quiet)
+    size, timer, folder = _SMOKE if smoke else Size(), Stopwatch(), opt.make_folder(out)
+    held_out, trajectory = _record(size, seed, opt.DTYPES[dtype], quiet)
     X = held_out.inputs
     correct = (network_outputs(trajectory, X).argmax(1) == held_out.labels).double().mean()
     M, P, S = trajectory.num_points, trajectory.num_weights, trajectory.num_steps
@@ -128,7 +135,7 @@ def demo(*, out: Path, seed: int, dtype: Dtype, smoke: bool, quiet: bool) -> Non
 
     results = {"held_out_accuracy": float(correct), "reconstruction": table, "held_out_points_explained": chosen}
     results |= {"attribution": attributions, "uncertainty": fitted_numbers(gp, losses) | map_numbers(m)}
-    config = asdict(size) | {"seed": seed, "dtype": dtype.value, "smoke": smoke, "digest": trajectory.digest}
+    config = asdict(size) | {"seed": seed, "dtype": dtype, "smoke": smoke, "digest": trajectory.digest}
     write_json(folder / "results.json", "demo", config, results, timer)
     typer.echo(f"\nwritten to {folder}: report.html, to be opened in a browser; reconstruction.png,")
     typer.echo(f"attribution.png, uncertainty.png, results.json ({timer.total:.0f} s)")

@@ -10,7 +10,7 @@ from matplotlib.text import Text
 import epk_gp as epk
 from epk_gp.analysis.breakdown import prediction_breakdown, step_ranges
 from epk_gp.analysis.maps import UncertaintyMap, coordinate_plane
-from epk_gp.cli.summaries import describe_plane
+from epk_gp.cli.uncertainty import describe_plane
 from epk_gp.kernel_machine.attribute import attribute_many
 from epk_gp.kernel_machine.axes import by_sample
 from epk_gp.plots import shades_of

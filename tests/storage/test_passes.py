@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import epk_gp as epk
-from epk_gp.cli.info import info
+from epk_gp.cli.runs import info
 from epk_gp.core.model import functionalize
 from epk_gp.core.step import ForwardPass, SeenRows, Step, fingerprint_step
 from epk_gp.gram.thinning import _thinned
