@@ -67,7 +67,7 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     }
     first_of_chunk = [updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last]
     for name, dtype in _fields_per_weight(first_of_chunk, L).items():
-        rows: Iterator[Tensor] = _rows_per_weight(updates, name, schema.sizes, torch.zeros(0, dtype=dtype))
+        rows = _rows_per_weight(updates, name, schema.sizes, torch.zeros(0, dtype=dtype))
         tensors[f"update.{name}"] = ([S, P], dtype, rows)
     in_memory = step_tensors(steps) | pass_tensors(steps)
     for key, numbers in steps_with_matrices(folder, chunks).items():
