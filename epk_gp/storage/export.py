@@ -60,9 +60,9 @@ def export_run(folder: str | os.PathLike[str], file: str | os.PathLike[str], *, 
     steps = [step for chunk in chunks for step in read_steps(folder, schema, chunk)]
     states, updates = StoredStates(Path(folder), schema, chunks), StoredUpdates(Path(folder), schema, chunks)
     S, P, L = len(steps), schema.num_weights, len(schema.sizes)
-    shown_states = tracked((states[s] for s in range(S + 1)), "export", total=S + 1, unit="state", shown=progress)
+    shown = tracked(range(S + 1), "export", unit="state", shown=progress)
     tensors: dict[str, tuple[list[int], torch.dtype, Iterable[Tensor]]] = {
-        "states": ([S + 1, P], schema.dtype, shown_states),
+        "states": ([S + 1, P], schema.dtype, (states[s] for s in shown)),
         "update": ([S, len(FIELDS), L], torch.float64, (_numbers_per_parameter(updates[s], L) for s in range(S))),
     }
     first_of_chunk = [updates[max(chunk.first - 1, 0)] for chunk in chunks if chunk.last]
@@ -119,8 +119,8 @@ def _numbers_per_parameter(update: UpdateCoefficients, L: int) -> Tensor:
 
 
 def _rows_per_weight(updates: StoredUpdates, name: str, sizes: Sequence[int], like: Tensor) -> Iterator[Tensor]:
-    for s in range(len(updates)):
-        yield broadcast_to_params(getattr(updates[s], name), sizes, like)
+    for step in range(len(updates)):
+        yield broadcast_to_params(getattr(updates[step], name), sizes, like)
 
 
 def _matrices(updates: StoredUpdates, key: tuple[str, int], numbers: Sequence[int]) -> Iterator[Tensor]:

@@ -150,14 +150,12 @@ class StoredPasses(Sequence[ForwardPass]):
                 group, first, count = places[row].tolist()
                 if group >= 0:
                     values[part] = tensors.get_slice(f"passes.{part}.{group}")[first : first + count].clone()
-        seen: dict[str, Any] = {
-            name: SeenRows(values[f"{name}.index"], values[f"{name}.values"])
-            for name in _SEEN
-            if f"{name}.index" in values
-        }
-        vectors = {name: values[name] for name in _VECTORS if name in values}
-        autocast = None if tables.autocast[row] < 0 else _DTYPES[tables.autocast[row]]
-        forward = ForwardPass(int(tables.rows[row]), **vectors, **seen, autocast=autocast)
+        parts: dict[str, Any] = {name: values[name] for name in _VECTORS if name in values}
+        for name in _SEEN:
+            if f"{name}.index" in values:
+                parts[name] = SeenRows(values[f"{name}.index"], values[f"{name}.values"])
+        parts["autocast"] = None if tables.autocast[row] < 0 else _DTYPES[tables.autocast[row]]
+        forward = ForwardPass(int(tables.rows[row]), **parts)
         try:
             validate_pass(forward)
         except ValueError as error:
@@ -334,7 +332,7 @@ def validate_pass(forward: ForwardPass) -> None:
 
 def _validate_random_state(state: UInt8[Tensor, " n"]) -> None:
     try:
-        torch.Generator().set_state(state.cpu().clone())  # of a slice torch does not read where it begins
+        torch.Generator().set_state(state.cpu())
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"random_state must be one of torch's random numbers on the CPU: {reason}.") from error
