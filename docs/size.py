@@ -41,8 +41,8 @@ CAPABILITIES = {
     "hostile and damaged files": (
         "storage/verify.py", "storage/compatibility.py", "storage/writer.py",
     ),
-    "workers": ("distributed/*.py",),
-    "cost estimates": ("distributed/cost_*.py", "gram/estimate.py", "kernel_machine/estimate.py", "cli/estimate.py"),
+    "workers": ("work/*.py",),
+    "cost estimates": ("kernel_machine/plan.py", "cli/estimate.py"),
     "layer Jacobians": ("autodiff/*.py",),
     "averages along lines (layerwise)": ("autodiff/secants.py",),
     "quadrature and paths": ("quadrature/*.py",),

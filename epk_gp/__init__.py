@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from epk_gp.kernel_machine.retrain import retrain
     from epk_gp.kernels.epk import EPKKernel
     from epk_gp.kernels.tagging import split_copy, test_copy, train_copy
-    from epk_gp.quadrature.paths import chords, layerwise, manhattan, straight
+    from epk_gp.quadrature.paths import chords, layerwise, straight
     from epk_gp.quadrature.rules import adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
     from epk_gp.recording.causes import StepMismatchError
     from epk_gp.recording.recorder import Recorder
@@ -60,7 +60,6 @@ else:
         "left_riemann": "quadrature.rules",
         "load_trajectory": "storage.run",
         "layerwise": "quadrature.paths",
-        "manhattan": "quadrature.paths",
         "midpoint": "quadrature.rules",
         "network_outputs": "core.trajectory",
         "next_to_label": "analysis.labels",
@@ -138,7 +137,6 @@ __all__ = [
     "left_riemann",
     "load_trajectory",
     "layerwise",
-    "manhattan",
     "midpoint",
     "network_outputs",
     "next_to_label",

@@ -53,7 +53,7 @@ class Program:
         files: What happens to them: None, "trained_again", "partial_sums", "pieces" or "other_momentum".
         executor: Whether a thread computes.
         checkpoint: Whether there is a checkpoint, from which the same question is asked again.
-        path: Of attribution: "straight", "chords", "manhattan" or "layerwise".
+        path: Of attribution: "straight", "chords" or "layerwise".
         head: Of the outputs.
         resumes: Whether the recording is interrupted and resumed.
         of_average: Whether influence and retraining are those of the averaged weights.
@@ -194,7 +194,6 @@ class Program:
                 paths = {
                     "straight": epk.straight(),
                     "chords": epk.chords(4),
-                    "manhattan": epk.manhattan(),
                     "layerwise": epk.layerwise(2),
                 }
                 result = epk.attribute(trajectory, X, head=head, path=paths[self.path], **options)

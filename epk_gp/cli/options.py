@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +11,7 @@ import torch
 import typer
 
 from epk_gp.core.losses import Head
-from epk_gp.quadrature.paths import WeightPath, chords, layerwise, manhattan, straight
+from epk_gp.quadrature.paths import WeightPath, chords, layerwise, straight
 from epk_gp.quadrature.rules import Rule, adaptive, gauss_legendre, left_endpoint, left_riemann, midpoint
 from epk_gp.storage.run import is_run
 from epk_gp.storage.schema import HEADER
@@ -113,10 +113,10 @@ RuleOption = Annotated[
 PathOption = Annotated[
     str,
     typer.Option(
-        metavar="straight|chords:K|layerwise[:K]|manhattan",
+        metavar="straight|chords:K|layerwise[:K]",
         help="How test points get from one recorded state to the next: by straight steps; by straight lines over K "
-        "steps at a time, which takes fewer evaluations; with derivatives averaged operation by operation over K "
-        "steps, which takes two (attributions and reports only); or module by module.",
+        "steps at a time, which takes fewer evaluations; or with derivatives averaged operation by operation over "
+        "K steps, which takes two (attributions and reports only).",
     ),
 ]
 DataDtype = Annotated[Dtype, typer.Option(help="Type of data and weights.")]
@@ -171,12 +171,11 @@ def parse_path(text: str) -> WeightPath:
     Raises:
         ValueError: There is no path of this name, or its number is missing or wrong.
     """
-    alone: dict[str, Callable[[], WeightPath]] = {"straight": straight, "manhattan": manhattan, "layerwise": layerwise}
-    if text in alone:
-        return alone[text]()
+    if text in ("straight", "layerwise"):
+        return straight() if text == "straight" else layerwise()
     name, colon, digits = text.partition(":")
     if name not in ("chords", "layerwise") or not colon:
-        raise ValueError(f"--path must be straight, chords:K, layerwise[:K] or manhattan: got {text[:60]!r}.")
+        raise ValueError(f"--path must be straight, chords:K or layerwise[:K]: got {text[:60]!r}.")
     if not re.fullmatch(rf"[0-9]{{1,{_MAX_DIGITS}}}", digits) or int(digits) < 1:
         raise ValueError(
             f"--path {text[:60]}: K must be a whole number of steps from 1, as in {name}:20: got {digits[:40]!r}."

@@ -11,8 +11,8 @@ from typing import Any
 import typer
 
 from epk_gp.core.options import SupportsSubmit
-from epk_gp.distributed import pieces
 from epk_gp.storage.files import MAX_JSON_BYTES, parse_json, read_bytes
+from epk_gp.work import workers as of_job
 
 TIMEOUT = 30  # seconds in which a scheduler must answer
 
@@ -112,4 +112,4 @@ def _is_of_workers(error: Exception) -> bool:
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return isinstance(error, RuntimeError) and last is not None and last.tb_frame.f_globals is vars(pieces)
+    return isinstance(error, RuntimeError) and last is not None and last.tb_frame.f_globals is vars(of_job)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Int64, Shaped, UInt8
 from torch import Tensor
 
 from epk_gp.core.step import Step, tensor_bytes
@@ -18,7 +18,8 @@ from epk_gp.storage.journal import Chunk, opened_chunk
 from epk_gp.storage.passes import pass_tables, pass_tensors, validate_tables
 from epk_gp.storage.schema import ChunkSchema, Count, GroupOptions, Record, validated
 
-SIDES = ("left", "right")
+SIDES = ("left", "right")  # of matrices
+GROUPS = "groups"  # the tensor of parameter groups
 
 
 def matrices_of(update: UpdateCoefficients) -> dict[tuple[str, int], Tensor]:
@@ -107,9 +108,6 @@ def _keys(tensors: Any) -> list[tuple[str, int]]:
     """Return side and position of the parameter of each tensor of matrices in an open chunk."""
     parts = [name.split(".") for name in tensors.keys()]  # noqa: SIM118  # not a mapping
     return sorted((p[1], int(p[2])) for p in parts if len(p) == 3 and p[1] in SIDES and p[2].isdecimal())
-
-
-GROUPS = "groups"
 
 
 def step_tensors(steps: Sequence[Step]) -> dict[str, Tensor]:
@@ -235,7 +233,7 @@ def _compact(update: UpdateCoefficients | CompactUpdate, schema: ChunkSchema) ->
     return compact_update(update, schema.scaled, schema.sizes) if schema.thins else CompactUpdate(update)
 
 
-def read_row(tensors: Any, name: str, row: int) -> Float[Tensor, " _"]:
+def read_row(tensors: Any, name: str, row: int) -> Shaped[Tensor, "..."]:
     """Copy a row of a tensor of an open chunk: one that stays mapped would change with a file that is written again."""
     value: Tensor = tensors.get_slice(name)[row].clone()
     return value

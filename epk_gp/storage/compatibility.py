@@ -1,7 +1,7 @@
 """Whether a given network, loss, data set and optimizer are those of a recorded run."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from epk_gp.core.recomputation import recomputation_of
 from epk_gp.core.signature import signature_from_json
 from epk_gp.core.trajectory import Trajectory, batch_of
 from epk_gp.optimizers.update_rules import predict_step
-from epk_gp.storage.schema import WEIGHT_DTYPES, RunHeader, describe_loss, module_names
+from epk_gp.storage.schema import WEIGHT_DTYPES, RunHeader, describe_loss
 
 _KNOWN_LOSSES: dict[str, Any] = {
     kind.__name__: kind for kind in (CrossEntropy, NegativeLogLikelihood, MeanSquaredError)
@@ -54,19 +54,19 @@ def validate_same_header(recorded: Mapping[str, Any], header: Mapping[str, Any],
         before, now = (side.get(key, RunHeader.model_fields[key].default) for side in (recorded, header))
         if before != now:
             raise ValueError(f"{requirement} to resume the run at {path}: {_difference(before, now)}.")
-    _validate_modules(recorded["modules"], header["modules"])
+    validate_modules(recorded["modules"], header["modules"])
 
 
-def validate_modules(header: Mapping[str, Any], net: nn.Module) -> None:
+def validate_modules(recorded: Sequence[str], given: Sequence[str]) -> None:
     """Raise if a network has other modules than the recorded one, so that recorded modes of modules say nothing of it.
+
+    Args:
+        recorded: Names of the modules of the recorded network (`schema.module_names`).
+        given: Those of the network.
 
     Raises:
         ValueError: The names of the modules differ, or their order.
     """
-    _validate_modules(header["modules"], module_names(net))
-
-
-def _validate_modules(recorded: list[str], given: list[str]) -> None:
     if recorded == given:
         return
     place = next((n for n, (a, b) in enumerate(zip(recorded, given, strict=False)) if a != b), None)

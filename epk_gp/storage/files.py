@@ -25,6 +25,20 @@ MAX_TENSOR_HEADER_BYTES = 1 << 24  # 16 MiB; a chunk has some 30 tensors, and 4 
 _BLOCK = 1 << 20  # bytes read at a time: checksums take no more memory than this
 DAMAGED = "The file is damaged; restore it from a copy."
 
+# The name that a safetensors header gives to each dtype.
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
 # Flags of os.open. Windows has none of the first three, and needs the last one so that line ends are not translated;
 # `open_descriptor` tests for symbolic links itself there.
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -294,21 +308,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-# The name that a safetensors header gives to each dtype.
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:

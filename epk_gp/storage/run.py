@@ -26,7 +26,7 @@ from epk_gp.storage.compatibility import (
 )
 from epk_gp.storage.files import regular_file_size
 from epk_gp.storage.journal import resume_name
-from epk_gp.storage.schema import HEADER, chunk_schema, read_data, read_header
+from epk_gp.storage.schema import HEADER, chunk_schema, module_names, read_data, read_header
 from epk_gp.storage.states import StoredStates, read_chunks, stored_run, with_computed_states
 from epk_gp.storage.training_state import WEIGHTS, TrainingState, read_training_state
 from epk_gp.storage.verify import read_steps
@@ -167,7 +167,7 @@ def load_trajectory(
     model = recorded_model(header, data, net, output)
     steps = tuple(step for chunk in chunks for step in read_steps(folder, schema, chunk))
     if any(step.passes for step in steps):
-        validate_modules(header, net)
+        validate_modules(header["modules"], module_names(net))
     graph = model.signature.stored_tensors().values()
     if fingerprint_data(data["inputs"], data["targets"], *graph) != header["data_digest"]:
         raise ValueError(f"{folder}: the training data must have the digest in the header: it has another.")

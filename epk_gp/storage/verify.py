@@ -65,28 +65,25 @@ def read_steps(path: str | os.PathLike[str], schema: ChunkSchema, chunk: Chunk) 
 def _validate_layout(actual: Layout, schema: ChunkSchema, chunk: Chunk, where: str) -> None:
     """Raise if names, shapes and dtypes are not those of a chunk of this run."""
     k, j, L = chunk.states, chunk.states - (chunk.first == 0), len(schema.sizes)
-    weight_dtype = SAFETENSORS_DTYPES[schema.dtype]
-    kept = len(schema.kept_between(chunk.first, chunk.last)) if schema.thins else k
+    P, Q, weight_dtype = schema.num_weights, schema.num_statistics, SAFETENSORS_DTYPES[schema.dtype]
+    got = {name: dtype for name, (_, dtype) in actual.items()}
     expected: dict[str, tuple[tuple[int, ...] | None, str]] = {  # None: one dimension of any length
+        "states": ((len(schema.kept_between(chunk.first, chunk.last)), P), weight_dtype),
         "sizes": ((j,), "F64"),
         "lengths": ((j,), "I64"),
         "weighted": ((j,), "BOOL"),
         "batches": (None, "I64"),
         "sample_weights": (None, "F64"),
     }
+    if Q:
+        expected["statistics"] = ((k, Q), "F32" if got.get("statistics") == "F32" else "F64")
     if j:
         expected["update"] = ((j, len(FIELDS), L), "F64")
-    required = {"states", "statistics"} if schema.num_statistics else {"states"}
-    if schema.thins and j:
-        scaled = [name for name in (f"update.{field}.at" for field in FIELDS) if name in actual]
-        expected |= dict.fromkeys(scaled, ((j, L), "I64"))
-    counts = {"states": kept} | dict.fromkeys(required - {"states"}, k)
-    for name, rows in (*sorted(counts.items()), *((f"update.{field}", j) for field in FIELDS)):
-        if name in required or name in actual:
-            got = actual.get(name, ((), ""))[1]
-            others = {"states": (), "statistics": ("F32", "F64")}.get(name, ("F64",))
-            length = schema.num_statistics if name == "statistics" else schema.num_weights
-            expected[name] = ((rows, length), got if got in others else weight_dtype)
+    for name in (f"update.{field}" for field in FIELDS):
+        if name in actual:
+            expected[name] = ((j, P), "F64" if got[name] == "F64" else weight_dtype)
+        if f"{name}.at" in actual and schema.thins and j:
+            expected[f"{name}.at"] = ((j, L), "I64")
     if GROUPS in actual:
         expected[GROUPS] = (None, "U8")
     expected |= expected_matrices(actual, schema) | expected_pass_tensors(actual, j)
@@ -109,7 +106,7 @@ def _validate_finite_rows(tensors: Any, name: str, rows: int, where: str) -> Non
 
 def _validate_places(tensors: Any, schema: ChunkSchema, where: str) -> None:
     sizes = torch.tensor(schema.sizes)
-    for name in [key for key in tensors.keys() if key.startswith("update.") and key.endswith(".at")]:  # noqa: SIM118  # not a mapping
+    for name in {f"update.{field}.at" for field in FIELDS} & set(tensors.keys()):
         at = tensors.get_tensor(name)
         if bool((at < -1).any()) or bool((at >= sizes.clamp(min=1)).any()):
             raise ValueError(f"{where} must hold {name!r} of -1 or a weight of its parameter: it holds others.")

@@ -62,6 +62,9 @@ from epk_gp.storage.schema import (
     read_header,
 )
 
+MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
+RESUME = "Free space or give the right to write, then go on with resume=True."
+_RESTORE = "Restore the folder and go on with resume=True, or record to another folder."
 LOCK, MARKER = "writer.lock", "writer.pid"
 _JOURNAL_CAN_BE_LOCKED = sys.platform != "win32"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -117,10 +120,6 @@ def _other_writer(folder: Path) -> BlockingIOError:
         f"a run must have one writer at a time: another process records into {folder}. Wait for it to end, or "
         "choose another folder."
     )
-
-
-RESUME = "Free space or give the right to write, then go on with resume=True."
-_RESTORE = "Restore the folder and go on with resume=True, or record to another folder."
 
 
 @contextmanager
@@ -206,9 +205,6 @@ def require_same_journal(path: Path, journal: int) -> None:
         raise FileNotFoundError(errno.ENOENT, f"{path / JOURNAL} was replaced while it was recorded", str(path))
 
 
-MANIFEST_FILES = ("network.json", "held_out.safetensors")  # files of the command line, which may precede a run
-
-
 @dataclass(frozen=True)
 class Storage:
     """Options of a run on disk: which weight states it keeps and how, and how often steps are committed.
@@ -216,7 +212,7 @@ class Storage:
     A chunk is committed as soon as one of the three limits is reached; a crash loses at most the steps since then.
 
     Attributes:
-        chunk_bytes: Bytes of weights, moving statistics and packed forward passes that are collected before they are
+        chunk_bytes: Bytes of weights, moving statistics and forward passes that are collected before they are
             committed.
         seconds: Time since the last commit after which the next step commits, by a clock that is never set back.
         steps: Number of steps after which they are committed; no limit by default.

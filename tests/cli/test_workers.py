@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from commands import refused, run
 from epk_gp.cli import workers
-from epk_gp.distributed import pieces
+from epk_gp.work import workers as of_job
 
 ASKED = {
     "gram": ("--num-rows", 2, "--num-columns", 3, "--quiet"),
@@ -154,7 +154,7 @@ def test_a_worker_that_dies_ends_the_command_with_one_line_and_it_resumes(
 ):
     asked = ("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(pieces, "compute_piece", _die)
+        patch.setattr(of_job, "compute_piece", _die)
         line = refused(capsys, *asked)
     assert "one of them died, killed or out of memory. Run the same command again, which resumes" in line
     assert (tmp_path / "partial").exists()
@@ -163,7 +163,7 @@ def test_a_worker_that_dies_ends_the_command_with_one_line_and_it_resumes(
 
 
 def test_workers_that_write_elsewhere_end_the_command_with_one_line(recorded, tmp_path, threads, monkeypatch, capsys):
-    monkeypatch.setattr(pieces, "compute_piece", lambda *arguments: None)
+    monkeypatch.setattr(of_job, "compute_piece", lambda *arguments: None)
     line = refused(capsys, "gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
     assert "workers must compute all pieces: workers must write into the folder that this process reads" in line
 
@@ -174,7 +174,7 @@ def test_other_errors_of_workers_are_as_without_them(recorded, tmp_path, threads
     def fail(*arguments):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(pieces, "compute_piece", fail)
+    monkeypatch.setattr(of_job, "compute_piece", fail)
     with pytest.raises(RuntimeError, match="a defect"):
         run("gram", recorded, "--out", tmp_path, *ASKED["gram"], "--workers", 2)
 

@@ -7,6 +7,7 @@ from torch.autograd import gradcheck
 
 import epk_gp as epk
 import reference
+from epk_gp.gp.output_coupling import NetworkMean, parse_coupling
 from epk_gp.kernels.tagging import test_copy, train_copy
 from helpers import assert_close, make_case
 

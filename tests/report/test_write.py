@@ -133,7 +133,6 @@ def test_a_regression_has_no_classes(tmp_path):
         (epk.chords(4), "straight lines, each over 4 steps"),
         (epk.layerwise(), "derivatives averaged operation by operation, each over 1 step"),
         (epk.layerwise(4), "derivatives averaged operation by operation, each over 4 steps"),
-        (epk.manhattan(), "one module after another, in each step"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
 )

@@ -9,28 +9,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import epk_gp
 from epk_gp.storage.files import atomic_write, checksum
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work.sums import Piece, Place, Sums, Work, computed, save_piece
 
 JOB = "job.pickle"
-Place = tuple[int, ...]
-
-
-@runtime_checkable
-class Computation(Protocol):
-    """What is computed piece by piece. It is pickled once, and kept by each worker from one piece to the next."""
-
-    def piece(self, place: Place) -> dict[str, Tensor]:
-        """Compute a piece; the result depends on nothing but the computation and the place."""
-
-    def check(self) -> None:
-        """Raise if a worker sees something else than the owner did: another copy of the run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +26,11 @@ class Job:
     """A computation and the folder of its pieces.
 
     Attributes:
-        computation: What is computed.
+        work: The computation.
         sums: The folder, which holds pieces of this computation only.
     """
 
-    computation: Computation
+    work: Work
     sums: PartialSums
 
 
@@ -64,13 +52,9 @@ def write_job(folder: Path, identity: str, job: Job) -> str:
     """
     about = {"versions": _versions(), "identity": identity, "is_durable": job.sums.is_durable}
     header = json.dumps(about).encode()
-    content = header + b"\n" + pickled(job.computation)
+    content = header + b"\n" + pickled(job.work)
     atomic_write(folder / JOB, content, is_durable=job.sums.is_durable, is_private=True)
-    return keep_job(job, checksum(content))
-
-
-def keep_job(job: Job, key: str) -> str:
-    """Keep a computation for the pieces that this process computes itself."""
+    key = checksum(content)
     _OWN[os.getpid(), key] = job, torch.get_num_threads()
     return key
 
@@ -99,9 +83,11 @@ def compute_piece(folder: str, key: str, name: str, place: Place) -> None:
     job = _own_job(key) or _opened(folder, key)
     if job.sums.has(name):
         return
-    result = job.computation.piece(place)
+    piece, sums = Piece(name, place), Sums()
+    for later in computed(job.work, piece, job.sums):
+        sums = later
     try:
-        job.sums.save(name, result, 1)
+        save_piece(job.sums, piece, sums)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -147,9 +133,9 @@ def _opened(folder: str, key: str) -> Job:
             f"a worker must have the versions of the job's owner: on {platform.node()} it has {unlike}. Install the "
             "same versions on all workers."
         )
-    computation: Computation = pickle.loads(pickled)
-    computation.check()
-    return Job(computation, PartialSums(folder, described["identity"], is_durable=described["is_durable"]))
+    work: Work = pickle.loads(pickled)
+    work.check()
+    return Job(work, PartialSums(folder, described["identity"], is_durable=described["is_durable"]))
 
 
 def _versions() -> dict[str, str]:

@@ -3,23 +3,21 @@
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from epk_gp.autodiff.interception import UnsupportedParameterUseError
-from epk_gp.core.options import ComputeOptions, PendingResult, SupportsSubmit
+from epk_gp.core.options import PendingResult, SupportsSubmit
 from epk_gp.core.show import write_line
-from epk_gp.distributed.job import JOB, Computation, Job, Place, compute_piece, forget_job, keep_job, write_job
 from epk_gp.storage.partial_sums import PartialSums
+from epk_gp.work.job import JOB, Job, compute_piece, forget_job, write_job
+from epk_gp.work.sums import Piece, Sums, Work
 
 # Pieces that are submitted before the first of them is read, at most, and bytes that their files may take: so many, or
 # the share of what is free in the folder if that is more. A piece takes none before a worker has computed it, so that
@@ -34,14 +32,6 @@ _PATIENCE = 10.0
 
 # Held by the owner of a job, and seconds until another gives up: a virus scanner may hold it for a moment on Windows.
 _LOCK, _LOCK_SECONDS = "job.lock", 0.5
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of a computation: its name as a file, and what is computed."""
-
-    name: str
-    place: Place
 
 
 @contextmanager
@@ -70,26 +60,6 @@ def _remove(folder: Path, checkpoint: Any) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Here:
-    """An executor without workers: a piece is computed when it is waited for."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any) -> PendingResult:
-        """Remember the call."""
-        return _CallHere(function, args)
-
-
-@dataclass(frozen=True)
-class _CallHere:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-    def result(self) -> Any:
-        return self.function(*self.args)
-
-    def cancel(self) -> Any:
-        return True
-
-
 @contextmanager
 def threads_of_workers(executor: SupportsSubmit) -> Iterator[None]:
     """Compute here as workers do, with one thread; threads of this process compute as it does itself."""
@@ -102,75 +72,35 @@ def threads_of_workers(executor: SupportsSubmit) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def results_of(
-    computation: Computation,
-    pieces: Sequence[Piece],
-    options: ComputeOptions,
-    identity: Callable[[], str],
-    num_bytes: int,
-) -> Generator[dict[str, Tensor], None, None]:
-    """Compute pieces, by workers or here, and give their results in the order of the pieces.
-
-    Args:
-        computation: What is computed.
-        pieces: Its pieces.
-        options: Whose workers compute, and where the pieces are kept. Pieces lie in a folder in any case.
-        identity: Gives the fingerprint of everything on which the pieces depend, of the number of threads that compute
-            them, too; but for the plan of the network (`PlannedPieces.named`).
-        num_bytes: Of a piece.
-
-    Raises:
-        BlockingIOError, RuntimeError: See `computed_pieces`.
-        ValueError: The checkpoint belongs to another computation.
-    """
-    executor, checkpoint = options.executor, options.checkpoint
-    with nullcontext() if executor is None else threads_of_workers(executor), scratch_folder(checkpoint) as folder:
-        sums = PartialSums(folder, identity(), is_durable=checkpoint is not None)
-        with closing(computed_pieces(computation, pieces, executor or Here(), sums, num_bytes)) as results:
-            for piece, result in zip(pieces, results, strict=True):
-                yield result
-                if checkpoint is None:
-                    sums.remove([piece.name])
-
-
-def computed_pieces(
-    computation: Computation,
-    pieces: Iterable[Piece],
-    executor: SupportsSubmit,
-    sums: PartialSums,
-    num_bytes: int,
-) -> Generator[dict[str, Tensor], None, None]:
-    """Have workers compute pieces, and give their results in the order of the pieces.
+def pieces_of_workers(
+    work: Work, pieces: Iterable[Piece], executor: SupportsSubmit, stored: PartialSums
+) -> Generator[Sums, None, None]:
+    """Have workers compute pieces, and give their sums in the order of the pieces.
 
     Pieces whose files are in the folder are not computed again. The caller removes files that it needs no more.
 
     Args:
-        computation: What is computed.
-        pieces: Its pieces.
+        work: What is computed.
+        pieces: Its pieces, or those that are missing.
         executor: Who computes them.
-        sums: Folder of the pieces.
-        num_bytes: Of a piece.
+        stored: Folder of the pieces, of which this process is the only owner (`only_owner`).
 
     Raises:
-        BlockingIOError: Another job computes into the folder.
         RuntimeError: Workers died again and again over one piece, or the executor is of no more use.
     """
-    with _only_owner(sums.folder):
-        sums.remove_torn()
-        job = Job(computation, sums)  # without workers it is sent nowhere, and need not be picklable
-        key = keep_job(job, uuid4().hex) if isinstance(executor, Here) else write_job(sums.folder, sums.identity, job)
-        try:
-            yield from _computed(pieces, executor, sums, key, num_bytes)
-        finally:
-            forget_job(key)
-            (sums.folder / JOB).unlink(missing_ok=True)  # who goes on writes it anew
+    key = write_job(stored.folder, stored.identity, Job(work, stored))
+    try:
+        yield from _computed(work, pieces, executor, stored, key)
+    finally:
+        forget_job(key)
+        (stored.folder / JOB).unlink(missing_ok=True)  # who goes on writes it anew
 
 
 def _computed(
-    pieces: Iterable[Piece], executor: SupportsSubmit, sums: PartialSums, key: str, num_bytes: int
-) -> Generator[dict[str, Tensor], None, None]:
+    work: Work, pieces: Iterable[Piece], executor: SupportsSubmit, sums: PartialSums, key: str
+) -> Generator[Sums, None, None]:
     waiting: deque[tuple[Piece, PendingResult | None]] = deque()
-    rest, ahead = iter(pieces), num_ahead(num_bytes, shutil.disk_usage(sums.folder).free)
+    rest, ahead = iter(pieces), num_ahead(work.piece_bytes, shutil.disk_usage(sums.folder).free)
     try:
         while True:
             while len(waiting) < ahead and (piece := next(rest, None)) is not None:
@@ -182,14 +112,14 @@ def _computed(
             if pending is not None:
                 _wait(executor, sums, key, piece, pending)
             pending = None  # let go of it: a scheduler computes results that are wanted, and lost, once more
-            result, _ = sums.load(piece.name)
+            result, steps = sums.load(piece.name)
             if not result:
                 raise RuntimeError(
                     f"workers must write into the folder that this process reads: {sums.folder} has no piece "
                     f"{piece.name}, which a worker has computed. Pass checkpoint=, a folder that all share, or name "
                     "one in the environment variable TMPDIR."
                 )
-            yield result
+            yield Sums.load(result, steps, work.device)
     finally:
         for _, pending in waiting:
             if pending is not None:
@@ -208,8 +138,12 @@ def num_ahead(num_bytes: int, free: int) -> int:
 
 
 @contextmanager
-def _only_owner(folder: Path) -> Iterator[None]:
-    """Keep other jobs out of a folder, where its file system has locks."""
+def only_owner(folder: Path) -> Iterator[None]:
+    """Keep other jobs out of a folder, where its file system has locks.
+
+    Raises:
+        BlockingIOError: Another job computes into the folder.
+    """
     lock = FileLock(folder / _LOCK, thread_local=False)
     with suppress(NotImplementedError):
         try:
