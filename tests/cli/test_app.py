@@ -137,7 +137,7 @@ def test_an_interrupted_command_says_so(recorded, monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("epk_gp.cli.runs.parse_rule", interrupt)
+    monkeypatch.setattr("epk_gp.cli.options.parse_rule", interrupt)
     assert run("verify", recorded) == 130
     assert capsys.readouterr().err.strip() == "epk-gp: error: interrupted."
 

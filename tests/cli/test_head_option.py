@@ -56,9 +56,8 @@ def ask(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run a command on one of the runs, and return its folder of results."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(
-        "epk_gp.cli.attribute.draw_attributions", lambda *args, **options: None
-    )  # the picture takes a second
+    for name in ("attribution_figure", "save_figure"):  # the picture takes a second
+        monkeypatch.setattr(f"epk_gp.cli.attribute.{name}", lambda *args, **options: None)
 
     def ask(command: str, name: str, *arguments: object) -> Path:
         out = tmp_path / "_".join(["out", *map(str, arguments)])
