@@ -130,17 +130,10 @@ def digits(*, dtype: torch.dtype = torch.float64) -> Dataset:
         Inputs (1797, 1, 8, 8), scaled from 0 … 16 to [0, 1], and labels 0 … 9 in scikit-learn's order.
 
     Raises:
-        ImportError: scikit-learn is not installed.
         TypeError: `dtype` is not a floating type.
     """
     _require_floating(dtype)
-    try:
-        load_digits = importlib.import_module("sklearn.datasets").load_digits  # an optional dependency, and a slow one
-    except ImportError as error:
-        raise ImportError(
-            "digits() must have scikit-learn: it is not installed. Run: pip install epk-gp[experiments]"
-        ) from error
-    bunch = load_digits()
+    bunch = importlib.import_module("sklearn.datasets").load_digits()  # a slow import
     inputs = torch.from_numpy(bunch.images).to(dtype)[:, None] / 16
     return Dataset(inputs, torch.from_numpy(bunch.target).to(torch.int64), 10, "digits")
 

@@ -1,7 +1,6 @@
 import gzip
 import os
 import struct
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,12 +121,6 @@ def test_digits_are_images_in_the_unit_interval():
     assert data.inputs.dtype == torch.float32
     assert (data.inputs.min(), data.inputs.max()) == (0, 1)
     assert len(data.labels.unique()) == data.num_classes == 10
-
-
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"pip install epk-gp\[experiments\]"):
-        digits()
 
 
 # MNIST's format

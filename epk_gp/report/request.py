@@ -90,7 +90,7 @@ def parse_request(
     X: Inputs,
     y: object,
     *,
-    head: Head | None = None,
+    head: Head | None,
     outputs: ExplainedOutputs = "predicted",
     explained: int | Sequence[int] = 6,
     class_names: Sequence[str] | None = None,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
+from sklearn.linear_model import LogisticRegression
+from sklearn.svm import SVC
 from torch import Tensor
 
 from epk_gp.core.checks import validate_labels, validate_positive, validate_tensor
@@ -51,17 +53,10 @@ def fit_support_vector_machines(
         penalty: The SVM's C, for the kernel divided by its mean diagonal.
 
     Raises:
-        ImportError: scikit-learn is not installed.
         TypeError: An argument is of the wrong kind.
         ValueError: The matrices are not square, the penalty is not positive, or the numbers of labels and points
             differ, or a class has no point.
     """
-    try:
-        from sklearn.svm import SVC  # noqa: PLC0415  an optional dependency
-    except ImportError as error:
-        raise ImportError(
-            "fit_support_vector_machines() must have scikit-learn. Run: pip install epk-gp[experiments]"
-        ) from error
     validate_tensor(gram, "gram", ndim=3, floating=True)
     C, M = gram.shape[:2]
     if gram.shape != (C, M, M):
@@ -96,14 +91,9 @@ def fit_platt_scaling(decisions: Float[Tensor, "n C"], labels: Int64[Tensor, " n
         labels: Classes of the points.
 
     Raises:
-        ImportError: scikit-learn is not installed.
         TypeError: The decision values are not a tensor of float32 or float64, or the labels are not integers.
         ValueError: There is not one label per point, or a class has no point, or has all points.
     """
-    try:
-        from sklearn.linear_model import LogisticRegression  # noqa: PLC0415  an optional dependency
-    except ImportError as error:
-        raise ImportError("fit_platt_scaling() must have scikit-learn. Run: pip install epk-gp[experiments]") from error
     validate_tensor(decisions, "decisions", ndim=2, floating=True)
     validate_labels(labels, len(decisions))
     if not decisions.numel():

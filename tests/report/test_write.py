@@ -315,13 +315,13 @@ def test_a_process_of_nodes_of_the_run_is_one_of_the_run(run, tmp_path):
     trajectory, X, y = run
     gp = epk.LogitGP(trajectory, nodes=2)
     assert gp.trajectory is trajectory
-    assert certainty(parse_request(trajectory, X, y), gp).source == "process"
+    assert certainty(parse_request(trajectory, X, y, head=None), gp).source == "process"
 
 
 def test_more_than_fits_is_refused_before_anything_is_computed(run, tmp_path):
     """The bound is below what is written, so that nothing that fits is refused."""
     trajectory, X, y = run
-    request = parse_request(trajectory, X, y, outputs="all", explained=2)
+    request = parse_request(trajectory, X, y, head=None, outputs="all", explained=2)
     content = written(tmp_path, trajectory, X, y, outputs="all", explained=2)
     views = 1 + len(content["layers"]) + len(content["ranges"])
     with pytest.raises(ValueError, match=r"must have at most 0\.001 MB: 6 explained outputs take at least 0\.0.* MB"):
